@@ -1,0 +1,37 @@
+# Everything runs in a virtual environment of its own; torch is pinned, because a looser pin fetches CUDA packages.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-all check bench clean
+
+demo: $(STAMP)
+	$(BIN)/fullshard train examples/banking77_tiny.yaml
+
+test: $(STAMP)
+	$(BIN)/pytest
+
+test-all: $(STAMP)
+	$(BIN)/pytest -m "not gpu"
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/memory_against_torch.py
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

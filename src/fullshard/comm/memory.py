@@ -1,0 +1,77 @@
+"""Peak tensor memory of a stretch of code, by the allocator's own count."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of all distinct CPU storages that Python can reach; the allocations that came before a meter started."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # isinstance() makes some lazy module attributes warn
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.device.type == "cpu"]
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor):  # a DTensor has no memory; the local tensor inside is listed too
+                continue
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+class MemoryMeter:
+    """Context manager that measures one rank's peak tensor bytes; one a process at a time.
+
+    On CUDA it reads the caching allocator's peak. On CPU it listens to the allocator through torch's profiler, which
+    sees temporaries inside operators as well, and adds what was live before; it slows the stretch down, so measure
+    steps whose time does not matter.
+
+    Attributes:
+        start_bytes: Tensor bytes live on entry.
+        peak_bytes: Highest number of tensor bytes live at once, in total; set on exit.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Measure tensors on ``device``."""
+        self.device = device
+        self.start_bytes = 0
+        self.peak_bytes = 0
+
+    def __enter__(self) -> MemoryMeter:
+        """Start measuring."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.start_bytes = torch.cuda.memory_allocated(self.device)
+            return self
+        self.start_bytes = live_tensor_bytes()
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop and set ``peak_bytes``."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            return
+        self._profile.__exit__(kind, error, trace)
+        live = peak = 0
+        profiler: Any = self._profile.profiler
+        for event in profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                peak = max(peak, live)
+        self.peak_bytes = self.start_bytes + peak
+        del self._profile

@@ -1,0 +1,212 @@
+"""Ranks as processes: the real implementation of the protocol on ``torch.distributed``."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
+from fullshard.errors import ProcessGroupError
+
+# torch 2.13 renamed the flat collectives; the old names stay for older releases.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class ProcessComm:
+    """A ``torch.distributed`` process group whose backend has native flat collectives (NCCL)."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Speak to the ranks of ``group`` with tensors on ``device``."""
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.device = device
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See :meth:`Comm.all_gather`."""
+        return _all_gather_flat(full, shard, group=self.group, async_op=True)  # type: ignore[return-value]
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
+        """See :meth:`Comm.reduce_scatter`."""
+        return _reduce_scatter_flat(shard, full, group=self.group, async_op=True)  # type: ignore[return-value]
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """See :meth:`Comm.all_reduce`."""
+        return dist.all_reduce(tensor, _OPS[op], group=self.group, async_op=True)  # type: ignore[return-value]
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """See :meth:`Comm.broadcast`."""
+        return dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)  # type: ignore[return-value]
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
+        """See :meth:`Comm.gather`; point to point, so that other ranks allocate nothing."""
+        if full is None:
+            return dist.isend(shard, group=self.group, group_dst=target)  # type: ignore[return-value]
+        slices = full.view(self.size, -1)
+        slices[self.rank].copy_(shard)
+        others = [r for r in range(self.size) if r != self.rank]
+        return Works([dist.irecv(slices[r], group=self.group, group_src=r) for r in others])
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`Comm.all_gather_object`."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        """See :meth:`Comm.barrier`."""
+        # An all-reduce and not dist.barrier: that one guesses a device under NCCL and warns.
+        self.all_reduce(torch.zeros(1, device=self.device)).wait()
+
+
+class Works:
+    """Several messages that make one collective."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        """Wait for all of ``parts``."""
+        self.parts = parts
+
+    def wait(self) -> None:
+        """Wait for every message."""
+        for part in self.parts:
+            part.wait()
+
+
+class _ReduceWork(Works):
+    """Messages of a reduce-scatter and the local sum that completes it."""
+
+    def __init__(self, parts: Sequence[Any], shard: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+        """Add ``terms`` to ``shard`` once every message of ``parts`` is in."""
+        super().__init__(parts)
+        self.shard = shard
+        self.terms = terms
+
+    def wait(self) -> None:
+        """Wait for every message, then add the terms in rank order."""
+        super().wait()
+        for term in self.terms:
+            self.shard.add_(term)
+        self.terms = ()
+
+
+class GlooComm(ProcessComm):
+    """A gloo group: gathers and reduce-scatters are direct messages into and out of the caller's buffers.
+
+    gloo's own all-gather fills a hidden buffer of full size and copies it out, and torch's gloo reduce-scatter runs a
+    whole all-reduce. Direct messages have neither: measured on 2 ranks, 64 MiB: 19 ms against 64 ms for the gather,
+    27 ms against 82 ms for the reduce-scatter.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Speak to the ranks of ``group`` with CPU tensors."""
+        super().__init__(group, torch.device("cpu"))
+        self.tag = 0
+        # Starting with the next rank spreads the first messages over all pairs.
+        self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _next_tag(self) -> int:
+        """A tag that is the same on every rank for the same collective, so that two in flight never mix."""
+        self.tag = (self.tag + 1) % (1 << 30)
+        return self.tag
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See :meth:`Comm.all_gather`: each rank sends its shard to every other, (size - 1) * S elements."""
+        slices = full.view(self.size, -1)
+        mine = slices[self.rank]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        tag = self._next_tag()
+        parts = [dist.irecv(slices[r], group=self.group, group_src=r, tag=tag) for r in self.peers]
+        parts += [dist.isend(mine, group=self.group, group_dst=r, tag=tag) for r in self.peers]
+        return Works(parts)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
+        """See :meth:`Comm.reduce_scatter`: sends (size - 1) * S elements, holds (size - 2) * S of its own."""
+        slices = full.view(self.size, -1)
+        if not self.peers:
+            shard.copy_(full)
+            return DONE
+        tag = self._next_tag()
+        first, *rest = sorted(self.peers)
+        terms = [torch.empty_like(shard) for _ in rest]
+        sources = dict(zip([first, *rest], [shard, *terms], strict=True))
+        parts = [dist.irecv(sources[r], group=self.group, group_src=r, tag=tag) for r in self.peers]
+        parts += [dist.isend(slices[r], group=self.group, group_dst=r, tag=tag) for r in self.peers]
+        return _ReduceWork(parts, shard, [slices[self.rank], *terms])
+
+
+def as_comm(mesh: object, device: torch.device | None) -> Comm:
+    """Turn what the user calls a mesh into a :class:`Comm`.
+
+    Args:
+        mesh: None (the default process group), a ``ProcessGroup``, a 1-D ``DeviceMesh``, or a :class:`Comm`.
+        device: Device of the sharded model; None: this rank's accelerator if the group can use it, else CPU.
+
+    Raises:
+        ProcessGroupError: There is no process group, the mesh has more than one axis, or mesh is something else.
+    """
+    if isinstance(mesh, Comm):
+        return mesh
+    if mesh is None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ProcessGroupError(
+                "fully_shard needs a process group, and none is initialised. Start the script with torchrun (or "
+                "`fullshard train`) and call fullshard.init() or torch.distributed.init_process_group() first."
+            )
+        group = dist.group.WORLD
+    elif isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ProcessGroupError(f"FULL_SHARD takes a mesh with 1 axis; this one has {mesh.ndim}: {mesh}.")
+        group = mesh.get_group()
+    elif isinstance(mesh, dist.ProcessGroup):
+        group = mesh
+    else:
+        raise ProcessGroupError(f"mesh must be None, a ProcessGroup, a DeviceMesh or a Comm; got {type(mesh)}.")
+    assert group is not None
+    if "nccl" in str(dist.get_backend(group)):
+        return ProcessComm(group, device or torch.device("cuda", torch.cuda.current_device()))
+    return GlooComm(group)
+
+
+def init_from_env(*, timeout_s: float = 600.0) -> Comm:
+    """Join the group that torchrun's environment describes; once per process, on every rank.
+
+    Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. With at least as many CUDA
+    devices as ranks on this machine the backend is NCCL, one device a rank; else gloo on CPU.
+
+    Args:
+        timeout_s: Seconds after which a collective that other ranks never joined is an error.
+
+    Raises:
+        ProcessGroupError: The environment lacks one of the variables.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ProcessGroupError(
+            f"No process group to join: {', '.join(missing)} not set. "
+            "Start the script with torchrun or `fullshard train`."
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        return as_comm(None, device)
+    dist.init_process_group("gloo", timeout=timeout)
+    return as_comm(None, torch.device("cpu"))
+
+
+def shutdown() -> None:
+    """Leave the default process group, if there is one; on every rank."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,76 @@
+"""The one small protocol through which every other room talks to other ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+ReduceOp = Literal["sum", "max"]
+
+
+class Work(Protocol):
+    """A collective that was issued and may still run."""
+
+    def wait(self) -> None:
+        """Return when the result may be read: by the CPU on CPU, by the current stream on CUDA."""
+        ...
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """A group of ranks and the collectives they run together.
+
+    Every method is called by every rank of the group, in the same order. Collectives take buffers, start, and return
+    a :class:`Work`; the caller keeps the buffers alive and untouched until ``wait()``.
+
+    Attributes:
+        rank: This process's (or thread's) place in the group, from 0.
+        size: Number of ranks in the group.
+        device: Device whose tensors the collectives take.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Fill ``full`` (size * S elements) with every rank's ``shard`` (S elements, same dtype) in rank order.
+
+        ``shard`` may be this rank's own slice of ``full``; then nothing is copied locally.
+        """
+        ...
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
+        """Sum ``full`` (size * S elements) over ranks; ``shard`` (S elements, same dtype) receives slice ``rank``."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce ``tensor`` over ranks, in place, on every rank."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """Overwrite ``tensor`` on every rank with that of rank ``source``."""
+        ...
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
+        """Fill ``full`` (size * S elements, given on rank ``target`` only) with every rank's ``shard`` (S elements)."""
+        ...
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        ...
+
+
+class DoneWork:
+    """Work that was finished when it was issued."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+DONE = DoneWork()

@@ -1,0 +1,144 @@
+"""Ranks as threads of one process: real collectives without processes, for tests of the engine's logic."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fullshard.comm.protocol import DONE, ReduceOp, Work
+from fullshard.errors import MismatchError
+
+T = TypeVar("T")
+
+
+class ThreadWorld:
+    """What the ranks of one group share: a table with a place for each rank, and a barrier."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        """Make a world of ``size`` ranks whose collectives give up after ``timeout_s`` seconds."""
+        self.size = size
+        self.slots: list[Any] = [None] * size
+        self.meeting = threading.Barrier(size, timeout=timeout_s)
+
+
+class ThreadComm:
+    """The :class:`~fullshard.comm.protocol.Comm` of one rank among threads. Collectives finish when issued."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        """Join ``world`` as ``rank``."""
+        self.world = world
+        self.rank = rank
+        self.size = world.size
+        self.device = torch.device("cpu")
+
+    def _meet(self, kind: str, payload: Any, use: Callable[[list[Any]], T]) -> T:
+        """Show ``payload`` to the other ranks, apply ``use`` to everybody's, and leave together.
+
+        Raises:
+            MismatchError: Another rank is in a different collective, or never came.
+        """
+        self.world.slots[self.rank] = (kind, payload)
+        try:
+            self.world.meeting.wait()
+            kinds = [slot[0] for slot in self.world.slots]
+            result = use([slot[1] for slot in self.world.slots]) if len(set(kinds)) == 1 else None
+            self.world.meeting.wait()
+        except threading.BrokenBarrierError:
+            raise MismatchError(f"Rank {self.rank} waited in {kind}, but another rank failed or never came.") from None
+        if len(set(kinds)) != 1:
+            raise MismatchError(f"Ranks are in different collectives: {dict(enumerate(kinds))}.")
+        return result  # type: ignore[return-value]
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See :meth:`Comm.all_gather`."""
+
+        def use(shards: list[torch.Tensor]) -> None:
+            for rank, (slot, source) in enumerate(zip(full.view(self.size, -1), shards, strict=True)):
+                if rank != self.rank or source.data_ptr() != slot.data_ptr():
+                    slot.copy_(source)
+
+        self._meet(f"all_gather of {full.numel()} {full.dtype}", shard, use)
+        return DONE
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
+        """See :meth:`Comm.reduce_scatter`."""
+
+        def use(fulls: list[torch.Tensor]) -> torch.Tensor:
+            return torch.stack([other.view(self.size, -1)[self.rank] for other in fulls]).sum(0)
+
+        shard.copy_(self._meet(f"reduce_scatter of {full.numel()} {full.dtype}", full, use))
+        return DONE
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """See :meth:`Comm.all_reduce`."""
+
+        def use(tensors: list[torch.Tensor]) -> torch.Tensor:
+            stacked = torch.stack(tensors)
+            return stacked.sum(0, dtype=tensor.dtype) if op == "sum" else stacked.amax(0)
+
+        tensor.copy_(self._meet(f"all_reduce {op} of {tensor.numel()} {tensor.dtype}", tensor, use))
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """See :meth:`Comm.broadcast`."""
+        kind = f"broadcast of {tensor.numel()} {tensor.dtype} from {source}"
+        value = self._meet(kind, tensor, lambda tensors: tensors[source].clone())
+        tensor.copy_(value)
+        return DONE
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
+        """See :meth:`Comm.gather`."""
+
+        def use(shards: list[torch.Tensor]) -> None:
+            if full is not None:
+                torch.cat([s.reshape(-1) for s in shards], out=full)
+
+        self._meet(f"gather of {shard.numel()} {shard.dtype} to {target}", shard, use)
+        return DONE
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`Comm.all_gather_object`."""
+        return self._meet("all_gather_object", value, list)
+
+    def barrier(self) -> None:
+        """See :meth:`Comm.barrier`."""
+        self._meet("barrier", None, list)
+
+
+def run_ranks(size: int, work: Callable[[ThreadComm], T], *, timeout_s: float = 60.0) -> list[T]:
+    """Run ``work(comm)`` on ``size`` threads, one a rank, and return their results in rank order.
+
+    Args:
+        size: World size.
+        work: What each rank does. torch's default random generator is shared by all threads: draw no random numbers
+            in it, or draw them from a generator of its own.
+        timeout_s: Seconds a rank waits in a collective for the others.
+
+    Raises:
+        Exception: The first failure by cause: what a rank raised itself comes before what that did to the others.
+    """
+    world = ThreadWorld(size, timeout_s)
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadComm(world, rank))
+        except BaseException as error:
+            failures.append((rank, error))
+            world.meeting.abort()
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        first = next((error for _, error in failures if "another rank failed" not in str(error)), failures[0][1])
+        raise first
+    return results

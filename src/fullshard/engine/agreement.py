@@ -1,0 +1,95 @@
+"""Do all ranks do the same? Asked before each collective of the first pass, and once a step after that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.comm import Comm, Work
+from fullshard.errors import MismatchError
+
+_TRACE_BITS = 20  # a squared trace summed over 2**20 ranks still fits an int64
+
+
+class Agreement:
+    """Compares what ranks are about to do, or have done.
+
+    A collective that different ranks enter for different units hangs, or worse, exchanges buffers that happen to have
+    one size. In the first pass every collective is therefore announced first. Later, one small all-reduce at the end
+    of each backward carries a checksum of the order of units (and which parameters got a gradient anywhere).
+    """
+
+    def __init__(self, comm: Comm, names: Sequence[str]) -> None:
+        """Compare among the ranks of ``comm``; ``names`` are the units'."""
+        self.comm = comm
+        self.names = list(names)
+        self.first_pass = True
+        self._verdict: tuple[Work, torch.Tensor, int] | None = None
+
+    def before(self, collective: str, unit: int) -> None:
+        """Announce a collective; in the first pass only.
+
+        Raises:
+            MismatchError: Another rank announces another one; raised on every rank.
+        """
+        if not self.first_pass:
+            return
+        code = 2 * unit + (collective == "all-gather")
+        extremes = torch.tensor([code, -code], dtype=torch.int64, device=self.comm.device)
+        self.comm.all_reduce(extremes, "max").wait()
+        if extremes[0] == code and extremes[1] == -code:
+            return
+        announced = self.comm.all_gather_object(f"{collective} of unit {self.names[unit]}")
+        raise MismatchError(
+            "Ranks run different units: "
+            + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(announced))
+            + ". Every rank must call the same modules in the same order; "
+            "check code that depends on the rank or the data."
+        )
+
+    def pass_is_over(self) -> None:
+        """The first pass is complete: later ones are compared as a whole."""
+        self.first_pass = False
+
+    def after_backward(self, arrived: Sequence[bool], trace: int) -> list[bool] | None:
+        """Exchange which parameters got a gradient, and the checksum of the step's order.
+
+        On CPU the answer is read at once. On CUDA reading it would stall the queue of kernels, so the checksum is read
+        a step later, and the flags only where this rank misses a gradient.
+
+        Args:
+            arrived: For each trainable parameter, whether a gradient arrived on this rank.
+            trace: Checksum of this rank's order of units.
+
+        Returns:
+            For each of them, whether a gradient arrived on any rank; None if all arrived here.
+
+        Raises:
+            MismatchError: The order differed between ranks, in this step (CPU) or the one before (CUDA).
+        """
+        self._check_verdict()
+        mark = trace % (1 << _TRACE_BITS)
+        message = torch.tensor([mark, mark * mark, *arrived], dtype=torch.int64).to(self.comm.device, non_blocking=True)
+        self._verdict = (self.comm.all_reduce(message), message, mark)
+        if self.first_pass or self.comm.device.type == "cpu":
+            self._check_verdict()
+        self.first_pass = False
+        if all(arrived):
+            return None
+        self._check_verdict()
+        return [count > 0 for count in message[2:].tolist()]
+
+    def _check_verdict(self) -> None:
+        if self._verdict is None:
+            return
+        work, message, mark = self._verdict
+        self._verdict = None
+        work.wait()
+        total, squares = message[:2].tolist()
+        # sum and sum of squares are those of equal marks only if all marks are equal (Cauchy-Schwarz)
+        if total != mark * self.comm.size or squares != mark * mark * self.comm.size:
+            raise MismatchError(
+                f"Ranks ran units in different orders in one step (checksum {mark} on rank {self.comm.rank}): "
+                "its gradients are wrong, do not use them. Every rank must call the same modules in the same order."
+            )

@@ -1,0 +1,65 @@
+"""Memory that is given back and taken again while tensors view it, and the account of it."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Account:
+    """Bytes of buffers the engine holds right now and held at most, by kind.
+
+    Attributes:
+        live: Bytes per kind now. Kinds: ``shards``, ``gathered``, ``gradients`` (unsharded, waiting for their reduce).
+        peak: Highest ``live`` per kind.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self.live: dict[str, int] = {"shards": 0, "gathered": 0, "gradients": 0}
+        self.peak = dict(self.live)
+        self.peak_total = 0
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Take (or with a negative number give back) ``nbytes`` of ``kind``."""
+        self.live[kind] += nbytes
+        self.peak[kind] = max(self.peak[kind], self.live[kind])
+        self.peak_total = max(self.peak_total, sum(self.live.values()))
+
+
+class ReusableBuffer:
+    """A flat tensor whose memory comes and goes while views of it live on.
+
+    Autograd saves views of parameters (``F.linear`` saves ``weight.t()``), which no re-pointing of attributes reaches;
+    resizing the one storage under all of them does. Content is written through ``alias``, which has a version counter
+    of its own, so that autograd does not take a gather for an in-place change of what it saved.
+
+    Attributes:
+        tensor: The flat tensor that parameters are views of; never written.
+        alias: The same memory for writing.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, account: Account) -> None:
+        """Take the memory; ``release`` gives it back."""
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self.alias = self.tensor.data
+        self._storage = self.tensor.untyped_storage()
+        self.nbytes = self._storage.nbytes()
+        self._account = account
+        account.add("gathered", self.nbytes)
+
+    @property
+    def held(self) -> bool:
+        """Whether the memory is there."""
+        return self._storage.nbytes() == self.nbytes
+
+    def take(self) -> None:
+        """Get memory, with undefined content; nothing where it is there."""
+        if not self.held:
+            self._storage.resize_(self.nbytes)
+            self._account.add("gathered", self.nbytes)
+
+    def release(self) -> None:
+        """Give the memory back; every view becomes unreadable until the next ``take``."""
+        if self.held and self.nbytes:
+            self._storage.resize_(0)
+            self._account.add("gathered", -self.nbytes)

@@ -1,0 +1,155 @@
+"""Weight gradients computed straight into the lane, for the two modules that hold most parameters.
+
+Autograd makes a weight's gradient as a tensor of its own, adds up the uses of a tied weight in further ones (for T5's
+shared table three of them at once), and only then shows it. Here the backward of ``nn.Linear`` multiplies straight into
+the lane (``mm(out=)``, then ``addmm_``) and that of ``nn.Embedding`` adds just the rows that were looked up. No
+gradient-sized temporary exists and nothing is copied. Values are those of autograd, up to the order of additions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.engine.param import ShardedParam
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.torch_private import in_backward
+from fullshard.engine.unit import Unit
+
+
+class _Site:
+    """A module whose weight is a sharded parameter; takes the place of its ``forward``.
+
+    Attributes:
+        anchor: A scalar that requires grad, so that outputs do although the weight is not an input of the function.
+    """
+
+    def __init__(self, runtime: Runtime, unit: Unit, param: ShardedParam, module: nn.Module) -> None:
+        self.runtime = runtime
+        self.unit = unit
+        self.param = param
+        self.module = module
+        self.plain = type(module).forward
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    def applies(self) -> bool:
+        """Whether this call can go past autograd: eager, recording, with the weight in its slot."""
+        device = self.param.state.full.tensor.device.type
+        return (
+            torch.is_grad_enabled()
+            and self.module._parameters["weight"] is self.param.full
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled(device)
+        )
+
+    def count_use(self) -> None:
+        """A forward whose backward will come; a recomputation is the same use again."""
+        if not in_backward():
+            self.unit.expected_uses += 1
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _LinearSite(_Site):
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.applies() or input.dtype != self.param.state.reduce_dtype:
+            return self.plain(self.module, input)
+        self.count_use()
+        return _Linear.apply(self.anchor, input, self.module.bias, self)  # type: ignore[return-value]
+
+    def write(self, out_gradient: torch.Tensor, x: torch.Tensor) -> None:
+        """Add ``out_gradient.T @ x``, (out, in), to the lane."""
+        view, fresh = self.param.state.gradient_of(self.param.place)
+        if fresh:
+            torch.mm(out_gradient.t(), x, out=view)
+        else:
+            view.addmm_(out_gradient.t(), x)
+
+
+class _EmbeddingSite(_Site):
+    @property
+    def padding_index(self) -> int | None:
+        """The row that gets no gradient."""
+        return self.module.padding_idx  # type: ignore[return-value]
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.applies():
+            return self.plain(self.module, input)
+        self.count_use()
+        return _Embedding.apply(self.anchor, input, self)  # type: ignore[return-value]
+
+    def write(self, out_gradient: torch.Tensor, indices: torch.Tensor) -> None:
+        """Add the rows of ``out_gradient``, (lookups, width), to the rows of the lane that were looked up."""
+        view, fresh = self.param.state.gradient_of(self.param.place)
+        if fresh:
+            view.zero_()
+        rows = out_gradient.to(view.dtype)
+        if self.padding_index is not None:
+            rows = rows.masked_fill(torch.eq(indices, self.padding_index).unsqueeze(1), 0)
+        # index_put_ sorts on CUDA and so adds in a fixed order, where index_add_ would not.
+        if view.is_cuda:
+            view.index_put_((indices,), rows, accumulate=True)
+        else:
+            view.index_add_(0, indices, rows)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, _anchor: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, site: _LinearSite
+    ) -> torch.Tensor:
+        ctx.site = site
+        ctx.save_for_backward(x)
+        return F.linear(x, site.param.full, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        site: _LinearSite = ctx.site
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        # The input's gradient first: the weight's may complete the unit, which then releases its parameters.
+        x_gradient = gradient @ site.param.full if ctx.needs_input_grad[1] else None
+        bias_gradient = rows.sum(0) if ctx.needs_input_grad[2] else None
+        site.runtime.receive(site.unit, site.param, lambda: site.write(rows, x.reshape(-1, x.shape[-1])))
+        return None, x_gradient, bias_gradient, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, indices: torch.Tensor, site: _EmbeddingSite) -> torch.Tensor:
+        ctx.site = site
+        ctx.save_for_backward(indices)
+        return F.embedding(indices, site.param.full)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (indices,) = ctx.saved_tensors
+        site: _EmbeddingSite = ctx.site
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        site.runtime.receive(site.unit, site.param, lambda: site.write(rows, indices.reshape(-1)))
+        return None, None, None
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    if type(module) is not nn.Embedding:
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def install(runtime: Runtime, unit: Unit) -> None:
+    """Let the plain linear and embedding modules of ``unit`` write their weight gradients into the lane."""
+    for param in unit.params:
+        if not param.trainable:
+            continue
+        same_dtype = param.state.reduce_dtype == param.state.full.tensor.dtype
+        for module, key in param.slots:
+            if key != "weight" or "forward" in module.__dict__:
+                continue
+            if type(module) is nn.Linear and same_dtype:
+                module.forward = _LinearSite(runtime, unit, param, module)
+            elif _is_plain_embedding(module):
+                module.forward = _EmbeddingSite(runtime, unit, param, module)

@@ -1,0 +1,27 @@
+"""The all-gather of a unit: takes lanes, fills their buffers, knows no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fullshard.comm import Comm, Work
+from fullshard.engine.lane import LaneState
+
+
+def start_gather(comm: Comm, lanes: Sequence[LaneState]) -> list[Work]:
+    """Issue the all-gather of every lane.
+
+    The shard is cast straight into this rank's slice of the gathered buffer (one pass over 1/N of the unit), and the
+    collective runs in place: what arrives is where the parameters' views look.
+
+    Returns:
+        One work a lane; the buffers may be read when all are done.
+    """
+    works: list[Work] = []
+    for state in lanes:
+        state.full.take()
+        low, high = state.lane.shard_bounds(comm.rank)
+        mine = state.full.alias[low:high]
+        mine.copy_(state.shard)
+        works.append(comm.all_gather(state.full.alias, mine))
+    return works

@@ -1,0 +1,174 @@
+"""Where PyTorch calls the engine: before and after a unit's forward and backward."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fullshard.engine.precision import cast_floats, map_tensors, tensors_in
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.schedule import Call, Verb
+from fullshard.engine.torch_private import in_backward
+from fullshard.engine.unit import State, Unit
+
+
+class _InputNode(torch.autograd.Function):
+    """Identity on a call's inputs whose backward tells that the call's own backward is complete.
+
+    Of the nodes of a call it was made first, so autograd runs it last, when nothing needs the parameters any more.
+    Counting gradients does not tell that: a frozen weight's input gradient may be computed after the last trainable
+    gradient has arrived.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hooks: UnitHooks, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hooks, ctx.call = hooks, call
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.hooks.backward_ends(ctx.call)
+        return (None, None, *gradients)
+
+
+class UnitHooks:
+    """The hooks of one unit on its module, and guards on the submodules that own its parameters."""
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        """Register the hooks."""
+        self.runtime = runtime
+        self.unit = unit
+        self.is_root = unit is runtime.root
+        self.warned = False
+        unit.module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(self.after_forward)
+        owners = {id(module): module for param in unit.params for module, _ in param.slots}
+        for module in owners.values():
+            if module is not unit.module:
+                module.register_forward_pre_hook(self.guard, prepend=True)
+
+    # Forward
+
+    def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Gather, cast the inputs, and mark them for the end of backward."""
+        runtime, recompute = self.runtime, in_backward()
+        if self.is_root and not recompute:
+            runtime.begin_pass()
+        if runtime.policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), runtime.policy.param)
+        needs_node = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
+        if recompute:
+            runtime.backward_event()
+            runtime.gather(self.unit)
+            # In a reentrant checkpoint this is the forward whose graph counts; in the other kind the first one was.
+            if needs_node and not runtime.schedule.awaits_backward(self.unit.index):
+                return self._mark_inputs(Call(self.unit.index), args, kwargs)
+            return args, kwargs
+        call, actions = runtime.schedule.forward_begins(self.unit.index, input_node=needs_node)
+        runtime.open_calls.append(call)
+        runtime.perform(actions)
+        return self._mark_inputs(call, args, kwargs) if needs_node else (args, kwargs)
+
+    def _mark_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        originals = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
+        marked = _InputNode.apply(self, call, *originals.values())
+        replacement = dict(zip(originals, marked, strict=True))
+        return map_tensors((args, kwargs), lambda t: replacement.get(id(t), t))
+
+    def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        """Ask for a sign when backward comes back, then release the parameters."""
+        if in_backward():
+            return None
+        runtime = self.runtime
+        call = runtime.open_calls.pop()
+        grad_enabled = torch.is_grad_enabled()
+        if self.is_root and runtime.policy.output is not None:
+            output = cast_floats(output, runtime.policy.output)
+        tensors = list(tensors_in(output))
+        hooked = [t for t in tensors if t.requires_grad] if grad_enabled else []
+        for tensor in hooked:
+            tensor.register_hook(_BackwardBegins(self, call))
+        if grad_enabled and not tensors and (self.unit.trainable or call.input_node):
+            self._keep_until_backward_is_over(output)
+        runtime.perform(runtime.schedule.forward_ends(call, needs_backward=bool(hooked)))
+        if self.is_root:
+            runtime.end_pass(training=bool(hooked))
+        return output
+
+    def _keep_until_backward_is_over(self, output: object) -> None:
+        self.unit.pinned = True
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"Unit {self.unit.name} returned {type(output).__name__}, in which fullshard finds no tensors, so "
+                "nothing tells when backward reaches it: its parameters stay gathered to the end. Return tensors "
+                "in tuples, lists, dicts or dataclasses to save that memory.",
+                stacklevel=2,
+            )
+
+    # Backward
+
+    def backward_begins(self, call: Call) -> None:
+        """Backward reaches an output of ``call``."""
+        self.runtime.backward_event()
+        self.runtime.perform(self.runtime.schedule.backward_begins(call))
+
+    def backward_ends(self, call: Call) -> None:
+        """Backward has left ``call``."""
+        self.runtime.backward_event()
+        self.runtime.perform(self.runtime.schedule.backward_ends(call))
+
+    # Calls from outside
+
+    def guard(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Gather on demand when a submodule is called outside its unit's forward (``generate`` calls the encoder)."""
+        if self.unit.state is State.GATHERED:
+            return
+        self.runtime.gather(self.unit)
+        if in_backward():
+            return
+        handle: RemovableHandle | None = None
+
+        def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            assert handle is not None
+            handle.remove()
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_BackwardBegins(self, Call(self.unit.index)))
+
+        handle = module.register_forward_hook(after)
+
+
+class _BackwardBegins:
+    """The hook on an output tensor; an object, so that copying a sharded model reaches the unit and is refused."""
+
+    def __init__(self, hooks: UnitHooks, call: Call) -> None:
+        self.hooks = hooks
+        self.call = call
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        self.hooks.backward_begins(self.call)
+
+
+class RootHeld:
+    """Context in which the root unit stays gathered between forwards, as a generation loop wants it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Hold the root of ``runtime``; nested contexts hold it once."""
+        self.runtime = runtime
+        self.outer = False
+
+    def __enter__(self) -> None:
+        """Gather the root."""
+        self.outer = self.runtime.root_held
+        self.runtime.root_held = True
+        self.runtime.gather(self.runtime.root)
+
+    def __exit__(self, *_error: object) -> None:
+        """Release it, unless an outer context holds it."""
+        self.runtime.root_held = self.outer
+        self.runtime.perform([(Verb.RESHARD, self.runtime.root.index)])

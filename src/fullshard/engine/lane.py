@@ -1,0 +1,89 @@
+"""One lane in memory: the rank's shard, the gathered buffer, the unsharded gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from fullshard.engine.buffers import Account, ReusableBuffer
+from fullshard.errors import InvariantError
+from fullshard.layout import Lane
+
+
+class LaneState:
+    """The buffers of one lane on one rank.
+
+    Attributes:
+        lane: The layout.
+        trainable: Whether its parameters require gradients; a lane is all trainable or all frozen.
+        shard: This rank's part of the parameters, (shard_numel,), in the dtype that the optimizer updates. Frozen
+            lanes keep it in the compute dtype: there is nothing to update.
+        full: The gathered parameters, (world_size * shard_numel,), in the compute dtype.
+        shapes: Unsharded shape of each placement.
+        written: Placements whose gradient is in ``gradient``.
+        gradient: The unsharded gradient, (world_size * shard_numel,), in the reduce dtype; None while there is none.
+    """
+
+    def __init__(
+        self, lane: Lane, full: ReusableBuffer, shard: torch.Tensor, reduce: torch.dtype, account: Account
+    ) -> None:
+        """Hold the buffers of ``lane``; ``trainable`` is set by whoever knows the parameters."""
+        self.lane = lane
+        self.full = full
+        self.shard = shard
+        self.reduce_dtype = reduce
+        self.trainable = False
+        self.gradient: torch.Tensor | None = None
+        self.written: set[int] = set()
+        self.shapes: list[tuple[int, ...]] = []
+        self._account = account
+        account.add("shards", shard.nbytes)
+
+    def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
+        """Copy (with cast) the gradient of placement ``place`` into the lane, or add it to what arrived before."""
+        view, fresh = self.gradient_of(place)
+        if fresh:
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)
+
+    def gradient_of(self, place: int) -> tuple[torch.Tensor, bool]:
+        """Where the gradient of placement ``place`` goes, in the parameter's shape, for the caller to write.
+
+        Returns:
+            The view, and whether it holds nothing yet (then the caller overwrites it, else adds).
+        """
+        if self.gradient is None:
+            self._make_gradient()
+        assert self.gradient is not None
+        start, numel = self.lane.placements[place].start, self.lane.placements[place].numel
+        fresh = place not in self.written
+        self.written.add(place)
+        return self.gradient[start : start + numel].view(self.shapes[place]), fresh
+
+    def _make_gradient(self) -> None:
+        """Allocate without clearing: what stays unwritten is zeroed once, at reduce time."""
+        numel = self.lane.world_size * self.lane.shard_numel
+        self.gradient = torch.empty(numel, dtype=self.reduce_dtype, device=self.full.tensor.device)
+        self._account.add("gradients", self.gradient.nbytes)
+
+    def complete_gradient(self) -> torch.Tensor:
+        """The whole unsharded gradient, zeros in padding and where nothing arrived."""
+        if not self.trainable:
+            raise InvariantError("a frozen lane has no gradient to reduce")
+        if self.gradient is None:
+            self._make_gradient()
+        assert self.gradient is not None
+        for low, high in self.lane.gaps():
+            self.gradient[low:high].zero_()
+        for place, placement in enumerate(self.lane.placements):
+            if place not in self.written:
+                self.gradient[placement.start : placement.start + placement.numel].zero_()
+        self.written.clear()
+        return self.gradient
+
+    def drop_gradient(self) -> None:
+        """Free the unsharded gradient."""
+        if self.gradient is not None:
+            self._account.add("gradients", -self.gradient.nbytes)
+        self.gradient = None
+        self.written.clear()

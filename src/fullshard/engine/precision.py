@@ -1,0 +1,78 @@
+"""Finding and casting tensors in whatever a module takes or returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fullshard.policy import MixedPrecision
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """The ``torch.dtype`` of a policy's dtype name."""
+    return None if name is None else getattr(torch, name)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with ``change`` applied to every tensor; untouched parts are the same objects."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        if all(changed[key] is value[key] for key in value):
+            return value
+        if type(value) is dict:
+            return changed
+        return type(value)(**changed) if dataclasses.is_dataclass(value) else type(value)(changed)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {name: map_tensors(item, change) for name, item in fields.items()}
+        return value if all(changed[n] is fields[n] for n in fields) else dataclasses.replace(value, **changed)
+    return value
+
+
+def cast_floats(value: Any, name: str | None) -> Any:
+    """``value`` with every floating tensor in the named dtype; None casts nothing."""
+    dtype = torch_dtype(name)
+    if dtype is None:
+        return value
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
+
+
+def compute_dtype(policy: MixedPrecision, param: torch.Tensor) -> torch.dtype:
+    """Dtype a parameter is gathered and computed in."""
+    wanted = torch_dtype(policy.param)
+    return wanted if wanted is not None and param.is_floating_point() else param.dtype
+
+
+def shard_dtype(policy: MixedPrecision, param: torch.Tensor) -> torch.dtype:
+    """Dtype a parameter's shard is kept in: its own, or the compute dtype where nothing updates it."""
+    return param.dtype if param.requires_grad else compute_dtype(policy, param)
+
+
+def reduce_dtype(policy: MixedPrecision, param: torch.Tensor) -> torch.dtype:
+    """Dtype a parameter's gradient is reduced in."""
+    return torch_dtype(policy.reduce) or param.dtype

@@ -1,0 +1,243 @@
+"""When to gather, release and reduce: a pure function from a step's events to actions. No torch here.
+
+Forward events are recorded as they come: ``begin`` and ``end`` of each call of a unit. Autograd runs the nodes of a
+graph in the reverse of the order in which forward made them, so the record read backwards is the *plan* of backward:
+the ``end`` of a call is where backward needs the unit gathered, the ``begin`` of a unit's first call is where all its
+gradients are complete. Collectives are issued in plan order only. When this rank's backward skips a call that other
+ranks run (a block whose output this rank did not use), the skipped collectives are issued on the way, with zeros for
+gradients, so that every rank issues the same sequence and none waits for a partner that never comes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Verb(Enum):
+    """What the engine does to a unit."""
+
+    GATHER = "gather"
+    """Issue the unit's all-gather if it is not under way, and wait for it."""
+    PREFETCH = "prefetch"
+    """Issue the unit's all-gather if it is sharded; do not wait."""
+    RESHARD = "reshard"
+    """Free the gathered parameters."""
+    REDUCE = "reduce"
+    """Reduce-scatter the unit's gradients, with zeros where none arrived."""
+    FLUSH = "flush"
+    """Reduce-scatter the unit's gradients if any arrived."""
+
+
+Action = tuple[Verb, int]
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward call of a unit.
+
+    Attributes:
+        unit: Index of the unit.
+        forward_pass: Which forward of the root it belongs to.
+        resharding: Whether the unit's parameters are released when the call's backward is complete. False for the
+            calls of a unit of several modules that are not of its first module.
+        input_node: Whether an autograd node marks the end of this call's backward (some input needs a gradient).
+        planned: Whether the call is part of the plan; False for recomputation and after the plan was used.
+        begin: Place in the plan where the call's backward is complete.
+        end: Place in the plan where the call's backward starts.
+    """
+
+    unit: int
+    forward_pass: int = 0
+    resharding: bool = True
+    input_node: bool = False
+    planned: bool = False
+    begin: int = -1
+    end: int = -1
+
+
+class Schedule:
+    """The state of one step's schedule. Every rank makes the same calls in the same order, but for skipped ones."""
+
+    def __init__(self, trainable: Sequence[bool], root: int) -> None:
+        """Schedule units ``0..len(trainable) - 1``; ``trainable[i]`` says whether unit i has gradients to reduce."""
+        self.trainable = list(trainable)
+        self.root = root
+        self.following: dict[int, int | None] = {}
+        self.last: int | None = None
+        self.forward_pass = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the recorded calls: backward is over, or was given up."""
+        for _, call in getattr(self, "events", ()):
+            call.planned = False
+        self.events: list[tuple[bool, Call]] = []  # (is the call's end, call)
+        self.plan: list[tuple[bool, Call]] | None = None
+        self.cursor = 0
+        self.queue: list[int] = []
+        self.final: dict[int, int] = {}
+        self.ready: set[int] = set()
+        self.with_input_node: set[int] = set()
+        self.reached: set[int] = set()  # forward passes that this backward has come to
+        self.trace = 0
+
+    # Forward
+
+    def pass_begins(self) -> None:
+        """The root's forward starts: the next unit follows nothing."""
+        self.last = None
+        self.forward_pass += 1
+
+    def pass_ends(self) -> None:
+        """The root's forward is over: nothing follows the last unit."""
+        if self.last is not None:
+            self.following[self.last] = None
+        self.last = None
+
+    def forward_begins(
+        self, unit: int, *, input_node: bool = False, resharding: bool = True
+    ) -> tuple[Call, list[Action]]:
+        """A call of ``unit`` starts. Returns the call and what to do before it computes."""
+        call = Call(unit, self.forward_pass, resharding, input_node)
+        self.events.append((False, call))
+        self._trace(unit)
+        actions = [(Verb.GATHER, unit)]
+        if unit != self.root:
+            if self.last is not None:
+                self.following[self.last] = unit
+            self.last = unit
+            guess = self.following.get(unit)
+            if guess is not None and guess != unit:
+                actions.append((Verb.PREFETCH, guess))
+        return call, actions
+
+    def forward_ends(self, call: Call, *, needs_backward: bool, release: bool = True) -> list[Action]:
+        """A call has computed its outputs.
+
+        Args:
+            call: What :meth:`forward_begins` returned.
+            needs_backward: Whether an output requires grad, so that backward will come back to this call.
+            release: False where the unit is used again at once (a later module of the same unit).
+        """
+        if needs_backward:
+            self.events.append((True, call))
+            call.planned = True
+        else:
+            self.events = [event for event in self.events if event[1] is not call]
+        # The root's parameters are the first that backward needs.
+        keep = not release or (call.unit == self.root and needs_backward)
+        return [] if keep else [(Verb.RESHARD, call.unit)]
+
+    # Backward
+
+    def _make_plan(self) -> None:
+        if self.plan is not None:
+            return
+        self.plan = [event for event in reversed(self.events) if event[1].planned]
+        for index, (is_end, call) in enumerate(self.plan):
+            if is_end:
+                call.end = index
+            else:
+                call.begin = index
+                self.final[call.unit] = index
+                if call.input_node:
+                    self.with_input_node.add(call.unit)
+        self.queue = sorted((u for u in self.final if self.trainable[u]), key=self.final.__getitem__)
+
+    def backward_begins(self, call: Call) -> list[Action]:
+        """Backward reaches the outputs of ``call``."""
+        if not call.planned:
+            return [(Verb.GATHER, call.unit)]
+        self._make_plan()
+        if call.end < self.cursor:  # another output of a call that backward has come to already
+            return [(Verb.GATHER, call.unit)]
+        actions = self._skip_to(call.end)
+        self.reached.add(call.forward_pass)
+        self.cursor = call.end + 1
+        return [*actions, (Verb.GATHER, call.unit), *self._prefetch_after(call.end)]
+
+    def all_arrived(self, unit: int) -> list[Action]:
+        """Every trainable parameter of ``unit`` has its gradient."""
+        self._make_plan()
+        if unit in self.queue:
+            self.ready.add(unit)
+            return self._pop_ready()
+        if unit in self.final:  # reduced already: a late gradient goes out in the sweep
+            return []
+        return [(Verb.FLUSH, unit)]
+
+    def backward_ends(self, call: Call) -> list[Action]:
+        """The input node of ``call`` fires: nothing in this call needs the parameters any more."""
+        unit = call.unit
+        actions: list[Action] = []
+        if not call.planned:
+            actions.append((Verb.FLUSH, unit))
+        else:
+            self._make_plan()
+            actions += self._skip_to(call.begin)
+            self.cursor = max(self.cursor, call.begin + 1)
+            if self.final[unit] == call.begin and unit in self.queue:
+                self.ready.add(unit)
+                actions += self._pop_ready()
+        if call.resharding:
+            actions.append((Verb.RESHARD, unit))
+        return actions
+
+    def awaits_backward(self, unit: int) -> bool:
+        """Whether a recorded call of ``unit`` has its backward still to come."""
+        return any(
+            call.unit == unit and call.planned and not (0 <= call.begin < self.cursor) for _, call in self.events
+        )
+
+    def sweep(self) -> list[Action]:
+        """Backward is over: issue what is still due, in plan order."""
+        self._make_plan()
+        assert self.plan is not None
+        actions = self._skip_to(len(self.plan))
+        self.ready.update(self.queue)
+        return actions + self._pop_ready()
+
+    def _skip_to(self, index: int) -> list[Action]:
+        """Actions of the plan's places before ``index`` that this rank's backward passed over."""
+        assert self.plan is not None
+        actions: list[Action] = []
+        for place in range(self.cursor, index):
+            is_end, call = self.plan[place]
+            if is_end:
+                # A forward pass that backward never came to was dropped by every rank, not skipped by this one.
+                actions += self._prefetch_after(place) if call.forward_pass in self.reached else []
+                continue
+            if self.final[call.unit] == place and call.unit in self.queue:
+                # Everything before this place is complete, so whatever has not arrived will not.
+                self.ready.add(call.unit)
+                actions += self._pop_ready()
+            if call.resharding and call.unit != self.root:
+                actions.append((Verb.RESHARD, call.unit))
+        self.cursor = max(self.cursor, index)
+        return actions
+
+    def _prefetch_after(self, place: int) -> list[Action]:
+        assert self.plan is not None
+        here = self.plan[place][1].unit
+        for is_end, call in self.plan[place + 1 :]:
+            if is_end:
+                return [] if call.unit == here else [(Verb.PREFETCH, call.unit)]
+        return []
+
+    def _pop_ready(self) -> list[Action]:
+        """Reduces that are complete and whose turn it is."""
+        actions: list[Action] = []
+        while self.queue and self.queue[0] in self.ready:
+            unit = self.queue.pop(0)
+            actions.append((Verb.REDUCE, unit))
+            self._trace(unit)
+            if unit not in self.with_input_node and unit != self.root:
+                actions.append((Verb.RESHARD, unit))
+        return actions
+
+    def _trace(self, unit: int) -> None:
+        """Add a forward call or a reduce to the checksum by which ranks compare their schedules."""
+        self.trace = zlib.crc32(unit.to_bytes(4, "little"), self.trace)

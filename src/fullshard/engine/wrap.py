@@ -1,0 +1,193 @@
+"""Which modules become units, and which unit each parameter belongs to. Reads the module tree, changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fullshard.errors import WrapError
+from fullshard.policy import TransformerBlocks, WrapPolicy
+
+ROOT_NAME = "(root)"
+
+
+@dataclass
+class ParamSpec:
+    """One parameter and every place it is registered at.
+
+    Attributes:
+        param: The unsharded parameter.
+        names: Fully qualified names, first one first; more than one when it is tied.
+        slots: ``(module, key)`` for each registration, distinct modules only.
+    """
+
+    param: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+@dataclass
+class UnitSpec:
+    """A unit before it exists: its module and the parameters that are gathered with it."""
+
+    name: str
+    module: nn.Module
+    params: list[ParamSpec] = field(default_factory=list)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Outermost modules that stand in a ModuleList or Sequential beside another of their class."""
+    blocks: list[tuple[str, nn.Module]] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_parameters(child)]
+        counts: Counter[type] = Counter()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            counts.update(type(child) for _, child in children)
+        for name, child in children:
+            if counts[type(child)] > 1:
+                blocks.append((name, child))
+            else:
+                visit(f"{name}.", child)
+
+    visit("", model)
+    composite = [block for block in blocks if next(block[1].children(), None) is not None]
+    return composite or blocks
+
+
+def candidate_classes(model: nn.Module) -> list[str]:
+    """Class names that a wrap policy could name in ``model``, most frequent first, with their counts."""
+    counts = Counter(
+        type(m).__name__
+        for m in model.modules()
+        if m is not model and _has_parameters(m) and any(True for _ in m.children())
+    )
+    return [f"{name} (x{count})" for name, count in counts.most_common() if not name.startswith("Module")]
+
+
+def find_units(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Module]]:
+    """Modules that become units, in the order of the module tree, without the root.
+
+    Args:
+        model: The root module.
+        wrap: ``"auto"`` (repeated blocks), :class:`TransformerBlocks`, a predicate over modules, or None (none).
+
+    Raises:
+        WrapError: The policy names a class the model has not, matches nothing, or finds no repeated blocks.
+    """
+    if wrap is None:
+        return []
+    if wrap == "auto":
+        found = _repeated_blocks(model)
+        if not found:
+            raise WrapError(
+                f"{type(model).__name__} has no repeated blocks, so all of its "
+                f"{sum(p.numel() for p in model.parameters()):,} parameters would be one unit, gathered whole on every "
+                "rank. If that is meant, pass wrap=None; else name the classes to wrap: wrap=TransformerBlocks({...}). "
+                f"Classes in this model: {', '.join(candidate_classes(model)) or 'none with submodules'}."
+            )
+        return found
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    if isinstance(wrap, TransformerBlocks):
+        return _find_classes(model, modules, wrap)
+    if not callable(wrap):
+        raise WrapError(f"wrap must be 'auto', TransformerBlocks, a predicate over modules or None; got {wrap!r}.")
+    found = [(name, module) for name, module in modules if wrap(module)]
+    if not found:
+        raise WrapError(f"The wrap predicate is true for none of the {len(modules)} modules of {type(model).__name__}.")
+    return found
+
+
+def _find_classes(
+    model: nn.Module, modules: Iterable[tuple[str, nn.Module]], wrap: TransformerBlocks
+) -> list[tuple[str, nn.Module]]:
+    classes = tuple(c for c in wrap.classes if isinstance(c, type))
+    names = {c for c in wrap.classes if isinstance(c, str)}
+    found = [(n, m) for n, m in modules if isinstance(m, classes) or type(m).__name__ in names]
+    present = {type(m).__name__ for _, m in found} | {c.__name__ for c in classes for _, m in found if isinstance(m, c)}
+    unknown = sorted(wrap.names - present)
+    if unknown:
+        raise WrapError(
+            f"No module of class {', '.join(unknown)} in {type(model).__name__}. Classes that would work: "
+            f"{', '.join(candidate_classes(model)) or 'none with submodules'}."
+        )
+    return found
+
+
+def assign_parameters(
+    model: nn.Module, modules: list[tuple[str, nn.Module]], ignored: frozenset[nn.Parameter]
+) -> list[UnitSpec]:
+    """Give each parameter to the innermost unit that contains all places it is registered at.
+
+    Args:
+        model: The root, which becomes unit 0.
+        modules: What :func:`find_units` found.
+        ignored: Parameters that stay as they are.
+
+    Returns:
+        The root's unit first, then the others in the order of the module tree; units without parameters are left out.
+    """
+    units = [UnitSpec(ROOT_NAME, model), *(UnitSpec(name, module) for name, module in modules)]
+    unit_of = {id(unit.module): index for index, unit in enumerate(units)}
+    specs: dict[int, ParamSpec] = {}
+    chains: dict[int, list[tuple[int, ...]]] = {}
+    by_path = dict(model.named_modules(remove_duplicate=False))
+    for path, module in by_path.items():
+        chain = _enclosing_units(path, by_path, unit_of)
+        for key, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            spec = specs.setdefault(id(param), ParamSpec(param))
+            spec.names.append(f"{path}.{key}" if path else key)
+            if not any(m is module and k == key for m, k in spec.slots):
+                spec.slots.append((module, key))
+            chains.setdefault(id(param), []).append(chain)
+    for key, spec in specs.items():
+        units[_deepest_common(chains[key])].params.append(spec)
+    return [units[0], *(unit for unit in units[1:] if unit.params)]
+
+
+def _enclosing_units(path: str, by_path: dict[str, nn.Module], unit_of: dict[int, int]) -> tuple[int, ...]:
+    """Indices of the units on the way from the root to ``path``, outermost first."""
+    parts = path.split(".") if path else []
+    prefixes = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+    return tuple(unit_of[id(by_path[p])] for p in prefixes if id(by_path[p]) in unit_of)
+
+
+def _deepest_common(chains: list[tuple[int, ...]]) -> int:
+    """Last element of the longest common prefix."""
+    common = 0
+    for level in zip(*chains, strict=False):
+        if len(set(level)) > 1:
+            break
+        common = level[0]
+    return common
+
+
+def check_parameters(units: list[UnitSpec]) -> None:
+    """Refuse what cannot be sharded, before any memory moves.
+
+    Raises:
+        WrapError: There are no parameters, one has no elements, or one is not strided.
+    """
+    specs = [spec for unit in units for spec in unit.params]
+    if not specs:
+        raise WrapError("The model has no parameters to shard.")
+    for spec in specs:
+        if spec.param.numel() == 0:
+            raise WrapError(
+                f"Parameter {spec.names[0]} has shape {tuple(spec.param.shape)}: no elements. "
+                "Is the model sharded already?"
+            )
+        if spec.param.layout != torch.strided:
+            raise WrapError(
+                f"Parameter {spec.names[0]} has layout {spec.param.layout}; only strided ones can be sharded."
+            )

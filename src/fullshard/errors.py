@@ -1,0 +1,83 @@
+"""Every exception fullshard raises, in one tree.
+
+::
+
+    FullshardError
+    ├── UserError                 something the user can mend; the message says how
+    │   ├── ConfigError           a setting is unknown, misspelt or contradicts another      exit code 2
+    │   ├── DataError             a data file is missing, empty or malformed                 exit code 3
+    │   ├── ModelError            a model or tokenizer cannot be built or loaded             exit code 4
+    │   ├── WrapError             the wrap policy does not fit the model                     exit code 5
+    │   ├── ShardingError         a sharded model was used in a way that cannot work         exit code 6
+    │   ├── ProcessGroupError     there is no usable process group or mesh                   exit code 7
+    │   ├── MismatchError         ranks hold different models or run different units         exit code 8
+    │   └── CheckpointError       a checkpoint cannot be written or read                     exit code 9
+    └── InvariantError            a broken promise of fullshard itself: please report it     exit code 70
+
+Messages state the rule, the actual numbers and the remedy. A user error found while ranks work together is
+raised on every rank with the same text.
+"""
+
+
+class FullshardError(Exception):
+    """Base of every exception that fullshard raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(FullshardError):
+    """Something the user can mend."""
+
+
+class ConfigError(UserError):
+    """A setting is unknown, misspelt, out of range or contradicts another."""
+
+    exit_code = 2
+
+
+class DataError(UserError):
+    """A data file is missing, empty or malformed."""
+
+    exit_code = 3
+
+
+class ModelError(UserError):
+    """A model or tokenizer cannot be built or loaded."""
+
+    exit_code = 4
+
+
+class WrapError(UserError):
+    """The wrap policy does not fit the model."""
+
+    exit_code = 5
+
+
+class ShardingError(UserError):
+    """A sharded model was used in a way that cannot work."""
+
+    exit_code = 6
+
+
+class ProcessGroupError(UserError):
+    """There is no usable process group or mesh."""
+
+    exit_code = 7
+
+
+class MismatchError(UserError):
+    """Ranks hold different models, policies or data, or run different units."""
+
+    exit_code = 8
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written or read."""
+
+    exit_code = 9
+
+
+class InvariantError(FullshardError):
+    """A promise of fullshard itself is broken; it is a bug, please report it."""
+
+    exit_code = 70

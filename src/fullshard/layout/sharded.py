@@ -1,0 +1,61 @@
+"""What any room may know about a sharded parameter, without knowing the engine that made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fullshard.layout.lanes import Lane, Placement
+
+
+@dataclass(frozen=True)
+class ShardMeta:
+    """Identity and place of one parameter's shard; carried as ``param.shard_meta`` by every sharded parameter.
+
+    Attributes:
+        name: First fully qualified name of the parameter in the model.
+        aliases: Its other names, when the parameter is tied.
+        global_shape: Shape of the unsharded parameter.
+        lane: The lane that holds it.
+        placement: Its place in that lane.
+        rank: The rank whose shard this is.
+
+    Examples:
+        >>> from fullshard.layout.plan import plan_unit
+        >>> lane = plan_unit(((9, 8), (5,)), 3).lanes[0]
+        >>> meta = ShardMeta("proj.weight", (), (9, 8), lane, lane.placements[0], rank=1)
+        >>> meta.element_range, meta.row_range, meta.local_shape
+        ((32, 64), (4, 8), (4, 8))
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    global_shape: tuple[int, ...]
+    lane: Lane
+    placement: Placement
+    rank: int
+
+    @property
+    def element_range(self) -> tuple[int, int]:
+        """First and past-the-last element of the flattened parameter that this rank holds; ``(0, 0)`` when none."""
+        return self.lane.local_range(self.placement, self.rank)
+
+    @property
+    def row_range(self) -> tuple[int, int] | None:
+        """First and past-the-last row that this rank holds; None when the parameter is not split by whole rows."""
+        if not self.placement.whole_rows:
+            return None
+        start, stop = self.element_range
+        return start // self.placement.row_numel, stop // self.placement.row_numel
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard: whole rows, or rows of one granule where rows had to be split.
+
+        A scalar has shape ``()`` on the rank that holds it and ``(0,)`` on the others.
+        """
+        start, stop = self.element_range
+        if not self.global_shape:
+            return () if stop > start else (0,)
+        if self.placement.whole_rows:
+            return ((stop - start) // self.placement.row_numel, *self.global_shape[1:])
+        return ((stop - start) // self.placement.granule, self.placement.granule)

@@ -1,0 +1,179 @@
+"""Small models for the tests, and a batch and loss for each."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCAB = 50
+
+
+class Block(nn.Module):
+    """A block with uneven shapes: 40 and 24 rows, vectors, and a linear with a bias."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.side = nn.Linear(width, width)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(F.gelu(self.up(h))) + self.side(h)
+
+
+class TinyLM(nn.Module):
+    """A language model with a tied head and a module that forward never uses."""
+
+    def __init__(self, reentrant=None, layers=4, width=24, hidden=40):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(layers))
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(7, 3)
+        self.reentrant = reentrant
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+    def loss(self, tokens):
+        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def lm_loss(model, tokens):
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def two_forwards_loss(model, tokens):
+    return (lm_loss(model, tokens) + lm_loss(model, tokens.flip(1))) / 2
+
+
+def seq2seq_loss(model, tokens):
+    logits = model(input_ids=tokens, decoder_input_ids=tokens[:, :-1]).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def causal_loss(model, tokens):
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def tiny_t5_config(**changes):
+    settings = {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    }
+    return T5Config(**(settings | changes))
+
+
+def t5():
+    return T5ForConditionalGeneration(tiny_t5_config())
+
+
+def t5_untied():
+    return T5ForConditionalGeneration(tiny_t5_config(tie_word_embeddings=False, feed_forward_proj="gated-gelu"))
+
+
+def bart():
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=VOCAB,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            max_position_embeddings=32,
+            dropout=0.0,
+            attention_dropout=0.0,
+            activation_dropout=0.0,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            forced_eos_token_id=2,
+        )
+    )
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=32,
+            n_embd=32,
+            n_layer=3,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+def t5_checkpointed(*, reentrant):
+    model = t5()
+    # transformers renamed the method; the old name warns
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    return model.train()
+
+
+def lm_with_frozen_parts():
+    model = TinyLM()
+    for block in model.blocks:
+        block.up.weight.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+def t5_frozen_encoder():
+    model = t5()
+    model.encoder.block.requires_grad_(False)
+    return model
+
+
+KINDS = {
+    "lm": (TinyLM, lm_loss),
+    "lm_two_forwards": (TinyLM, two_forwards_loss),
+    "lm_frozen_parts": (lm_with_frozen_parts, lm_loss),
+    "lm_checkpoint": (lambda: TinyLM(reentrant=False), lm_loss),
+    "lm_checkpoint_reentrant": (lambda: TinyLM(reentrant=True), lm_loss),
+    "lm_checkpoint_two_forwards": (lambda: TinyLM(reentrant=False), two_forwards_loss),
+    "lm_reentrant_two_forwards": (lambda: TinyLM(reentrant=True), two_forwards_loss),
+    "t5": (t5, seq2seq_loss),
+    "t5_untied": (t5_untied, seq2seq_loss),
+    "t5_checkpoint": (lambda: t5_checkpointed(reentrant=False), seq2seq_loss),
+    "t5_checkpoint_reentrant": (lambda: t5_checkpointed(reentrant=True), seq2seq_loss),
+    "t5_frozen_encoder": (t5_frozen_encoder, seq2seq_loss),
+    "bart": (bart, seq2seq_loss),
+    "gpt2": (gpt2, causal_loss),
+}
+
+
+def batches(steps, size, length=9, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (size, length), generator=generator) for _ in range(steps)]

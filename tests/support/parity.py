@@ -1,0 +1,62 @@
+"""The law of the engine: a sharded run equals the unsharded run on the joint batch."""
+
+import copy
+
+import torch
+
+from fullshard import clip_grad_norm_, fully_shard, unsharded
+
+ROWS_PER_RANK = 2
+
+
+def optimizer_for(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def train_unsharded(model, loss_of, data):
+    """Losses, gradient norms and final weights of the plain run."""
+    optimizer, losses, norms = optimizer_for(model), [], []
+    for tokens in data:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train_sharded(model, comm, loss_of, data, **options):
+    """The same on this rank's rows of each batch; losses are averaged over ranks."""
+    model = fully_shard(model, comm, **options)
+    optimizer, losses, norms = optimizer_for(model), [], []
+    for tokens in data:
+        loss = loss_of(model, tokens[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK])
+        loss.backward()
+        norms.append(clip_grad_norm_(model, 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().reshape(1).clone()
+        comm.all_reduce(mean).wait()
+        losses.append(mean.item() / comm.size)
+    with unsharded(model):
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses, norms, weights
+
+
+def replicas(make, count):
+    """``count`` equal models and one more as the reference."""
+    torch.manual_seed(0)
+    reference = make()
+    return reference, [copy.deepcopy(reference) for _ in range(count)]
+
+
+def assert_same_run(sharded, plain, tolerance=1e-5):
+    """Losses and weights agree within ``tolerance``, norms within that share of themselves."""
+    for name, ours, theirs in zip(("losses", "norms"), sharded[:2], plain[:2], strict=True):
+        worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True))
+        assert worst <= tolerance, f"{name} differ by {worst:.1e}: {ours} against {theirs}"
+    assert sharded[2].keys() == plain[2].keys()
+    for name, ours in sharded[2].items():
+        worst = (ours - plain[2][name]).abs().max().item()
+        assert worst <= tolerance, f"{name} differs by {worst:.1e}"
