@@ -60,3 +60,20 @@ def assert_same_run(sharded, plain, tolerance=1e-5):
     for name, ours in sharded[2].items():
         worst = (ours - plain[2][name]).abs().max().item()
         assert worst <= tolerance, f"{name} differs by {worst:.1e}"
+
+
+def sharded_gradients(model):
+    """Of every parameter: which rows this rank holds, and their gradient."""
+    return {p.shard_meta.name: (p.shard_meta.row_range, p.grad) for p in model.parameters()}
+
+
+def assert_gradients(by_rank, reference, tolerance=1e-5):
+    """What :func:`sharded_gradients` gave on each rank is the reference's gradient, cut up; no row is missing."""
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    for grads in by_rank:
+        for name, ((first, last), grad) in grads.items():
+            if expected[name] is None or first == last:
+                assert grad is None, f"{name} has a gradient where none is due"
+            else:
+                assert grad is not None, f"{name} lacks its gradient"
+                torch.testing.assert_close(grad, expected[name][first:last], atol=tolerance, rtol=0)

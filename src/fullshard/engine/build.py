@@ -9,13 +9,13 @@ from torch import nn
 
 from fullshard.comm import Comm
 from fullshard.engine.buffers import Account, ReusableBuffer
-from fullshard.engine.lane import LaneState
+from fullshard.engine.lane import CutLane, LaneState
 from fullshard.engine.param import ShardedParam
 from fullshard.engine.precision import compute_dtype, reduce_dtype, shard_dtype
 from fullshard.engine.unit import Unit
 from fullshard.engine.wrap import ParamSpec, UnitSpec
 from fullshard.errors import WrapError
-from fullshard.layout import Lane, plan_unit
+from fullshard.layout import plan_unit
 from fullshard.layout.sharded import ShardMeta
 from fullshard.policy import MixedPrecision
 
@@ -42,46 +42,63 @@ class UnitBuilder:
         """
         if any(param.param.is_meta for param in spec.params):
             self._initialize(index, spec)
-        groups: dict[tuple[object, ...], list[ParamSpec]] = {}
-        for param in spec.params:
-            p = param.param
-            dtypes = (shard_dtype(self.policy, p), compute_dtype(self.policy, p), reduce_dtype(self.policy, p))
-            groups.setdefault((*dtypes, p.requires_grad), []).append(param)
+        cut = [piece for group in self._groups(spec) for piece in self._cut(group)]
+        # From here on the unsharded parameters are not needed; their memory goes before the gathered buffer comes.
+        for member in spec.params:
+            del member.param
+            for module, key in member.slots:
+                module._parameters[key] = None
         lanes: list[LaneState] = []
         params: list[ShardedParam] = []
-        for members in groups.values():
-            layout = plan_unit(tuple(tuple(m.param.shape) for m in members), self.comm.size)
-            for lane in layout.lanes:
-                lanes.append(self._fill_lane(lane, members))
-                params += self._sharded_params(lane, lanes[-1], members)
-        for member in spec.params:
-            del member.param  # the last reference to the unsharded memory, but for the caller's own
+        for piece in cut:
+            full = ReusableBuffer(
+                piece.lane.world_size * piece.lane.shard_numel, piece.compute, self.device, self.account
+            )
+            state = LaneState(piece, full, self.account)
+            lanes.append(state)
+            params += self._sharded_params(state, piece)
         return Unit(index, spec.name, spec.module, params, lanes, self.comm)
 
-    def _fill_lane(self, lane: Lane, members: list[ParamSpec]) -> LaneState:
-        first = members[lane.placements[0].index].param
-        full = ReusableBuffer(
-            lane.world_size * lane.shard_numel, compute_dtype(self.policy, first), self.device, self.account
-        )
-        shard = torch.zeros(lane.shard_numel, dtype=shard_dtype(self.policy, first), device=self.device)
-        state = LaneState(lane, full, shard, reduce_dtype(self.policy, first), self.account)
-        state.trainable = first.requires_grad
-        state.shapes = [tuple(members[placement.index].param.shape) for placement in lane.placements]
-        low, _ = lane.shard_bounds(self.comm.rank)
-        for placement in lane.placements:
-            start, stop = lane.local_range(placement, self.comm.rank)
-            source = members[placement.index].param.detach().reshape(-1)[start:stop]
-            offset = placement.start + start - low
-            if stop > start:
-                shard[offset : offset + stop - start].copy_(source)
-        return state
+    def _groups(self, spec: UnitSpec) -> Iterable[list[ParamSpec]]:
+        """Parameters that may share a lane: the same dtypes, all trainable or all frozen."""
+        groups: dict[tuple[object, ...], list[ParamSpec]] = {}
+        for member in spec.params:
+            p = member.param
+            dtypes = (shard_dtype(self.policy, p), compute_dtype(self.policy, p), reduce_dtype(self.policy, p))
+            groups.setdefault((*dtypes, p.requires_grad), []).append(member)
+        return groups.values()
 
-    def _sharded_params(self, lane: Lane, state: LaneState, members: list[ParamSpec]) -> Iterable[ShardedParam]:
-        for placement in lane.placements:
-            member = members[placement.index]
-            shape = tuple(member.param.shape)
-            meta = ShardMeta(member.names[0], tuple(member.names[1:]), shape, lane, placement, self.comm.rank)
-            yield ShardedParam(meta, state, member.slots, trainable=state.trainable)
+    def _cut(self, group: list[ParamSpec]) -> Iterable[CutLane]:
+        """Plan the lanes of one group and copy this rank's part of them."""
+        first = group[0].param
+        layout = plan_unit(tuple(tuple(member.param.shape) for member in group), self.comm.size)
+        for lane in layout.lanes:
+            shard = torch.zeros(lane.shard_numel, dtype=shard_dtype(self.policy, first), device=self.device)
+            low, _ = lane.shard_bounds(self.comm.rank)
+            for placement in lane.placements:
+                start, stop = lane.local_range(placement, self.comm.rank)
+                source = group[placement.index].param.detach().reshape(-1)[start:stop]
+                offset = placement.start + start - low
+                if stop > start:
+                    shard[offset : offset + stop - start].copy_(source)
+            members = [group[placement.index] for placement in lane.placements]
+            yield CutLane(
+                lane=lane,
+                shard=shard,
+                shapes=[tuple(member.param.shape) for member in members],
+                names=[tuple(member.names) for member in members],
+                slots=[member.slots for member in members],
+                compute=compute_dtype(self.policy, first),
+                reduce=reduce_dtype(self.policy, first),
+                trainable=first.requires_grad,
+            )
+
+    def _sharded_params(self, state: LaneState, piece: CutLane) -> Iterable[ShardedParam]:
+        for placement, shape, names, slots in zip(
+            piece.lane.placements, piece.shapes, piece.names, piece.slots, strict=True
+        ):
+            meta = ShardMeta(names[0], names[1:], shape, piece.lane, placement, self.comm.rank)
+            yield ShardedParam(meta, state, slots, trainable=piece.trainable)
 
     # Initialisation without memory
 

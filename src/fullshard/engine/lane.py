@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import nn
 
 from fullshard.engine.buffers import Account, ReusableBuffer
 from fullshard.errors import InvariantError
 from fullshard.layout import Lane
+
+
+@dataclass
+class CutLane:
+    """A lane whose shard has been cut from the unsharded parameters, before it has a gathered buffer.
+
+    Attributes:
+        lane: The layout.
+        shard: This rank's part of the parameters, (shard_numel,).
+        shapes: Unsharded shape of each placement.
+        names: Names of each placement's parameter, first one first.
+        slots: Where each is registered.
+        compute: Dtype it is gathered in.
+        reduce: Dtype gradients are reduced in.
+        trainable: Whether the parameters require gradients.
+    """
+
+    lane: Lane
+    shard: torch.Tensor
+    shapes: list[tuple[int, ...]]
+    names: list[tuple[str, ...]]
+    slots: list[list[tuple[nn.Module, str]]]
+    compute: torch.dtype
+    reduce: torch.dtype
+    trainable: bool
 
 
 class LaneState:
@@ -23,20 +51,18 @@ class LaneState:
         gradient: The unsharded gradient, (world_size * shard_numel,), in the reduce dtype; None while there is none.
     """
 
-    def __init__(
-        self, lane: Lane, full: ReusableBuffer, shard: torch.Tensor, reduce: torch.dtype, account: Account
-    ) -> None:
-        """Hold the buffers of ``lane``; ``trainable`` is set by whoever knows the parameters."""
-        self.lane = lane
+    def __init__(self, cut: CutLane, full: ReusableBuffer, account: Account) -> None:
+        """Take over the shard of ``cut``; ``full`` becomes its gathered buffer."""
+        self.lane = cut.lane
+        self.trainable = cut.trainable
+        self.shard = cut.shard
         self.full = full
-        self.shard = shard
-        self.reduce_dtype = reduce
-        self.trainable = False
+        self.reduce_dtype = cut.reduce
+        self.shapes = cut.shapes
         self.gradient: torch.Tensor | None = None
         self.written: set[int] = set()
-        self.shapes: list[tuple[int, ...]] = []
         self._account = account
-        account.add("shards", shard.nbytes)
+        account.add("shards", cut.shard.nbytes)
 
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
         """Copy (with cast) the gradient of placement ``place`` into the lane, or add it to what arrived before."""

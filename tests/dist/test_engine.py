@@ -1,0 +1,55 @@
+"""The engine on two real gloo processes; all cases share one pair, because starting it is what takes time."""
+
+from pathlib import Path
+
+import pytest
+
+from support.models import KINDS
+from support.processes import run_processes
+
+pytestmark = pytest.mark.dist
+
+CASES = "parity,memory,building,generation,streaming,mismatch"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_processes(2, Path(__file__).with_name("rank_main.py"), CASES)
+
+
+@pytest.mark.parity
+def test_sharded_runs_equal_unsharded_runs(ranks):
+    for rank in ranks:
+        assert rank["parity"]["kinds"] == list(KINDS)
+
+
+def test_peak_memory_is_shards_two_units_and_one_units_gradients(ranks):
+    for rank in ranks:
+        figures = rank["memory"]
+        assert figures["gathered_peak"] == 2 * figures["unit"]
+        assert figures["gradients_peak"] == figures["unit"]
+        # above the parameters' shards: the gradients' shards, two units, one unit's gradients, and small activations
+        bound = figures["shards"] + 3 * figures["unit"]
+        assert figures["above_start"] <= bound + figures["largest_parameter"] // 10, figures
+
+
+def test_sharding_a_model_without_memory_never_holds_more_than_one_unit_above_the_shards(ranks):
+    for rank in ranks:
+        figures = rank["building"]
+        assert figures["initialised"]
+        assert figures["above_start"] <= figures["shards"] + figures["unit"] + 4096, figures
+
+
+def test_generation_under_sharding_equals_unsharded_generation(ranks):
+    for rank in ranks:
+        assert rank["generation"] == {"equal": True, "gathered_after": 0}
+
+
+def test_the_streamed_model_equals_the_unsharded_one(ranks):
+    for rank in ranks:
+        assert rank["streaming"] == {"equal": True, "names": True}
+
+
+def test_ranks_in_different_orders_are_told_by_name(ranks):
+    for rank in ranks:
+        assert "rank 0: all-gather of unit blocks.0; rank 1: all-gather of unit blocks.3" in rank["mismatch"]["message"]
