@@ -90,7 +90,10 @@ def t5():
 
 
 def t5_untied():
-    return T5ForConditionalGeneration(tiny_t5_config(tie_word_embeddings=False, feed_forward_proj="gated-gelu"))
+    """T5 1.1: gated feed-forward, and a head of its own."""
+    model = T5ForConditionalGeneration(tiny_t5_config(feed_forward_proj="gated-gelu"))
+    model.lm_head.weight = nn.Parameter(torch.randn(VOCAB, 32))
+    return model
 
 
 def bart():

@@ -32,8 +32,9 @@ class MemoryMeter:
     """Context manager that measures one rank's peak tensor bytes; one a process at a time.
 
     On CUDA it reads the caching allocator's peak. On CPU it listens to the allocator through torch's profiler, which
-    sees temporaries inside operators as well, and adds what was live before; it slows the stretch down, so measure
-    steps whose time does not matter.
+    sees temporaries inside operators as well, and adds what was live before; memory that was there before and is freed
+    inside counts as held to the end, because the allocator does not report its size. It slows the stretch down, so
+    measure steps whose time does not matter.
 
     Attributes:
         start_bytes: Tensor bytes live on entry.

@@ -221,10 +221,12 @@ class Schedule:
 
     def _prefetch_after(self, place: int) -> list[Action]:
         assert self.plan is not None
-        here = self.plan[place][1].unit
+        here = self.plan[place][1]
         for is_end, call in self.plan[place + 1 :]:
             if is_end:
-                return [] if call.unit == here else [(Verb.PREFETCH, call.unit)]
+                # Not across forward passes: an earlier one may have been dropped, and would be gathered for nothing.
+                wanted = call.unit != here.unit and call.forward_pass == here.forward_pass
+                return [(Verb.PREFETCH, call.unit)] if wanted else []
         return []
 
     def _pop_ready(self) -> list[Action]:

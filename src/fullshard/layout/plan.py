@@ -121,12 +121,12 @@ def plan_unit(shapes: tuple[tuple[int, ...], ...], world_size: int, *, block_row
     )
     largest_shard = (total + split_waste) // world_size
     items = [_fit_shard(item, largest_shard) for item in items]
-    layouts = [
-        _split_until_found(items, _Search(world_size, lane_waste, split_waste), in_step=in_step)
-        for in_step in (False, True)
-    ]
     wanted = [item.wanted for item in items]
-    return min(layouts, key=lambda layout: (_split_numel(layout, wanted), len(layout.lanes), layout.numel))
+    halved = _split_until_found(items, _Search(world_size, lane_waste, split_waste), in_step=False)
+    if _split_numel(halved, wanted) == 0:
+        return halved
+    in_step = _split_until_found(items, _Search(world_size, lane_waste, split_waste), in_step=True)
+    return min(halved, in_step, key=lambda layout: (_split_numel(layout, wanted), len(layout.lanes), layout.numel))
 
 
 def _split_until_found(items: list[_Item], search: _Search, *, in_step: bool) -> UnitLayout:
