@@ -1,0 +1,87 @@
+"""What one GPU rank of the tests runs; prints one JSON line on rank 0."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import fullshard
+from fullshard.comm import MemoryMeter
+from support.models import KINDS, batches, seq2seq_loss, t5
+from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
+
+
+def parity(comm):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    worst_loss = worst_weight = 0.0
+    for make, loss_of in KINDS.values():
+        reference, (model,) = replicas(make, 1)
+        data = [tokens.to(comm.device) for tokens in batches(10, comm.size * ROWS_PER_RANK)]
+        plain = train_unsharded(reference.to(comm.device), loss_of, data)
+        ours = train_sharded(model, comm, loss_of, data)
+        worst_loss = max([worst_loss, *(abs(a - b) for a, b in zip(ours[0], plain[0], strict=True))])
+        gaps = [(ours[2][name] - plain[2][name]).abs().max().item() for name in plain[2]]
+        worst_weight = max([worst_weight, *gaps])
+    return {"worst_loss": worst_loss, "worst_weight": worst_weight}
+
+
+def bf16(comm):
+    torch.manual_seed(0)
+    policy = fullshard.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
+    model = fullshard.fully_shard(t5(), comm, mp_policy=policy)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=1e-2, fused=True)
+    losses, tokens = [], batches(1, 4)[0].to(comm.device)
+    for _ in range(10):
+        loss = seq2seq_loss(model, tokens)
+        loss.backward()
+        fullshard.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses}
+
+
+def embedding(comm):
+    grads = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = fullshard.fully_shard(torch.nn.Embedding(100, 64), comm, wrap=None)
+        indices = torch.arange(4096, device=comm.device) % 7
+        (model(indices) * torch.linspace(0, 1, 4096, device=comm.device).unsqueeze(1)).sum().backward()
+        grads.append(model.weight.grad)
+    return {"same": grads[0] is None or torch.equal(grads[0], grads[1])}
+
+
+def memory(comm):
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(2048, 8192), torch.nn.Linear(8192, 2048)) for _ in range(6)]
+    model = fullshard.fully_shard(torch.nn.Sequential(*blocks), comm)
+    x = torch.randn(2, 2048, device=comm.device)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+    model.zero_grad()
+    with MemoryMeter(comm.device) as meter:
+        model(x).sum().backward()
+    units = model._fullshard_runtime.units
+    return {
+        "above_start": meter.peak_bytes - meter.start_bytes,
+        "shards": sum(lane.shard.nbytes for unit in units for lane in unit.lanes),
+        "unit": max(lane.full.nbytes for unit in units for lane in unit.lanes),
+    }
+
+
+def main():
+    comm = fullshard.init()
+    results = {case.__name__: case(comm) for case in (parity, bf16, embedding, memory)}
+    everyone = comm.all_gather_object(results)
+    if comm.rank == 0:
+        print("RESULT " + json.dumps(everyone))
+    fullshard.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The engine on CUDA devices: as many ranks as there are, one is enough to check that the code runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.processes import run_processes
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return run_processes(torch.cuda.device_count(), Path(__file__).with_name("rank_main_gpu.py"))
+
+
+def test_a_sharded_run_equals_the_unsharded_run(ranks):
+    for rank in ranks:
+        assert rank["parity"]["worst_loss"] <= 1e-5, json.dumps(rank["parity"])
+        assert rank["parity"]["worst_weight"] <= 1e-5, json.dumps(rank["parity"])
+
+
+def test_bf16_trains(ranks):
+    for rank in ranks:
+        first, last = rank["bf16"]["losses"][0], rank["bf16"]["losses"][-1]
+        assert last < first
+
+
+def test_embedding_gradients_are_deterministic(ranks):
+    for rank in ranks:
+        assert rank["embedding"]["same"]
+
+
+def test_peak_memory_is_bounded(ranks):
+    for rank in ranks:
+        figures = rank["memory"]
+        # gradients' shards, two units, one unit's gradients, and what the allocator rounds up
+        assert figures["above_start"] <= figures["shards"] + 3 * figures["unit"] + (4 << 20), figures

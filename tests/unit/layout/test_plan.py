@@ -1,0 +1,251 @@
+"""Laws of a unit's plan: every element has one place, shards are equal, boundaries fall between whole granules."""
+
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.errors import ConfigError, ProcessGroupError, WrapError
+from fullshard.layout import Lane, Placement, UnitLayout, plan, plan_unit
+
+ALIGNMENT = 16
+
+dims = st.sampled_from([1, 2, 3, 5, 7, 8, 12, 16, 31, 64, 96, 100, 128, 257, 384, 768, 1000, 1024])
+shape_tuples = st.lists(dims, max_size=4).map(tuple).filter(lambda shape: prod(shape) <= 4_000_000)
+units = st.lists(shape_tuples, min_size=1, max_size=9).map(tuple)
+world_sizes = st.one_of(st.integers(1, 16), st.sampled_from([32, 64, 100, 128, 512, 1024]), st.integers(1, 1024))
+block_rows = st.sampled_from([1, 1, 1, 2, 3, 32, 128])
+
+bounded = settings(max_examples=300, deadline=None, derandomize=True)
+
+
+def fresh_plan(shapes: tuple[tuple[int, ...], ...], world_size: int, rows: int = 1) -> UnitLayout:
+    return plan_unit.__wrapped__(shapes, world_size, block_rows=rows)
+
+
+def pairs(layout: UnitLayout) -> list[tuple[Lane, Placement]]:
+    return [(lane, placement) for lane in layout.lanes for placement in lane.placements]
+
+
+def row_numel(shape: tuple[int, ...]) -> int:
+    return prod(shape[1:]) if len(shape) > 1 else 1
+
+
+@bounded
+@given(units, world_sizes, block_rows)
+def test_every_parameter_is_placed_once_inside_its_lane_and_alone(shapes, world_size, rows):
+    layout = fresh_plan(shapes, world_size, rows)
+    assert sorted(placement.index for _, placement in pairs(layout)) == list(range(len(shapes)))
+    for lane in layout.lanes:
+        end = 0
+        for placement in lane.placements:
+            assert placement.start >= end
+            assert placement.start % ALIGNMENT == 0
+            assert placement.numel == prod(shapes[placement.index])
+            assert placement.row_numel == row_numel(shapes[placement.index])
+            end = placement.stop
+        assert 0 < end <= lane.numel
+
+
+@bounded
+@given(units, world_sizes, block_rows)
+def test_the_ranks_cover_every_element_once_in_equal_shards(shapes, world_size, rows):
+    layout = fresh_plan(shapes, world_size, rows)
+    for lane in layout.lanes:
+        assert lane.world_size == layout.world_size == world_size
+        assert lane.shard_numel % ALIGNMENT == 0
+        assert lane.numel == world_size * lane.shard_numel
+        for placement in lane.placements:
+            covered = 0
+            for rank in range(world_size):
+                start, stop = lane.local_range(placement, rank)
+                if start < stop:
+                    assert start == covered
+                    covered = stop
+                else:
+                    assert (start, stop) == (0, 0)
+            assert covered == prod(shapes[placement.index])
+
+
+@bounded
+@given(units, world_sizes, block_rows)
+def test_shard_boundaries_inside_a_parameter_fall_between_granules(shapes, world_size, rows):
+    for lane, placement in pairs(fresh_plan(shapes, world_size, rows)):
+        for boundary in range(lane.shard_numel, lane.numel, lane.shard_numel):
+            if placement.start < boundary < placement.stop:
+                assert (boundary - placement.start) % placement.granule == 0
+
+
+@bounded
+@given(units, world_sizes, block_rows)
+def test_a_granule_is_the_block_or_a_part_that_divides_it(shapes, world_size, rows):
+    for _, placement in pairs(fresh_plan(shapes, world_size, rows)):
+        shape, row = shapes[placement.index], row_numel(shapes[placement.index])
+        block = row * min(rows, shape[0]) if len(shape) > 1 else 1
+        assert block % placement.granule == 0
+        assert placement.granule % row == 0 or row % placement.granule == 0
+        assert placement.whole_rows == (placement.granule % row == 0)
+
+
+@bounded
+@given(units, world_sizes, block_rows)
+def test_padding_and_lanes_stay_within_their_budgets(shapes, world_size, rows):
+    layout = fresh_plan(shapes, world_size, rows)
+    aligned = sum(-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
+    allowed = max(0.0304 * aligned, 2 * ALIGNMENT * world_size, 16_384)
+    assert layout.numel - aligned <= allowed
+    assert layout.used_numel == sum(map(prod, shapes))
+    assert layout.padding_numel == layout.numel - layout.used_numel
+    assert len(layout.lanes) <= 4
+
+
+@bounded
+@given(units, block_rows)
+def test_one_rank_pads_nothing_beyond_alignment(shapes, rows):
+    layout = fresh_plan(shapes, 1, rows)
+    assert len(layout.lanes) == 1
+    assert layout.numel == sum(-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
+
+
+@settings(bounded, max_examples=400)
+@given(
+    start=st.integers(0, 12),
+    numel=st.integers(1, 700),
+    granule=st.integers(1, 60),
+    shard=st.integers(1, 12),
+)
+def test_the_first_start_is_what_trying_every_start_finds(start, numel, granule, shard):
+    """The closed form against trying every aligned start over three shards."""
+    lo, shard_numel = start * ALIGNMENT, shard * ALIGNMENT
+
+    def keeps(at: int) -> bool:
+        return all((b - at) % granule == 0 for b in range(0, at + numel, shard_numel) if b > at)
+
+    # Whether a start keeps the promise depends on its place in its shard, and its residue if shards are no multiple.
+    limit = lo + 3 * shard_numel
+    expected = next((at for at in range(lo, limit, ALIGNMENT) if keeps(at)), None)
+    assert plan._first_start(lo, plan._Item(0, numel, granule, granule, granule), shard_numel) == expected
+
+
+def test_small_models_keep_whole_rows_in_one_lane():
+    """Padding of a few thousand elements never costs a further lane or a split row."""
+    block = ((64, 64), (64, 64), (64, 64), (64, 64), (256, 64), (64, 256), (64,), (64,))
+    for world_size in (2, 3, 4, 5, 6, 7, 8):
+        layout = plan_unit(block, world_size)
+        assert len(layout.lanes) == 1
+        assert all(placement.whole_rows for _, placement in pairs(layout))
+
+
+@pytest.mark.parametrize("world_size", [2, 64, 1024, 16384])
+def test_a_lone_norm_vector_costs_at_most_the_smallest_shards(world_size):
+    layout = plan_unit(((768,),), world_size)
+    assert layout.numel == world_size * max(ALIGNMENT, -(-768 // world_size // ALIGNMENT) * ALIGNMENT)
+
+
+@pytest.mark.parametrize("world_size", [64, 512, 1024])
+def test_norm_vectors_beside_matrices_cost_at_most_one_small_lane(world_size):
+    matrices = ((4096, 4096), (4096, 4096))
+    bare, normed = plan_unit(matrices, world_size), plan_unit((*matrices, (4096,), (4096,)), world_size)
+    assert bare.padding_numel == 0
+    assert normed.padding_numel <= max(2 * ALIGNMENT * world_size, 0.01 * bare.numel)
+
+
+def test_rows_longer_than_a_shard_are_split_into_equal_parts():
+    """Four rows for eight ranks: half a row each, and the plan says so."""
+    layout = plan_unit(((4, 1_000_000),), 8)
+    placement = layout.lanes[0].placements[0]
+    assert not placement.whole_rows
+    assert placement.granule == 500_000
+    assert layout.padding_numel == 0
+
+
+def test_blocks_shrink_to_fewer_rows_before_rows_are_split():
+    placement = plan_unit(((512, 4096),), 64, block_rows=128).lanes[0].placements[0]
+    assert placement.granule == 8 * 4096
+    assert placement.whole_rows
+
+
+def test_a_gcd_of_granules_is_found_when_halving_misses_it():
+    """GPT-2 XL's 1600 wide block on 512 ranks: thirds of 4800 agree with rows of 1600, halves of it never do."""
+    layout = plan_unit(((1600, 4800), (1600, 1600), (1600, 6400), (6400, 1600), (1600,)), 512)
+    granules = {placement.index: placement.granule for _, placement in pairs(layout)}
+    assert granules == {0: 1600, 1: 1600, 2: 3200, 3: 1600, 4: 1}
+    assert layout.padding_numel < 0.02 * layout.numel
+
+
+def test_scalars_and_many_dimensions_are_placed():
+    layout = plan_unit(((), (7,), (6, 5, 4), (4, 3, 2, 5)), 3)
+    found = {p.index: (p.numel, p.row_numel, p.granule) for _, p in pairs(layout)}
+    assert found == {0: (1, 1, 1), 1: (7, 1, 1), 2: (120, 20, 20), 3: (120, 30, 30)}
+
+
+def test_every_rank_computes_the_same_plan():
+    shapes = ((1600, 4800), (100, 7), (3000, 96), (513,), (31, 5, 9))
+    assert fresh_plan(shapes, 96) == fresh_plan(shapes, 96)
+
+
+def test_identical_units_are_planned_once():
+    assert plan_unit(((64, 32), (64,)), 4) is plan_unit(((64, 32), (64,)), 4)
+
+
+def llama_70b_block() -> tuple[tuple[int, ...], ...]:
+    attention = ((8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192))
+    return (*attention, (28672, 8192), (28672, 8192), (8192, 28672), (8192,), (8192,))
+
+
+@pytest.mark.parametrize("world_size", [2, 64, 1024, 16384])
+def test_a_giant_unit_of_500_tensors_is_planned_in_whole_rows(world_size):
+    shapes = llama_70b_block() * 55
+    layout = plan_unit(shapes, world_size)
+    assert layout.padding_numel <= 0.01 * layout.numel
+    assert all(placement.whole_rows for _, placement in pairs(layout))
+
+
+def test_work_on_a_hopeless_unit_is_bounded(monkeypatch):
+    """Two hundred matrices without a common granule on 512 ranks: no four lanes hold their rows whole."""
+    work = 2000
+    monkeypatch.setattr(plan, "MAX_WORK", work)
+    rounds, placed = 0, 0
+    best_lanes, fill = plan._Search.best_lanes, plan._Search.fill
+
+    def counting_best_lanes(search, items):
+        nonlocal rounds
+        rounds += 1
+        return best_lanes(search, items)
+
+    def counting_fill(search, items, shard_numel):
+        nonlocal placed
+        placed += len(items)
+        return fill(search, items, shard_numel)
+
+    monkeypatch.setattr(plan._Search, "best_lanes", counting_best_lanes)
+    monkeypatch.setattr(plan._Search, "fill", counting_fill)
+    shapes = tuple((400 + 7 * i % 501, 301 + 11 * i % 997) for i in range(200))
+    layout = fresh_plan(shapes, 512)
+    assert layout.padding_numel <= 0.031 * layout.numel
+    assert not all(placement.whole_rows for _, placement in pairs(layout))
+    # Two ladders: the patient rounds, then one for each factor of two in the longest row.
+    assert rounds <= 2 * (plan.PATIENT_ROUNDS + (301 + 997).bit_length())
+    # Single lanes are always tried, a few dozen fills in each round at most; only further lanes count against MAX_WORK.
+    assert placed < 2 * work + rounds * 24 * len(shapes)
+
+
+def test_no_parameters_are_refused():
+    with pytest.raises(WrapError, match="at least one parameter"):
+        plan_unit((), 2)
+
+
+def test_a_parameter_without_elements_is_refused_by_its_shape():
+    with pytest.raises(WrapError, match=r"parameter 1 of 2 has shape \(0, 768\)"):
+        plan_unit(((3,), (0, 768)), 2)
+
+
+def test_a_world_of_no_ranks_is_refused():
+    with pytest.raises(ProcessGroupError, match="got 0"):
+        plan_unit(((3,),), 0)
+
+
+def test_blocks_of_no_rows_are_refused():
+    with pytest.raises(ConfigError, match="got 0"):
+        plan_unit(((3, 4),), 2, block_rows=0)
