@@ -5,6 +5,7 @@ from fullshard.comm import shutdown
 from fullshard.engine import UnitTable, full_tensors, fully_shard, memory_summary, no_sync, reset, units, unsharded
 from fullshard.optim import clip_grad_norm_
 from fullshard.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy, TransformerBlocks
+from fullshard.saving import save
 from fullshard.version import __version__
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "memory_summary",
     "no_sync",
     "reset",
+    "save",
     "shutdown",
     "units",
     "unsharded",

@@ -11,7 +11,8 @@
     │   ├── ShardingError         a sharded model was used in a way that cannot work         exit code 6
     │   ├── ProcessGroupError     there is no usable process group or mesh                   exit code 7
     │   ├── MismatchError         ranks hold different models or run different units         exit code 8
-    │   └── CheckpointError       a checkpoint cannot be written or read                     exit code 9
+    │   ├── CheckpointError       a checkpoint cannot be written or read                     exit code 9
+    │   └── TrainingError         the loss or the gradient is no longer a finite number      exit code 10
     └── InvariantError            a broken promise of fullshard itself: please report it     exit code 70
 
 Messages state the rule, the actual numbers and the remedy. A user error found while ranks work together is
@@ -75,6 +76,12 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written or read."""
 
     exit_code = 9
+
+
+class TrainingError(UserError):
+    """Training cannot go on: the loss or the gradient is no longer a finite number."""
+
+    exit_code = 10
 
 
 class InvariantError(FullshardError):

@@ -8,7 +8,13 @@ import yaml
 LABELS = ("card_arrival", "lost_card", "exchange_rate")
 WORDS = {"card_arrival": "where is my card", "lost_card": "i lost it", "exchange_rate": "what is the rate"}
 MODEL = {
-    "model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2,
+    "model_type": "t5",
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 2,
     "dropout_rate": 0.1,
 }
 
@@ -34,12 +40,20 @@ def settings(directory, **changes):
         "nproc": 2,
         "model": {"config": dict(MODEL), "tokenizer": {"vocab_size": 60}},
         "data": {
-            "train_file": str(directory / "train.csv"), "validation_file": str(directory / "held_out.csv"),
-            "source_column": "text", "target_column": "category", "max_source_length": 12, "max_target_length": 8,
+            "train_file": str(directory / "train.csv"),
+            "validation_file": str(directory / "held_out.csv"),
+            "source_column": "text",
+            "target_column": "category",
+            "max_source_length": 12,
+            "max_target_length": 8,
         },
         "training": {
-            "per_device_train_batch_size": 4, "per_device_eval_batch_size": 2, "gradient_accumulation_steps": 2,
-            "num_train_epochs": 2, "learning_rate": 1e-2, "warmup_steps": 1,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "warmup_steps": 1,
         },
         "evaluation": {"num_samples_shown": 2, "max_new_tokens": 4},
     }

@@ -21,7 +21,8 @@ def live_tensor_bytes() -> int:
         tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.device.type == "cpu"]
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
-            if is_traceable_wrapper_subclass(tensor):  # a DTensor has no memory; the local tensor inside is listed too
+            # A DTensor has no memory, the local tensor inside it is listed too; of a sparse one the parts are.
+            if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
                 continue
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()

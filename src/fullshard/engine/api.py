@@ -201,8 +201,8 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
 
     Yields:
         The unit's name, and for each of its parameters the first name and, on rank 0, the full tensor on CPU in the
-        shard's dtype (valid until the next step of the iteration); None on other ranks. Persistent buffers come last,
-        under the name ``(buffers)``.
+        shard's dtype (valid until the next step of the iteration); None on other ranks. Parameters that were left out
+        of sharding and persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
     """
     runtime = runtime_of(model)
     comm = runtime.comm
@@ -222,6 +222,8 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
                     view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
                     tensors[param.meta.name] = view
         yield unit.name, tensors
+    ignored = {n: p for n, p in model.named_parameters() if not hasattr(p, "shard_meta")}
+    yield "(ignored)", {name: (p.detach().cpu() if comm.rank == 0 else None) for name, p in ignored.items()}
     yield "(buffers)", {name: (b.cpu() if comm.rank == 0 else None) for name, b in _persistent_buffers(model)}
 
 

@@ -1,0 +1,32 @@
+"""What verbs share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a verb that reads a run file."""
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="run file (YAML)")
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="settings over the file's, such as training.learning_rate=1e-4",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+
+
+def load_program(name: str) -> ModuleType:
+    """The module that does a verb's work, of a room below this one.
+
+    It imports transformers, which takes longer than everything else the command line does, so a verb loads it when it
+    is known to run here: ``--help`` and the launcher of ranks do without.
+
+    Args:
+        name: Full name of the module.
+    """
+    return importlib.import_module(name)

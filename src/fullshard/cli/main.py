@@ -1,0 +1,104 @@
+"""``fullshard``: the command line, its verbs, and how errors leave it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fullshard.cli import inspect, train
+from fullshard.errors import FullshardError
+from fullshard.launch import INTERRUPTED_EXIT_CODE, Failure
+from fullshard.version import __version__
+
+DESCRIPTION = "Train PyTorch models that do not fit on one GPU: shard them, fine-tune them on your data."
+
+EPILOG = """\
+example:
+  fullshard train examples/banking77_tiny.yaml training.num_train_epochs=1
+
+exit codes:
+  0 success, 1 unexpected error, 2 settings or command line, 3 data, 4 model, 5 wrapping, 6 sharding,
+  7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 70 bug in fullshard, 130 interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Args:
+        arguments: Command line without the program's name; None: this process's.
+
+    Returns:
+        The exit code.
+    """
+    options = parse(arguments)
+    try:
+        failure: Failure | None = options.run(options)
+    except FullshardError as error:
+        failure = Failure.of(error)
+    except KeyboardInterrupt:
+        print("fullshard: interrupted; all ranks have ended.", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    return 0 if failure is None else report(failure, as_json=options.json)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line; a wrong one ends the process with exit code 2.
+
+    Args:
+        arguments: Command line without the program's name; None: this process's.
+
+    Returns:
+        The options, with the verb's function as ``run``.
+    """
+    parser = make_parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes the settings of one place only, and a user may add some behind an option.
+    overrides = [text for text in rest if "=" in text and not text.startswith("-")]
+    if len(overrides) < len(rest):
+        parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text not in overrides)}")
+    options.overrides = [*options.overrides, *overrides]
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="fullshard",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fullshard {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    train.add_parser(verbs)
+    inspect.add_parser(verbs)
+    return parser
+
+
+def report(failure: Failure, *, as_json: bool) -> int:
+    """Tell the user why the command failed: text on standard error, and JSON on standard output where asked for.
+
+    Args:
+        failure: What happened.
+        as_json: Whether ``--json`` was given.
+
+    Returns:
+        The exit code to end with.
+    """
+    print(failure.text(), file=sys.stderr, flush=True)
+    if as_json:
+        print(json.dumps(failure.as_dict()), flush=True)
+    return failure.exit_code
+
+
+def entry() -> NoReturn:
+    """The console script ``fullshard``."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    entry()

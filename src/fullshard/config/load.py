@@ -1,0 +1,178 @@
+"""A run file and overrides to one frozen, checked configuration; all problems in one message."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from fullshard.config.schema import RunConfig
+from fullshard.errors import ConfigError
+
+_FILE_KEYS = (("data", "train_file"), ("data", "validation_file"), ("model", "path"))
+"""Keys that name something to read."""
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file. Every rank may call it; nothing but the file and what it points to is looked at.
+
+    Args:
+        path: The YAML file.
+        overrides: Settings of the form ``section.key=value``, the value in YAML, applied over the file in order.
+
+    Returns:
+        The configuration; files it names are absolute paths that exist.
+
+    Raises:
+        ConfigError: The file cannot be read, an override is malformed, or a setting is unknown, of the wrong type, out
+            of range, contradicts another or names a file that does not exist. The message holds all problems.
+    """
+    path = Path(path)
+    values = _read_yaml(path)
+    for override in overrides:
+        _apply(values, override)
+    return check_run(values, path)
+
+
+def check_run(values: Mapping[str, Any], path: Path) -> RunConfig:
+    """Turn the values of a run file into a configuration.
+
+    Args:
+        values: Nested settings, as YAML gives them.
+        path: The run file, for messages and relative paths.
+
+    Returns:
+        The configuration, as by :func:`load_run`.
+
+    Raises:
+        ConfigError: As by :func:`load_run`.
+    """
+    resolved, problems = _resolve_files(values, path.parent)
+    try:
+        run = RunConfig.model_validate(resolved)
+    except ValidationError as error:
+        problems = [_explain(details) for details in error.errors()] + problems
+    else:
+        if not problems:
+            return run
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise ConfigError("\n".join([f"{path}: {count}:", *(f"  {problem}" for problem in problems)]))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, except that a key given twice is an error and not a silent last-one-wins."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
+        """Build a mapping whose keys are all different."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                problem = f"the key {key!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The settings of a run file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The run file {path} cannot be read: {error}.") from error
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{path} must hold settings (key: value); it holds {found}.")
+    return values
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Put one ``section.key=value`` into the settings, in place."""
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"An override has the form section.key=value, such as training.seed=3; got {override!r}.")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The value of the override {override!r} is not valid YAML: {error}") from error
+    target = values
+    for depth, key in enumerate(keys[:-1], start=1):
+        if target.get(key) is None:
+            target[key] = {}
+        target = target[key]
+        if not isinstance(target, dict):
+            section = ".".join(keys[:depth])
+            raise ConfigError(f"The override {override!r} needs {section} to be a section; it is {target!r}.")
+    target[keys[-1]] = value
+
+
+def _resolve_files(values: Mapping[str, Any], directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """The settings with absolute paths to what exists, and a problem for each that does not."""
+    resolved = dict(values)
+    problems = []
+    for section, key in _FILE_KEYS:
+        settings = resolved.get(section)
+        if not isinstance(settings, Mapping) or not isinstance(settings.get(key), str):
+            continue
+        candidates = list(dict.fromkeys(Path(base, settings[key]).absolute() for base in (directory, Path.cwd())))
+        found = next((candidate for candidate in candidates if candidate.exists()), None)
+        if found is None:
+            tried = " and ".join(str(candidate) for candidate in candidates)
+            problems.append(f"{section}.{key}: {settings[key]!r} does not exist; tried {tried}")
+        else:
+            resolved[section] = {**settings, key: str(found)}
+    return resolved, problems
+
+
+def _explain(details: Any) -> str:
+    """One problem in words: key, what is expected, value."""
+    key = ".".join(str(part) for part in details["loc"])
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return _explain_unknown(key)
+    if kind == "missing":
+        return f"{key}: is required"
+    message = details["msg"].removeprefix("Value error, ")
+    if kind == "value_error":  # one of the schema's own checks, which names the values itself
+        return f"{key}: {message}" if key else message
+    message = message.removeprefix("Input should be ")
+    return f"{key}: expected {message}; got {details['input']!r}"
+
+
+def _explain_unknown(key: str) -> str:
+    """An unknown key and the nearest one that exists."""
+    known = list(_known_keys(RunConfig))
+    section, _, name = key.rpartition(".")
+    siblings = [other for other in known if other.rpartition(".")[0] == section]
+    nearest = _nearest_leaf(name, siblings) or _nearest_leaf(name, known)
+    if nearest is None:
+        return f"{key}: unknown key; {section or 'the run file'} has {', '.join(siblings)}"
+    return f"{key}: unknown key; did you mean {nearest}?"
+
+
+def _nearest_leaf(name: str, known: Iterable[str]) -> str | None:
+    """The dotted key whose last part is nearest to a name; None when none is near."""
+    by_leaf = {other.rpartition(".")[2]: other for other in known}
+    close = difflib.get_close_matches(name.lower(), by_leaf, n=1)
+    return by_leaf[close[0]] if close else None
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all keys of a section and of the sections in it."""
+    for name, field in model.model_fields.items():
+        key = prefix + (field.alias or name)
+        yield key
+        kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, types.UnionType) else ()
+        for kind in (field.annotation, *kinds):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _known_keys(kind, key + ".")

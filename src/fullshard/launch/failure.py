@@ -1,0 +1,73 @@
+"""How a rank that fails tells its launcher why, so that the user reads one message and not one a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fullshard.errors import FullshardError, UserError
+
+FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
+"""Where our launcher wants a rank's failure; torchrun does not set it, and then a rank prints its failure itself."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank, or the command itself, ended.
+
+    Attributes:
+        rank: The rank, or None when no ranks ran yet.
+        kind: Name of the exception's class.
+        message: Text of the exception.
+        trace: The traceback as Python prints it; None for a :class:`UserError`, whose message says what to mend.
+        exit_code: Exit code of the process.
+        time_s: Unix time of the failure; the earliest one is the cause of the others.
+    """
+
+    rank: int | None
+    kind: str
+    message: str
+    trace: str | None
+    exit_code: int
+    time_s: float
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int | None = None) -> Failure:
+        """Describe an exception.
+
+        Args:
+            error: What was raised.
+            rank: The rank that raised it.
+        """
+        trace = None if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
+        exit_code = error.exit_code if isinstance(error, FullshardError) else 1
+        return cls(rank, type(error).__name__, str(error), trace, exit_code, time.time())
+
+    @classmethod
+    def read(cls, path: Path) -> Failure | None:
+        """The failure that a rank wrote to ``path``; None when it wrote none."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: Path) -> None:
+        """Write it whole: the launcher may read at any moment."""
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def text(self) -> str:
+        """What the user reads: the message alone for a user error, else the rank and its traceback."""
+        if self.trace is None:
+            return f"{self.kind}: {self.message}"
+        where = "" if self.rank is None else f"Rank {self.rank} failed first:\n"
+        return f"{where}{self.trace}"
+
+    def as_dict(self) -> dict[str, object]:
+        """What ``--json`` prints on an error."""
+        return {"error": {"kind": self.kind, "message": self.message, "rank": self.rank, "exit_code": self.exit_code}}

@@ -1,0 +1,33 @@
+"""Activation checkpointing: recompute a block's activations in backward instead of keeping them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fullshard.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def enable_activation_checkpointing(model: PreTrainedModel) -> None:
+    """Checkpoint every transformer block of a Hugging Face model, in place. Every rank calls it, before sharding.
+
+    Non-reentrant checkpointing: it keeps the gradients of frozen and nested parts right. Train with
+    ``model(..., use_cache=False)``: a recomputed block would fill the key-value cache twice. Generation in evaluation
+    mode is not changed and still uses the cache.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ModelError: The model's class does not support it.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"{type(model).__name__} does not support activation checkpointing. "
+            "Set training.gradient_checkpointing to false."
+        )
+    # transformers renamed the method; the old name warns.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

@@ -1,0 +1,259 @@
+"""Where a run's reports go: files and the terminal. Sinks are handed values and know nothing of the loop."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, TextIO, TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from fullshard.checkpoint import write_text
+from fullshard.errors import CheckpointError
+from fullshard.train.reports import EvaluationReport, RunStart, RunSummary, StepReport
+
+T = TypeVar("T")
+
+METRICS_NAME = "metrics.jsonl"
+SUMMARY_NAME = "summary.json"
+PREDICTIONS_NAME = "predictions.jsonl"
+
+PLAIN_LINES = 20
+"""Step lines a run prints where there is no terminal to draw a bar on."""
+
+
+class Sink(Protocol):
+    """Something that is told what a run does, in order; on rank 0 only."""
+
+    def start(self, run: RunStart) -> None:
+        """The run is assembled; called once, before the first step."""
+        ...
+
+    def step(self, report: StepReport) -> None:
+        """An optimizer step was taken."""
+        ...
+
+    def evaluating(self, done: int, total: int) -> None:
+        """An evaluation has done so many of its batches."""
+        ...
+
+    def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
+        """The model was evaluated, and kept when it was the best so far."""
+        ...
+
+    def finish(self, summary: RunSummary) -> None:
+        """The run is over and the model is saved; called once."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and the terminal; called in any case, also after a failure and before ``start``."""
+        ...
+
+
+class FileSink:
+    """``metrics.jsonl`` line by line while the run goes on; ``summary.json`` and ``predictions.jsonl`` at its end."""
+
+    def __init__(self, output_dir: Path, *, logging_steps: int = 1) -> None:
+        """Write into ``output_dir``, one line for every ``logging_steps``-th step and for each evaluation."""
+        self.output_dir = output_dir
+        self.logging_steps = logging_steps
+        self._metrics: TextIO | None = None
+        self._total_steps = 0
+
+    def start(self, run: RunStart) -> None:
+        """Begin the metrics anew, and clear an earlier run's results: they would pass for this run's.
+
+        Raises:
+            CheckpointError: The directory cannot be written to.
+        """
+        self._total_steps = run.total_steps
+        self._metrics = self._tried(self._open)
+
+    def step(self, report: StepReport) -> None:
+        """Append the step, if it is one that is logged.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        if report.step % self.logging_steps == 0 or report.step == self._total_steps:
+            self._append(report.as_dict())
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Nothing: a file shows no progress."""
+
+    def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
+        """Append the evaluation.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        self._append({**report.as_dict(), "is_best": is_best})
+
+    def finish(self, summary: RunSummary) -> None:
+        """Write predictions and summary; the summary last, as a sign that the run is whole.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        lines = [json.dumps(asdict(prediction), ensure_ascii=False) + "\n" for prediction in summary.predictions]
+        if lines:
+            write_text(self.output_dir / PREDICTIONS_NAME, "".join(lines))
+        write_text(self.output_dir / SUMMARY_NAME, json.dumps(summary.as_dict(), indent=2, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        """Close the metrics file."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def _open(self) -> TextIO:
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        for name in (SUMMARY_NAME, PREDICTIONS_NAME):
+            (self.output_dir / name).unlink(missing_ok=True)
+        return (self.output_dir / METRICS_NAME).open("w", encoding="utf-8")
+
+    def _append(self, values: dict[str, Any]) -> None:
+        def write() -> None:
+            assert self._metrics is not None, "start() opens the file"
+            self._metrics.write(json.dumps(values) + "\n")
+            self._metrics.flush()
+
+        self._tried(write)
+
+    def _tried(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except OSError as error:
+            raise CheckpointError(f"Could not write to {self.output_dir}: {error}.") from error
+
+
+class ConsoleSink:
+    """A progress bar on a terminal, a few plain lines elsewhere; at the end the result, samples and memory."""
+
+    def __init__(self, console: Console, *, samples: int = 0) -> None:
+        """Write to ``console``, and show ``samples`` predictions at the end."""
+        self.console = console
+        self.samples = samples
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._total_steps = 0
+        self._started = 0.0
+
+    def start(self, run: RunStart) -> None:
+        """Say what is about to be trained on what."""
+        ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
+        self._print(f"{run.parameters:,} parameters, sharded over {ranks} on {run.device}")
+        self._print(run.unit_table)
+        for note in run.notes:
+            self._print(note)
+        self._print(f"{run.total_steps:,} steps, {run.steps_per_epoch:,} an epoch; writing to {run.output_dir}")
+        self._total_steps = run.total_steps
+        self._started = time.monotonic()
+        if self.console.is_terminal:
+            columns = (BarColumn(bar_width=8), TextColumn("{task.description}", markup=False))
+            self._progress = Progress(*columns, console=self.console)
+            self._task = self._progress.add_task("first step", total=run.total_steps)
+            self._progress.start()
+
+    def step(self, report: StepReport) -> None:
+        """Move the bar, or print a line for about every twentieth part of the run."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=report.step, description=self._describe(report))
+        elif report.step in (1, self._total_steps) or report.step % max(1, self._total_steps // PLAIN_LINES) == 0:
+            self._print(self._describe(report))
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Say beside the bar how far the evaluation is."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=f"evaluating: batch {done}/{total}")
+
+    def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
+        """Print the metric beside its baseline."""
+        self._print(
+            f"epoch {report.epoch:.2f}: held-out loss {report.loss:.4f}, {report.metric} {report.value:.2%} "
+            f"(baseline {report.baseline:.2%}) in {report.seconds:.1f} s{', best so far: saved' if is_best else ''}"
+        )
+
+    def finish(self, summary: RunSummary) -> None:
+        """Print samples, memory and the result."""
+        self.close()
+        if summary.predictions and self.samples:
+            self.console.print(_sample_table(summary, self.samples))
+        self.console.print(_memory_table(summary))
+        self._print(
+            f"trained {summary.steps:,} steps in {_duration(summary.train_seconds)} "
+            f"(evaluation {_duration(summary.evaluation_seconds)}), {summary.tokens_per_second:,.0f} tokens/s"
+        )
+        if summary.metric is not None:
+            self._print(
+                f"{summary.metric} {summary.value:.2%} on {len(summary.predictions):,} held-out rows, after step "
+                f"{summary.best_step:,}; baseline ({summary.baseline_name}) {summary.baseline:.2%}"
+            )
+        self._print(f"model saved in {summary.output_dir}")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _describe(self, report: StepReport) -> str:
+        """One line that fits a terminal of 80 columns beside a short bar; the metrics file has the rest."""
+        left = (time.monotonic() - self._started) / report.step * (self._total_steps - report.step)
+        return (
+            f"step {report.step}/{self._total_steps}  loss {report.loss:.4f}  "
+            f"{report.tokens_per_second:,.0f} tokens/s  {format_bytes(report.memory_bytes)}  {_duration(left)} left"
+        )
+
+    def _print(self, text: str) -> None:
+        """Print above the bar, as it is: no markup, no wrapping where there is no terminal to wrap for."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes in binary units, such as ``1.5 GiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _sample_table(summary: RunSummary, samples: int) -> Table:
+    """Predictions beside references, spread evenly over the held-out rows: files are often sorted."""
+    table = Table(title="predictions on held-out rows", title_justify="left", show_lines=True)
+    for name in ("source", "prediction", "reference"):
+        table.add_column(name, overflow="fold")
+    rows = len(summary.predictions)
+    count = min(samples, rows)
+    for position in range(count):
+        shown = summary.predictions[position * rows // count]
+        table.add_row(escape(shown.source), escape(shown.prediction), escape(shown.reference))
+    return table
+
+
+def _memory_table(summary: RunSummary) -> Table:
+    columns = ("parameters", "gradients", "optimizer", "gathered_peak", "gradient_buffer_peak", "peak")
+    titles = ("parameters", "gradients", "optimizer", "gathered\npeak", "gradient\nbuffer peak", "step peak")
+    table = Table(title="tensor memory of each rank", title_justify="left", box=box.SIMPLE_HEAD)
+    for title in ("rank", *titles):
+        table.add_column(title, justify="right", vertical="bottom")
+    for rank in summary.memory:
+        table.add_row(str(rank.rank), *(format_bytes(getattr(rank, name)) for name in columns))
+    return table

@@ -1,0 +1,18 @@
+"""The command line's surface. A change here is a change for users: write the new text to the file on purpose."""
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.main import main
+
+HERE = Path(__file__).parent / "help"
+
+
+@pytest.mark.parametrize("verb", ["", "train", "inspect"])
+def test_help_is_as_it_was(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"] if verb else ["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == (HERE / f"{verb or 'fullshard'}.txt").read_text()

@@ -1,0 +1,24 @@
+"""The rank program with a fault in rank 1's third step: ``python faulty_rank.py raise|kill CONFIG``."""
+
+import os
+import signal
+import sys
+
+from fullshard.launch import rank
+from fullshard.train import loop
+
+kind = sys.argv[1]
+real_step = loop.train_step
+
+
+def faulty_step(model, optimizer, micro_batches, comm, spec):
+    """Two good steps, then rank 1 is gone while rank 0 waits for it in a collective."""
+    if comm.rank == 1 and spec.step == 3:
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("the fault of rank 1")
+    return real_step(model, optimizer, micro_batches, comm, spec)
+
+
+loop.train_step = faulty_step
+sys.exit(rank.main(sys.argv[2:]))

@@ -1,0 +1,205 @@
+"""Laws of atomic directories: whole or absent, whatever moment the writer dies at."""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint import atomic, atomic_directory, publish, recover, write_text
+from fullshard.errors import CheckpointError
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: from the moment it is raised, no file operation of the writer happens any more."""
+
+
+class Executioner:
+    """Lets a number of file operations pass and none after them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+        self.left = allowed
+        for module, name in [(os, "rename"), (os, "replace"), (os, "fsync"), (os, "link"), (shutil, "rmtree")]:
+            monkeypatch.setattr(module, name, self.guard(getattr(module, name)))
+
+    def guard(self, operation):
+        def guarded(*args, **kwargs):
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return operation(*args, **kwargs)
+
+        return guarded
+
+
+def write(final: Path, text: str) -> None:
+    with atomic_directory(final) as directory:
+        (directory / "weights").write_text(text)
+        (directory / "sub").mkdir()
+        (directory / "sub" / "more").write_text(text)
+
+
+def content(directory: Path) -> set[str]:
+    return {(directory / "weights").read_text(), (directory / "sub" / "more").read_text()}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_appears_whole_with_its_parents(tmp_path):
+    write(tmp_path / "runs" / "best", "one")
+    assert content(tmp_path / "runs" / "best") == {"one"}
+    assert names(tmp_path / "runs") == ["best"]
+
+
+def test_replaces_and_leaves_nothing_beside(tmp_path):
+    write(tmp_path / "best", "one")
+    write(tmp_path / "best", "two")
+    assert content(tmp_path / "best") == {"two"}
+    assert names(tmp_path) == ["best"]
+
+
+def test_nothing_is_seen_before_the_end(tmp_path):
+    write(tmp_path / "best", "one")
+    with atomic_directory(tmp_path / "best") as directory:
+        (directory / "weights").write_text("half")
+        assert content(tmp_path / "best") == {"one"}
+
+
+def test_an_error_inside_leaves_the_old_one(tmp_path):
+    write(tmp_path / "best", "one")
+
+    def fail(directory):
+        (directory / "weights").write_text("half")
+        raise KeyError
+
+    with pytest.raises(KeyError), atomic_directory(tmp_path / "best") as directory:
+        fail(directory)
+    assert content(tmp_path / "best") == {"one"}
+    assert names(tmp_path) == ["best"]
+
+
+def test_a_refusing_file_system_is_a_checkpoint_error(tmp_path, monkeypatch):
+    write(tmp_path / "best", "one")
+
+    def full(source, target):
+        if str(source).endswith(".tmp"):
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write(tmp_path / "best", "two")
+    assert content(tmp_path / "best") == {"one"}
+    assert names(tmp_path) == ["best"]
+
+
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "best").write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file"):
+        write(tmp_path / "best", "one")
+    assert (tmp_path / "best").read_text() == "mine"
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "best").symlink_to(tmp_path / "disk")
+    write(tmp_path / "best", "one")
+    assert (tmp_path / "best").is_symlink()
+    assert content(tmp_path / "disk") == {"one"}
+
+
+def test_killed_at_every_operation_a_whole_one_is_found(tmp_path, monkeypatch):
+    """At each point a reader that looks for `best`, then `best.old`, finds old or new, and the next save works."""
+    found = []
+    for allowed in range(100):
+        final = tmp_path / str(allowed) / "best"
+        write(final, "one")
+        with monkeypatch.context() as patch:
+            executioner = Executioner(patch, allowed)
+            with contextlib.suppress(Killed):
+                write(final, "two")
+            finished = executioner.left > 0
+        whole = final if final.exists() else final.with_name("best.old")
+        found.append(content(whole))
+        recover(final)
+        assert content(final) == found[-1]
+        assert names(final.parent) == ["best"]
+        write(final, "three")
+        assert content(final) == {"three"}
+        if finished:
+            break
+    assert len(found) > 8
+    assert found[0] == {"one"}
+    assert found[-1] == {"two"}
+    assert sorted(found, key=lambda seen: seen == {"two"}) == found  # once new, always new
+
+
+def test_synced_before_it_is_renamed(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    write(tmp_path / "best", "one")
+    inside = {str(tmp_path / "best.tmp" / name) for name in ("weights", "sub/more", "sub", ".")}
+    assert {str(Path(event)) for event in events[: events.index("rename")]} == {str(Path(p)) for p in inside}
+    assert events[events.index("rename") + 1 :] == [str(tmp_path)]
+
+
+def test_publish_takes_the_weights_away_first_and_places_them_last(tmp_path, monkeypatch):
+    target = tmp_path / "run"
+    target.mkdir()
+    (target / "metrics.jsonl").write_text("kept")
+    for version in ("one", "two"):
+        source = tmp_path / version
+        source.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (source / name).write_text(version)
+    publish(tmp_path / "one", target, last="model.safetensors")
+    assert names(target) == ["config.json", "metrics.jsonl", "model.safetensors"]
+    for allowed in range(20):
+        with monkeypatch.context() as patch:
+            executioner = Executioner(patch, allowed)
+            with contextlib.suppress(Killed):
+                publish(tmp_path / "two", target, last="model.safetensors")
+            finished = executioner.left > 0
+        weights = target / "model.safetensors"
+        if weights.exists():
+            assert weights.read_text() == (target / "config.json").read_text()
+        if finished:
+            break
+        publish(tmp_path / "one", target, last="model.safetensors")
+    assert (target / "model.safetensors").read_text() == "two"
+    assert (target / "metrics.jsonl").read_text() == "kept"
+
+
+def test_publish_copies_where_there_are_no_links(tmp_path, monkeypatch):
+    source, target = tmp_path / "best", tmp_path / "run"
+    source.mkdir()
+    target.mkdir()
+    (source / "model.safetensors").write_text("w")
+
+    def refuse(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    publish(source, target, last="model.safetensors")
+    assert (target / "model.safetensors").read_text() == "w"
+
+
+def test_write_text_replaces_whole(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_text(path, "one")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic.os, "replace", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            write_text(path, "two")
+    assert path.read_text() == "one"
+    assert names(tmp_path) == ["summary.json"]

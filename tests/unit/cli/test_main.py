@@ -1,0 +1,117 @@
+"""What the command line says and how it ends: exit codes by kind, one clean message, JSON where asked for."""
+
+import json
+
+import pytest
+
+from fullshard import __version__
+from fullshard.cli import main as cli
+from fullshard.cli import train as train_verb
+from fullshard.errors import InvariantError
+from fullshard.launch import Failure
+from support.tiny_run import write_run_file
+
+
+@pytest.fixture(autouse=True)
+def _not_a_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"fullshard {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["trian"], ["train"], ["inspect", "x.yaml", "--world-size", "0"], ["train", "x.yaml", "--jsn", "--a=b"]],
+)
+def test_a_wrong_command_line_ends_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: fullshard" in capsys.readouterr().err
+
+
+def test_settings_may_stand_on_both_sides_of_an_option():
+    options = cli.parse(["train", "x.yaml", "a=1", "--json", "b=2", "c=3"])
+    assert options.overrides == ["a=1", "b=2", "c=3"]
+    assert options.json
+
+
+@pytest.mark.parametrize("verb", ["train", "inspect"])
+def test_a_wrong_setting_is_one_message_and_no_traceback(verb, tmp_path, capsys):
+    path = write_run_file(tmp_path)
+    assert cli.main([verb, str(path), "training.learning_rat=1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("ConfigError: ")
+    assert "training.learning_rate" in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_errors_are_json_too(tmp_path, capsys):
+    assert cli.main(["inspect", str(tmp_path / "none.yaml"), "--json"]) == 2
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)["error"]
+    assert error["kind"] == "ConfigError"
+    assert error["exit_code"] == 2
+    assert error["message"] in captured.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"data__source_column": "txt"}, 3, "DataError: "),
+        ({"model": {"config": {"model_type": "t6"}, "tokenizer": {}}}, 4, "ModelError: "),
+        ({"sharding__wrap": ["T5Blok"]}, 5, "WrapError: "),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code(tmp_path, capsys, changes, code, text):
+    path = write_run_file(tmp_path, **changes)
+    assert cli.main(["inspect", str(path)]) == code
+    assert capsys.readouterr().err.startswith(text)
+
+
+def test_a_broken_promise_comes_with_its_traceback(tmp_path, capsys, monkeypatch):
+    def fail(_path, _overrides):
+        raise InvariantError("impossible")
+
+    monkeypatch.setattr(train_verb, "load_run", fail)
+    assert cli.main(["train", "x.yaml"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_inspect_prints_the_table(tmp_path, capsys):
+    path = write_run_file(tmp_path)
+    assert cli.main(["inspect", str(path)]) == 0
+    assert "units over 2 ranks" in capsys.readouterr().out  # nproc of the run file
+    assert cli.main(["inspect", str(path), "--world-size", "3", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["world_size"] == 3
+    assert [unit["kind"] for unit in table["units"][1:]] == ["T5Block"] * 4
+
+
+def test_train_starts_the_rank_program_and_passes_on_its_failure(tmp_path, capsys, monkeypatch):
+    path = write_run_file(tmp_path)
+    started = []
+    failure = Failure(1, "ValueError", "broken", "Traceback: broken", 1, 0.0)
+    monkeypatch.setattr(train_verb, "launch", lambda command, nproc: started.append((command, nproc)) or failure)
+    assert cli.main(["train", str(path), "seed=4", "--json"]) == 1
+    ((command, nproc),) = started
+    assert command[1:] == ["-m", "fullshard.launch.rank", str(path), "seed=4", "--json"]
+    assert nproc == 2
+    captured = capsys.readouterr()
+    assert captured.err == "fullshard: starting 2 ranks\nRank 1 failed first:\nTraceback: broken\n"
+    assert json.loads(captured.out)["error"]["rank"] == 1
+
+
+def test_ctrl_c_ends_with_130(tmp_path, capsys, monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_verb, "launch", interrupt)
+    assert cli.main(["train", str(write_run_file(tmp_path))]) == 130
+    assert "interrupted" in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""Overrides, paths, and one message that names every problem by its dotted key."""
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.config import load_run
+from fullshard.errors import ConfigError
+
+
+def problems(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, overrides)
+    return [line.strip() for line in str(caught.value).splitlines()]
+
+
+def test_values_defaults_and_exponents_without_a_point(run_file):
+    run = load_run(run_file)
+    assert run.training.learning_rate == 2e-3
+    assert run.training.max_grad_norm == 1.0
+    assert run.model.model_class == "auto"
+    assert run.output_dir == Path("runs/x")
+
+
+def test_overrides_win_in_order_and_take_yaml_values(run_file):
+    run = load_run(
+        run_file,
+        [
+            "training.learning_rate=1e-3",
+            "training.learning_rate=5e-4",
+            "training.max_grad_norm=null",
+            "model.config.d_model=32",
+            "data.source_prefix=classify=yes",
+            "evaluation.num_samples_shown=0",
+            "sharding.wrap=[T5Block, Other]",
+            "seed = 3",
+        ],
+    )
+    assert run.training.learning_rate == 5e-4
+    assert run.training.max_grad_norm is None
+    assert run.model.config["d_model"] == 32
+    assert run.model.config["model_type"] == "t5"
+    assert run.evaluation.num_samples_shown == 0
+    assert run.sharding.wrap == ("T5Block", "Other")
+    assert run.seed == 3
+
+
+def test_override_value_may_hold_equals_signs(run_file):
+    assert load_run(run_file, ["data.source_prefix='a=b: '"]).data.source_prefix == "a=b: "
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "training.=3", ".seed=3"])
+def test_malformed_override(run_file, override):
+    with pytest.raises(ConfigError, match=r"An override has the form section\.key=value.*got '" + override):
+        load_run(run_file, [override])
+
+
+def test_override_whose_value_is_not_yaml(run_file):
+    with pytest.raises(ConfigError, match=r"The value of the override 'seed=\[1' is not valid YAML"):
+        load_run(run_file, ["seed=[1"])
+
+
+def test_override_through_a_value(run_file):
+    rule = "The override 'output_dir.x=1' needs output_dir to be a section; it is 'runs/x'"
+    with pytest.raises(ConfigError, match=rule):
+        load_run(run_file, ["output_dir.x=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("training.learning_rat=1", "training.learning_rate"),
+        ("learning_rate=1", "training.learning_rate"),
+        ("training.vocab_size=1", "model.tokenizer.vocab_size"),
+        ("model.tokenizer.vocabsize=1", "model.tokenizer.vocab_size"),
+        ("model.clas=causal", "model.class"),
+        ("nprocs=2", "nproc"),
+        ("Data.train_file=x", "data"),
+        ("sharding.warp=auto", "sharding.wrap"),
+    ],
+)
+def test_unknown_key_names_the_nearest_real_one(run_file, override, nearest):
+    key = override.partition("=")[0].removesuffix(".train_file")
+    assert problems(run_file, override)[1:] == [f"{key}: unknown key; did you mean {nearest}?"]
+
+
+def test_unknown_key_like_no_other_lists_what_there_is(run_file):
+    assert problems(run_file, "zzz=1")[1] == (
+        "zzz: unknown key; the run file has output_dir, seed, nproc, model, data, training, sharding, evaluation"
+    )
+    assert problems(run_file, "model.tokenizer.zzz=1")[1] == (
+        "model.tokenizer.zzz: unknown key; model.tokenizer has model.tokenizer.vocab_size"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "training.num_train_epochs=five",
+            "training.num_train_epochs: expected a valid integer, unable to parse string as an integer; got 'five'",
+        ),
+        ("training.learning_rate=-1", "training.learning_rate: expected greater than 0; got -1"),
+        ("training.learning_rate=.nan", "training.learning_rate: expected a finite number; got nan"),
+        ("training.adam_beta1=1.0", "training.adam_beta1: expected less than 1; got 1.0"),
+        ("training.eval_strategy=daily", "training.eval_strategy: expected 'epoch', 'steps' or 'no'; got 'daily'"),
+        ("evaluation.metric=bleu", "evaluation.metric: expected 'exact_match' or 'rougeL'; got 'bleu'"),
+        ("data.source_column=3", "data.source_column: expected a valid string; got 3"),
+        ("data.source_column=null", "data.source_column: expected a valid string; got None"),
+        ("sharding.wrap=T5Block", "sharding.wrap: expected auto, none or a list of class names such as [T5Block]; "
+         "got 'T5Block'"),
+        ("sharding.wrap=[]", "sharding.wrap: expected auto, none or a list of class names such as [T5Block]; got []"),
+        ("model.path=.", "model: exactly one of path and config must be given; got both"),
+        ("model.config=null", "model: exactly one of path and config must be given; got neither"),
+        ("model.tokenizer=null", "model: config needs a tokenizer section beside it, such as tokenizer: "
+         "{vocab_size: 2000}"),
+        ("training.lr_gamma=0.5", "training: lr_gamma need lr_scheduler_type: step; got linear"),
+        ("training.eval_strategy=steps", "training: eval_strategy: steps and eval_steps go together; "
+         "got eval_strategy: steps, eval_steps: None"),
+        ("training.eval_steps=5", "training: eval_strategy: steps and eval_steps go together; "
+         "got eval_strategy: epoch, eval_steps: 5"),
+        ("data.validation_file=null", "training.eval_strategy: epoch needs data.validation_file; "
+         "give one, or set training.eval_strategy: no"),
+    ],
+)  # fmt: skip
+def test_wrong_value_names_key_expectation_and_value(run_file, override, problem):
+    assert problems(run_file, override)[1:] == [problem]
+
+
+def test_path_with_a_tokenizer_section(run_file):
+    found = problems(run_file, "model.config=null", "model.path=.")
+    assert found[1:] == ["model: tokenizer goes with config only: a model loaded from path brings its own tokenizer"]
+
+
+def test_options_that_go_together_are_accepted(run_file):
+    step = load_run(run_file, ["training.lr_scheduler_type=step", "training.lr_gamma=0.5"])
+    assert step.training.lr_gamma == 0.5
+    no = load_run(run_file, ["training.eval_strategy=no", "data.validation_file=null"])
+    assert no.training.eval_strategy == "no"
+    assert no.data.validation_file is None
+    assert load_run(run_file, ["training.eval_strategy=steps", "training.eval_steps=2"]).training.eval_steps == 2
+
+
+def test_all_problems_are_in_one_message(run_file):
+    found = problems(run_file, "seed=-1", "training.learnin_rate=1", "data.train_file=no.csv", "output_dir=null")
+    assert found[0] == f"{run_file}: 4 problems:"
+    assert {line.partition(":")[0] for line in found[1:]} == {
+        "seed", "training.learnin_rate", "data.train_file", "output_dir"
+    }  # fmt: skip
+
+
+def test_missing_required_keys(tmp_path):
+    (tmp_path / "run.yaml").write_text("seed: 1\n")
+    found = problems(tmp_path / "run.yaml")
+    assert found[1:] == ["output_dir: is required", "model: is required", "data: is required"]
+
+
+def test_files_are_found_beside_the_run_file_then_in_the_working_directory(run_file, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "rows").mkdir(parents=True)
+    (elsewhere / "rows" / "train.csv").write_text("x")
+    (elsewhere / "rows" / "other.csv").write_text("x")
+    monkeypatch.chdir(elsewhere)
+    run = load_run(run_file, ["data.validation_file=rows/other.csv"])
+    assert run.data.train_file == tmp_path / "rows" / "train.csv"
+    assert run.data.validation_file == elsewhere / "rows" / "other.csv"
+
+
+def test_file_that_is_nowhere_lists_both_places(run_file, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert problems(run_file, "data.train_file=no.csv")[1:] == [
+        f"data.train_file: 'no.csv' does not exist; tried {tmp_path / 'no.csv'} and {tmp_path / 'elsewhere' / 'no.csv'}"
+    ]
+
+
+def test_model_path_is_resolved_like_a_file(run_file, tmp_path):
+    (tmp_path / "model").mkdir()
+    overrides = ["model.config=null", "model.tokenizer=null"]
+    assert load_run(run_file, [*overrides, "model.path=model"]).model.path == tmp_path / "model"
+    assert problems(run_file, *overrides, "model.path=t5-small")[1].startswith(
+        f"model.path: 't5-small' does not exist; tried {tmp_path / 't5-small'}"
+    )
+
+
+def test_key_given_twice(tmp_path):
+    (tmp_path / "run.yaml").write_text("seed: 1\noutput_dir: x\nseed: 2\n")
+    assert "the key 'seed' is given twice" in " ".join(problems(tmp_path / "run.yaml"))
+    assert "line 3" in " ".join(problems(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("a: [1\n", "is not valid YAML"),
+        ("", r"must hold settings \(key: value\); it holds nothing"),
+        ("- 1\n", r"must hold settings \(key: value\); it holds a list"),
+    ],
+)
+def test_unreadable_content(tmp_path, content, rule):
+    (tmp_path / "run.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=rule):
+        load_run(tmp_path / "run.yaml")
+
+
+def test_missing_run_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"The run file .*no\.yaml cannot be read"):
+        load_run(tmp_path / "no.yaml")

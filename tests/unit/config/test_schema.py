@@ -1,0 +1,61 @@
+"""The schema: frozen, complete in its explanations, and strict about options that would do nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from fullshard.config import load_run
+from fullshard.config.schema import RunConfig, TrainingConfig
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "banking77_tiny.yaml"
+
+
+def sections(model):
+    yield model
+    for field in model.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from sections(field.annotation)
+
+
+def test_configuration_is_frozen(run_file):
+    run = load_run(run_file)
+    with pytest.raises(ValidationError, match="frozen"):
+        run.seed = 1
+    with pytest.raises(ValidationError, match="frozen"):
+        run.training.learning_rate = 1.0
+    with pytest.raises(TypeError):
+        run.model.config["d_model"] = 32
+
+
+def test_every_option_is_explained():
+    unexplained = [
+        f"{section.__name__}.{name}"
+        for section in sections(RunConfig)
+        for name, field in section.model_fields.items()
+        if not field.description and not (isinstance(field.annotation, type) and field.annotation.__doc__)
+    ]
+    assert unexplained == []
+
+
+def test_defaults_are_those_of_hugging_face():
+    defaults = TrainingConfig()
+    assert (defaults.per_device_train_batch_size, defaults.num_train_epochs, defaults.learning_rate) == (8, 3, 5e-5)
+    assert (defaults.adam_beta1, defaults.adam_beta2, defaults.adam_epsilon) == (0.9, 0.999, 1e-8)
+    assert (defaults.max_grad_norm, defaults.weight_decay, defaults.lr_scheduler_type) == (1.0, 0.0, "linear")
+
+
+def test_plain_values_round_trip_through_json(run_file):
+    run = load_run(run_file, ["sharding.wrap=[T5Block]", "model.class=seq2seq"])
+    plain = json.loads(json.dumps(run.as_plain()))
+    assert plain["model"]["class"] == "seq2seq"
+    assert plain["model"]["config"] == {"model_type": "t5", "d_model": 16}
+    assert RunConfig.model_validate(plain) == run
+
+
+def test_the_example_run_file_loads():
+    run = load_run(EXAMPLE)
+    assert run.data.train_file.is_file()
+    assert run.data.validation_file.is_file()
+    assert run.nproc is None

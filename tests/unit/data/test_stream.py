@@ -1,0 +1,138 @@
+"""Every rank sees what torch's DistributedSampler would give it; evaluation sees every row exactly once."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from fullshard.data.collate import CollateSpec
+from fullshard.data.sources import Example
+from fullshard.data.stream import EpochPlan, batches
+from fullshard.data.tokenize import TokenizeSpec, tokenize
+from fullshard.errors import DataError
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_rows", [1, 2, 10, 11, 12, 97])
+@pytest.mark.parametrize("training", [True, False])
+def test_rows_equal_those_of_the_distributed_sampler(world_size, num_rows, training):
+    for epoch in range(3):
+        for rank in range(world_size):
+            sampler = DistributedSampler(range(num_rows), world_size, rank, shuffle=training, seed=5)
+            sampler.set_epoch(epoch)
+            plan = EpochPlan(num_rows, world_size, batch_size=4, seed=5, epoch=epoch, training=training)
+            assert [row.index for row in plan.rank_rows(rank)] == list(sampler)
+            assert plan.rows_per_rank == len(sampler)
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    def order(**changes):
+        return [row.index for row in EpochPlan(50, 1, 8, **changes).rank_rows(0)]
+
+    assert order(seed=1, epoch=0) == order(seed=1, epoch=0)
+    assert order(seed=1, epoch=0) != order(seed=1, epoch=1)
+    assert order(seed=1, epoch=0) != order(seed=2, epoch=0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 31])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_evaluation_counts_every_row_once_in_equal_steps(num_rows, world_size):
+    plan = EpochPlan(num_rows, world_size, batch_size=3, training=False)
+    per_rank = [plan.micro_batches(rank) for rank in range(world_size)]
+    sizes = {tuple(len(rows) for rows in rank_batches) for rank_batches in per_rank}
+    assert len(sizes) == 1
+    assert len(per_rank[0]) == plan.num_batches
+    counted = Counter(row.index for rank in per_rank for rows in rank for row in rows if not row.filler)
+    assert counted == Counter(range(num_rows))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [7, 100, 1001])
+def test_grouping_by_length_keeps_rows_and_sizes_and_saves_padding(world_size, num_rows):
+    lengths = tuple(torch.randint(1, 60, (num_rows,), generator=torch.Generator().manual_seed(0)).tolist())
+
+    def padded(plan):
+        return sum(
+            len(rows) * max(lengths[row.index] for row in rows)
+            for rank in range(world_size)
+            for rows in plan.micro_batches(rank)
+        )
+
+    plain = EpochPlan(num_rows, world_size, 4, seed=3, epoch=1)
+    grouped = EpochPlan(num_rows, world_size, 4, seed=3, epoch=1, lengths=lengths)
+    for plan in (plain, grouped):
+        assert [len(rows) for rows in plan.micro_batches(0)] == [len(rows) for rows in plain.micro_batches(0)]
+    indices = [
+        Counter(row.index for rank in range(world_size) for row in plan.rank_rows(rank)) for plan in (plain, grouped)
+    ]
+    assert indices[0] == indices[1]
+    if num_rows > 7:
+        assert padded(grouped) < 0.75 * padded(plain)
+    assert padded(grouped) >= sum(lengths)
+
+
+def test_grouped_batches_are_shuffled_alike_on_all_ranks_and_anew_in_each_epoch():
+    lengths = tuple(range(1, 97))
+
+    def longest(epoch, rank):
+        plan = EpochPlan(96, 2, 4, seed=3, epoch=epoch, lengths=lengths)
+        return [max(lengths[row.index] for row in rows) for rows in plan.micro_batches(rank)]
+
+    assert longest(0, 0) != sorted(longest(0, 0), reverse=True)
+    assert longest(0, 0) != longest(1, 0)
+    assert all(abs(a - b) == 1 for a, b in zip(longest(0, 0), longest(0, 1), strict=True))
+
+
+def test_grouped_evaluation_starts_with_the_longest_and_counts_every_row_once():
+    lengths = (3, 9, 1, 7, 5)
+    plan = EpochPlan(5, 2, batch_size=2, training=False, lengths=lengths)
+    assert [row.index for row in plan.rank_rows(0)] == [1, 4, 0]
+    rows = plan.rank_rows(0) + plan.rank_rows(1)
+    assert Counter(row.index for row in rows if not row.filler) == Counter(range(5))
+    assert sum(row.filler for row in rows) == 1
+
+
+def test_lengths_must_be_those_of_the_rows():
+    with pytest.raises(DataError, match="An epoch of 4 rows needs as many lengths; got 3"):
+        EpochPlan(4, 2, 2, lengths=(1, 2, 3))
+
+
+def test_training_repeats_are_no_fillers():
+    plan = EpochPlan(5, 3, batch_size=2)
+    rows = [row for rank in range(3) for row in plan.rank_rows(rank)]
+    assert len(rows) == 6
+    assert not any(row.filler for row in rows)
+
+
+@pytest.mark.parametrize("name", ["num_rows", "world_size", "batch_size"])
+def test_sizes_must_be_positive(name):
+    sizes = {"num_rows": 4, "world_size": 2, "batch_size": 2, name: 0}
+    with pytest.raises(DataError, match=f"An epoch needs {name} of at least 1; got 0"):
+        EpochPlan(**sizes)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_rank_must_exist(rank):
+    with pytest.raises(DataError, match=f"Rank {rank} has no rows: ranks go from 0 to 1"):
+        EpochPlan(4, 2, 2).rank_rows(rank)
+
+
+def test_batches_follow_the_plan_and_leave_the_global_random_state_alone(t5_like):
+    tokenized = tokenize([Example("a " * (n + 1), "label", n) for n in range(7)], t5_like, TokenizeSpec(8, 8))
+    plan = EpochPlan(7, 2, batch_size=3, seed=1, training=False)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    ranks = [list(batches(tokenized, plan, rank, CollateSpec(pad_token_id=0))) for rank in range(2)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert [[batch.indices for batch in rank] for rank in ranks] == [[(0, 2, 4), (6,)], [(1, 3, 5), (0,)]]
+    assert ranks[1][1].fillers == (True,)
+    assert ranks[1][1].target_tokens == 0
+    assert sum(batch.target_tokens for rank in ranks for batch in rank) == 7 * 2
+    assert ranks[0][0].input_ids_BS.shape == (3, 6)
+
+
+def test_plan_for_another_set(t5_like):
+    tokenized = tokenize([Example("a", "label", 2)], t5_like, TokenizeSpec(8, 8))
+    with pytest.raises(DataError, match="The plan is for 3 rows, the set has 1"):
+        next(batches(tokenized, EpochPlan(3, 1, 1), 0, CollateSpec(pad_token_id=0)))

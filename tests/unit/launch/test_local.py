@@ -1,0 +1,198 @@
+"""The launcher starts ranks, finds the first that fails, and leaves none behind. Ranks are small Python scripts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.launch import choose_nproc, launch, launched_elsewhere, local
+
+PRELUDE = """
+import json, os, signal, sys
+rank = int(os.environ["RANK"])
+
+def fail(message, when, code):
+    values = (rank, "ValueError", message, "trace of " + message, code, when)
+    failure = dict(zip(("rank", "kind", "message", "trace", "exit_code", "time_s"), values))
+    with open(os.environ["FULLSHARD_FAILURE_FILE"], "w") as file:
+        json.dump(failure, file)
+    os._exit(code)
+
+def meet(mode):
+    # Returns when one rank has called it with "r" and another with "w"; reading then ends when the writer does.
+    return open("{fifo}", mode)
+"""
+
+
+def script(tmp_path, text):
+    path = tmp_path / "rank.py"
+    os.mkfifo(tmp_path / "fifo")
+    path.write_text(PRELUDE.format(fifo=str(tmp_path / "fifo")) + textwrap.dedent(text))
+    return [sys.executable, str(path)]
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ranks_get_torchruns_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    write = f"open('{tmp_path}/' + str(rank), 'w').write(json.dumps([os.environ[n] for n in {names}]))"
+    command = script(tmp_path, write)
+    assert launch([*command, "an argument"], nproc=3) is None
+    rows = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    values = [json.loads(row) for row in rows]
+    assert [row[:5] for row in values] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+    assert len({row[5] for row in values}) == 1
+    assert int(values[0][6]) == max(1, len(os.sched_getaffinity(0)) // 3)
+
+
+def test_threads_that_the_user_set_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert launch(script(tmp_path, "sys.exit(os.environ['OMP_NUM_THREADS'] != '5')"), nproc=1) is None
+
+
+def test_the_earliest_failure_is_shown_whoever_ends_first(tmp_path):
+    """Rank 2 fails because rank 0 did, but ends before it."""
+    command = script(
+        tmp_path,
+        """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, lambda *_: fail("cause", 1.0, 7))
+            ready = meet("w")
+        elif rank == 2:
+            meet("r")
+            fail("consequence", 2.0, 8)
+        signal.pause()
+        """,
+    )
+    failure = launch(command, nproc=3)
+    assert (failure.rank, failure.message, failure.exit_code) == (0, "cause", 7)
+    assert failure.text() == "Rank 0 failed first:\ntrace of cause"
+
+
+def test_the_others_are_ended(tmp_path):
+    command = script(
+        tmp_path,
+        f"""
+        if rank == 1:
+            fail("gone", 1.0, 9)
+        open(f"{tmp_path}/pid" + str(rank), "w").write(str(os.getpid()))
+        signal.pause()
+        """,
+    )
+    assert launch(command, nproc=3).exit_code == 9
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid*") if path.read_text()]
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "STOP_SECONDS", 0.2)
+    command = script(
+        tmp_path,
+        """
+        if rank == 1:
+            meet("r")
+            fail("gone", 1.0, 9)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready = meet("w")
+        while True:
+            signal.pause()
+        """,
+    )
+    failure = launch(command, nproc=2)
+    assert (failure.rank, failure.exit_code) == (1, 9)
+
+
+def test_a_killed_rank_is_the_cause_of_what_the_others_write(tmp_path):
+    command = script(
+        tmp_path,
+        """
+        if rank == 1:
+            held = meet("w")
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet("r").read()  # ends when rank 1 does
+        fail("connection closed", 1.0, 1)
+        """,
+    )
+    failure = launch(command, nproc=2)
+    assert failure.rank == 1
+    assert "signal 9 (SIGKILL)" in failure.text()
+    assert "memory" in failure.text()
+    assert failure.exit_code == 137
+
+
+def test_a_rank_that_ends_before_it_can_say_why(tmp_path):
+    failure = launch(script(tmp_path, "sys.exit(3)"), nproc=1)
+    assert failure.exit_code == 3
+    assert failure.text().startswith("ProcessGroupError: rank 0 ended with exit code 3")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_all_ranks(tmp_path, number):
+    command = script(
+        tmp_path,
+        f"""
+        open(f"{tmp_path}/pid" + str(rank), "w").write(str(os.getpid()))
+        if rank == 1:
+            os.kill(os.getppid(), {int(number)})
+        signal.pause()
+        """,
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        launch(command, nproc=2)
+    assert signal.getsignal(signal.SIGTERM) is before
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid*") if path.read_text()]
+    assert pids
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_PDEATHSIG")
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    """The ranks hold the launcher's standard output; it reaches its end when the last of them is gone."""
+    command = script(
+        tmp_path,
+        """
+        from fullshard.launch.local import end_with_launcher
+        end_with_launcher()
+        print("ready", flush=True)
+        signal.pause()
+        """,
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"from fullshard.launch import launch; launch({command!r}, nproc=1)"],
+        stdout=subprocess.PIPE,
+    )
+    assert launcher.stdout.readline() == b"ready\n"
+    launcher.kill()
+    assert launcher.communicate()[0] == b""
+
+
+def test_number_of_ranks(monkeypatch):
+    monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 0)
+    assert choose_nproc(None) == 2
+    assert choose_nproc(5) == 5
+    monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 4)
+    assert choose_nproc(None) == 4
+    assert choose_nproc(3) == 3
+    with pytest.raises(ConfigError, match="nproc is 5 and this machine shows 4 GPUs"):
+        choose_nproc(5)
+
+
+def test_launched_elsewhere(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert not launched_elsewhere()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launched_elsewhere()

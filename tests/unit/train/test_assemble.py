@@ -1,0 +1,119 @@
+"""The parts that a run's settings turn into."""
+
+import pytest
+import torch
+
+from fullshard.comm import run_ranks
+from fullshard.config import RunConfig
+from fullshard.errors import DataError, ModelError
+from fullshard.train.assemble import assemble, make_schedule, together
+from support.tiny_run import settings
+
+
+def config(directory, **changes):
+    return RunConfig.model_validate(settings(directory, **changes))
+
+
+def alone():
+    return run_ranks(1, lambda comm: comm)[0]
+
+
+def test_parts_fit_together(tmp_path):
+    parts = assemble(config(tmp_path, training__gradient_checkpointing=True), alone())
+    assert len(parts.train_set) == 25
+    assert len(parts.evaluation.examples) == 7
+    assert parts.evaluation.max_new_tokens == 4
+    assert parts.evaluation.baseline.name == "always 'card_arrival'"
+    assert parts.evaluation.baseline.value == pytest.approx(2 / 7)
+    assert parts.collate.pad_token_id == 0
+    assert not parts.collate.causal
+    assert parts.model.training
+    assert any(getattr(module, "gradient_checkpointing", False) for module in parts.model.modules())
+
+
+def test_max_new_tokens_is_the_targets_length_unless_given(tmp_path):
+    assert assemble(config(tmp_path, evaluation={}), alone()).evaluation.max_new_tokens == 8
+
+
+def test_sample_limits_take_the_first_rows(tmp_path):
+    parts = assemble(config(tmp_path, data__max_train_samples=6, data__max_eval_samples=2), alone())
+    assert len(parts.train_set) == 6
+    assert [example.line for example in parts.evaluation.examples] == [2, 3]
+
+
+def test_no_evaluation_reads_no_held_out_file(tmp_path):
+    values = settings(tmp_path, training__eval_strategy="no")
+    (tmp_path / "held_out.csv").unlink()
+    assert assemble(RunConfig.model_validate(values), alone()).evaluation is None
+
+
+def test_vectors_do_not_decay(tmp_path):
+    parts = assemble(config(tmp_path, training__weight_decay=0.5), alone())
+    groups = parts.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    names = {id(p): name for name, p in parts.model.named_parameters()}
+    assert {names[id(p)].rpartition(".")[0].rpartition(".")[2] for p in groups[1]["params"]} == {
+        "layer_norm",
+        "final_layer_norm",
+    }
+    assert sum(len(group["params"]) for group in groups) == len(names)
+
+
+def test_empty_shards_stay_out_of_the_optimizer(tmp_path, one_at_a_time):
+    settings_ = config(tmp_path)
+
+    def work(comm):
+        parts = assemble(settings_, comm)
+        held = [p for group in parts.optimizer.param_groups for p in group["params"]]
+        return [p.numel() for p in parts.model.parameters()], [p.numel() for p in held], parts.parameters
+
+    for every, held, total in run_ranks(2, work):
+        assert 0 in every
+        assert 0 not in held
+        assert sum(held) == sum(every) < total
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "per_epoch", "total"),
+    [
+        ({}, 1, 4, 8),  # 25 rows in 7 micro-batches of 4, two a step
+        ({}, 2, 2, 4),  # 13 rows a rank in 4 micro-batches
+        ({"training__gradient_accumulation_steps": 1}, 2, 4, 8),
+        ({"training__max_steps": 3}, 1, 4, 3),
+        ({"training__max_steps": 99}, 1, 4, 8),
+    ],
+)
+def test_steps(tmp_path, changes, world_size, per_epoch, total):
+    schedule = make_schedule(config(tmp_path, **changes), 25, world_size)
+    assert (schedule.steps_per_epoch, schedule.total_steps) == (per_epoch, total)
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32_shards(tmp_path):
+    parts = assemble(config(tmp_path, training__precision="bf16", sharding__wrap=["T5Block"]), alone())
+    assert {p.dtype for p in parts.model.parameters()} == {torch.float32}
+    logits = parts.model(input_ids=torch.tensor([[3, 1]]), decoder_input_ids=torch.tensor([[0]])).logits
+    assert logits.dtype == torch.bfloat16
+
+
+def test_a_failure_on_one_rank_is_raised_on_all():
+    def work(comm):
+        def action():
+            if comm.rank == 1:
+                raise DataError("train.csv:3 is broken")
+            return "fine"
+
+        with pytest.raises(DataError, match="is broken"):
+            together(comm, action)
+        assert together(comm, lambda: comm.rank) == comm.rank
+
+    run_ranks(3, work)
+
+
+def test_a_model_that_cannot_be_built_fails_on_every_rank(tmp_path):
+    settings_ = config(tmp_path, model={"config": {"model_type": "t6"}, "tokenizer": {}})
+
+    def work(comm):
+        with pytest.raises(ModelError, match="t6"):
+            assemble(settings_, comm)
+
+    run_ranks(2, work)

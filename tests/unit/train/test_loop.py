@@ -1,0 +1,184 @@
+"""The loop on one rank: when it evaluates, what it keeps, what it tells."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from fullshard.comm import run_ranks
+from fullshard.config import RunConfig
+from fullshard.data import read_rows
+from fullshard.errors import CheckpointError
+from fullshard.train import FileSink, loop, train
+from support.tiny_run import read_jsonl, settings
+
+
+class Memory:
+    """A sink that remembers what it was told."""
+
+    def __init__(self):
+        self.steps, self.evaluations, self.progress, self.begun, self.ended, self.closed = [], [], [], [], [], 0
+
+    def start(self, run):
+        self.begun.append(run)
+
+    def step(self, report):
+        self.steps.append(report)
+
+    def evaluating(self, done, total):
+        self.progress.append((done, total))
+
+    def evaluation(self, report, *, is_best):
+        self.evaluations.append((report, is_best))
+
+    def finish(self, summary):
+        self.ended.append(summary)
+
+    def close(self):
+        self.closed += 1
+
+
+def run(directory, **changes):
+    config = RunConfig.model_validate(settings(directory, **changes))
+    memory = Memory()
+    sinks = [FileSink(config.output_dir, logging_steps=config.training.logging_steps), memory]
+    comm = run_ranks(1, lambda comm: comm)[0]
+    return train(config, comm, sinks), memory
+
+
+def test_a_run_from_start_to_end(tmp_path):
+    summary, memory = run(tmp_path)
+    out = tmp_path / "out"
+    assert memory.begun[0].total_steps == 8
+    assert "T5Block" in memory.begun[0].unit_table
+    assert memory.begun[0].notes[0].startswith("training: 25 rows, mean source ")
+    assert [report.step for report in memory.steps] == list(range(1, 9))
+    assert [report.epoch for report in memory.steps][3:5] == [1.0, 1.25]
+    # warm-up of one step, then linearly to zero
+    rates = [report.learning_rate for report in memory.steps]
+    assert rates == pytest.approx([1e-2 * factor for factor in (0, 1, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7)])
+    assert memory.steps[-1].loss < memory.steps[0].loss
+    assert [report.step for report, _ in memory.evaluations] == [4, 8]
+    assert memory.ended == [summary]
+    assert memory.closed == 1
+    best = max((report for report, _ in memory.evaluations), key=lambda report: (report.value, -report.loss))
+    assert (summary.value, summary.loss, summary.best_step) == (best.value, best.loss, best.step)
+    assert summary.tokens == sum(report.tokens for report in memory.steps)
+    assert 0 < summary.step_seconds < summary.train_seconds
+    (held,) = summary.memory
+    assert held.optimizer >= 2 * held.parameters
+    assert held.peak > held.parameters + held.gradients + held.optimizer
+    assert json.loads((out / "summary.json").read_text())["config"]["training"]["learning_rate"] == 1e-2
+    assert len(read_jsonl(out / "metrics.jsonl")) == 10
+    assert [p["reference"] for p in read_jsonl(out / "predictions.jsonl")] == [p.reference for p in summary.predictions]
+    held_out = read_rows(tmp_path / "held_out.csv", "text", "category")
+    assert [(p.source, p.reference) for p in summary.predictions] == [(row.source, row.target) for row in held_out]
+
+
+def test_the_saved_model_is_the_best_and_gives_the_loss_that_was_reported(tmp_path):
+    summary, _ = run(tmp_path, training__max_steps=3)
+    for directory in (tmp_path / "out", tmp_path / "out" / "best"):
+        assert loss_of_saved(directory, summary) == pytest.approx(summary.loss, rel=1e-5)
+
+
+def loss_of_saved(directory, summary):
+    """Loss over the held-out rows by Hugging Face alone, one row at a time, so that nothing is padded."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    total = count = 0
+    for row in summary.predictions:
+        source = tokenizer(row.source, return_tensors="pt", truncation=True, max_length=12).input_ids
+        labels = tokenizer(text_target=row.reference, return_tensors="pt", truncation=True, max_length=8).input_ids
+        with torch.no_grad():
+            total += model(input_ids=source, labels=labels).loss.item() * labels.numel()
+        count += labels.numel()
+    return total / count
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"training__eval_strategy": "steps", "training__eval_steps": 3}, [3, 6, 8]),
+        ({"training__max_steps": 6}, [4, 6]),  # the end is always measured
+        ({"training__eval_strategy": "steps", "training__eval_steps": 4}, [4, 8]),
+    ],
+)
+def test_when_it_evaluates(tmp_path, changes, steps):
+    _, memory = run(tmp_path, **changes)
+    assert [report.step for report, _ in memory.evaluations] == steps
+
+
+def test_a_run_that_never_evaluates_saves_its_last_model(tmp_path):
+    summary, memory = run(tmp_path, training__eval_strategy="no", data__validation_file=None, training__max_steps=2)
+    assert memory.evaluations == []
+    assert (summary.metric, summary.value, summary.loss, summary.best_step) == (None, None, None, 2)
+    assert not any("held-out" in note or "earlier" in note for note in memory.begun[0].notes)
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out" / "best").exists()
+    assert not (tmp_path / "out" / "predictions.jsonl").exists()
+
+
+def test_the_better_of_equal_metrics_is_that_of_lower_loss(tmp_path, monkeypatch):
+    """Metrics 0.5, 0.5, 0.4 with losses 3, 2, 1: the second is kept."""
+    scores = iter([(0.5, 3.0), (0.5, 2.0), (0.4, 1.0)])
+    evaluate = loop.evaluate
+
+    def scripted(*args, **kwargs):
+        value, loss = next(scores)
+        return dataclasses.replace(evaluate(*args, **kwargs), value=value, loss=loss)
+
+    monkeypatch.setattr(loop, "evaluate", scripted)
+    summary, memory = run(tmp_path, training__eval_strategy="steps", training__eval_steps=3)
+    assert [is_best for _, is_best in memory.evaluations] == [True, True, False]
+    assert (summary.value, summary.loss, summary.best_step) == (0.5, 2.0, 6)
+
+
+def test_evaluating_does_not_change_training(tmp_path):
+    """Dropout draws the same numbers however often the run evaluates."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    _, often = run(tmp_path / "a", training__eval_strategy="steps", training__eval_steps=1)
+    _, never = run(tmp_path / "b", training__eval_strategy="no")
+    assert [report.loss for report in often.steps] == [report.loss for report in never.steps]
+
+
+def test_a_run_over_an_earlier_one_replaces_it(tmp_path):
+    first, _ = run(tmp_path, training__max_steps=2)
+    second, memory = run(tmp_path, training__max_steps=3)
+    assert first.steps != second.steps
+    assert "earlier run's model" in memory.begun[0].notes[-1]
+    assert loss_of_saved(tmp_path / "out", second) == pytest.approx(second.loss, rel=1e-5)
+    assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) == 4
+
+
+def test_sinks_are_closed_when_a_run_fails(tmp_path, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise CheckpointError("disk full")
+
+    monkeypatch.setattr(loop, "save", refuse)
+    memory = Memory()
+    config = RunConfig.model_validate(settings(tmp_path, training__max_steps=1))
+    with pytest.raises(CheckpointError, match="disk full"):
+        train(config, run_ranks(1, lambda comm: comm)[0], [memory])
+    assert memory.closed == 1
+    assert memory.ended == []
+
+
+def test_a_causal_model_with_bf16_and_checkpointing_learns(tmp_path):
+    model = {
+        "config": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
+        "tokenizer": {"vocab_size": 60},
+    }
+    summary, memory = run(
+        tmp_path,
+        model=model,
+        training__precision="bf16",
+        training__gradient_checkpointing=True,
+        evaluation__metric="rougeL",
+    )
+    assert memory.steps[-1].loss < memory.steps[0].loss
+    assert summary.metric == "rougeL"
+    assert summary.baseline_name == "first sentence"
+    assert len(summary.predictions) == 7

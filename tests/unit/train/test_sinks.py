@@ -1,0 +1,203 @@
+"""Sinks turn values into files and text, and nothing else."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from fullshard.errors import CheckpointError
+from fullshard.train.reports import EvaluationReport, Prediction, RankMemory, RunStart, RunSummary, StepReport
+from fullshard.train.sinks import ConsoleSink, FileSink, format_bytes
+from support.tiny_run import read_jsonl
+
+MIB = 1 << 20
+PREDICTIONS = tuple(Prediction(f"source [bold]{i}", f"predicted {i}", f"reference {i}") for i in range(10))
+START = RunStart(
+    output_dir="out",
+    world_size=2,
+    device="cpu",
+    total_steps=50,
+    steps_per_epoch=25,
+    parameters=1234567,
+    train_rows=800,
+    validation_rows=10,
+    unit_table="the unit table",
+    notes=("5 sources were cut [x]",),
+)
+
+
+def step(number, **changes):
+    values = {
+        "step": number,
+        "epoch": number / 25,
+        "loss": 1 / number,
+        "grad_norm": 2.0,
+        "learning_rate": 1e-3,
+        "target_tokens": 100,
+        "tokens": 400,
+        "seconds": 0.5,
+        "memory_bytes": 300 * MIB,
+    }
+    return StepReport(**(values | changes))
+
+
+EVALUATION = EvaluationReport(
+    step=25,
+    epoch=1.0,
+    loss=0.25,
+    metric="exact_match",
+    value=0.625,
+    baseline=0.0125,
+    baseline_name="always 'x'",
+    predictions=PREDICTIONS,
+    seconds=3.0,
+)
+
+
+def summary(**changes):
+    values = {
+        "metric": "exact_match",
+        "value": 0.625,
+        "baseline": 0.0125,
+        "baseline_name": "always 'x'",
+        "loss": 0.25,
+        "best_step": 25,
+        "steps": 50,
+        "epochs": 2.0,
+        "train_loss": 0.02,
+        "train_seconds": 83.0,
+        "step_seconds": 70.0,
+        "evaluation_seconds": 6.0,
+        "tokens": 20000,
+        "tokens_per_second": 2500.0,
+        "world_size": 2,
+        "device": "cpu",
+        "parameters": 1234567,
+        "output_dir": "out",
+        "config": {"seed": 1},
+        "versions": {"torch": "2"},
+        "memory": (RankMemory(0, 5 * MIB, 5 * MIB, 10 * MIB, MIB, MIB, 90 * MIB), RankMemory(1, 1, 2, 3, 4, 5, 6)),
+        "predictions": PREDICTIONS,
+    }
+    return RunSummary(**(values | changes))
+
+
+def run_through(sink):
+    sink.start(START)
+    for number in range(1, 51):
+        sink.step(step(number))
+        if number == 25:
+            sink.evaluation(EVALUATION, is_best=True)
+    sink.finish(summary())
+    sink.close()
+
+
+def test_files_hold_steps_evaluations_predictions_and_summary(tmp_path):
+    run_through(FileSink(tmp_path / "out", logging_steps=20))
+    records = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    assert [(r["kind"], r["step"]) for r in records] == [
+        ("step", 20),
+        ("evaluation", 25),
+        ("step", 40),
+        ("step", 50),
+    ]
+    assert records[0]["loss"] == 0.05
+    assert records[0]["tokens_per_second"] == 800.0
+    assert records[1]["is_best"] is True
+    assert records[1]["value"] == 0.625
+    assert "predictions" not in records[1]
+    predictions = read_jsonl(tmp_path / "out" / "predictions.jsonl")
+    assert predictions[3] == {"source": "source [bold]3", "prediction": "predicted 3", "reference": "reference 3"}
+    assert len(predictions) == 10
+    result = json.loads((tmp_path / "out" / "summary.json").read_text())
+    expected = {"metric": "exact_match", "value": 0.625, "baseline": 0.0125, "train_seconds": 83.0, "world_size": 2}
+    assert expected.items() <= result.items()
+    assert result["peak_bytes_per_rank"] == [90 * MIB, 6]
+    assert result["tokens_per_second"] == 2500.0
+    assert "predictions" not in result
+
+
+def test_metrics_are_on_disk_after_each_step(tmp_path):
+    sink = FileSink(tmp_path)
+    sink.start(START)
+    sink.step(step(1))
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
+    sink.close()
+
+
+def test_an_earlier_runs_results_do_not_pass_for_this_one(tmp_path):
+    run_through(FileSink(tmp_path))
+    sink = FileSink(tmp_path)
+    sink.start(START)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    sink.close()
+
+
+def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    sink = FileSink(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="Could not write to"):
+        sink.start(START)
+    sink.close()
+
+
+def console_output(*, terminal):
+    stream = io.StringIO()
+    run_through(ConsoleSink(Console(file=stream, force_terminal=terminal, width=100, color_system=None), samples=3))
+    return stream.getvalue()
+
+
+def test_plain_lines_are_few_and_complete():
+    lines = console_output(terminal=False).splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == [f"{n}/50" for n in [1, *range(2, 51, 2)]]
+    assert steps[-1] == "step 50/50  loss 0.0200  800 tokens/s  300.0 MiB  0 s left"
+    assert "1,234,567 parameters, sharded over 2 ranks on cpu" in lines
+    assert "the unit table" in lines
+    assert "5 sources were cut [x]" in lines
+
+
+def test_the_end_shows_result_samples_and_memory():
+    text = console_output(terminal=False)
+    assert "epoch 1.00: held-out loss 0.2500, exact_match 62.50% (baseline 1.25%) in 3.0 s, best so far: saved" in text
+    assert "exact_match 62.50% on 10 held-out rows, after step 25; baseline (always 'x') 1.25%" in text
+    assert "trained 50 steps in 1 min 23 s (evaluation 6 s), 2,500 tokens/s" in text
+    for shown in (0, 3, 6):  # spread over the rows
+        assert f"source [bold]{shown}" in text
+        assert f"predicted {shown}" in text
+        assert f"reference {shown}" in text
+    assert "source [bold]1 " not in text
+    assert text.count("90.0 MiB") == 1
+    assert "model saved in out" in text
+
+
+def test_a_terminal_gets_a_bar_and_no_step_lines():
+    text = console_output(terminal=True)
+    assert "\x1b[?25l" in text  # the cursor is hidden while the bar is drawn
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # and given back
+    assert "step 50/50" in text
+    assert "\nstep 2/50" not in text
+
+
+def test_a_run_without_evaluation_has_no_metric_line():
+    stream = io.StringIO()
+    sink = ConsoleSink(Console(file=stream, width=100), samples=3)
+    sink.start(START)
+    nothing = dict.fromkeys(("metric", "value", "baseline", "baseline_name", "loss"))
+    sink.finish(summary(predictions=(), **nothing))
+    assert "baseline" not in stream.getvalue()
+    assert "model saved in out" in stream.getvalue()
+
+
+def test_close_before_start_is_harmless(tmp_path):
+    FileSink(tmp_path).close()
+    ConsoleSink(Console(file=io.StringIO())).close()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * MIB, "5.0 MiB"), (3 << 40, "3072.00 GiB")]
+)
+def test_format_bytes(count, text):
+    assert format_bytes(count) == text

@@ -1,0 +1,145 @@
+"""Laws of one step: the loss is the global mean per target token, however rows are dealt to ranks and micro-batches."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from fullshard import fully_shard, unsharded
+from fullshard.comm import run_ranks
+from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.errors import TrainingError
+from fullshard.train.step import StepSpec, loss_sum, train_step
+from support.models import gpt2, t5
+
+STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)
+ROWS = TokenizedSet(
+    source_ids=[[5, 6, 1], [7, 8, 9, 10, 1], [11, 1], [12, 13, 14, 1]],
+    target_ids=[[20, 1], [21, 22, 23, 24, 1], [25, 26, 1], [27, 1]],
+    source_stats=STATS,
+    target_stats=STATS,
+)
+TARGET_TOKENS = 12
+
+
+def batch_of(rows, *, causal=False, fillers=()):
+    refs = [RowRef(row, filler=row in fillers) for row in rows]
+    return collate(refs, ROWS, CollateSpec(pad_token_id=0, causal=causal))
+
+
+def spec(**changes):
+    values = {"step": 1, "epoch": 0.5, "learning_rate": 1e-2, "max_grad_norm": 1.0, "causal": False}
+    return StepSpec(**(values | changes))
+
+
+def one_step(model, comm, micro_batches, step_spec):
+    model = fully_shard(model, comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    report = train_step(model, optimizer, micro_batches, comm, step_spec)
+    with unsharded(model):
+        return report, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def reference_step(model, step_spec):
+    """The same step by hand, on all rows at once, with Hugging Face's own loss."""
+    batch = batch_of(range(4), causal=step_spec.causal)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=step_spec.learning_rate)
+    loss = model(input_ids=batch.input_ids_BS, attention_mask=batch.attention_mask_BS, labels=batch.labels_BT).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), step_spec.max_grad_norm)
+    optimizer.step()
+    return loss.item(), norm.item(), dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "deal",
+    [
+        [[[0, 1, 2, 3]]],
+        [[[0, 1], [2, 3]]],
+        [[[0], [1, 2, 3]]],
+        [[[0, 1]], [[2, 3]]],
+        [[[1]], [[0, 2, 3]]],
+        [[[3], [0]], [[1], [2]]],
+    ],
+)
+@pytest.mark.parametrize("make", [t5, gpt2])
+def test_every_deal_of_the_rows_gives_the_same_step(deal, make):
+    """``deal``: for each rank its micro-batches of rows."""
+    torch.manual_seed(0)
+    model = make()
+    causal = not model.config.is_encoder_decoder
+    step_spec = spec(causal=causal)
+    models = [copy.deepcopy(model) for _ in deal]
+    loss, norm, weights = reference_step(model, step_spec)
+    runs = run_ranks(
+        len(deal),
+        lambda comm: one_step(
+            models[comm.rank], comm, [batch_of(rows, causal=causal) for rows in deal[comm.rank]], step_spec
+        ),
+    )
+    for report, ours in runs:
+        assert report.loss == pytest.approx(loss, abs=1e-5)
+        assert report.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert report.target_tokens == TARGET_TOKENS
+        assert report.tokens == 14 + 12
+        for name, weight in weights.items():
+            assert torch.allclose(ours[name], weight, atol=2e-4), name
+    assert len({report.loss for report, _ in runs}) == 1
+
+
+def test_the_norm_is_measured_and_left_alone_without_a_limit():
+    torch.manual_seed(0)
+    model = t5()
+    limited = one_step(copy.deepcopy(model), *alone(), spec(max_grad_norm=1e-3))[0]
+    free = one_step(copy.deepcopy(model), *alone(), spec(max_grad_norm=None))[0]
+    assert limited.grad_norm == free.grad_norm > 1e-3
+
+
+def alone():
+    return run_ranks(1, lambda comm: comm)[0], [batch_of(range(4))]
+
+
+def test_the_step_uses_the_rate_it_is_told():
+    torch.manual_seed(0)
+    model = t5()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    _, after = one_step(model, *alone(), spec(learning_rate=0.0))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_that_is_no_number_stops_every_rank_before_the_weights_change(size):
+    torch.manual_seed(0)
+    models = [t5() for _ in range(size)]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        if comm.rank == size - 1:  # one rank's shard is enough
+            with torch.no_grad():
+                next(p for p in model.parameters() if p.numel()).fill_(math.nan)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(TrainingError) as caught:
+            train_step(model, optimizer, [batch_of(range(4))], comm, spec(step=7, learning_rate=0.5))
+        assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, model.parameters(), strict=True))
+        return str(caught.value)
+
+    texts = run_ranks(size, work)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("Step 7: the loss is nan")
+    assert "those of step 6" in texts[0]
+    assert "0.5" in texts[0]
+
+
+def test_fillers_count_in_no_loss():
+    torch.manual_seed(0)
+    model = t5().eval()
+    with torch.no_grad():
+        alone_ = loss_sum(model, batch_of([0, 1]), causal=False)
+        with_filler = loss_sum(model, batch_of([0, 1, 3], fillers=[3]), causal=False)
+        only_fillers = loss_sum(model, batch_of([3], fillers=[3]), causal=False)
+    assert with_filler.item() == pytest.approx(alone_.item(), rel=1e-5)
+    assert only_fillers.item() == 0.0
