@@ -99,7 +99,9 @@ def _run(
     progress: Callable[[int, int], None],
 ) -> tuple[float, list[str]]:
     """Mean loss per target token and a text for every row, on every rank."""
-    plan = EpochPlan(len(spec.tokenized), comm.size, spec.batch_size, training=False)
+    # The order of evaluation changes no number, so rows of one length go together.
+    lengths = spec.tokenized.lengths
+    plan = EpochPlan(len(spec.tokenized), comm.size, spec.batch_size, training=False, lengths=lengths)
     # Sum and count in float64: exact counts, and a sum that the number of batches does not blur.
     totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
     mine: list[tuple[int, str]] = []

@@ -184,12 +184,15 @@ def _chunks(stream: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
 
 
 def _plan(parts: Assembly, epoch: int) -> EpochPlan:
+    settings = parts.config.training
+    grouped = settings.train_sampling_strategy == "group_by_length"
     return EpochPlan(
         num_rows=len(parts.train_set),
         world_size=parts.comm.size,
-        batch_size=parts.config.training.per_device_train_batch_size,
+        batch_size=settings.per_device_train_batch_size,
         seed=parts.config.seed,
         epoch=epoch,
+        lengths=parts.train_set.lengths if grouped else None,
     )
 
 
