@@ -4,12 +4,13 @@ from fullshard.comm import init_from_env as init
 from fullshard.comm import shutdown
 from fullshard.engine import UnitTable, full_tensors, fully_shard, memory_summary, no_sync, reset, units, unsharded
 from fullshard.optim import clip_grad_norm_
-from fullshard.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy, TransformerBlocks
+from fullshard.policy import BackwardPrefetch, MinNumel, MixedPrecision, ShardingStrategy, TransformerBlocks
 from fullshard.saving import save
 from fullshard.version import __version__
 
 __all__ = [
     "BackwardPrefetch",
+    "MinNumel",
     "MixedPrecision",
     "ShardingStrategy",
     "TransformerBlocks",

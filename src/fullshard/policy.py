@@ -64,18 +64,43 @@ class MixedPrecision:
 
 
 class ShardingStrategy(Enum):
-    """What is sharded. FULL_SHARD: parameters, gradients and optimizer state, gathered unit by unit."""
+    """What is sharded, and over which ranks.
+
+    FULL_SHARD: parameters, gradients and optimizer state, gathered unit by unit for forward and again for backward.
+    SHARD_GRAD_OP: the same at rest, but what forward gathered stays until backward: fewer gathers, more memory.
+    NO_SHARD: nothing; gradients are all-reduced.
+    HYBRID_SHARD: FULL_SHARD inside a group of ranks, copies across groups: gathers stay inside the group.
+    HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside a group of ranks, copies across groups.
+    """
 
     FULL_SHARD = "full_shard"
+    SHARD_GRAD_OP = "shard_grad_op"
+    NO_SHARD = "no_shard"
+    HYBRID_SHARD = "hybrid_shard"
+    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
+
+    @property
+    def needs_two_axes(self) -> bool:
+        """Whether the mesh must have a replicating and a sharding axis."""
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+
+    @property
+    def keeps_after_forward(self) -> bool:
+        """Whether what forward gathered stays until backward."""
+        return self in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
 class BackwardPrefetch(Enum):
-    """When backward issues the next unit's all-gather.
+    """When backward issues the next unit's all-gather. It changes when things happen, never what is computed.
 
     BACKWARD_PRE: before the current unit's backward computes; most overlap, two units in memory.
+    BACKWARD_POST: after the current unit's gradients went out; the gather runs beside what is left of its backward.
+    NONE: when the unit is needed; one unit in memory, no overlap.
     """
 
     BACKWARD_PRE = "backward_pre"
+    BACKWARD_POST = "backward_post"
+    NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -98,5 +123,25 @@ class TransformerBlocks:
         return frozenset(c if isinstance(c, str) else c.__name__ for c in self.classes)
 
 
-WrapPolicy = TransformerBlocks | Callable[[Any], bool] | str | None
-"""``"auto"``, :class:`TransformerBlocks`, a predicate over modules, or None: the whole module is one unit."""
+@dataclass(frozen=True)
+class MinNumel:
+    """Each module with at least so many parameters of its own, beside those of units inside it, becomes a unit.
+
+    Attributes:
+        numel: Smallest number of elements of a unit.
+    """
+
+    numel: int
+
+    def __post_init__(self) -> None:
+        """Refuse what would make every module a unit.
+
+        Raises:
+            ConfigError: ``numel`` is below 1.
+        """
+        if self.numel < 1:
+            raise ConfigError(f"MinNumel takes a number of elements of at least 1; got {self.numel}.")
+
+
+WrapPolicy = TransformerBlocks | MinNumel | Callable[[Any], bool] | str | None
+"""``"auto"``, :class:`TransformerBlocks`, :class:`MinNumel`, a predicate over modules, or None: one unit."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import TensorSpec, atomic_directory, write_full
-from fullshard.engine import comm_of, full_tensors
+from fullshard.engine import full_tensors, mesh_of
 from fullshard.errors import CheckpointError
 
 
@@ -30,10 +30,10 @@ def save(model: nn.Module, directory: str | Path, *, tokenizer: Any = None) -> N
         ShardingError: The model is not sharded.
         CheckpointError: Rank 0 could not write; on every rank, with the same text.
     """
-    comm = comm_of(model)
+    mesh = mesh_of(model)
     stream = full_tensors(model)
     problem: str | None = None
-    if comm.rank == 0:
+    if mesh.rank == 0:
         try:
             _write(stream, model, tokenizer, Path(directory))
         except CheckpointError as error:
@@ -41,7 +41,7 @@ def save(model: nn.Module, directory: str | Path, *, tokenizer: Any = None) -> N
     # The other ranks take part in every gather, and so must rank 0 after it gave up writing.
     for _ in stream:
         pass
-    problem = comm.all_gather_object(problem)[0]
+    problem = mesh.all_gather_object(problem)[0]
     if problem is not None:
         raise CheckpointError(problem)
 

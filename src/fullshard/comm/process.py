@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
 from fullshard.errors import ProcessGroupError
@@ -143,34 +142,13 @@ class GlooComm(ProcessComm):
         return _ReduceWork(parts, shard, [slices[self.rank], *terms])
 
 
-def as_comm(mesh: object, device: torch.device | None) -> Comm:
-    """Turn what the user calls a mesh into a :class:`Comm`.
+def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm:
+    """The :class:`Comm` of a process group, by its backend.
 
     Args:
-        mesh: None (the default process group), a ``ProcessGroup``, a 1-D ``DeviceMesh``, or a :class:`Comm`.
-        device: Device of the sharded model; None: this rank's accelerator if the group can use it, else CPU.
-
-    Raises:
-        ProcessGroupError: There is no process group, the mesh has more than one axis, or mesh is something else.
+        group: The group; this process belongs to it.
+        device: Device of the tensors under NCCL; None: the current one.
     """
-    if isinstance(mesh, Comm):
-        return mesh
-    if mesh is None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ProcessGroupError(
-                "fully_shard needs a process group, and none is initialised. Start the script with torchrun (or "
-                "`fullshard train`) and call fullshard.init() or torch.distributed.init_process_group() first."
-            )
-        group = dist.group.WORLD
-    elif isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ProcessGroupError(f"FULL_SHARD takes a mesh with 1 axis; this one has {mesh.ndim}: {mesh}.")
-        group = mesh.get_group()
-    elif isinstance(mesh, dist.ProcessGroup):
-        group = mesh
-    else:
-        raise ProcessGroupError(f"mesh must be None, a ProcessGroup, a DeviceMesh or a Comm; got {type(mesh)}.")
-    assert group is not None
     if "nccl" in str(dist.get_backend(group)):
         return ProcessComm(group, device or torch.device("cuda", torch.cuda.current_device()))
     return GlooComm(group)
@@ -201,9 +179,14 @@ def init_from_env(*, timeout_s: float = 600.0) -> Comm:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
-        return as_comm(None, device)
+        return comm_of_group(_world(), device)
     dist.init_process_group("gloo", timeout=timeout)
-    return as_comm(None, torch.device("cpu"))
+    return comm_of_group(_world(), torch.device("cpu"))
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def shutdown() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,10 @@ class ThreadWorld:
         """Make a world of ``size`` ranks whose collectives give up after ``timeout_s`` seconds."""
         self.size = size
         self.slots: list[Any] = [None] * size
+        self.timeout_s = timeout_s
         self.meeting = threading.Barrier(size, timeout=timeout_s)
+        self.parts: dict[tuple[int, ...], ThreadWorld] = {}
+        self.lock = threading.Lock()
 
 
 class ThreadComm:
@@ -33,6 +36,13 @@ class ThreadComm:
         self.rank = rank
         self.size = world.size
         self.device = torch.device("cpu")
+
+    def split(self, groups: Sequence[Sequence[int]]) -> ThreadComm:
+        """The group among ``groups`` of ranks that this rank belongs to; every rank calls it with the same groups."""
+        members = next(tuple(group) for group in groups if self.rank in group)
+        with self.world.lock:
+            part = self.world.parts.setdefault(members, ThreadWorld(len(members), self.world.timeout_s))
+        return ThreadComm(part, members.index(self.rank))
 
     def _meet(self, kind: str, payload: Any, use: Callable[[list[Any]], T]) -> T:
         """Show ``payload`` to the other ranks, apply ``use`` to everybody's, and leave together.
@@ -129,7 +139,8 @@ def run_ranks(size: int, work: Callable[[ThreadComm], T], *, timeout_s: float = 
             results[rank] = work(ThreadComm(world, rank))
         except BaseException as error:
             failures.append((rank, error))
-            world.meeting.abort()
+            for part in (world, *world.parts.values()):
+                part.meeting.abort()
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(size)

@@ -1,9 +1,9 @@
 """A parameter's life: wrap, unit, gather, hooks, schedule, reduce."""
 
-from fullshard.engine.api import comm_of as comm_of
 from fullshard.engine.api import full_tensors as full_tensors
 from fullshard.engine.api import fully_shard as fully_shard
 from fullshard.engine.api import memory_summary as memory_summary
+from fullshard.engine.api import mesh_of as mesh_of
 from fullshard.engine.api import no_sync as no_sync
 from fullshard.engine.api import reset as reset
 from fullshard.engine.api import units as units

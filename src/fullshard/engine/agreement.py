@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm import Comm, Work
+from fullshard.comm import Mesh, Work
 from fullshard.errors import MismatchError
 
 _TRACE_BITS = 20  # a squared trace summed over 2**20 ranks still fits an int64
@@ -20,9 +20,9 @@ class Agreement:
     of each backward carries a checksum of the order of units (and which parameters got a gradient anywhere).
     """
 
-    def __init__(self, comm: Comm, names: Sequence[str]) -> None:
-        """Compare among the ranks of ``comm``; ``names`` are the units'."""
-        self.comm = comm
+    def __init__(self, mesh: Mesh, names: Sequence[str]) -> None:
+        """Compare among the ranks of ``mesh``; ``names`` are the units'."""
+        self.mesh = mesh
         self.names = list(names)
         self.first_pass = True
         self._verdict: tuple[Work, torch.Tensor, int] | None = None
@@ -36,11 +36,11 @@ class Agreement:
         if not self.first_pass:
             return
         code = 2 * unit + (collective == "all-gather")
-        extremes = torch.tensor([code, -code], dtype=torch.int64, device=self.comm.device)
-        self.comm.all_reduce(extremes, "max").wait()
+        extremes = torch.tensor([code, -code], dtype=torch.int64, device=self.mesh.device)
+        self.mesh.all_reduce(extremes, "max").wait()
         if extremes[0] == code and extremes[1] == -code:
             return
-        announced = self.comm.all_gather_object(f"{collective} of unit {self.names[unit]}")
+        announced = self.mesh.all_gather_object(f"{collective} of unit {self.names[unit]}")
         raise MismatchError(
             "Ranks run different units: "
             + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(announced))
@@ -70,9 +70,9 @@ class Agreement:
         """
         self._check_verdict()
         mark = trace % (1 << _TRACE_BITS)
-        message = torch.tensor([mark, mark * mark, *arrived], dtype=torch.int64).to(self.comm.device, non_blocking=True)
-        self._verdict = (self.comm.all_reduce(message), message, mark)
-        if self.first_pass or self.comm.device.type == "cpu":
+        message = torch.tensor([mark, mark * mark, *arrived], dtype=torch.int64).to(self.mesh.device, non_blocking=True)
+        self._verdict = (self.mesh.all_reduce(message), message, mark)
+        if self.first_pass or self.mesh.device.type == "cpu":
             self._check_verdict()
         self.first_pass = False
         if all(arrived):
@@ -88,8 +88,8 @@ class Agreement:
         work.wait()
         total, squares = message[:2].tolist()
         # sum and sum of squares are those of equal marks only if all marks are equal (Cauchy-Schwarz)
-        if total != mark * self.comm.size or squares != mark * mark * self.comm.size:
+        if total != mark * self.mesh.size or squares != mark * mark * self.mesh.size:
             raise MismatchError(
-                f"Ranks ran units in different orders in one step (checksum {mark} on rank {self.comm.rank}): "
+                f"Ranks ran units in different orders in one step (checksum {mark} on rank {self.mesh.rank}): "
                 "its gradients are wrong, do not use them. Every rank must call the same modules in the same order."
             )

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import Comm, as_comm
+from fullshard.comm import Mesh, as_mesh
 from fullshard.engine import fused
 from fullshard.engine.buffers import Account
 from fullshard.engine.build import UnitBuilder, move_buffers
 from fullshard.engine.hooks import RootHeld, UnitHooks
 from fullshard.engine.identity import check_same_model
-from fullshard.engine.runtime import Runtime
+from fullshard.engine.runtime import Policy, Runtime
 from fullshard.engine.table import UnitTable, make_row
 from fullshard.engine.torch_private import in_backward
 from fullshard.engine.unit import State
@@ -84,22 +84,21 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
             raise ShardingError(
                 f"{name or type(model).__name__} is sharded already; call fully_shard once, on the root."
             )
-    del strategy, prefetch  # one of each exists
-    policy = mp_policy or MixedPrecision()
-    comm = as_comm(mesh, device)
+    policy = Policy(strategy, mp_policy or MixedPrecision(), prefetch)
+    ranks = as_mesh(mesh, strategy, device)
     specs = assign_parameters(model, find_units(model, wrap), frozenset(ignored_params))
     check_parameters(specs)
-    check_same_model(comm, specs, policy, __version__)
+    check_same_model(ranks, specs, policy, __version__)
     account = Account()
-    builder = UnitBuilder(model, comm, policy, account, device or comm.device)
+    builder = UnitBuilder(model, ranks, strategy, policy.precision, account, device or ranks.device)
     move_buffers(model, builder.device)
     units = [builder.build(index, spec) for index, spec in enumerate(specs)]
-    runtime = Runtime(units, comm, policy, account)
+    runtime = Runtime(units, ranks, policy, account)
     for unit in units:
         UnitHooks(runtime, unit)
         fused.install(runtime, unit)
         for param in unit.params:
-            param.shard.shard_comm = comm  # type: ignore[attr-defined]
+            param.shard.shard_comm = ranks.shard  # type: ignore[attr-defined]
     model.__dict__[_ATTRIBUTE] = runtime
     model.__class__ = _sharded_class(type(model))
     return model
@@ -132,7 +131,7 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 def units(model: nn.Module) -> UnitTable:
     """The unit table of a sharded model; any rank, no communication."""
     runtime = runtime_of(model)
-    return UnitTable(tuple(make_row(unit) for unit in runtime.units), runtime.comm.size)
+    return UnitTable(tuple(make_row(unit) for unit in runtime.units), runtime.mesh.shard.size)
 
 
 def memory_summary(model: nn.Module) -> dict[str, int]:
@@ -205,16 +204,17 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
         of sharding and persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
     """
     runtime = runtime_of(model)
-    comm = runtime.comm
+    comm, writes = runtime.mesh.shard, runtime.mesh.rank == 0
     for unit in runtime.units:
         tensors: dict[str, torch.Tensor | None] = {}
         for lane in unit.lanes:
             full = None
-            if comm.rank == 0:
+            if writes:
                 full = torch.empty(
                     lane.lane.world_size * lane.lane.shard_numel, dtype=lane.shard.dtype, device=lane.shard.device
                 )
-            comm.gather(lane.shard, full).wait()
+            if runtime.mesh.replicate.rank == 0:  # copies have the same to tell
+                comm.gather(lane.shard, full).wait()
             full = None if full is None else full.cpu()
             for param in unit.params:
                 if param.state is lane:
@@ -223,8 +223,8 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
                     tensors[param.meta.name] = view
         yield unit.name, tensors
     ignored = {n: p for n, p in model.named_parameters() if not hasattr(p, "shard_meta")}
-    yield "(ignored)", {name: (p.detach().cpu() if comm.rank == 0 else None) for name, p in ignored.items()}
-    yield "(buffers)", {name: (b.cpu() if comm.rank == 0 else None) for name, b in _persistent_buffers(model)}
+    yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in ignored.items()}
+    yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in _persistent_buffers(model)}
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -234,9 +234,9 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{key}" if path else key, buffer
 
 
-def comm_of(model: nn.Module) -> Comm:
+def mesh_of(model: nn.Module) -> Mesh:
     """The ranks that share a sharded model."""
-    return runtime_of(model).comm
+    return runtime_of(model).mesh
 
 
 def reset(model: nn.Module) -> None:

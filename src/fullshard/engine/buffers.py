@@ -26,6 +26,31 @@ class Account:
         self.peak_total = max(self.peak_total, sum(self.live.values()))
 
 
+class PermanentBuffer:
+    """The gathered buffer of a lane that is not sharded: the shard itself, which stays.
+
+    Attributes:
+        tensor: The shard under a version counter of its own: the optimizer's updates are not in-place changes of what
+            autograd saved.
+        alias: The same memory.
+        nbytes: 0: it costs nothing beside the shard.
+    """
+
+    held = True
+    nbytes = 0
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        """Stand for ``shard``, (shard_numel,)."""
+        self.tensor = shard.data
+        self.alias = shard.data
+
+    def take(self) -> None:
+        """Nothing: the memory is there."""
+
+    def release(self) -> None:
+        """Nothing: the memory stays."""
+
+
 class ReusableBuffer:
     """A flat tensor whose memory comes and goes while views of it live on.
 

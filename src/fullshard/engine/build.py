@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from fullshard.comm import Comm
-from fullshard.engine.buffers import Account, ReusableBuffer
+from fullshard.comm import Mesh
+from fullshard.engine.buffers import Account, PermanentBuffer, ReusableBuffer
 from fullshard.engine.lane import CutLane, LaneState
 from fullshard.engine.param import ShardedParam
 from fullshard.engine.precision import compute_dtype, reduce_dtype, shard_dtype
@@ -17,18 +17,25 @@ from fullshard.engine.wrap import ParamSpec, UnitSpec
 from fullshard.errors import WrapError
 from fullshard.layout import plan_unit
 from fullshard.layout.sharded import ShardMeta
-from fullshard.policy import MixedPrecision
+from fullshard.policy import MixedPrecision, ShardingStrategy
 
 
 class UnitBuilder:
     """Builds the units of one model; every rank builds the same ones in the same order."""
 
     def __init__(
-        self, model: nn.Module, comm: Comm, policy: MixedPrecision, account: Account, device: torch.device
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        strategy: ShardingStrategy,
+        policy: MixedPrecision,
+        account: Account,
+        device: torch.device,
     ) -> None:
         """Shards live on ``device``."""
         self.model = model
-        self.comm = comm
+        self.mesh = mesh
+        self.strategy = strategy
         self.policy = policy
         self.account = account
         self.device = device
@@ -51,13 +58,17 @@ class UnitBuilder:
         lanes: list[LaneState] = []
         params: list[ShardedParam] = []
         for piece in cut:
-            full = ReusableBuffer(
-                piece.lane.world_size * piece.lane.shard_numel, piece.compute, self.device, self.account
-            )
+            full = self._buffer(piece)
             state = LaneState(piece, full, self.account)
             lanes.append(state)
             params += self._sharded_params(state, piece)
-        return Unit(index, spec.name, spec.module, params, lanes, self.comm)
+        return Unit(index, spec.name, spec.module, params, lanes, self.mesh)
+
+    def _buffer(self, piece: CutLane) -> ReusableBuffer | PermanentBuffer:
+        if self.strategy is ShardingStrategy.NO_SHARD and piece.shard.dtype == piece.compute:
+            return PermanentBuffer(piece.shard)
+        numel = piece.lane.world_size * piece.lane.shard_numel
+        return ReusableBuffer(numel, piece.compute, self.device, self.account)
 
     def _groups(self, spec: UnitSpec) -> Iterable[list[ParamSpec]]:
         """Parameters that may share a lane: the same dtypes, all trainable or all frozen."""
@@ -71,12 +82,12 @@ class UnitBuilder:
     def _cut(self, group: list[ParamSpec]) -> Iterable[CutLane]:
         """Plan the lanes of one group and copy this rank's part of them."""
         first = group[0].param
-        layout = plan_unit(tuple(tuple(member.param.shape) for member in group), self.comm.size)
+        layout = plan_unit(tuple(tuple(member.param.shape) for member in group), self.mesh.shard.size)
         for lane in layout.lanes:
             shard = torch.zeros(lane.shard_numel, dtype=shard_dtype(self.policy, first), device=self.device)
-            low, _ = lane.shard_bounds(self.comm.rank)
+            low, _ = lane.shard_bounds(self.mesh.shard.rank)
             for placement in lane.placements:
-                start, stop = lane.local_range(placement, self.comm.rank)
+                start, stop = lane.local_range(placement, self.mesh.shard.rank)
                 source = group[placement.index].param.detach().reshape(-1)[start:stop]
                 offset = placement.start + start - low
                 if stop > start:
@@ -97,7 +108,7 @@ class UnitBuilder:
         for placement, shape, names, slots in zip(
             piece.lane.placements, piece.shapes, piece.names, piece.slots, strict=True
         ):
-            meta = ShardMeta(names[0], names[1:], shape, piece.lane, placement, self.comm.rank)
+            meta = ShardMeta(names[0], names[1:], shape, piece.lane, placement, self.mesh.shard.rank)
             yield ShardedParam(meta, state, slots, trainable=piece.trainable)
 
     # Initialisation without memory
@@ -105,7 +116,7 @@ class UnitBuilder:
     def _initialize(self, index: int, spec: UnitSpec) -> None:
         """Give the unit's meta parameters and buffers memory and their initial values, the same on every rank."""
         if self.seed is None:
-            self.seed = int(self.comm.all_gather_object(torch.initial_seed())[0])
+            self.seed = int(self.mesh.all_gather_object(torch.initial_seed())[0])
         owners: dict[int, nn.Module] = {}
         for member in spec.params:
             if not member.param.is_meta:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fullshard.comm import Comm, Work
+from fullshard.engine.buffers import PermanentBuffer
 from fullshard.engine.lane import LaneState
 
 
@@ -15,10 +16,12 @@ def start_gather(comm: Comm, lanes: Sequence[LaneState]) -> list[Work]:
     collective runs in place: what arrives is where the parameters' views look.
 
     Returns:
-        One work a lane; the buffers may be read when all are done.
+        One work a lane that is sharded; the buffers may be read when all are done.
     """
     works: list[Work] = []
     for state in lanes:
+        if isinstance(state.full, PermanentBuffer):
+            continue
         state.full.take()
         low, high = state.lane.shard_bounds(comm.rank)
         mine = state.full.alias[low:high]

@@ -58,8 +58,8 @@ class UnitHooks:
         runtime, recompute = self.runtime, in_backward()
         if self.is_root and not recompute:
             runtime.begin_pass()
-        if runtime.policy.cast_forward_inputs:
-            args, kwargs = cast_floats((args, kwargs), runtime.policy.param)
+        if runtime.policy.precision.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), runtime.policy.precision.param)
         needs_node = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         if recompute:
             runtime.backward_event()
@@ -86,8 +86,8 @@ class UnitHooks:
         runtime = self.runtime
         call = runtime.open_calls.pop()
         grad_enabled = torch.is_grad_enabled()
-        if self.is_root and runtime.policy.output is not None:
-            output = cast_floats(output, runtime.policy.output)
+        if self.is_root and runtime.policy.precision.output is not None:
+            output = cast_floats(output, runtime.policy.precision.output)
         tensors = list(tensors_in(output))
         hooked = [t for t in tensors if t.requires_grad] if grad_enabled else []
         for tensor in hooked:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-import fullshard.policy as policies
-from fullshard.comm import Comm
+from fullshard.comm import Mesh
 from fullshard.engine.wrap import UnitSpec
 from fullshard.errors import MismatchError
 
@@ -34,7 +33,7 @@ def _describe(unit: UnitSpec) -> str:
     return f"{unit.name}: {params}"
 
 
-def check_same_model(comm: Comm, units: Sequence[UnitSpec], policy: policies.MixedPrecision, version: str) -> None:
+def check_same_model(mesh: Mesh, units: Sequence[UnitSpec], policy: object, version: str) -> None:
     """Compare the model, its wrapping, the policy and the values of parameters over all ranks; each rank calls it once.
 
     Values are compared by a checksum of up to 4096 elements of each parameter: different seeds, or weights loaded on
@@ -45,7 +44,7 @@ def check_same_model(comm: Comm, units: Sequence[UnitSpec], policy: policies.Mix
     """
     described = [f"fullshard {version}, torch {torch.__version__}", repr(policy), *map(_describe, units)]
     values = [zlib.crc32(repr([_sample_checksum(s.param) for s in unit.params]).encode()) for unit in units]
-    everyone = comm.all_gather_object(([zlib.crc32(text.encode()) for text in described], values))
+    everyone = mesh.all_gather_object(([zlib.crc32(text.encode()) for text in described], values))
     structures = [structure for structure, _ in everyone]
     if any(structure != structures[0] for structure in structures):
         place = next(
@@ -53,7 +52,7 @@ def check_same_model(comm: Comm, units: Sequence[UnitSpec], policy: policies.Mix
             min(len(structure) for structure in structures),
         )
         mine = described[place] if place < len(described) else "nothing more"
-        texts = comm.all_gather_object(mine if len(mine) < 400 else mine[:400] + " …")
+        texts = mesh.all_gather_object(mine if len(mine) < 400 else mine[:400] + " …")
         raise MismatchError(
             "Ranks hold different models or policies. First difference: "
             + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))

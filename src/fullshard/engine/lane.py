@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard.engine.buffers import Account, ReusableBuffer
+from fullshard.engine.buffers import Account, PermanentBuffer, ReusableBuffer
 from fullshard.errors import InvariantError
 from fullshard.layout import Lane
 
@@ -51,7 +51,7 @@ class LaneState:
         gradient: The unsharded gradient, (world_size * shard_numel,), in the reduce dtype; None while there is none.
     """
 
-    def __init__(self, cut: CutLane, full: ReusableBuffer, account: Account) -> None:
+    def __init__(self, cut: CutLane, full: ReusableBuffer | PermanentBuffer, account: Account) -> None:
         """Take over the shard of ``cut``; ``full`` becomes its gathered buffer."""
         self.lane = cut.lane
         self.trainable = cut.trainable

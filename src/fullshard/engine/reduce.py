@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm import Comm, Work
+from fullshard.comm import Mesh, Work
 from fullshard.engine.lane import LaneState
 
 
@@ -26,24 +26,29 @@ class PendingReduce:
     work: Work
 
 
-def start_reduce(comm: Comm, lanes: Sequence[LaneState]) -> list[PendingReduce]:
+def start_reduce(mesh: Mesh, lanes: Sequence[LaneState]) -> list[PendingReduce]:
     """Issue the reduce-scatter of every trainable lane, with zeros where no gradient arrived."""
     pending: list[PendingReduce] = []
     for state in lanes:
         if not state.trainable:
             continue
         full = state.complete_gradient()
-        shard = torch.empty(state.lane.shard_numel, dtype=full.dtype, device=full.device)
-        pending.append(PendingReduce(state, shard, comm.reduce_scatter(shard, full)))
+        # Of an unsharded lane the gradient is its own shard: nothing is copied.
+        shard = full if mesh.shard.size == 1 else full.new_empty(state.lane.shard_numel)
+        pending.append(PendingReduce(state, shard, mesh.shard.reduce_scatter(shard, full)))
     return pending
 
 
-def finish_reduce(comm: Comm, pending: PendingReduce) -> torch.Tensor:
-    """Wait for one lane's reduce-scatter, free its unsharded gradient and return the mean over ranks.
+def finish_reduce(mesh: Mesh, pending: PendingReduce) -> torch.Tensor:
+    """Wait for one lane's reduce-scatter, free its unsharded gradient and return the mean over all ranks.
+
+    Where shards are replicated, the sums of the shard groups are all-reduced across them, 1/N of the gradient's bytes.
 
     Returns:
         This rank's shard of the gradient, (shard_numel,), zero in padding.
     """
     pending.work.wait()
     pending.state.drop_gradient()
-    return pending.shard.div_(comm.size)
+    if mesh.replicate.size > 1:
+        mesh.replicate.all_reduce(pending.shard).wait()
+    return pending.shard.div_(mesh.size)

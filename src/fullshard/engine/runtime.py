@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fullshard.comm import Comm
+from fullshard.comm import Mesh
 from fullshard.engine.agreement import Agreement
 from fullshard.engine.buffers import Account
 from fullshard.engine.param import ShardedParam
@@ -15,30 +16,50 @@ from fullshard.engine.schedule import Action, Call, Schedule, Verb
 from fullshard.engine.torch_private import call_after_backward
 from fullshard.engine.unit import State, Unit
 from fullshard.errors import ShardingError
-from fullshard.policy import MixedPrecision
+from fullshard.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policies of one sharded model.
+
+    Attributes:
+        strategy: What is sharded.
+        precision: Compute and reduce dtypes.
+        prefetch: When backward gathers ahead.
+    """
+
+    strategy: ShardingStrategy
+    precision: MixedPrecision
+    prefetch: BackwardPrefetch
 
 
 class Runtime:
     """The executor of one sharded model's schedule on one rank.
 
     Attributes:
-        comm: The ranks that share the model.
+        mesh: The ranks that share the model.
         units: Root first.
-        policy: Precision.
+        policy: What was given to ``fully_shard``.
         account: Bytes of the engine's buffers.
         syncing: False inside ``no_sync``: gradients stay unsharded and are added up.
     """
 
-    def __init__(self, units: list[Unit], comm: Comm, policy: MixedPrecision, account: Account) -> None:
+    def __init__(self, units: list[Unit], mesh: Mesh, policy: Policy, account: Account) -> None:
         """Start with every unit sharded."""
         self.units = units
-        self.comm = comm
+        self.mesh = mesh
         self.policy = policy
         self.account = account
         self.syncing = True
         self.root_held = False
-        self.schedule = Schedule([unit.trainable for unit in units], root=0)
-        self.agreement = Agreement(comm, [unit.name for unit in units])
+        self.schedule = Schedule(
+            [unit.trainable for unit in units],
+            root=0,
+            keeps_after_forward=policy.strategy.keeps_after_forward,
+            prefetch=policy.prefetch,
+        )
+        self.agreement = Agreement(mesh, [unit.name for unit in units])
         self.open_calls: list[Call] = []
         self._reducing: Unit | None = None
         self._in_backward = False

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from fullshard.policy import BackwardPrefetch
+
 
 class Verb(Enum):
     """What the engine does to a unit."""
@@ -61,10 +63,26 @@ class Call:
 class Schedule:
     """The state of one step's schedule. Every rank makes the same calls in the same order, but for skipped ones."""
 
-    def __init__(self, trainable: Sequence[bool], root: int) -> None:
-        """Schedule units ``0..len(trainable) - 1``; ``trainable[i]`` says whether unit i has gradients to reduce."""
+    def __init__(
+        self,
+        trainable: Sequence[bool],
+        root: int,
+        *,
+        keeps_after_forward: bool = False,
+        prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE,
+    ) -> None:
+        """Schedule units ``0..len(trainable) - 1``.
+
+        Args:
+            trainable: Of each unit, whether it has gradients to reduce.
+            root: Index of the root.
+            keeps_after_forward: Whether parameters stay gathered between forward and backward.
+            prefetch: When backward gathers ahead.
+        """
         self.trainable = list(trainable)
         self.root = root
+        self.keeps_after_forward = keeps_after_forward
+        self.prefetch = prefetch
         self.following: dict[int, int | None] = {}
         self.last: int | None = None
         self.forward_pass = 0
@@ -128,7 +146,7 @@ class Schedule:
         else:
             self.events = [event for event in self.events if event[1] is not call]
         # The root's parameters are the first that backward needs.
-        keep = not release or (call.unit == self.root and needs_backward)
+        keep = not release or (needs_backward and (self.keeps_after_forward or call.unit == self.root))
         return [] if keep else [(Verb.RESHARD, call.unit)]
 
     # Backward
@@ -157,7 +175,8 @@ class Schedule:
         actions = self._skip_to(call.end)
         self.reached.add(call.forward_pass)
         self.cursor = call.end + 1
-        return [*actions, (Verb.GATHER, call.unit), *self._prefetch_after(call.end)]
+        actions.append((Verb.GATHER, call.unit))
+        return actions + self._prefetch_after(call.end, BackwardPrefetch.BACKWARD_PRE)
 
     def all_arrived(self, unit: int) -> list[Action]:
         """Every trainable parameter of ``unit`` has its gradient."""
@@ -184,6 +203,8 @@ class Schedule:
                 actions += self._pop_ready()
         if call.resharding:
             actions.append((Verb.RESHARD, unit))
+        if call.planned:
+            actions += self._prefetch_after(call.begin, BackwardPrefetch.BACKWARD_POST)
         return actions
 
     def awaits_backward(self, unit: int) -> bool:
@@ -208,7 +229,8 @@ class Schedule:
             is_end, call = self.plan[place]
             if is_end:
                 # A forward pass that backward never came to was dropped by every rank, not skipped by this one.
-                actions += self._prefetch_after(place) if call.forward_pass in self.reached else []
+                if call.forward_pass in self.reached:
+                    actions += self._prefetch_after(place, BackwardPrefetch.BACKWARD_PRE)
                 continue
             if self.final[call.unit] == place and call.unit in self.queue:
                 # Everything before this place is complete, so whatever has not arrived will not.
@@ -216,11 +238,16 @@ class Schedule:
                 actions += self._pop_ready()
             if call.resharding and call.unit != self.root:
                 actions.append((Verb.RESHARD, call.unit))
+            if call.forward_pass in self.reached:
+                actions += self._prefetch_after(place, BackwardPrefetch.BACKWARD_POST)
         self.cursor = max(self.cursor, index)
         return actions
 
-    def _prefetch_after(self, place: int) -> list[Action]:
+    def _prefetch_after(self, place: int, occasion: BackwardPrefetch) -> list[Action]:
+        """The gather of the call after ``place`` of the plan, if this is the occasion to issue it."""
         assert self.plan is not None
+        if occasion is not self.prefetch:
+            return []
         here = self.plan[place][1]
         for is_end, call in self.plan[place + 1 :]:
             if is_end:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fullshard.comm import Comm, Work
+from fullshard.comm import Mesh, Work
 from fullshard.engine.gather import start_gather
 from fullshard.engine.lane import LaneState
 from fullshard.engine.param import ShardedParam
@@ -44,7 +44,7 @@ class Unit:
     """
 
     def __init__(
-        self, index: int, name: str, module: nn.Module, params: list[ShardedParam], lanes: list[LaneState], comm: Comm
+        self, index: int, name: str, module: nn.Module, params: list[ShardedParam], lanes: list[LaneState], mesh: Mesh
     ) -> None:
         """Take over parameters and lanes whose shards are filled; the lanes' buffers are released."""
         self.index = index
@@ -52,7 +52,7 @@ class Unit:
         self.module = module
         self.params = params
         self.lanes = lanes
-        self.comm = comm
+        self.mesh = mesh
         self.state = State.SHARDED
         self.pinned = False
         self._works: list[Work] = []
@@ -87,7 +87,7 @@ class Unit:
         """Start the all-gather; nothing when it is under way or done."""
         if self.state is not State.SHARDED:
             return
-        self._works = start_gather(self.comm, self.lanes)
+        self._works = start_gather(self.mesh.shard, self.lanes)
         self.state = State.GATHERING
 
     def finish_gather(self) -> None:
@@ -121,7 +121,7 @@ class Unit:
         if self.state is not State.GATHERED:
             raise InvariantError(f"unit {self.name}: write_back in state {self.state}")
         for lane in self.lanes:
-            low, high = lane.lane.shard_bounds(self.comm.rank)
+            low, high = lane.lane.shard_bounds(self.mesh.shard.rank)
             lane.shard.copy_(lane.full.alias[low:high])
 
     # Gradients
@@ -182,7 +182,7 @@ class Unit:
     def issue_reduce(self) -> None:
         """Start the reduce-scatter, with zeros where no gradient arrived."""
         self.finish_reduce()
-        self._pending = start_reduce(self.comm, self.lanes)
+        self._pending = start_reduce(self.mesh, self.lanes)
         self._arrived = 0
         for param in self.params:
             param.waiting = False
@@ -191,7 +191,7 @@ class Unit:
         """Wait for the reduce-scatter and assign the gradients of the shards; nothing when none is under way."""
         pending, self._pending = self._pending, []
         for one in pending:
-            shard = finish_reduce(self.comm, one)
+            shard = finish_reduce(self.mesh, one)
             for param in self.params:
                 if param.state is one.state:
                     param.take_gradient(shard)

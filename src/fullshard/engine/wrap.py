@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import WrapError
-from fullshard.policy import TransformerBlocks, WrapPolicy
+from fullshard.policy import MinNumel, TransformerBlocks, WrapPolicy
 
 ROOT_NAME = "(root)"
 
@@ -78,7 +78,8 @@ def find_units(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Module]
 
     Args:
         model: The root module.
-        wrap: ``"auto"`` (repeated blocks), :class:`TransformerBlocks`, a predicate over modules, or None (none).
+        wrap: ``"auto"`` (repeated blocks), :class:`TransformerBlocks`, :class:`MinNumel`, a predicate over modules, or
+            None (none).
 
     Raises:
         WrapError: The policy names a class the model has not, matches nothing, or finds no repeated blocks.
@@ -98,11 +99,38 @@ def find_units(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Module]
     modules = [(name, module) for name, module in model.named_modules() if name]
     if isinstance(wrap, TransformerBlocks):
         return _find_classes(model, modules, wrap)
+    if isinstance(wrap, MinNumel):
+        return _find_large(model, wrap.numel)
     if not callable(wrap):
         raise WrapError(f"wrap must be 'auto', TransformerBlocks, a predicate over modules or None; got {wrap!r}.")
     found = [(name, module) for name, module in modules if wrap(module)]
     if not found:
         raise WrapError(f"The wrap predicate is true for none of the {len(modules)} modules of {type(model).__name__}.")
+    return found
+
+
+def _find_large(model: nn.Module, numel: int) -> list[tuple[str, nn.Module]]:
+    """Modules with at least ``numel`` elements beside those in units inside, as FSDP1's size-based policy counts."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        """Elements of ``module`` that no unit inside it holds."""
+        left = sum(p.numel() for p in module.parameters(recurse=False))
+        for child_name, child in module.named_children():
+            left += visit(f"{name}.{child_name}" if name else child_name, child)
+        # A container has no forward of its own to gather for.
+        if not name or left < numel or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return left
+        found.append((name, module))
+        return 0
+
+    visit("", model)
+    if not found:
+        raise WrapError(
+            f"MinNumel({numel:,}) makes no unit: no module of {type(model).__name__} has as many of its own. "
+            f"The model has {sum(p.numel() for p in model.parameters()):,} in all; choose a "
+            "smaller number, or pass wrap=None."
+        )
     return found
 
 

@@ -1,0 +1,136 @@
+"""Two axes of ranks: those that share a unit's shards, and those that hold copies of the same shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm.process import comm_of_group
+from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
+from fullshard.errors import ProcessGroupError
+from fullshard.policy import ShardingStrategy
+
+
+class SoloComm:
+    """A group of one rank: every collective is a copy at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take tensors on ``device``."""
+        self.rank, self.size, self.device = 0, 1, device
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See :meth:`Comm.all_gather`."""
+        return _copy(full, shard)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
+        """See :meth:`Comm.reduce_scatter`."""
+        return _copy(shard, full)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """See :meth:`Comm.all_reduce`: nothing."""
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """See :meth:`Comm.broadcast`: nothing."""
+        return DONE
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
+        """See :meth:`Comm.gather`."""
+        return DONE if full is None else _copy(full, shard)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`Comm.all_gather_object`."""
+        return [value]
+
+    def barrier(self) -> None:
+        """See :meth:`Comm.barrier`: nothing."""
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> Work:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+    return DONE
+
+
+class Mesh:
+    """Ranks on two axes: ``size = replicate.size * shard.size``, ``rank = replicate.rank * shard.size + shard.rank``.
+
+    Attributes:
+        shard: The ranks that share each unit: it is gathered and reduce-scattered among them.
+        replicate: The ranks that hold copies of this rank's shards: gradients are all-reduced among them.
+        size: Number of ranks in all, over which gradients are averaged.
+        rank: This rank's number among them.
+        device: Device whose tensors the collectives take.
+    """
+
+    def __init__(self, shard: Comm, replicate: Comm) -> None:
+        """Cross the two groups that this rank belongs to."""
+        self.shard = shard
+        self.replicate = replicate
+        self.size = replicate.size * shard.size
+        self.rank = replicate.rank * shard.size + shard.rank
+        self.device = shard.device
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce ``tensor`` over all ranks, in place: over one axis, then the other."""
+        if self.replicate.size == 1:
+            return self.shard.all_reduce(tensor, op)
+        self.shard.all_reduce(tensor, op).wait()
+        return self.replicate.all_reduce(tensor, op)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path."""
+        by_replica = self.replicate.all_gather_object(self.shard.all_gather_object(value))
+        return [item for replica in by_replica for item in replica]
+
+
+def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | None) -> Mesh:
+    """Turn what the user calls a mesh into a :class:`Mesh`.
+
+    Args:
+        mesh: None (the default process group), a ``ProcessGroup``, a ``Comm`` or a 1-D ``DeviceMesh`` for one axis;
+            a 2-D ``DeviceMesh`` or a pair of Comms, ``(replicate, shard)``, for two.
+        strategy: NO_SHARD puts one axis to replicating, the hybrid ones need two axes, the others shard over the last.
+        device: Device of the sharded model; None: this rank's accelerator if the group can use it, else CPU.
+
+    Raises:
+        ProcessGroupError: There is no process group, or the mesh does not fit the strategy.
+    """
+    replicate, shard = _axes(mesh, device)
+    if replicate is None and strategy.needs_two_axes:
+        raise ProcessGroupError(
+            f"{strategy.name} takes a mesh with 2 axes, (replicate, shard); this one has 1 with {shard.size} ranks. "
+            "Make one with torch.distributed.init_device_mesh(device, (replicas, ranks_each)), or use FULL_SHARD."
+        )
+    if replicate is not None and strategy is ShardingStrategy.NO_SHARD:
+        raise ProcessGroupError("NO_SHARD replicates over all ranks and takes a mesh with 1 axis; this one has 2.")
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Mesh(SoloComm(shard.device), shard)
+    return Mesh(shard, replicate or SoloComm(shard.device))
+
+
+def _axes(mesh: object, device: torch.device | None) -> tuple[Comm | None, Comm]:
+    """The replicating axis, if there is one, and the sharding axis."""
+    if isinstance(mesh, Comm):
+        return None, mesh
+    if isinstance(mesh, tuple) and len(mesh) == 2 and all(isinstance(axis, Comm) for axis in mesh):
+        return mesh
+    if mesh is None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ProcessGroupError(
+                "fully_shard needs a process group, and none is initialised. Start the script with torchrun (or "
+                "`fullshard train`) and call fullshard.init() or torch.distributed.init_process_group() first."
+            )
+        mesh = dist.group.WORLD
+    if isinstance(mesh, dist.ProcessGroup):
+        return None, comm_of_group(mesh, device)
+    if isinstance(mesh, DeviceMesh) and mesh.ndim in (1, 2):
+        groups = [comm_of_group(mesh.get_group(axis), device) for axis in range(mesh.ndim)]
+        return (None, groups[0]) if mesh.ndim == 1 else (groups[0], groups[1])
+    raise ProcessGroupError(
+        "mesh must be None, a ProcessGroup, a DeviceMesh with 1 or 2 axes, a Comm or a pair of Comms; "
+        f"got {mesh if isinstance(mesh, DeviceMesh) else type(mesh)}."
+    )
