@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from transformers import T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
 from fullshard import full_tensors, fully_shard, units, unsharded
 from fullshard.comm import run_ranks
 from fullshard.errors import WrapError
-from support.models import TinyLM, batches, lm_loss, seq2seq_loss, t5, tiny_t5_config
+from support.models import TinyLM, batches, causal_loss, lm_loss, seq2seq_loss, t5, tiny_t5_config
 from support.parity import replicas
 
 
@@ -120,7 +120,12 @@ def test_no_weight_sized_gradient_is_made_outside_the_lane():
         accumulated = []
         for _, param in model._fullshard_runtime.all_params():
             with unsharded(model):
-                param.full.register_hook(lambda _g, name=param.meta.name: accumulated.append(name))
+
+                def seen(grad, name=param.meta.name):
+                    if grad is not None:
+                        accumulated.append(name)
+
+                param.full.register_hook(seen)
         seq2seq_loss(model, batches(1, 2)[0]).backward()
         return accumulated
 
@@ -147,3 +152,58 @@ def test_padding_rows_get_no_gradient():
 
     (grad,) = run_ranks(1, work)
     assert grad[:, 0].tolist() == [0, 1, 0, 0, 0, 2]
+
+
+def test_a_meta_buffer_that_nothing_sets_is_refused_and_modules_with_buffers_only_are_initialised():
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+        def reset_parameters(self):
+            self.table.copy_(torch.arange(4.0))
+
+    class Model(nn.Module):
+        def __init__(self, forgetful):
+            super().__init__()
+            self.rotary = Rotary()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            if forgetful:
+                self.blocks[0].register_buffer("scale", torch.ones(3))
+
+        def forward(self, x):
+            return self.blocks[1](self.blocks[0](x + self.rotary.table))
+
+    def work(comm):
+        with torch.device("meta"):
+            models = Model(forgetful=False), Model(forgetful=True)
+        model = fully_shard(models[0], comm)
+        assert model(torch.ones(2, 4)).isfinite().all()
+        assert model.rotary.table.tolist() == [0, 1, 2, 3]
+        with pytest.raises(WrapError, match="scale of Linear"):
+            fully_shard(models[1], comm)
+
+    run_ranks(1, work)
+
+
+def test_a_llama_on_the_meta_device():
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+
+    def work(comm):
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        model = fully_shard(model, comm)
+        loss = causal_loss(model, batches(1, 2)[0])
+        loss.backward()
+        return loss.item()
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert 3 < first < 5  # ln(50) = 3.9

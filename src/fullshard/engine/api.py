@@ -19,7 +19,6 @@ from fullshard.engine.identity import check_same_model
 from fullshard.engine.runtime import Policy, Runtime
 from fullshard.engine.table import UnitTable, make_row
 from fullshard.engine.torch_private import in_backward
-from fullshard.engine.unit import State
 from fullshard.engine.wrap import assign_parameters, check_parameters, find_units
 from fullshard.errors import ShardingError
 from fullshard.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy, WrapPolicy
@@ -86,14 +85,17 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
             )
     policy = Policy(strategy, mp_policy or MixedPrecision(), prefetch)
     ranks = as_mesh(mesh, strategy, device)
-    specs = assign_parameters(model, find_units(model, wrap), frozenset(ignored_params))
+    ignored = frozenset(ignored_params)
+    specs = assign_parameters(model, find_units(model, wrap), ignored)
     check_parameters(specs)
     check_same_model(ranks, specs, policy, __version__)
     account = Account()
     builder = UnitBuilder(model, ranks, strategy, policy.precision, account, device or ranks.device)
     move_buffers(model, builder.device)
     units = [builder.build(index, spec) for index, spec in enumerate(specs)]
-    runtime = Runtime(units, ranks, policy, account)
+    if builder.device.type != "meta":
+        builder.initialize_rest()
+    runtime = Runtime(units, ranks, policy, account, frozenset(id(p) for p in ignored))
     for unit in units:
         UnitHooks(runtime, unit)
         fused.install(runtime, unit)
@@ -110,7 +112,9 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     def __repr__(self: nn.Module) -> str:
         return f"{cls.__repr__(self)}\n{units(self)}"
 
-    def state_dict(self: nn.Module, *_args: object, **_kwargs: object) -> dict[str, Any]:
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if runtime_of(self).root.held:  # inside unsharded(model) it is whole; views of it would not outlive that
+            return {name: value.clone() for name, value in cls.state_dict(self, *args, **kwargs).items()}
         raise ShardingError(
             f"state_dict() of a sharded {cls.__name__} would hold this rank's rows only. Write the whole model with "
             "fullshard.save(model, directory), or stream it with fullshard.full_tensors(model)."
@@ -179,20 +183,23 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     runtime = runtime_of(model)
     if in_backward():
         raise ShardingError("unsharded(model) cannot be entered during backward: units come and go there.")
-    before = [unit.state for unit in runtime.units]
+    runtime.forward_event()
     for unit in runtime.units:
+        if not unit.held and not unit.open_calls:
+            runtime.release(unit)  # what is gathered may be older than the shards
         runtime.gather(unit)
-        unit.pinned = True
-    versions = {id(p): p.full._version for _, p in runtime.all_params()}
+        unit.held += 1
     try:
         yield
     finally:
-        for unit, state in zip(runtime.units, before, strict=True):
-            if any(p.full._version != versions[id(p)] for p in unit.params):
+        for unit in runtime.units:
+            unit.held -= 1
+        if not runtime.root.held:
+            for unit in runtime.units:
                 unit.write_back()
-            unit.pinned = False
-            if state is not State.GATHERED:
-                unit.reshard()
+        for unit in runtime.units:
+            if not unit.open_calls:
+                runtime.release(unit)
 
 
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
@@ -222,7 +229,8 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
                     view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
                     tensors[param.meta.name] = view
         yield unit.name, tensors
-    ignored = {n: p for n, p in model.named_parameters() if not hasattr(p, "shard_meta")}
+    left_out = {id(p.full) for _, p in runtime.all_params()}
+    ignored = {n: p for n, p in model.named_parameters() if not hasattr(p, "shard_meta") and id(p) not in left_out}
     yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in ignored.items()}
     yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in _persistent_buffers(model)}
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
 
 from fullshard.comm import Mesh
 from fullshard.engine.buffers import Account, PermanentBuffer, ReusableBuffer
-from fullshard.engine.lane import CutLane, LaneState
+from fullshard.engine.lane import CutLane, LaneState, Origin
 from fullshard.engine.param import ShardedParam
 from fullshard.engine.precision import compute_dtype, reduce_dtype, shard_dtype
 from fullshard.engine.unit import Unit
@@ -50,11 +51,10 @@ class UnitBuilder:
         if any(param.param.is_meta for param in spec.params):
             self._initialize(index, spec)
         cut = [piece for group in self._groups(spec) for piece in self._cut(group)]
-        # From here on the unsharded parameters are not needed; their memory goes before the gathered buffer comes.
+        # From here on the unsharded values are not needed; their memory goes before the gathered buffer comes.
         for member in spec.params:
-            del member.param
-            for module, key in member.slots:
-                module._parameters[key] = None
+            if not member.param.is_meta:
+                member.param.data = member.param.data.new_empty(0)
         lanes: list[LaneState] = []
         params: list[ShardedParam] = []
         for piece in cut:
@@ -97,19 +97,16 @@ class UnitBuilder:
                 lane=lane,
                 shard=shard,
                 shapes=[tuple(member.param.shape) for member in members],
-                names=[tuple(member.names) for member in members],
-                slots=[member.slots for member in members],
+                origins=[Origin(member.param, tuple(member.names), member.slots) for member in members],
                 compute=compute_dtype(self.policy, first),
                 reduce=reduce_dtype(self.policy, first),
                 trainable=first.requires_grad,
             )
 
     def _sharded_params(self, state: LaneState, piece: CutLane) -> Iterable[ShardedParam]:
-        for placement, shape, names, slots in zip(
-            piece.lane.placements, piece.shapes, piece.names, piece.slots, strict=True
-        ):
-            meta = ShardMeta(names[0], names[1:], shape, piece.lane, placement, self.mesh.shard.rank)
-            yield ShardedParam(meta, state, slots, trainable=piece.trainable)
+        for placement, shape, origin in zip(piece.lane.placements, piece.shapes, piece.origins, strict=True):
+            meta = ShardMeta(origin.names[0], origin.names[1:], shape, piece.lane, placement, self.mesh.shard.rank)
+            yield ShardedParam(meta, state, origin, trainable=piece.trainable)
 
     # Initialisation without memory
 
@@ -133,29 +130,64 @@ class UnitBuilder:
             self._run_initializers(spec, list(owners.values()))
 
     def _run_initializers(self, spec: UnitSpec, owners: list[nn.Module]) -> None:
-        initialize = getattr(self.model, "_init_weights", None)  # Hugging Face models
-        if initialize is not None:
-            owned = {id(m) for m in owners}
-            for module in reversed(list(spec.module.modules())):  # children first, as Module.apply does
-                if any(id(child) in owned for child in module.modules()):
-                    _materialize_buffers(module, self.device)
-                    initialize(module)
-            return
-        lacking = sorted({type(m).__name__ for m in owners if not hasattr(m, "reset_parameters")})
+        owned = {id(m) for m in owners}
+        lacking = sorted({type(m).__name__ for m in owners if self._initializer(m) is None})
         if lacking:
             raise WrapError(
                 f"Unit {spec.name} is on the meta device, and {', '.join(lacking)} has no reset_parameters() to give "
                 "its parameters their first values. Add that method, or build the model on CPU."
             )
-        for module in owners:
-            _materialize_buffers(module, self.device)
-            module.reset_parameters()  # type: ignore[operator]
+        for module in reversed(list(spec.module.modules())):  # children first, as Module.apply does
+            wanted = owned if hasattr(self.model, "_init_weights") else {id(module)} & owned
+            if any(id(child) in wanted for child in module.modules()):
+                self._initialize_module(module)
+
+    def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
+        """What gives the module its first values: Hugging Face's way, or torch's."""
+        of_model = getattr(self.model, "_init_weights", None)
+        if of_model is not None:
+            return partial(of_model, module)
+        return getattr(module, "reset_parameters", None)
+
+    def _initialize_module(self, module: nn.Module) -> None:
+        """Give the module's meta buffers memory, and all it holds its first values.
+
+        Raises:
+            WrapError: A buffer is still unwritten then.
+        """
+        fresh: dict[str, torch.Tensor] = {}
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = fresh[key] = _marked_like(buffer, self.device)
+        initializer = self._initializer(module)
+        if initializer is not None:
+            initializer()
+        for key, marked in fresh.items():
+            if torch.equal(module._buffers[key].nan_to_num(7.0), _marked_like(marked, self.device).nan_to_num(7.0)):  # type: ignore[union-attr]
+                raise WrapError(
+                    f"Buffer {key} of {type(module).__name__} is on the meta device, and nothing gives it its values: "
+                    "set it in reset_parameters(), or build the model on CPU."
+                )
+
+    def initialize_rest(self) -> None:
+        """Give modules that own buffers only (rotary embeddings) their values, after all units are built.
+
+        Raises:
+            WrapError: Nothing gives a buffer its values.
+        """
+        with torch.no_grad():
+            for module in self.model.modules():
+                if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+                    self._initialize_module(module)
 
 
-def _materialize_buffers(module: nn.Module, device: torch.device) -> None:
-    for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[key] = torch.empty_like(buffer, device=device)
+def _marked_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a buffer, filled with what no initialiser writes: NaN, or the lowest integer (False for booleans)."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return torch.full_like(buffer, float("nan"), device=device)
+    return torch.full_like(
+        buffer, False if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min, device=device
+    )
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -8,24 +8,22 @@ gradient-sized temporary exists and nothing is copied. Values are those of autog
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.engine.param import ShardedParam
+from fullshard.engine.param import CREATE_GRAPH_REFUSED, ShardedParam
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.torch_private import in_backward
+from fullshard.engine.torch_private import in_backward, will_execute
 from fullshard.engine.unit import Unit
+from fullshard.errors import ShardingError
 
 
 class _Site:
-    """A module whose weight is a sharded parameter; takes the place of its ``forward``.
-
-    Attributes:
-        anchor: A scalar that requires grad, so that outputs do although the weight is not an input of the function.
-    """
+    """A module whose weight is a sharded parameter; takes the place of its ``forward``."""
 
     def __init__(self, runtime: Runtime, unit: Unit, param: ShardedParam, module: nn.Module) -> None:
         self.runtime = runtime
@@ -33,7 +31,6 @@ class _Site:
         self.param = param
         self.module = module
         self.plain = type(module).forward
-        self.anchor = torch.zeros((), requires_grad=True)
 
     def applies(self) -> bool:
         """Whether this call can go past autograd: eager, recording, with the weight in its slot."""
@@ -50,8 +47,18 @@ class _Site:
         if not in_backward():
             self.unit.expected_uses += 1
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    def receive(self, write: Callable[[], None]) -> None:
+        """Have ``write`` put the weight's gradient into the lane, if this backward is to compute it.
+
+        ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` are not.
+
+        Raises:
+            ShardingError: Inside ``backward(create_graph=True)``.
+        """
+        if torch.is_grad_enabled():
+            raise ShardingError(CREATE_GRAPH_REFUSED)
+        if will_execute(self.param.accumulate):
+            self.runtime.receive(self.unit, self.param, write)
 
 
 class _LinearSite(_Site):
@@ -59,7 +66,7 @@ class _LinearSite(_Site):
         if not self.applies() or input.dtype != self.param.state.reduce_dtype:
             return self.plain(self.module, input)
         self.count_use()
-        return _Linear.apply(self.anchor, input, self.module.bias, self)  # type: ignore[return-value]
+        return _Linear.apply(input, self.param.full, self.module.bias, self)  # type: ignore[return-value]
 
     def write(self, out_gradient: torch.Tensor, x: torch.Tensor) -> None:
         """Add ``out_gradient.T @ x``, (out, in), to the lane."""
@@ -80,7 +87,7 @@ class _EmbeddingSite(_Site):
         if not self.applies():
             return self.plain(self.module, input)
         self.count_use()
-        return _Embedding.apply(self.anchor, input, self)  # type: ignore[return-value]
+        return _Embedding.apply(input, self.param.full, self)  # type: ignore[return-value]
 
     def write(self, out_gradient: torch.Tensor, indices: torch.Tensor) -> None:
         """Add the rows of ``out_gradient``, (lookups, width), to the rows of the lane that were looked up."""
@@ -100,37 +107,42 @@ class _EmbeddingSite(_Site):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, _anchor: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, site: _LinearSite
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: _LinearSite
     ) -> torch.Tensor:
         ctx.site = site
         ctx.save_for_backward(x)
-        return F.linear(x, site.param.full, bias)
+        if x.dim() <= 2:
+            return F.linear(x, weight, bias)
+        # Not F.linear: with a bias it returns a view, and in-place changes of a view made here are refused.
+        rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         site: _LinearSite = ctx.site
+        site.runtime.need(site.unit)
         rows = gradient.reshape(-1, gradient.shape[-1])
         # The input's gradient first: the weight's may complete the unit, which then releases its parameters.
-        x_gradient = gradient @ site.param.full if ctx.needs_input_grad[1] else None
+        x_gradient = gradient @ site.param.full if ctx.needs_input_grad[0] else None
         bias_gradient = rows.sum(0) if ctx.needs_input_grad[2] else None
-        site.runtime.receive(site.unit, site.param, lambda: site.write(rows, x.reshape(-1, x.shape[-1])))
-        return None, x_gradient, bias_gradient, None
+        site.receive(lambda: site.write(rows, x.reshape(-1, x.shape[-1])))
+        return x_gradient, None, bias_gradient, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, indices: torch.Tensor, site: _EmbeddingSite) -> torch.Tensor:
+    def forward(ctx: Any, indices: torch.Tensor, weight: torch.Tensor, site: _EmbeddingSite) -> torch.Tensor:
         ctx.site = site
         ctx.save_for_backward(indices)
-        return F.embedding(indices, site.param.full)
+        return F.embedding(indices, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (indices,) = ctx.saved_tensors
         site: _EmbeddingSite = ctx.site
         rows = gradient.reshape(-1, gradient.shape[-1])
-        site.runtime.receive(site.unit, site.param, lambda: site.write(rows, indices.reshape(-1)))
+        site.receive(lambda: site.write(rows, indices.reshape(-1)))
         return None, None, None
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.engine.precision import cast_floats, map_tensors, tensors_in
+from fullshard.engine.precision import cast_floats, markable_tensors, replace_markable, tensors_in
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.schedule import Call, Verb
+from fullshard.engine.schedule import Call
 from fullshard.engine.torch_private import in_backward
-from fullshard.engine.unit import State, Unit
+from fullshard.engine.unit import Unit
+from fullshard.errors import ShardingError
 
 
 class _InputNode(torch.autograd.Function):
@@ -56,12 +58,16 @@ class UnitHooks:
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Gather, cast the inputs, and mark them for the end of backward."""
         runtime, recompute = self.runtime, in_backward()
+        if not recompute:
+            runtime.forward_event()
         if self.is_root and not recompute:
             runtime.begin_pass()
         if runtime.policy.precision.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), runtime.policy.precision.param)
         needs_node = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
+        self.unit.open_calls += 1
         if recompute:
+            self.unit.open_calls = 0  # recomputation may stop early, without an after_forward
             runtime.backward_event()
             runtime.gather(self.unit)
             # In a reentrant checkpoint this is the forward whose graph counts; in the other kind the first one was.
@@ -74,10 +80,15 @@ class UnitHooks:
         return self._mark_inputs(call, args, kwargs) if needs_node else (args, kwargs)
 
     def _mark_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        originals = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
+        # Lists and dicts are the caller's own, and the module may put things into them: they are not rebuilt. A
+        # call with such inputs has no node at its end; the schedule releases it when backward has come past it.
+        originals = {id(t): t for t in markable_tensors((*args, *kwargs.values()))}
+        if len(originals) < len({id(t) for t in tensors_in((args, kwargs)) if t.requires_grad}):
+            return args, kwargs
         marked = _InputNode.apply(self, call, *originals.values())
         replacement = dict(zip(originals, marked, strict=True))
-        return map_tensors((args, kwargs), lambda t: replacement.get(id(t), t))
+        named = {key: replace_markable(value, replacement) for key, value in kwargs.items()}
+        return replace_markable(args, replacement), named
 
     def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Ask for a sign when backward comes back, then release the parameters."""
@@ -85,19 +96,32 @@ class UnitHooks:
             return None
         runtime = self.runtime
         call = runtime.open_calls.pop()
+        self.unit.open_calls -= 1
         grad_enabled = torch.is_grad_enabled()
         if self.is_root and runtime.policy.precision.output is not None:
             output = cast_floats(output, runtime.policy.precision.output)
         tensors = list(tensors_in(output))
+        self._refuse_views_of_parameters(tensors)
         hooked = [t for t in tensors if t.requires_grad] if grad_enabled else []
+        token = _GraphToken()
+        call.graph = weakref.ref(token)
         for tensor in hooked:
-            tensor.register_hook(_BackwardBegins(self, call))
+            tensor.register_hook(_BackwardBegins(self, call, token))
         if grad_enabled and not tensors and (self.unit.trainable or call.input_node):
             self._keep_until_backward_is_over(output)
         runtime.perform(runtime.schedule.forward_ends(call, needs_backward=bool(hooked)))
         if self.is_root:
             runtime.end_pass(training=bool(hooked))
         return output
+
+    def _refuse_views_of_parameters(self, tensors: list[torch.Tensor]) -> None:
+        buffers = {lane.full.tensor.untyped_storage()._cdata for lane in self.unit.lanes}
+        for tensor in tensors:
+            if tensor.layout == torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in buffers:
+                raise ShardingError(
+                    f"Unit {self.unit.name} returned a view of one of its parameters, shape {tuple(tensor.shape)}, "
+                    "whose memory is freed after forward. Return a copy: `return weight[:n].clone()`."
+                )
 
     def _keep_until_backward_is_over(self, output: object) -> None:
         self.unit.pinned = True
@@ -126,11 +150,14 @@ class UnitHooks:
 
     def guard(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
         """Gather on demand when a submodule is called outside its unit's forward (``generate`` calls the encoder)."""
-        if self.unit.state is State.GATHERED:
+        runtime, unit = self.runtime, self.unit
+        if unit.open_calls and unit.shown:
             return
-        self.runtime.gather(self.unit)
         if in_backward():
+            runtime.gather(unit)
             return
+        runtime.forward_event()
+        runtime.gather(unit)
         handle: RemovableHandle | None = None
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
@@ -138,17 +165,24 @@ class UnitHooks:
             handle.remove()
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(_BackwardBegins(self, Call(self.unit.index)))
+                    tensor.register_hook(_BackwardBegins(self, Call(unit.index), None))
+            if not unit.open_calls:
+                runtime.release(unit)
 
         handle = module.register_forward_hook(after)
+
+
+class _GraphToken:
+    """Lives as long as the autograd graph of one call."""
 
 
 class _BackwardBegins:
     """The hook on an output tensor; an object, so that copying a sharded model reaches the unit and is refused."""
 
-    def __init__(self, hooks: UnitHooks, call: Call) -> None:
+    def __init__(self, hooks: UnitHooks, call: Call, token: _GraphToken | None) -> None:
         self.hooks = hooks
         self.call = call
+        self.token = token
 
     def __call__(self, _gradient: torch.Tensor) -> None:
         self.hooks.backward_begins(self.call)
@@ -158,17 +192,17 @@ class RootHeld:
     """Context in which the root unit stays gathered between forwards, as a generation loop wants it."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """Hold the root of ``runtime``; nested contexts hold it once."""
+        """Hold the root of ``runtime``."""
         self.runtime = runtime
-        self.outer = False
 
     def __enter__(self) -> None:
         """Gather the root."""
-        self.outer = self.runtime.root_held
-        self.runtime.root_held = True
+        self.runtime.forward_event()
+        self.runtime.root.reshard()  # what is gathered may be older than the shards
         self.runtime.gather(self.runtime.root)
+        self.runtime.root.held += 1
 
     def __exit__(self, *_error: object) -> None:
-        """Release it, unless an outer context holds it."""
-        self.runtime.root_held = self.outer
-        self.runtime.perform([(Verb.RESHARD, self.runtime.root.index)])
+        """Release it, unless another context holds it."""
+        self.runtime.root.held -= 1
+        self.runtime.release(self.runtime.root)

@@ -13,6 +13,21 @@ from fullshard.layout import Lane
 
 
 @dataclass
+class Origin:
+    """Where a parameter comes from.
+
+    Attributes:
+        param: The user's Parameter; it becomes the shard.
+        names: Qualified names, first one first.
+        slots: ``(module, key)`` where it is registered.
+    """
+
+    param: nn.Parameter
+    names: tuple[str, ...]
+    slots: list[tuple[nn.Module, str]]
+
+
+@dataclass
 class CutLane:
     """A lane whose shard has been cut from the unsharded parameters, before it has a gathered buffer.
 
@@ -20,8 +35,7 @@ class CutLane:
         lane: The layout.
         shard: This rank's part of the parameters, (shard_numel,).
         shapes: Unsharded shape of each placement.
-        names: Names of each placement's parameter, first one first.
-        slots: Where each is registered.
+        origins: Where each placement's parameter comes from.
         compute: Dtype it is gathered in.
         reduce: Dtype gradients are reduced in.
         trainable: Whether the parameters require gradients.
@@ -30,8 +44,7 @@ class CutLane:
     lane: Lane
     shard: torch.Tensor
     shapes: list[tuple[int, ...]]
-    names: list[tuple[str, ...]]
-    slots: list[list[tuple[nn.Module, str]]]
+    origins: list[Origin]
     compute: torch.dtype
     reduce: torch.dtype
     trainable: bool

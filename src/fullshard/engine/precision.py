@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,7 +42,11 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
             return value
         if type(value) is dict:
             return changed
-        return type(value)(**changed) if dataclasses.is_dataclass(value) else type(value)(changed)
+        if dataclasses.is_dataclass(value):  # a Hugging Face ModelOutput
+            return type(value)(**changed)
+        copied = copy.copy(value)  # keeps a defaultdict's factory
+        copied.update(changed)
+        return copied
     if isinstance(value, (tuple, list)):
         items = [map_tensors(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
@@ -51,6 +56,29 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         changed = {name: map_tensors(item, change) for name, item in fields.items()}
         return value if all(changed[n] is fields[n] for n in fields) else dataclasses.replace(value, **changed)
+    return value
+
+
+def markable_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors that require grad at the top and in nested tuples: replaceable without copying a list."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from markable_tensors(item)
+
+
+def replace_markable(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
+    """The same value with the tensors of :func:`markable_tensors` replaced, by id.
+
+    Not a closure that calls itself: that is a reference cycle, and would keep the tensors until a garbage collection.
+    """
+    if isinstance(value, torch.Tensor):
+        return replacement.get(id(value), value)
+    if isinstance(value, tuple):
+        items = [replace_markable(item, replacement) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 
 

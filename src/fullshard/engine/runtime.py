@@ -45,14 +45,16 @@ class Runtime:
         syncing: False inside ``no_sync``: gradients stay unsharded and are added up.
     """
 
-    def __init__(self, units: list[Unit], mesh: Mesh, policy: Policy, account: Account) -> None:
-        """Start with every unit sharded."""
+    def __init__(
+        self, units: list[Unit], mesh: Mesh, policy: Policy, account: Account, ignored: frozenset[int]
+    ) -> None:
+        """Start with every unit sharded; ``ignored`` are the ids of the parameters left out."""
         self.units = units
         self.mesh = mesh
         self.policy = policy
         self.account = account
         self.syncing = True
-        self.root_held = False
+        self.ignored = ignored
         self.schedule = Schedule(
             [unit.trainable for unit in units],
             root=0,
@@ -79,16 +81,33 @@ class Runtime:
                 self.gather(unit)
             elif verb is Verb.PREFETCH:
                 self._issue(unit)
+            elif verb is Verb.HIDE:
+                if not unit.held:
+                    unit.hide()
             elif verb is Verb.RESHARD:
-                if not unit.pinned and not (unit is self.root and self.root_held):
-                    unit.reshard()
+                self.release(unit)
             elif verb is Verb.REDUCE or unit.holds_gradient:
                 self._reduce(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Free the unit's full parameters, unless something wants them kept."""
+        if unit.held:
+            return
+        if unit.pinned:
+            unit.hide()
+        else:
+            unit.reshard()
 
     def gather(self, unit: Unit) -> None:
         """Have the unit's full parameters in place."""
         self._issue(unit)
         unit.finish_gather()
+
+    def need(self, unit: Unit) -> None:
+        """Backward computes with the unit's parameters now; normally they are there."""
+        if not unit.shown:
+            self.backward_event()
+            self.gather(unit)
 
     def _issue(self, unit: Unit) -> None:
         if unit.state is State.SHARDED:
@@ -112,14 +131,19 @@ class Runtime:
 
     def begin_pass(self) -> None:
         """The root's forward starts, outside backward."""
+        self.open_calls.clear()
+        for unit in self.units:
+            unit.open_calls = 0
+            # A wrong guess of the schedule, an exception, or a forward that saw no backward: what was gathered then may
+            # be older than the shards by now.
+            self.release(unit)
+        self.check_parameters()
+        self.schedule.pass_begins()
+
+    def forward_event(self) -> None:
+        """Any forward outside backward: a backward that did not come to its end was given up."""
         if self._in_backward:
             self.reset()
-        self.open_calls.clear()
-        self.check_parameters()
-        for unit in self.units:
-            if unit.state is not State.SHARDED and not unit.pinned and unit is not self.root:
-                unit.reshard()  # a wrong guess of the schedule, or an exception in an earlier forward
-        self.schedule.pass_begins()
 
     def end_pass(self, *, training: bool) -> None:
         """The root's forward is over."""
@@ -131,6 +155,8 @@ class Runtime:
         """Any sign of backward: make sure that its end will be noticed."""
         if not self._in_backward:
             self._in_backward = True
+            for unit in self.units:
+                unit.begin_backward()
             call_after_backward(self.end_backward)
 
     def on_arrival(self, unit: Unit, param: ShardedParam) -> None:
@@ -158,9 +184,9 @@ class Runtime:
         if self.syncing:
             self._clear_unused()
         for unit in self.units:
+            unit.end_backward(synced=self.syncing)
             unit.pinned = False
-            if not (unit is self.root and self.root_held):
-                unit.reshard()
+            self.release(unit)
         self.schedule.reset()
         self._in_backward = False
 
@@ -173,29 +199,37 @@ class Runtime:
             for (_, param), is_used in zip(trainable, used, strict=True):
                 if not is_used and not param.had_gradient:
                     param.shard.grad = None
-        for unit in self.units:
-            unit.forget_arrivals()
 
     def reset(self) -> None:
         """Drop everything a failed step left behind; shards and reduced gradients stay."""
         for unit in self.units:
             unit.drop_gradients()
             unit.pinned = False
-            unit.reshard()
+            self.release(unit)
         self._reducing = None
         self.schedule.reset()
         self._in_backward = False
 
     def check_parameters(self) -> None:
-        """Notice parameters that were moved, cast, replaced, frozen or unfrozen behind the engine's back.
+        """Notice parameters that were moved, cast, replaced, added, frozen or unfrozen behind the engine's back.
 
         Raises:
             ShardingError: That happened; the message names the parameter and the remedy.
         """
         for unit in self.units:
-            if unit.state is State.SHARDED:
+            if not unit.shown:
                 for param in unit.params:
                     _check_parameter(param)
+        if self.agreement.first_pass:
+            self._check_nothing_was_added()
+
+    def _check_nothing_was_added(self) -> None:
+        for name, param in self.root.module.named_parameters():
+            if not hasattr(param, "shard_meta") and id(param) not in self.ignored:
+                raise ShardingError(
+                    f"{name} was added to the model after fully_shard, so nothing would keep it equal on all ranks. "
+                    "Add it before sharding, or name it in ignored_params."
+                )
 
     # What other code asks
 
@@ -219,7 +253,13 @@ def _check_parameter(param: ShardedParam) -> None:
             )
     if param.shard.data_ptr() != param.address:
         _adopt(param)
-    if param.shard.requires_grad != param.trainable:
+    if param.shard._backward_hooks:
+        raise ShardingError(
+            f"{param.meta.name} has a gradient hook (register_hook), which would never be called: gradients arrive in "
+            "the unsharded parameter. Change .grad after backward instead."
+        )
+    # Under no_grad nothing asks; peft freezes adapters for the length of a reference forward.
+    if torch.is_grad_enabled() and param.shard.requires_grad != param.trainable:
         raise ShardingError(
             f"requires_grad of {param.meta.name} changed from {param.trainable} to {param.shard.requires_grad} "
             "after fully_shard. Freeze or unfreeze parameters before sharding: frozen ones live in lanes of their own."

@@ -11,7 +11,7 @@ gradients, so that every rank issues the same sequence and none waits for a part
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,6 +25,8 @@ class Verb(Enum):
     """Issue the unit's all-gather if it is not under way, and wait for it."""
     PREFETCH = "prefetch"
     """Issue the unit's all-gather if it is sharded; do not wait."""
+    HIDE = "hide"
+    """Show the shards again, but keep the gathered memory for backward."""
     RESHARD = "reshard"
     """Free the gathered parameters."""
     REDUCE = "reduce"
@@ -46,6 +48,7 @@ class Call:
         resharding: Whether the unit's parameters are released when the call's backward is complete. False for the
             calls of a unit of several modules that are not of its first module.
         input_node: Whether an autograd node marks the end of this call's backward (some input needs a gradient).
+        graph: Dies with the autograd graph of the call; None until the call has ended.
         planned: Whether the call is part of the plan; False for recomputation and after the plan was used.
         begin: Place in the plan where the call's backward is complete.
         end: Place in the plan where the call's backward starts.
@@ -55,6 +58,7 @@ class Call:
     forward_pass: int = 0
     resharding: bool = True
     input_node: bool = False
+    graph: Callable[[], object | None] | None = None
     planned: bool = False
     begin: int = -1
     end: int = -1
@@ -108,6 +112,9 @@ class Schedule:
         """The root's forward starts: the next unit follows nothing."""
         self.last = None
         self.forward_pass += 1
+        # Passes whose graphs are gone will see no backward; calls still open have no graph yet.
+        alive = {call.forward_pass for _, call in self.events if call.graph is None or call.graph() is not None}
+        self.events = [event for event in self.events if event[1].forward_pass in alive]
 
     def pass_ends(self) -> None:
         """The root's forward is over: nothing follows the last unit."""
@@ -132,13 +139,12 @@ class Schedule:
                 actions.append((Verb.PREFETCH, guess))
         return call, actions
 
-    def forward_ends(self, call: Call, *, needs_backward: bool, release: bool = True) -> list[Action]:
+    def forward_ends(self, call: Call, *, needs_backward: bool) -> list[Action]:
         """A call has computed its outputs.
 
         Args:
             call: What :meth:`forward_begins` returned.
             needs_backward: Whether an output requires grad, so that backward will come back to this call.
-            release: False where the unit is used again at once (a later module of the same unit).
         """
         if needs_backward:
             self.events.append((True, call))
@@ -146,8 +152,8 @@ class Schedule:
         else:
             self.events = [event for event in self.events if event[1] is not call]
         # The root's parameters are the first that backward needs.
-        keep = not release or (needs_backward and (self.keeps_after_forward or call.unit == self.root))
-        return [] if keep else [(Verb.RESHARD, call.unit)]
+        keep = needs_backward and (self.keeps_after_forward or call.unit == self.root)
+        return [(Verb.HIDE if keep else Verb.RESHARD, call.unit)]
 
     # Backward
 
@@ -172,8 +178,8 @@ class Schedule:
         self._make_plan()
         if call.end < self.cursor:  # another output of a call that backward has come to already
             return [(Verb.GATHER, call.unit)]
-        actions = self._skip_to(call.end)
         self.reached.add(call.forward_pass)
+        actions = self._skip_to(call.end)
         self.cursor = call.end + 1
         actions.append((Verb.GATHER, call.unit))
         return actions + self._prefetch_after(call.end, BackwardPrefetch.BACKWARD_PRE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -16,3 +17,13 @@ def in_backward() -> bool:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Have autograd call ``callback`` at the end of the running ``backward()``, in this thread."""
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the running backward will execute ``node``: not when it was asked for other inputs only."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def can_take_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    """Whether ``tensor.data = data`` is possible: between CPU and CUDA it is, from or to the meta device it is not."""
+    return torch._has_compatible_shallow_copy_type(tensor, data)  # pyright: ignore[reportPrivateImportUsage]

@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.comm import Mesh, Work
 from fullshard.engine.gather import start_gather
 from fullshard.engine.lane import LaneState
-from fullshard.engine.param import ShardedParam
+from fullshard.engine.param import COPY_REFUSED, CREATE_GRAPH_REFUSED, ShardedParam
 from fullshard.engine.reduce import PendingReduce, finish_reduce, start_reduce
 from fullshard.errors import InvariantError, ShardingError
 
@@ -40,7 +40,10 @@ class Unit:
         lanes: Its buffers.
         state: Where the parameters are.
         expected_uses: Forward uses that will write their weight's gradient into the lane themselves.
+        shown: Whether the modules' attributes are the full parameters.
         pinned: Whether the unit stays gathered until backward is over (nothing tells when it is done with them).
+        held: Number of contexts that want the unit gathered.
+        open_calls: Forward calls that run right now.
     """
 
     def __init__(
@@ -61,6 +64,9 @@ class Unit:
         self.trainable = self._waiting_for > 0
         self._arrived = 0
         self.expected_uses = 0
+        self.shown = False
+        self.held = 0
+        self.open_calls = 0
         for param in params:
             param.show_shard()
         for lane in lanes:
@@ -72,10 +78,7 @@ class Unit:
         Raises:
             ShardingError: Always.
         """
-        raise ShardingError(
-            "A sharded model cannot be copied or pickled: the copy would take part in other ranks' collectives. "
-            "Copy the model before fully_shard, or write it with fullshard.save(model, path)."
-        )
+        raise ShardingError(COPY_REFUSED)
 
     def __reduce__(self) -> str:
         """Refuse to be pickled, as ``__deepcopy__`` does."""
@@ -92,16 +95,23 @@ class Unit:
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and show the full parameters; nothing when that is done."""
-        if self.state is State.GATHERED:
-            return
-        if self.state is not State.GATHERING:
+        if self.state is State.SHARDED:
             raise InvariantError(f"unit {self.name}: finish_gather in state {self.state}")
         for work in self._works:
             work.wait()
         self._works = []
-        for param in self.params:
-            param.show_full()
         self.state = State.GATHERED
+        if not self.shown:
+            self.shown = True
+            for param in self.params:
+                param.show_full()
+
+    def hide(self) -> None:
+        """Show the shards, keep the gathered memory: between forward and backward only autograd looks at it."""
+        if self.shown:
+            self.shown = False
+            for param in self.params:
+                param.show_shard()
 
     def reshard(self) -> None:
         """Show the shards and free the gathered parameters; waits for a gather under way."""
@@ -110,19 +120,31 @@ class Unit:
         for work in self._works:
             work.wait()
         self._works = []
-        for param in self.params:
-            param.show_shard()
+        self.hide()
         for lane in self.lanes:
             lane.full.release()
         self.state = State.SHARDED
 
     def write_back(self) -> None:
-        """Copy this rank's rows of the gathered parameters into the shards, to keep changes made to them."""
+        """Take over into the shards, element by element, what differs from them in the gathered parameters.
+
+        Raises:
+            ShardingError: A parameter was replaced instead of changed.
+        """
         if self.state is not State.GATHERED:
             raise InvariantError(f"unit {self.name}: write_back in state {self.state}")
+        for param in self.params:
+            if any(module._parameters.get(key) is not param.full for module, key in param.slots):
+                raise ShardingError(
+                    f"{param.meta.name} was replaced by another Parameter inside unsharded(model); change its "
+                    "values in place (param.copy_, param.data.copy_) instead."
+                )
         for lane in self.lanes:
             low, high = lane.lane.shard_bounds(self.mesh.shard.rank)
-            lane.shard.copy_(lane.full.alias[low:high])
+            mine = lane.full.alias[low:high]
+            # Only where it differs: a shard is wider than the compute dtype, and what nobody touched keeps its bits.
+            changed = mine != lane.shard.to(mine.dtype)
+            lane.shard[changed] = mine[changed].to(lane.shard.dtype)
 
     # Gradients
 
@@ -145,9 +167,7 @@ class Unit:
                 f"{param.meta.name} got a gradient of layout {gradient.layout}; lanes are dense. Use sparse=False."
             )
         if gradient.requires_grad:
-            raise ShardingError(
-                "backward(create_graph=True) is not supported on a sharded model: gradients are reduced at once."
-            )
+            raise ShardingError(CREATE_GRAPH_REFUSED)
         param.state.add_gradient(param.place, gradient)
         param.full.grad = None
 
@@ -197,15 +217,21 @@ class Unit:
                     param.take_gradient(shard)
 
     def arrivals(self) -> list[bool]:
-        """For each trainable parameter, whether a gradient arrived since :meth:`forget_arrivals`."""
+        """For each trainable parameter, whether a gradient arrived since the last backward that was reduced."""
         return [param.arrived for param in self.params if param.trainable]
 
-    def forget_arrivals(self) -> None:
-        """Begin a new count of arrivals."""
+    def begin_backward(self) -> None:
+        """Remember which shards have a gradient already."""
+        for param in self.params:
+            param.had_gradient = param.shard.grad is not None
+
+    def end_backward(self, *, synced: bool) -> None:
+        """Begin a new count of arrivals; what arrived without being reduced is remembered for the flags."""
         self._arrived = 0
         self.expected_uses = 0
         for param in self.params:
-            param.arrived = param.waiting = False
+            param.waiting = False
+            param.arrived = param.arrived and not synced
 
     def drop_gradients(self) -> None:
         """Throw away unsharded gradients of a backward that was given up."""
@@ -214,4 +240,4 @@ class Unit:
         self._pending = []
         for lane in self.lanes:
             lane.drop_gradient()
-        self.forget_arrivals()
+        self.end_backward(synced=True)

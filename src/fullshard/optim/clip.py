@@ -17,6 +17,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     The norm over ranks is ``(sum_r sum_i |g_ri|^p)^(1/p)``, of which each rank computes its inner sum: equal to
     ``torch.nn.utils.clip_grad_norm_`` on the unsharded model.
 
+    Parameters left out of sharding are taken to have equal gradients on all ranks, and count once.
+
     Args:
         model: A sharded model whose gradients are reduced.
         max_norm: Largest norm, above zero; infinity only measures.
@@ -34,11 +36,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if not params:
         raise ConfigError("clip_grad_norm_ found no sharded parameters: call fully_shard(model) first.")
     comm: Comm = params[0].shard_comm  # type: ignore[attr-defined]
-    grads = [p.grad for p in params if p.grad is not None]
+    everywhere = [p for p in model.parameters() if not hasattr(p, "shard_comm")]  # left out of sharding: copies
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-    total = _global_norm(comm, grads, norm_type, dtype)
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    total = _global_norm(comm, _grads(params), norm_type, dtype)
+    copies = torch.nn.utils.get_total_norm(_grads(everywhere), norm_type).to(total)
+    total = torch.linalg.vector_norm(torch.stack([total, copies]), norm_type)
+    torch.nn.utils.clip_grads_with_norm_([*params, *everywhere], max_norm, total)
     return total
+
+
+def _grads(params: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in params if p.grad is not None]
 
 
 def _global_norm(comm: Comm, grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> torch.Tensor:

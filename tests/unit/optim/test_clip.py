@@ -46,3 +46,21 @@ def test_bad_arguments_are_refused():
         clip_grad_norm_(TinyLM(), 0.0)
     with pytest.raises(ConfigError, match="no sharded parameters"):
         clip_grad_norm_(TinyLM(), 1.0)
+
+
+def test_parameters_left_out_of_sharding_count_once():
+    reference, models = replicas(TinyLM, 2)
+    tokens = batches(1, 2)[0]  # the same rows on both ranks, so that gradients of copies are equal
+    lm_loss(reference, tokens).backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+
+    def work(comm):
+        model = models[comm.rank]
+        fully_shard(model, comm, ignored_params=[model.blocks[0].side.bias])
+        lm_loss(model, tokens).backward()
+        torch.testing.assert_close(clip_grad_norm_(model, 0.01), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            model.blocks[0].side.bias.grad, reference.blocks[0].side.bias.grad, atol=1e-6, rtol=0
+        )
+
+    run_ranks(2, work)
