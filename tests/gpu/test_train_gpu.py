@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
-from support.tiny_run import settings
 from transformers import AutoModelForSeq2SeqLM
+
+from support.tiny_run import settings
 
 pytestmark = pytest.mark.gpu
 
