@@ -224,8 +224,9 @@ class Runtime:
             self._check_nothing_was_added()
 
     def _check_nothing_was_added(self) -> None:
+        known = {id(one) for _, param in self.all_params() for one in (param.shard, param.full)} | self.ignored
         for name, param in self.root.module.named_parameters():
-            if not hasattr(param, "shard_meta") and id(param) not in self.ignored:
+            if id(param) not in known:
                 raise ShardingError(
                     f"{name} was added to the model after fully_shard, so nothing would keep it equal on all ranks. "
                     "Add it before sharding, or name it in ignored_params."
