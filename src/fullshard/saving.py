@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import TensorSpec, atomic_directory, write_full
-from fullshard.engine import full_tensors, mesh_of
+from fullshard.engine import full_tensors, mesh_of, persistent_buffers
 from fullshard.errors import CheckpointError
 
 
@@ -62,16 +62,7 @@ def tensor_specs(model: nn.Module) -> list[TensorSpec]:
             specs.append(TensorSpec(name, tuple(parameter.shape), parameter.dtype))
         else:
             specs.append(TensorSpec(meta.name, meta.global_shape, parameter.dtype))
-    return specs + [TensorSpec(name, tuple(buffer.shape), buffer.dtype) for name, buffer in _persistent_buffers(model)]
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    transient = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    return ((name, buffer) for name, buffer in model.named_buffers() if name not in transient)
+    return specs + [TensorSpec(name, tuple(buffer.shape), buffer.dtype) for name, buffer in persistent_buffers(model)]
 
 
 def _write(

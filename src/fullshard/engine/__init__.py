@@ -5,6 +5,7 @@ from fullshard.engine.api import fully_shard as fully_shard
 from fullshard.engine.api import memory_summary as memory_summary
 from fullshard.engine.api import mesh_of as mesh_of
 from fullshard.engine.api import no_sync as no_sync
+from fullshard.engine.api import persistent_buffers as persistent_buffers
 from fullshard.engine.api import reset as reset
 from fullshard.engine.api import units as units
 from fullshard.engine.api import unsharded as unsharded

@@ -232,10 +232,11 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
     left_out = {id(p.full) for _, p in runtime.all_params()}
     ignored = {n: p for n, p in model.named_parameters() if not hasattr(p, "shard_meta") and id(p) not in left_out}
     yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in ignored.items()}
-    yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in _persistent_buffers(model)}
+    yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in persistent_buffers(model)}
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of each buffer that belongs to the model's saved state; any rank."""
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:

@@ -45,8 +45,6 @@ class Call:
     Attributes:
         unit: Index of the unit.
         forward_pass: Which forward of the root it belongs to.
-        resharding: Whether the unit's parameters are released when the call's backward is complete. False for the
-            calls of a unit of several modules that are not of its first module.
         input_node: Whether an autograd node marks the end of this call's backward (some input needs a gradient).
         graph: Dies with the autograd graph of the call; None until the call has ended.
         planned: Whether the call is part of the plan; False for recomputation and after the plan was used.
@@ -56,7 +54,6 @@ class Call:
 
     unit: int
     forward_pass: int = 0
-    resharding: bool = True
     input_node: bool = False
     graph: Callable[[], object | None] | None = None
     planned: bool = False
@@ -122,11 +119,9 @@ class Schedule:
             self.following[self.last] = None
         self.last = None
 
-    def forward_begins(
-        self, unit: int, *, input_node: bool = False, resharding: bool = True
-    ) -> tuple[Call, list[Action]]:
+    def forward_begins(self, unit: int, *, input_node: bool = False) -> tuple[Call, list[Action]]:
         """A call of ``unit`` starts. Returns the call and what to do before it computes."""
-        call = Call(unit, self.forward_pass, resharding, input_node)
+        call = Call(unit, self.forward_pass, input_node)
         self.events.append((False, call))
         self._trace(unit)
         actions = [(Verb.GATHER, unit)]
@@ -207,8 +202,7 @@ class Schedule:
             if self.final[unit] == call.begin and unit in self.queue:
                 self.ready.add(unit)
                 actions += self._pop_ready()
-        if call.resharding:
-            actions.append((Verb.RESHARD, unit))
+        actions.append((Verb.RESHARD, unit))
         if call.planned:
             actions += self._prefetch_after(call.begin, BackwardPrefetch.BACKWARD_POST)
         return actions
@@ -242,7 +236,7 @@ class Schedule:
                 # Everything before this place is complete, so whatever has not arrived will not.
                 self.ready.add(call.unit)
                 actions += self._pop_ready()
-            if call.resharding and call.unit != self.root:
+            if call.unit != self.root:
                 actions.append((Verb.RESHARD, call.unit))
             if call.forward_pass in self.reached:
                 actions += self._prefetch_after(place, BackwardPrefetch.BACKWARD_POST)
