@@ -2,17 +2,42 @@
 
 from fullshard.comm import init_from_env as init
 from fullshard.comm import shutdown
-from fullshard.engine import UnitTable, full_tensors, fully_shard, memory_summary, no_sync, reset, units, unsharded
-from fullshard.optim import clip_grad_norm_
-from fullshard.policy import BackwardPrefetch, MinNumel, MixedPrecision, ShardingStrategy, TransformerBlocks
+from fullshard.engine import (
+    UnitTable,
+    full_tensors,
+    fully_shard,
+    memory_summary,
+    no_all_reduce,
+    no_sync,
+    register_forward_method,
+    reset,
+    units,
+    unsharded,
+)
+from fullshard.optim import ShardedGradScaler, StepInBackward, clip_grad_norm_, step_in_backward
+from fullshard.policy import (
+    BackwardPrefetch,
+    CPUOffload,
+    MinNumel,
+    MixedPrecision,
+    Named,
+    Prefetch,
+    ShardingStrategy,
+    TransformerBlocks,
+)
 from fullshard.saving import save
 from fullshard.version import __version__
 
 __all__ = [
     "BackwardPrefetch",
+    "CPUOffload",
     "MinNumel",
     "MixedPrecision",
+    "Named",
+    "Prefetch",
+    "ShardedGradScaler",
     "ShardingStrategy",
+    "StepInBackward",
     "TransformerBlocks",
     "UnitTable",
     "__version__",
@@ -21,10 +46,13 @@ __all__ = [
     "fully_shard",
     "init",
     "memory_summary",
+    "no_all_reduce",
     "no_sync",
+    "register_forward_method",
     "reset",
     "save",
     "shutdown",
+    "step_in_backward",
     "units",
     "unsharded",
 ]

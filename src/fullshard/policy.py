@@ -6,10 +6,10 @@ by the caller is turned into that name on construction, so that policies compare
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from fullshard.errors import ConfigError
 
@@ -43,24 +43,41 @@ class MixedPrecision:
 
     Attributes:
         param: Dtype that parameters are gathered and computed in. Shards keep their own dtype.
-        reduce: Dtype that gradients are reduced in. None: the shard's dtype.
-        output: Dtype that the root module's floating outputs are cast to.
+        reduce: Dtype that gradients are collected in and travel in. None: the shard's dtype.
+        reduce_sum: Dtype that gradients of different ranks are added in; None: ``reduce``. With ``reduce`` bfloat16 and
+            ``reduce_sum`` float32 half the bytes travel, each rank's gradient is rounded to bfloat16 once, and the sum
+            over ranks is not rounded again. Every pair of ranks exchanges messages: meant for small worlds.
+        divide: The summed gradients are divided by this; None: by the number of ranks, which gives their mean.
+        buffer: Dtype that floating buffers are cast to, once, when the model is sharded.
+        output: Dtype that floating outputs of the module that ``fully_shard`` was called on are cast to.
         cast_forward_inputs: Whether floating inputs of each unit are cast to ``param``.
+        keep_fp32: Modules that compute in float32 whatever ``param`` says: classes, class names, or the last part of
+            module names (``"wo"``). Their inputs are cast to float32, their outputs to ``param``.
     """
 
     param: Any = None
     reduce: Any = None
+    reduce_sum: Any = None
+    divide: float | None = None
+    buffer: Any = None
     output: Any = None
     cast_forward_inputs: bool = True
+    keep_fp32: Any = ()
 
     def __post_init__(self) -> None:
         """Turn dtypes into their names.
 
         Raises:
-            ConfigError: One of the dtypes is not a floating dtype.
+            ConfigError: One of the dtypes is not a floating dtype, or ``divide`` is not above zero.
         """
-        for field in ("param", "reduce", "output"):
+        for field in ("param", "reduce", "reduce_sum", "buffer", "output"):
             object.__setattr__(self, field, dtype_name(getattr(self, field)))
+        kept: Any = self.keep_fp32
+        kept = {kept} if isinstance(kept, (str, type)) else kept
+        names = (one if isinstance(one, str) else one.__name__ for one in kept)
+        object.__setattr__(self, "keep_fp32", tuple(sorted(names)))
+        if self.divide is not None and not self.divide > 0:
+            raise ConfigError(f"Gradients are divided by a number above zero; got {self.divide}.")
 
 
 class ShardingStrategy(Enum):
@@ -104,6 +121,80 @@ class BackwardPrefetch(Enum):
 
 
 @dataclass(frozen=True)
+class Prefetch:
+    """Which units are gathered ahead of the one that computes. It never changes what is computed.
+
+    Attributes:
+        backward: When backward gathers ahead.
+        forward: Whether forward gathers ahead, in the order of the last forward.
+        ahead: How many units are gathered ahead of the one that computes; each costs the memory of a gathered unit.
+        forward_lists: For units by name, the units that are gathered ahead when their forward starts, in place of the
+            order of the last forward.
+        backward_lists: The same for backward.
+        max_in_flight: Most units, beside the root, that are gathered or being gathered at once when one more is
+            gathered ahead; None: ``ahead + 1``, or no bound where a list is given.
+    """
+
+    backward: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
+    forward: bool = True
+    ahead: int = 1
+    forward_lists: Any = ()
+    backward_lists: Any = ()
+    max_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        """Freeze the lists.
+
+        Raises:
+            ConfigError: A number is below 1.
+        """
+        for field in ("forward_lists", "backward_lists"):
+            lists: Any = getattr(self, field)
+            given = cast("Iterable[tuple[str, Iterable[str]]]", lists.items() if isinstance(lists, dict) else lists)
+            frozen = tuple(sorted((name, tuple(units)) for name, units in given))
+            object.__setattr__(self, field, frozen)
+        for field in ("ahead", "max_in_flight"):
+            number = getattr(self, field)
+            if number is not None and number < 1:
+                raise ConfigError(f"Prefetch({field}=…) is a number of units of at least 1; got {number}.")
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Shards, their gradients and so the optimizer's state live in host memory; units are gathered on the device.
+
+    Each gather copies this rank's shard to the device, each reduce its gradient back; the optimizer steps on the CPU.
+
+    Attributes:
+        pin_memory: Whether host memory is page-locked: copies then run beside compute, and it cannot be swapped out.
+    """
+
+    pin_memory: bool = True
+
+
+FROZEN = ("shard", "replicate", "auto")
+"""Where frozen parameters live: sharded like the rest, whole on every rank, or whole where they are small beside the
+memory of the device."""
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """The policies of one unit.
+
+    Attributes:
+        strategy: What is sharded.
+        precision: Dtypes.
+        offload: Whether shards live in host memory.
+        frozen: ``"shard"`` or ``"replicate"`` the frozen parameters.
+    """
+
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    precision: MixedPrecision = MixedPrecision()
+    offload: CPUOffload | None = None
+    frozen: str = "shard"
+
+
+@dataclass(frozen=True)
 class TransformerBlocks:
     """Each module of one of these classes becomes a unit.
 
@@ -143,5 +234,20 @@ class MinNumel:
             raise ConfigError(f"MinNumel takes a number of elements of at least 1; got {self.numel}.")
 
 
-WrapPolicy = TransformerBlocks | MinNumel | Callable[[Any], bool] | str | None
-"""``"auto"``, :class:`TransformerBlocks`, :class:`MinNumel`, a predicate over modules, or None: one unit."""
+@dataclass(frozen=True)
+class Named:
+    """Units by hand: each item is the name of a module, or a tuple of names that make one unit together.
+
+    Attributes:
+        units: Names as ``model.named_modules()`` gives them, one tuple a unit; members in the order they run in.
+    """
+
+    units: tuple[tuple[str, ...], ...]
+
+    def __init__(self, *units: str | Iterable[str]) -> None:
+        """Take names and groups of names."""
+        object.__setattr__(self, "units", tuple((u,) if isinstance(u, str) else tuple(u) for u in units))
+
+
+WrapPolicy = TransformerBlocks | MinNumel | Named | Callable[[Any], bool] | str | None
+"""``"auto"``, :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate over modules, or None."""

@@ -57,7 +57,7 @@ def test_bytes_on_the_wire_are_two_gathers_and_one_reduce_of_each_block():
         runtime = model._fullshard_runtime
         shard_bytes = {unit.name: sum(lane.shard.nbytes for lane in unit.lanes) for unit in runtime.units}
         blocks = sum(nbytes for name, nbytes in shard_bytes.items() if name != "(root)")
-        used_flags = 8 * (2 + sum(len(unit.arrivals()) for unit in runtime.units))  # int64, all-reduced
+        used_flags = 8 * (2 + sum(len(unit.params) for unit in runtime.units))  # int64, all-reduced
         assert sent == 3 * blocks + 2 * shard_bytes["(root)"] + used_flags
 
 

@@ -40,9 +40,10 @@ def test_an_unknown_class_lists_those_that_would_work():
 
 def test_one_giant_unit_is_refused_unless_asked_for():
     def work(comm):
+        model = fully_shard(nn.Linear(4, 4), comm)
         with pytest.raises(WrapError, match="wrap=None"):
-            fully_shard(nn.Linear(4, 4), comm)
-        fully_shard(nn.Linear(4, 4), comm, wrap=None)
+            model(torch.ones(4))
+        fully_shard(nn.Linear(4, 4), comm, wrap=None)(torch.ones(4))
 
     run_ranks(1, work)
 
@@ -98,7 +99,7 @@ def test_a_refused_model_is_left_as_it_was():
 
     def work(comm):
         with pytest.raises(WrapError):
-            fully_shard(model, comm)
+            fully_shard(model, comm, wrap=TransformerBlocks({"Blocks"}))
 
     run_ranks(1, work)
     assert all(p is before[name] for name, p in model.named_parameters())
@@ -177,15 +178,6 @@ def test_parameters_outside_forward_are_this_ranks_rows():
     assert sum(on_two_ranks(work)) == 40
 
 
-def test_casting_after_sharding_is_refused_in_the_next_forward():
-    def work(comm, model):
-        model = fully_shard(model, comm).double()
-        with pytest.raises(ShardingError, match="float64"):
-            lm_loss(model, batches(1, 2)[0])
-
-    on_two_ranks(work)
-
-
 def test_values_given_new_memory_of_the_same_kind_are_taken_over():
     def work(comm, model):
         model = fully_shard(model, comm)
@@ -194,16 +186,6 @@ def test_values_given_new_memory_of_the_same_kind_are_taken_over():
         lm_loss(model, batches(1, 2)[0])
         with unsharded(model):
             assert all((p == 0.5).all() for p in model.parameters())
-
-    on_two_ranks(work)
-
-
-def test_freezing_after_sharding_is_refused_in_the_next_forward():
-    def work(comm, model):
-        model = fully_shard(model, comm)
-        model.blocks[0].requires_grad_(False)
-        with pytest.raises(ShardingError, match="Freeze or unfreeze parameters before"):
-            lm_loss(model, batches(1, 2)[0])
 
     on_two_ranks(work)
 

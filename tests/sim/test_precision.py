@@ -2,13 +2,15 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 from fullshard import MixedPrecision, fully_shard
 from fullshard.comm import RecordingComm, run_ranks
+from fullshard.errors import WrapError
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts
-from support.parity import replicas
+from support.parity import assert_gradients, replicas, sharded_gradients
 
 BF16 = MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
 
@@ -106,3 +108,137 @@ def test_inputs_are_cast_on_the_way_in_and_outputs_on_the_way_out():
         assert all(p.grad is not None for p in model.parameters() if p.numel())
 
     run_ranks(1, work)
+
+
+class WithBuffers(nn.Module):
+    """A block with a norm, a buffer that is added, an integer buffer, and a part named ``wo``."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.wi = nn.Linear(16, 32)
+        self.wo = nn.Linear(32, 16)
+        self.register_buffer("shift", torch.ones(16))
+        self.register_buffer("count", torch.ones(2, dtype=torch.int64))
+
+    def forward(self, x):
+        return x + self.wo(torch.relu(self.wi(self.norm(x)))) + self.shift
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([WithBuffers(), WithBuffers()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def dtypes_seen(comm, model, policy, dtype=torch.float32):
+    """Input and output dtype of every submodule of the first block, the output's, and each gradient's."""
+    model = fully_shard(model, comm, mp_policy=policy)
+    seen = {}
+    for name, module in model.blocks[0].named_children():
+        module.register_forward_hook(lambda m, a, o, n=name: seen.update({n: (a[0].dtype, o.dtype)}))
+    out = model(torch.ones(2, 16, dtype=dtype))
+    out.float().sum().backward()
+    return seen, out.dtype, {p.grad.dtype for p in model.parameters()}, model
+
+
+def test_kept_modules_compute_in_fp32_between_bf16_ones():
+    policy = MixedPrecision(param="bf16", reduce="fp32", output="fp32", keep_fp32=("wo", "LayerNorm"))
+
+    def work(comm):
+        return dtypes_seen(comm, Two(), policy)
+
+    seen, out, grads, model = run_ranks(1, work)[0]
+    low, full = torch.bfloat16, torch.float32
+    assert seen == {"norm": (full, low), "wi": (low, low), "wo": (full, low)}
+    assert out == full
+    assert grads == {full}
+    lanes = {lane.dtypes.compute for lane in model._fullshard_runtime.units[1].lanes}
+    assert lanes == {low, full}
+
+
+def test_a_name_that_no_module_has_is_not_kept_silently():
+    with pytest.raises(WrapError, match="keep_fp32 names vo"):
+        run_ranks(1, lambda comm: fully_shard(Two(), comm, mp_policy=MixedPrecision(param="bf16", keep_fp32="vo")))
+
+
+def test_buffers_keep_their_dtype_unless_asked():
+    def work(comm):
+        plain = fully_shard(Two(), comm, mp_policy=MixedPrecision(param="bf16"))
+        asked = fully_shard(Two(), comm, mp_policy=MixedPrecision(param="bf16", buffer="bf16"))
+        return [[b.dtype for b in model.blocks[0].buffers()] for model in (plain, asked)]
+
+    plain, asked = run_ranks(1, work)[0]
+    assert plain == [torch.float32, torch.int64]
+    assert asked == [torch.bfloat16, torch.int64]
+
+
+def test_inputs_are_not_cast_where_that_is_off():
+    def work(comm):
+        policy = MixedPrecision(param="bf16", buffer="bf16", cast_forward_inputs=False)
+        return dtypes_seen(comm, Two(), policy, torch.bfloat16)
+
+    seen, out, _, _ = run_ranks(1, work)[0]
+    assert set(seen.values()) == {(torch.bfloat16, torch.bfloat16)}
+    assert out == torch.bfloat16
+
+
+def test_the_divisor_of_the_sum_may_be_another_than_the_number_of_ranks():
+    reference, models = replicas(TinyLM, 2)
+    tokens = batches(1, 4)[0]
+    lm_loss(reference, tokens).backward()
+    for p in reference.parameters():
+        if p.grad is not None:
+            p.grad.mul_(2 / 8)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, mp_policy=MixedPrecision(divide=8))
+        lm_loss(model, tokens[2 * comm.rank : 2 * comm.rank + 2]).backward()
+        return sharded_gradients(model)
+
+    assert_gradients(run_ranks(2, work), reference)
+
+
+def test_float16_gradients_are_divided_in_two_steps_so_that_the_sum_fits():
+    def work(comm):
+        model = nn.Linear(8, 8, bias=False)
+        nn.init.ones_(model.weight)
+        policy = MixedPrecision(param="fp16", reduce="fp16")
+        model = fully_shard(model, comm, wrap=None, mp_policy=policy)
+        # Each rank's gradient is 20,000: four of them do not fit float16 (65,504), and their mean does.
+        (model(torch.full((1, 8), 100.0)) * 200.0).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    for grads in run_ranks(4, work):
+        assert all((grad == 20000.0).all() for grad in grads)
+
+
+def test_bf16_messages_with_an_fp32_sum_round_each_rank_once():
+    policy = MixedPrecision(param="bf16", reduce="bf16", reduce_sum="fp32")
+    reference, models = replicas(TinyLM, 3)
+    tokens = batches(1, 6)[0]
+    terms = []
+    for rank in range(3):
+        low = copy.deepcopy(reference).bfloat16()
+        lm_loss(low, tokens[2 * rank : 2 * rank + 2]).backward()
+        terms.append({name: p.grad for name, p in low.named_parameters() if p.grad is not None})
+
+    def work(comm):
+        ledger = RecordingComm(comm)
+        model = fully_shard(models[comm.rank], ledger, mp_policy=policy)
+        lm_loss(model, tokens[2 * comm.rank : 2 * comm.rank + 2]).backward()
+        for p in model.parameters():
+            name, rows = p.shard_meta.name, p.shard_meta.row_range
+            if p.grad is not None and name != "embed.weight":
+                mean = (terms[0][name].float() + terms[1][name].float() + terms[2][name].float()) / 3
+                torch.testing.assert_close(p.grad, mean[rows[0] : rows[1]], atol=0, rtol=1e-6)
+        lanes = [lane for unit in model._fullshard_runtime.units for lane in unit.lanes if lane.trainable]
+        sent = sum(entry.sent_bytes for entry in ledger.entries if entry.collective == "reduce_scatter")
+        assert sent == sum(2 * lane.lane.shard_numel * (comm.size - 1) for lane in lanes)
+
+    run_ranks(3, work)

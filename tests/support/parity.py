@@ -26,10 +26,10 @@ def train_unsharded(model, loss_of, data):
     return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def train_sharded(model, comm, loss_of, data, mesh=None, **options):
+def train_sharded(model, comm, loss_of, data, mesh=None, sharded=False, optimizer=None, **options):
     """The same on this rank's rows of each batch; losses are averaged over ranks."""
-    model = fully_shard(model, mesh or comm, **options)
-    optimizer, losses, norms = optimizer_for(model), [], []
+    model = model if sharded else fully_shard(model, mesh or comm, **options)
+    optimizer, losses, norms = optimizer or optimizer_for(model), [], []
     for tokens in data:
         loss = loss_of(model, tokens[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK])
         loss.backward()

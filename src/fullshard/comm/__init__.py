@@ -1,15 +1,20 @@
 """The only room that touches ``torch.distributed``: collectives, process groups, device differences."""
 
+from fullshard.comm.device import Device as Device
+from fullshard.comm.device import device_of as device_of
+from fullshard.comm.gloo import GlooComm as GlooComm
 from fullshard.comm.ledger import Entry as Entry
 from fullshard.comm.ledger import RecordingComm as RecordingComm
 from fullshard.comm.memory import MemoryMeter as MemoryMeter
+from fullshard.comm.memory import device_memory_bytes as device_memory_bytes
 from fullshard.comm.mesh import Mesh as Mesh
 from fullshard.comm.mesh import SoloComm as SoloComm
 from fullshard.comm.mesh import as_mesh as as_mesh
-from fullshard.comm.process import GlooComm as GlooComm
+from fullshard.comm.mesh import same_ranks as same_ranks
 from fullshard.comm.process import ProcessComm as ProcessComm
 from fullshard.comm.process import init_from_env as init_from_env
 from fullshard.comm.process import shutdown as shutdown
+from fullshard.comm.protocol import DONE as DONE
 from fullshard.comm.protocol import Comm as Comm
 from fullshard.comm.protocol import Work as Work
 from fullshard.comm.threads import ThreadComm as ThreadComm

@@ -46,6 +46,10 @@ class RecordingComm:
         """Bytes of all entries."""
         return sum(entry.sent_bytes for entry in self.entries)
 
+    def announce(self, what: str) -> None:
+        """See :meth:`Comm.announce`."""
+        self.inner.announce(what)
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`."""
         self._note("all_gather", shard.nbytes * (self.size - 1))
@@ -53,7 +57,7 @@ class RecordingComm:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
         """See :meth:`Comm.reduce_scatter`."""
-        self._note("reduce_scatter", shard.nbytes * (self.size - 1))
+        self._note("reduce_scatter", full.nbytes // self.size * (self.size - 1))
         return self.inner.reduce_scatter(shard, full)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,14 @@ def live_tensor_bytes() -> int:
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Memory that a rank on ``device`` can count on: the device's, or its share of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 class MemoryMeter:

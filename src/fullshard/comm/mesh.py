@@ -21,6 +21,9 @@ class SoloComm:
         """Take tensors on ``device``."""
         self.rank, self.size, self.device = 0, 1, device
 
+    def announce(self, what: str) -> None:
+        """See :meth:`Comm.announce`: nothing, nobody is waited for."""
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`."""
         return _copy(full, shard)
@@ -81,10 +84,52 @@ class Mesh:
         self.shard.all_reduce(tensor, op).wait()
         return self.replicate.all_reduce(tensor, op)
 
+    def announce(self, what: str) -> None:
+        """Say what the next collectives are for; shown when one does not complete."""
+        self.shard.announce(what)
+        self.replicate.announce(what)
+
+    @property
+    def everyone(self) -> Any:
+        """One group of all ranks, for sums."""
+        if self.replicate.size == 1:
+            return self.shard
+        return self.replicate if self.shard.size == 1 else _Everyone(self)
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """The picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path."""
         by_replica = self.replicate.all_gather_object(self.shard.all_gather_object(value))
         return [item for replica in by_replica for item in replica]
+
+
+class _Everyone:
+    """All ranks of a mesh of two axes as one group, as far as copies need one: sums, and nothing to gather."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Speak to all ranks of ``mesh``."""
+        self.mesh = mesh
+        self.rank, self.size, self.device = mesh.rank, mesh.size, mesh.device
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """See :meth:`Comm.all_reduce`."""
+        return self.mesh.all_reduce(tensor, op)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`Comm.all_gather_object`."""
+        return self.mesh.all_gather_object(value)
+
+
+def same_ranks(one: Mesh, other: Mesh) -> bool:
+    """Whether two meshes cross the same groups."""
+    return all(_group(a) == _group(b) for a, b in ((one.shard, other.shard), (one.replicate, other.replicate)))
+
+
+def _group(comm: Any) -> tuple[int, int, object]:
+    """What tells a group from another one: its size, this rank's place, and what it was made of."""
+    while hasattr(comm, "inner"):
+        comm = comm.inner
+    made_of = getattr(comm, "group", None) or getattr(comm, "world", None)
+    return comm.size, comm.rank, made_of if comm.size > 1 else None
 
 
 def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | None) -> Mesh:

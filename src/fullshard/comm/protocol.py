@@ -34,6 +34,19 @@ class Comm(Protocol):
     size: int
     device: torch.device
 
+    def announce(self, what: str) -> None:
+        """Say what the next collectives are for, until the next call; shown when one of them does not complete.
+
+        Ranks that announce different things for an all-gather, reduce-scatter, broadcast or gather are in different
+        ones: they exchange nothing and are told. In an all-reduce, an exchange of objects or a barrier they meet all
+        the same, because by these ranks find out whether they agree. It costs next to nothing: call it before every
+        collective.
+
+        Args:
+            what: For people, such as ``"all-gather of unit blocks.3"``.
+        """
+        ...
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """Fill ``full`` (size * S elements) with every rank's ``shard`` (S elements, same dtype) in rank order.
 

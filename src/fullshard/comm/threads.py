@@ -36,6 +36,11 @@ class ThreadComm:
         self.rank = rank
         self.size = world.size
         self.device = torch.device("cpu")
+        self.announced = ""
+
+    def announce(self, what: str) -> None:
+        """See :meth:`Comm.announce`."""
+        self.announced = what
 
     def split(self, groups: Sequence[Sequence[int]]) -> ThreadComm:
         """The group among ``groups`` of ranks that this rank belongs to; every rank calls it with the same groups."""
@@ -44,22 +49,33 @@ class ThreadComm:
             part = self.world.parts.setdefault(members, ThreadWorld(len(members), self.world.timeout_s))
         return ThreadComm(part, members.index(self.rank))
 
-    def _meet(self, kind: str, payload: Any, use: Callable[[list[Any]], T]) -> T:
+    def _meet(self, kind: str, payload: Any, use: Callable[[list[Any]], T], *, bound: bool = False) -> T:
         """Show ``payload`` to the other ranks, apply ``use`` to everybody's, and leave together.
+
+        Args:
+            kind: The collective, in words.
+            payload: What this rank brings.
+            use: Makes the result of what all ranks bring, in rank order.
+            bound: Whether ranks that announced different things are apart in it.
 
         Raises:
             MismatchError: Another rank is in a different collective, or never came.
         """
-        self.world.slots[self.rank] = (kind, payload)
+        text = f"{kind} ({self.announced})" if self.announced else kind
+        self.world.slots[self.rank] = (text if bound else kind, text, payload)
         try:
             self.world.meeting.wait()
-            kinds = [slot[0] for slot in self.world.slots]
-            result = use([slot[1] for slot in self.world.slots]) if len(set(kinds)) == 1 else None
+            names, texts, payloads = zip(*self.world.slots, strict=True)
+            result = use(list(payloads)) if len(set(names)) == 1 else None
             self.world.meeting.wait()
         except threading.BrokenBarrierError:
-            raise MismatchError(f"Rank {self.rank} waited in {kind}, but another rank failed or never came.") from None
-        if len(set(kinds)) != 1:
-            raise MismatchError(f"Ranks are in different collectives: {dict(enumerate(kinds))}.")
+            raise MismatchError(f"Rank {self.rank} waited in {text}, but another rank failed or never came.") from None
+        if len(set(names)) != 1:
+            where = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise MismatchError(
+                f"Ranks are in different collectives: {where}. Every rank must call the same modules in the same "
+                "order; check code that depends on the rank or the data."
+            )
         return result  # type: ignore[return-value]
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
@@ -70,16 +86,17 @@ class ThreadComm:
                 if rank != self.rank or source.data_ptr() != slot.data_ptr():
                     slot.copy_(source)
 
-        self._meet(f"all_gather of {full.numel()} {full.dtype}", shard, use)
+        self._meet(f"all_gather of {full.numel()} {full.dtype}", shard, use, bound=True)
         return DONE
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
         """See :meth:`Comm.reduce_scatter`."""
 
         def use(fulls: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([other.view(self.size, -1)[self.rank] for other in fulls]).sum(0)
+            terms = [other.view(self.size, -1)[self.rank] for other in fulls]
+            return torch.stack(terms).sum(0, dtype=shard.dtype)
 
-        shard.copy_(self._meet(f"reduce_scatter of {full.numel()} {full.dtype}", full, use))
+        shard.copy_(self._meet(f"reduce_scatter of {full.numel()} {full.dtype}", full, use, bound=True))
         return DONE
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -95,7 +112,7 @@ class ThreadComm:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """See :meth:`Comm.broadcast`."""
         kind = f"broadcast of {tensor.numel()} {tensor.dtype} from {source}"
-        value = self._meet(kind, tensor, lambda tensors: tensors[source].clone())
+        value = self._meet(kind, tensor, lambda tensors: tensors[source].clone(), bound=True)
         tensor.copy_(value)
         return DONE
 
@@ -106,7 +123,7 @@ class ThreadComm:
             if full is not None:
                 torch.cat([s.reshape(-1) for s in shards], out=full)
 
-        self._meet(f"gather of {shard.numel()} {shard.dtype} to {target}", shard, use)
+        self._meet(f"gather of {shard.numel()} {shard.dtype} to {target}", shard, use, bound=True)
         return DONE
 
     def all_gather_object(self, value: Any) -> list[Any]:

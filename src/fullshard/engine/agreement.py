@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -25,14 +26,16 @@ class Agreement:
         self.mesh = mesh
         self.names = list(names)
         self.first_pass = True
+        self.every_pass = os.environ.get("FULLSHARD_DEBUG", "") == "1"
         self._verdict: tuple[Work, torch.Tensor, int] | None = None
 
     def before(self, collective: str, unit: int) -> None:
-        """Announce a collective; in the first pass only.
+        """Announce a collective, and in the first pass compare it with other ranks'.
 
         Raises:
             MismatchError: Another rank announces another one; raised on every rank.
         """
+        self.mesh.announce(f"{collective} of unit {self.names[unit]}")
         if not self.first_pass:
             return
         code = 2 * unit + (collective == "all-gather")
@@ -49,8 +52,8 @@ class Agreement:
         )
 
     def pass_is_over(self) -> None:
-        """The first pass is complete: later ones are compared as a whole."""
-        self.first_pass = False
+        """The first pass is complete: later ones are compared as a whole, unless ``FULLSHARD_DEBUG`` is 1."""
+        self.first_pass = self.every_pass
 
     def after_backward(self, arrived: Sequence[bool], trace: int) -> list[bool] | None:
         """Exchange which parameters got a gradient, and the checksum of the step's order.
@@ -59,7 +62,7 @@ class Agreement:
         a step later, and the flags only where this rank misses a gradient.
 
         Args:
-            arrived: For each trainable parameter, whether a gradient arrived on this rank.
+            arrived: For each parameter, whether a gradient arrived on this rank, or none is due.
             trace: Checksum of this rank's order of units.
 
         Returns:
@@ -71,10 +74,11 @@ class Agreement:
         self._check_verdict()
         mark = trace % (1 << _TRACE_BITS)
         message = torch.tensor([mark, mark * mark, *arrived], dtype=torch.int64).to(self.mesh.device, non_blocking=True)
+        self.mesh.announce("which parameters got a gradient, at the end of backward")
         self._verdict = (self.mesh.all_reduce(message), message, mark)
         if self.first_pass or self.mesh.device.type == "cpu":
             self._check_verdict()
-        self.first_pass = False
+        self.pass_is_over()
         if all(arrived):
             return None
         self._check_verdict()

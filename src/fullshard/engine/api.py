@@ -3,71 +3,93 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.comm import Mesh, as_mesh
+from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, same_ranks
 from fullshard.engine import fused
 from fullshard.engine.buffers import Account
 from fullshard.engine.build import UnitBuilder, move_buffers
-from fullshard.engine.hooks import RootHeld, UnitHooks
+from fullshard.engine.hooks import UnitHooks, keep_in_float32
 from fullshard.engine.identity import check_same_model
-from fullshard.engine.runtime import Policy, Runtime
-from fullshard.engine.table import UnitTable, make_row
-from fullshard.engine.torch_private import in_backward
-from fullshard.engine.wrap import assign_parameters, check_parameters, find_units
-from fullshard.errors import ShardingError
-from fullshard.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy, WrapPolicy
+from fullshard.engine.model_class import plain_class, sharded_class
+from fullshard.engine.precision import dtypes_of
+from fullshard.engine.runtime import Runtime, attach, detach, is_sharded, runtime_of
+from fullshard.engine.table import UnitTable, unit_table
+from fullshard.engine.unit import Unit
+from fullshard.engine.wrap import (
+    NoRepeatedBlocksError,
+    UnitSpec,
+    assign_parameters,
+    check_parameters,
+    find_units,
+    merge_tiny,
+    modules_kept,
+)
+from fullshard.errors import ConfigError, ProcessGroupError, ShardingError, WrapError
+from fullshard.policy import (
+    FROZEN,
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    Prefetch,
+    ShardingStrategy,
+    UnitPolicy,
+    WrapPolicy,
+)
 from fullshard.version import __version__
 
-_ATTRIBUTE = "_fullshard_runtime"
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime of a sharded model.
-
-    Raises:
-        ShardingError: The module is not the root that ``fully_shard`` was called on.
-    """
-    runtime = model.__dict__.get(_ATTRIBUTE)
-    if runtime is None:
-        raise ShardingError(
-            f"{type(model).__name__} is not sharded: call fully_shard(model) first, and pass that model."
-        )
-    return runtime
+_REPLICATED_SHARE = 0.25
+"""``frozen="auto"`` replicates frozen parameters that take at most this share of the smallest rank's memory."""
 
 
 def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     mesh: Any = None,
     *,
     wrap: WrapPolicy = "auto",
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecision | None = None,
-    prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE,
+    prefetch: BackwardPrefetch | Prefetch = BackwardPrefetch.BACKWARD_PRE,
+    offload_policy: CPUOffload | None = None,
+    frozen: str = "shard",
     ignored_params: Iterable[nn.Parameter] = (),
     device: torch.device | None = None,
-) -> nn.Module:
-    """Shard ``model`` over the ranks of ``mesh``, in place. Every rank calls it once, with the same model.
+) -> Any:
+    """Shard ``model`` over the ranks of ``mesh``, in place. Every rank calls it, with the same model.
 
     Afterwards each parameter of the model is this rank's shard: whole rows, shape ``(rows here, *rest)``, possibly
     none. Build the optimizer on ``model.parameters()`` as usual. Forward and backward gather one unit at a time; after
     ``backward()`` each shard's ``.grad`` is the mean over ranks of the gradient.
 
+    Call it once on the root with a wrap policy, or bottom up: on blocks, each with policies of its own, then on the
+    root, which takes them in and makes a unit of what is left. Only the root may be called then.
+
     Args:
-        model: Any module, on CPU, on the device, or on the meta device (units are initialised as they are sharded).
-        mesh: Ranks to shard over: None (all), a ``ProcessGroup``, a 1-D ``DeviceMesh`` or a ``Comm``.
-        wrap: Which modules are units: ``"auto"`` (the model's repeated blocks), :class:`TransformerBlocks`, a predicate
-            over modules, or None (the whole model is one unit).
+        model: Any module, on CPU, on the device, or on the meta device (units are initialised as they are sharded). Of
+            several modules, which run one after the other, one unit is made, for a later call on the root.
+        mesh: Ranks to shard over: None (all), a ``ProcessGroup``, a 1-D ``DeviceMesh`` or a ``Comm``; for two axes,
+            replicate and shard, a 2-D ``DeviceMesh`` or a pair of Comms.
+        wrap: Which modules are units: ``"auto"`` (the model's repeated blocks, small neighbours merged),
+            :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate over modules, or None (the
+            whole model is one unit). After calls on blocks, ``"auto"`` makes no further units but the root. A module
+            without repeated blocks becomes one unit under ``"auto"``, to be taken in by a later call on the root;
+            called as a model of its own it raises ``WrapError``, because all of it would be gathered at once: say
+            ``wrap=None`` if that is meant.
         strategy: What is sharded.
-        mp_policy: Compute and reduce dtypes; None: the parameters' own.
-        prefetch: When backward issues the next all-gather.
-        ignored_params: Parameters left as they are, on every rank.
-        device: Where shards live; None: the accelerator of this rank, else CPU.
+        reshard_after_forward: FSDP2's word: False makes FULL_SHARD into SHARD_GRAD_OP (and so for the hybrid ones).
+        mp_policy: Compute, reduce and other dtypes; None: the parameters' own.
+        prefetch: What is gathered ahead, and when. Of the root's call.
+        offload_policy: Whether shards, gradients and the optimizer's state live in host memory.
+        frozen: Where frozen parameters live: ``"shard"`` them, ``"replicate"`` them on every rank (no communication
+            for them), or ``"auto"``: replicate where they take at most a quarter of the smallest rank's memory.
+        ignored_params: Parameters left as they are, on every rank; ``module.parameters()`` leaves out a module.
+        device: What units compute on; None: the accelerator of this rank, else CPU.
 
     Returns:
         The same object.
@@ -76,66 +98,172 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
         ProcessGroupError: There is no process group, or the mesh does not fit.
         WrapError: The policy does not fit the model; nothing has changed then.
         MismatchError: Ranks hold different models; raised on every rank, nothing has changed then.
-        ShardingError: The model, or a part of it, is sharded already.
+        ShardingError: The model is sharded already.
+        ConfigError: Policies contradict each other, or the device cannot compute in the dtype.
     """
-    for name, module in model.named_modules():
-        if _ATTRIBUTE in module.__dict__:
-            raise ShardingError(
-                f"{name or type(model).__name__} is sharded already; call fully_shard once, on the root."
-            )
-    policy = Policy(strategy, mp_policy or MixedPrecision(), prefetch)
+    strategy = _reshard(strategy, after_forward=reshard_after_forward)
     ranks = as_mesh(mesh, strategy, device)
+    runtime_device = device_of(device or ranks.device)
+    policy = UnitPolicy(strategy, mp_policy or MixedPrecision(), offload_policy, frozen)
+    _check_policy(policy, runtime_device)
+    root, wrap = (model, wrap) if isinstance(model, nn.Module) else (nn.ModuleList(model), None)
+    members = (root,) if isinstance(model, nn.Module) else tuple(model)
+    inner = _sharded_inside(root, ranks)
     ignored = frozenset(ignored_params)
-    specs = assign_parameters(model, find_units(model, wrap), ignored)
-    check_parameters(specs)
-    check_same_model(ranks, specs, policy, __version__)
+    specs, unwrapped = _specs(root, wrap, ignored, inner)
+    specs[0].modules = members
+    check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
+    policy = _place_frozen(policy, specs, ranks)
+    check_same_model(ranks, specs, (policy, prefetch), __version__)
+    inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
+    own = [module for module in root.modules() if id(module) not in inside]
+    kept = [module for module in modules_kept(root, policy.precision.keep_fp32) if id(module) not in inside]
+    kept_ids = frozenset(id(part) for module in kept for part in module.modules())
     account = Account()
-    builder = UnitBuilder(model, ranks, strategy, policy.precision, account, device or ranks.device)
-    move_buffers(model, builder.device)
+    builder = UnitBuilder(root, ranks, policy, account, runtime_device, kept_ids)
+    move_buffers(own, builder.device, None)
     units = [builder.build(index, spec) for index, spec in enumerate(specs)]
     if builder.device.type != "meta":
         builder.initialize_rest()
-    runtime = Runtime(units, ranks, policy, account, frozenset(id(p) for p in ignored))
+    move_buffers(own, builder.device, policy.precision.buffer)
+    keep_in_float32(kept, policy.precision)
     for unit in units:
-        UnitHooks(runtime, unit)
-        fused.install(runtime, unit)
-        for param in unit.params:
-            param.shard.shard_comm = ranks.shard  # type: ignore[attr-defined]
-    model.__dict__[_ATTRIBUTE] = runtime
-    model.__class__ = _sharded_class(type(model))
+        unit.hooks = UnitHooks(unit, kept_ids)
+        fused.install(unit.hooks)
+    units[0].casts_output = True
+    units = _take_in(root, units, inner, ranks, account)
+    runtime = Runtime(units, ranks, _as_prefetch(prefetch), account, runtime_device, frozenset(map(id, ignored)))
+    runtime.unwrapped = unwrapped
+    for member in members:
+        attach(member, runtime)
+        member.__class__ = sharded_class(type(member))  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the model's class with the same name, whose few overrides keep a sharded model from harm."""
-
-    def __repr__(self: nn.Module) -> str:
-        return f"{cls.__repr__(self)}\n{units(self)}"
-
-    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if runtime_of(self).root.held:  # inside unsharded(model) it is whole; views of it would not outlive that
-            return {name: value.clone() for name, value in cls.state_dict(self, *args, **kwargs).items()}
-        raise ShardingError(
-            f"state_dict() of a sharded {cls.__name__} would hold this rank's rows only. Write the whole model with "
-            "fullshard.save(model, directory), or stream it with fullshard.full_tensors(model)."
+def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingStrategy:
+    """FSDP2's word for the same."""
+    if after_forward is None:
+        return strategy
+    if not isinstance(after_forward, bool):
+        raise ConfigError(
+            f"reshard_after_forward is True or False; got {after_forward!r}. To gather inside a smaller group, "
+            "shard inside it: strategy=ShardingStrategy.HYBRID_SHARD with a mesh of 2 axes."
         )
+    kept = {
+        ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
+    }
+    if after_forward and strategy in (*kept.values(), ShardingStrategy.NO_SHARD):
+        raise ConfigError(f"reshard_after_forward=True contradicts strategy={strategy.name}; give one of them.")
+    return strategy if after_forward else kept.get(strategy, strategy)
 
-    def generate(self: nn.Module, *args: object, **kwargs: object) -> object:
-        with RootHeld(runtime_of(self)):
-            return cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-    overrides: dict[str, Any] = {"__repr__": __repr__, "state_dict": state_dict, "__module__": cls.__module__}
-    if hasattr(cls, "generate"):
-        overrides["generate"] = generate
-    made = type(cls.__name__, (cls,), overrides)
-    made.__qualname__ = cls.__qualname__
-    return made
+def _as_prefetch(prefetch: BackwardPrefetch | Prefetch) -> Prefetch:
+    return prefetch if isinstance(prefetch, Prefetch) else Prefetch(backward=prefetch)
+
+
+def _check_policy(policy: UnitPolicy, device: Device) -> None:
+    """Refuse what this device cannot do, before anything changes."""
+    if policy.frozen not in FROZEN:
+        raise ConfigError(f"frozen is one of {', '.join(FROZEN)}; got {policy.frozen!r}.")
+    if "bfloat16" in (policy.precision.param, policy.precision.reduce):
+        native, why = device.supports_bf16()
+        if not native and device.device.type == "cuda":
+            raise ConfigError(
+                f"mp_policy asks for bfloat16, but {why} Use float16 with a ShardedGradScaler, or float32."
+            )
+
+
+def _sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
+    """The runtimes of parts of ``root`` that were sharded before it, in tree order.
+
+    Raises:
+        ShardingError: ``root`` itself is sharded.
+        ProcessGroupError: A part was sharded over other ranks.
+    """
+    if is_sharded(root):
+        raise ShardingError(f"{type(root).__name__} is sharded already; call fully_shard on a module once.")
+    found: dict[int, Runtime] = {}
+    for name, module in root.named_modules():
+        if is_sharded(module):
+            runtime = runtime_of(module)
+            found[id(runtime)] = runtime
+            if not same_ranks(runtime.mesh, ranks):
+                raise ProcessGroupError(
+                    f"{name} was sharded over {runtime.mesh.replicate.size} x {runtime.mesh.shard.size} ranks, and the "
+                    f"call on {type(root).__name__} names {ranks.replicate.size} x {ranks.shard.size} or other ranks. "
+                    "Pass one mesh to every call of fully_shard."
+                )
+    return list(found.values())
+
+
+def _specs(
+    root: nn.Module, wrap: WrapPolicy, ignored: frozenset[nn.Parameter], inner: list[Runtime]
+) -> tuple[list[UnitSpec], WrapError | None]:
+    """Units to be made, of what is neither ignored nor sharded before, and what is wrong with them as a whole model."""
+    slots = {(id(m), key) for runtime in inner for _, p in runtime.all_params() for m, key in p.slots}
+    sharded = frozenset(p.shard for runtime in inner for _, p in runtime.all_params())
+    for path, module in root.named_modules():
+        for key, param in module._parameters.items():
+            if param in sharded and (id(module), key) not in slots:
+                raise WrapError(
+                    f"{path}.{key} is tied to a parameter of a block that was sharded on its own. A tied parameter "
+                    "belongs to a unit around all its places: call fully_shard once, on the root, with a wrap policy."
+                )
+    chosen = wrap if not (inner and wrap == "auto") else None
+    found, unwrapped = [], None
+    try:
+        found = find_units(root, chosen)
+    except NoRepeatedBlocksError as error:
+        unwrapped = error  # right for a block that a later call takes in, wrong for a model
+    specs = assign_parameters(root, found, ignored | sharded)
+    return (merge_tiny(specs) if chosen == "auto" else specs), unwrapped
+
+
+def _place_frozen(policy: UnitPolicy, specs: list[UnitSpec], ranks: Mesh) -> UnitPolicy:
+    """Decide ``frozen="auto"``, alike on all ranks."""
+    if policy.frozen != "auto":
+        return policy
+    frozen = [spec.param for unit in specs for spec in unit.params if not spec.param.requires_grad]
+    nbytes = sum(p.numel() * dtypes_of(policy.precision, p, kept=False).compute.itemsize for p in frozen)
+    smallest = min(ranks.all_gather_object(device_memory_bytes(ranks.device)))
+    place = "replicate" if nbytes <= _REPLICATED_SHARE * smallest else "shard"
+    return UnitPolicy(policy.strategy, policy.precision, policy.offload, place)
+
+
+def _take_in(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Mesh, account: Account) -> list[Unit]:
+    """Units made now and those of parts that were sharded before, root first, the others in tree order."""
+    if not inner:
+        return units
+    paths: dict[int, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+    order = {key: place for place, key in enumerate(paths)}
+    for runtime in inner:
+        for module in runtime.root.modules:
+            detach(module)
+            module.__class__ = plain_class(type(module))
+        for unit in runtime.units:
+            unit.join(paths, ranks, account)
+        units += runtime.units
+    return [units[0], *sorted(units[1:], key=lambda unit: order[id(unit.modules[0])])]
 
 
 def units(model: nn.Module) -> UnitTable:
     """The unit table of a sharded model; any rank, no communication."""
     runtime = runtime_of(model)
-    return UnitTable(tuple(make_row(unit) for unit in runtime.units), runtime.mesh.shard.size)
+    return unit_table(runtime.units, runtime.mesh.shard.size)
+
+
+def check_wrapped(model: nn.Module) -> None:
+    """Tell now, not at the first forward, that ``"auto"`` found no blocks; any rank.
+
+    Raises:
+        WrapError: All of the model is one unit, and nobody said so.
+    """
+    unwrapped = runtime_of(model).unwrapped
+    if unwrapped is not None:
+        raise unwrapped
 
 
 def memory_summary(model: nn.Module) -> dict[str, int]:
@@ -171,76 +299,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
-    """Show full parameters, in the compute dtype, on every rank; all ranks enter it together.
+def no_all_reduce(model: nn.Module) -> Iterator[None]:
+    """Under the hybrid strategies, accumulate inside the shard group; every rank enters it around the same backwards.
 
-    In-place changes of parameters made inside are kept (each rank keeps its own rows of what it wrote: write the same
-    on every rank). Memory: the whole gathered model.
-
-    Raises:
-        ShardingError: Entered during backward.
+    Gradients are reduce-scattered as always, but replicas add up theirs in the first backward outside only: one
+    all-reduce for several micro-batches, at the price of a gradient's shard. With one axis it changes nothing.
     """
     runtime = runtime_of(model)
-    if in_backward():
-        raise ShardingError("unsharded(model) cannot be entered during backward: units come and go there.")
-    runtime.forward_event()
-    for unit in runtime.units:
-        if not unit.held and not unit.open_calls:
-            runtime.release(unit)  # what is gathered may be older than the shards
-        runtime.gather(unit)
-        unit.held += 1
+    before, runtime.across = runtime.across, runtime.mesh.replicate.size == 1
     try:
         yield
     finally:
-        for unit in runtime.units:
-            unit.held -= 1
-        if not runtime.root.held:
-            for unit in runtime.units:
-                unit.write_back()
-        for unit in runtime.units:
-            if not unit.open_calls:
-                runtime.release(unit)
-
-
-def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
-    """Stream the whole model to rank 0, one unit at a time; every rank iterates to the end.
-
-    Yields:
-        The unit's name, and for each of its parameters the first name and, on rank 0, the full tensor on CPU in the
-        shard's dtype (valid until the next step of the iteration); None on other ranks. Parameters that were left out
-        of sharding and persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
-    """
-    runtime = runtime_of(model)
-    comm, writes = runtime.mesh.shard, runtime.mesh.rank == 0
-    for unit in runtime.units:
-        tensors: dict[str, torch.Tensor | None] = {}
-        for lane in unit.lanes:
-            full = None
-            if writes:
-                full = torch.empty(
-                    lane.lane.world_size * lane.lane.shard_numel, dtype=lane.shard.dtype, device=lane.shard.device
-                )
-            if runtime.mesh.replicate.rank == 0:  # copies have the same to tell
-                comm.gather(lane.shard, full).wait()
-            full = None if full is None else full.cpu()
-            for param in unit.params:
-                if param.state is lane:
-                    start, numel = param.meta.placement.start, param.meta.placement.numel
-                    view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
-                    tensors[param.meta.name] = view
-        yield unit.name, tensors
-    left_out = {id(p.full) for _, p in runtime.all_params()}
-    ignored = {n: p for n, p in model.named_parameters() if not hasattr(p, "shard_meta") and id(p) not in left_out}
-    yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in ignored.items()}
-    yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in persistent_buffers(model)}
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each buffer that belongs to the model's saved state; any rank."""
-    for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{path}.{key}" if path else key, buffer
+        runtime.across = before
 
 
 def mesh_of(model: nn.Module) -> Mesh:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fullshard.comm import Device
+
 
 class Account:
     """Bytes of buffers the engine holds right now and held at most, by kind.
@@ -63,13 +65,14 @@ class ReusableBuffer:
         alias: The same memory for writing.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, account: Account) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device, account: Account) -> None:
         """Take the memory; ``release`` gives it back."""
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self.tensor = torch.empty(numel, dtype=dtype, device=device.device)
         self.alias = self.tensor.data
         self._storage = self.tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()
-        self._account = account
+        self._device = device
+        self.account = account
         account.add("gathered", self.nbytes)
 
     @property
@@ -80,11 +83,11 @@ class ReusableBuffer:
     def take(self) -> None:
         """Get memory, with undefined content; nothing where it is there."""
         if not self.held:
-            self._storage.resize_(self.nbytes)
-            self._account.add("gathered", self.nbytes)
+            self._device.take(self._storage, self.nbytes)
+            self.account.add("gathered", self.nbytes)
 
     def release(self) -> None:
         """Give the memory back; every view becomes unreadable until the next ``take``."""
         if self.held and self.nbytes:
-            self._storage.resize_(0)
-            self._account.add("gathered", -self.nbytes)
+            self._device.release(self._storage)
+            self.account.add("gathered", -self.nbytes)

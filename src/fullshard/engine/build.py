@@ -8,17 +8,17 @@ from functools import partial
 import torch
 from torch import nn
 
-from fullshard.comm import Mesh
-from fullshard.engine.buffers import Account, PermanentBuffer, ReusableBuffer
+from fullshard.comm import Device, Mesh, SoloComm
+from fullshard.engine.buffers import Account
 from fullshard.engine.lane import CutLane, LaneState, Origin
 from fullshard.engine.param import ShardedParam
-from fullshard.engine.precision import compute_dtype, reduce_dtype, shard_dtype
+from fullshard.engine.precision import Dtypes, dtypes_of, torch_dtype
 from fullshard.engine.unit import Unit
 from fullshard.engine.wrap import ParamSpec, UnitSpec
 from fullshard.errors import WrapError
 from fullshard.layout import plan_unit
 from fullshard.layout.sharded import ShardMeta
-from fullshard.policy import MixedPrecision, ShardingStrategy
+from fullshard.policy import ShardingStrategy, UnitPolicy
 
 
 class UnitBuilder:
@@ -28,18 +28,19 @@ class UnitBuilder:
         self,
         model: nn.Module,
         mesh: Mesh,
-        strategy: ShardingStrategy,
-        policy: MixedPrecision,
+        policy: UnitPolicy,
         account: Account,
-        device: torch.device,
+        device: Device,
+        kept: frozenset[int],
     ) -> None:
-        """Shards live on ``device``."""
+        """Units compute on ``device``; ``kept`` are the ids of the modules that compute in float32."""
         self.model = model
         self.mesh = mesh
-        self.strategy = strategy
         self.policy = policy
         self.account = account
-        self.device = device
+        self.runtime_device = device
+        self.device = device.device
+        self.kept = kept
         self.seed: int | None = None
 
     def build(self, index: int, spec: UnitSpec) -> Unit:
@@ -58,36 +59,41 @@ class UnitBuilder:
         lanes: list[LaneState] = []
         params: list[ShardedParam] = []
         for piece in cut:
-            full = self._buffer(piece)
-            state = LaneState(piece, full, self.account)
+            state = LaneState(piece, self.runtime_device, self.account)
             lanes.append(state)
             params += self._sharded_params(state, piece)
-        return Unit(index, spec.name, spec.module, params, lanes, self.mesh)
+        return Unit(spec.name, spec.modules, params, lanes, self.policy)
 
-    def _buffer(self, piece: CutLane) -> ReusableBuffer | PermanentBuffer:
-        if self.strategy is ShardingStrategy.NO_SHARD and piece.shard.dtype == piece.compute:
-            return PermanentBuffer(piece.shard)
-        numel = piece.lane.world_size * piece.lane.shard_numel
-        return ReusableBuffer(numel, piece.compute, self.device, self.account)
+    def _dtypes(self, member: ParamSpec) -> Dtypes:
+        kept = any(id(module) in self.kept for module, _ in member.slots)
+        return dtypes_of(self.policy.precision, member.param, kept=kept)
 
     def _groups(self, spec: UnitSpec) -> Iterable[list[ParamSpec]]:
         """Parameters that may share a lane: the same dtypes, all trainable or all frozen."""
         groups: dict[tuple[object, ...], list[ParamSpec]] = {}
         for member in spec.params:
-            p = member.param
-            dtypes = (shard_dtype(self.policy, p), compute_dtype(self.policy, p), reduce_dtype(self.policy, p))
-            groups.setdefault((*dtypes, p.requires_grad), []).append(member)
+            groups.setdefault((self._dtypes(member), member.param.requires_grad), []).append(member)
         return groups.values()
+
+    def _host(self, piece: torch.Tensor) -> torch.Tensor:
+        """A shard in host memory, if that is the policy."""
+        offload = self.policy.offload
+        if offload is None or self.device.type == "cpu":
+            return piece
+        host = piece.cpu()
+        return self.runtime_device.pin(host) if offload.pin_memory else host
 
     def _cut(self, group: list[ParamSpec]) -> Iterable[CutLane]:
         """Plan the lanes of one group and copy this rank's part of them."""
-        first = group[0].param
-        layout = plan_unit(tuple(tuple(member.param.shape) for member in group), self.mesh.shard.size)
+        first, dtypes = group[0].param, self._dtypes(group[0])
+        replicated = self.policy.frozen == "replicate" and not first.requires_grad
+        mesh = Mesh(SoloComm(self.mesh.device), self.mesh.everyone) if replicated else self.mesh
+        layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard.size)
         for lane in layout.lanes:
-            shard = torch.zeros(lane.shard_numel, dtype=shard_dtype(self.policy, first), device=self.device)
-            low, _ = lane.shard_bounds(self.mesh.shard.rank)
+            shard = torch.zeros(lane.shard_numel, dtype=dtypes.shard, device=self.device)
+            low, _ = lane.shard_bounds(mesh.shard.rank)
             for placement in lane.placements:
-                start, stop = lane.local_range(placement, self.mesh.shard.rank)
+                start, stop = lane.local_range(placement, mesh.shard.rank)
                 source = group[placement.index].param.detach().reshape(-1)[start:stop]
                 offset = placement.start + start - low
                 if stop > start:
@@ -95,17 +101,18 @@ class UnitBuilder:
             members = [group[placement.index] for placement in lane.placements]
             yield CutLane(
                 lane=lane,
-                shard=shard,
+                mesh=mesh,
+                shard=self._host(shard),
                 shapes=[tuple(member.param.shape) for member in members],
                 origins=[Origin(member.param, tuple(member.names), member.slots) for member in members],
-                compute=compute_dtype(self.policy, first),
-                reduce=reduce_dtype(self.policy, first),
+                dtypes=dtypes,
                 trainable=first.requires_grad,
+                whole=replicated or self.policy.strategy is ShardingStrategy.NO_SHARD,
             )
 
     def _sharded_params(self, state: LaneState, piece: CutLane) -> Iterable[ShardedParam]:
         for placement, shape, origin in zip(piece.lane.placements, piece.shapes, piece.origins, strict=True):
-            meta = ShardMeta(origin.names[0], origin.names[1:], shape, piece.lane, placement, self.mesh.shard.rank)
+            meta = ShardMeta(origin.names[0], origin.names[1:], shape, piece.lane, placement, piece.mesh.shard.rank)
             yield ShardedParam(meta, state, origin, trainable=piece.trainable)
 
     # Initialisation without memory
@@ -137,7 +144,8 @@ class UnitBuilder:
                 f"Unit {spec.name} is on the meta device, and {', '.join(lacking)} has no reset_parameters() to give "
                 "its parameters their first values. Add that method, or build the model on CPU."
             )
-        for module in reversed(list(spec.module.modules())):  # children first, as Module.apply does
+        everything = [module for member in spec.modules for module in member.modules()]
+        for module in reversed(everything):  # children first, as Module.apply does
             wanted = owned if hasattr(self.model, "_init_weights") else {id(module)} & owned
             if any(id(child) in wanted for child in module.modules()):
                 self._initialize_module(module)
@@ -190,9 +198,11 @@ def _marked_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
     )
 
 
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers to the device of the shards; the meta ones are left for the units' initialisers."""
-    for module in model.modules():
+def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: str | None) -> None:
+    """Move buffers to the device, and floating ones to the named dtype; meta ones are left as they are."""
+    for module in modules:
         for key, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[key] = buffer.to(device)
+            if buffer is None or buffer.is_meta:
+                continue
+            wanted = torch_dtype(dtype) if buffer.is_floating_point() else None
+            module._buffers[key] = buffer.to(device=device, dtype=wanted)

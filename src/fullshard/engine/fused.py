@@ -15,19 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.engine.hooks import UnitHooks
 from fullshard.engine.param import CREATE_GRAPH_REFUSED, ShardedParam
-from fullshard.engine.runtime import Runtime
-from fullshard.engine.torch_private import in_backward, will_execute
-from fullshard.engine.unit import Unit
+from fullshard.engine.torch_private import will_execute
 from fullshard.errors import ShardingError
 
 
 class _Site:
     """A module whose weight is a sharded parameter; takes the place of its ``forward``."""
 
-    def __init__(self, runtime: Runtime, unit: Unit, param: ShardedParam, module: nn.Module) -> None:
-        self.runtime = runtime
-        self.unit = unit
+    def __init__(self, hooks: UnitHooks, param: ShardedParam, module: nn.Module) -> None:
+        self.hooks = hooks
+        self.unit = hooks.unit
         self.param = param
         self.module = module
         self.plain = type(module).forward
@@ -37,15 +36,11 @@ class _Site:
         device = self.param.state.full.tensor.device.type
         return (
             torch.is_grad_enabled()
+            and self.param.trainable
             and self.module._parameters["weight"] is self.param.full
             and not torch.compiler.is_compiling()
             and not torch.is_autocast_enabled(device)
         )
-
-    def count_use(self) -> None:
-        """A forward whose backward will come; a recomputation is the same use again."""
-        if not in_backward():
-            self.unit.expected_uses += 1
 
     def receive(self, write: Callable[[], None]) -> None:
         """Have ``write`` put the weight's gradient into the lane, if this backward is to compute it.
@@ -58,14 +53,14 @@ class _Site:
         if torch.is_grad_enabled():
             raise ShardingError(CREATE_GRAPH_REFUSED)
         if will_execute(self.param.accumulate):
-            self.runtime.receive(self.unit, self.param, write)
+            self.hooks.runtime.receive(self.unit, self.param, write)
 
 
 class _LinearSite(_Site):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.applies() or input.dtype != self.param.state.reduce_dtype:
+        dtypes = self.param.state.dtypes
+        if not self.applies() or input.dtype != dtypes.reduce or dtypes.compute != dtypes.reduce:
             return self.plain(self.module, input)
-        self.count_use()
         return _Linear.apply(input, self.param.full, self.module.bias, self)  # type: ignore[return-value]
 
     def write(self, out_gradient: torch.Tensor, x: torch.Tensor) -> None:
@@ -86,7 +81,6 @@ class _EmbeddingSite(_Site):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if not self.applies():
             return self.plain(self.module, input)
-        self.count_use()
         return _Embedding.apply(input, self.param.full, self)  # type: ignore[return-value]
 
     def write(self, out_gradient: torch.Tensor, indices: torch.Tensor) -> None:
@@ -121,7 +115,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         site: _LinearSite = ctx.site
-        site.runtime.need(site.unit)
+        site.hooks.runtime.need(site.unit)
         rows = gradient.reshape(-1, gradient.shape[-1])
         # The input's gradient first: the weight's may complete the unit, which then releases its parameters.
         x_gradient = gradient @ site.param.full if ctx.needs_input_grad[0] else None
@@ -152,16 +146,13 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
-def install(runtime: Runtime, unit: Unit) -> None:
-    """Let the plain linear and embedding modules of ``unit`` write their weight gradients into the lane."""
-    for param in unit.params:
-        if not param.trainable:
-            continue
-        same_dtype = param.state.reduce_dtype == param.state.full.tensor.dtype
+def install(hooks: UnitHooks) -> None:
+    """Let the plain linear and embedding modules of a unit write their weight gradients into the lane."""
+    for param in hooks.unit.params:
         for module, key in param.slots:
             if key != "weight" or "forward" in module.__dict__:
                 continue
-            if type(module) is nn.Linear and same_dtype:
-                module.forward = _LinearSite(runtime, unit, param, module)
+            if type(module) is nn.Linear:
+                module.forward = _LinearSite(hooks, param, module)
             elif _is_plain_embedding(module):
-                module.forward = _EmbeddingSite(runtime, unit, param, module)
+                module.forward = _EmbeddingSite(hooks, param, module)

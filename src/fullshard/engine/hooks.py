@@ -13,9 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.engine.precision import cast_floats, markable_tensors, replace_markable, tensors_in
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.schedule import Call
-from fullshard.engine.torch_private import in_backward
+from fullshard.engine.torch_private import in_backward, untraced
 from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError
+from fullshard.policy import MixedPrecision
 
 
 class _InputNode(torch.autograd.Function):
@@ -38,34 +39,56 @@ class _InputNode(torch.autograd.Function):
 
 
 class UnitHooks:
-    """The hooks of one unit on its module, and guards on the submodules that own its parameters."""
+    """The hooks of one unit on its modules, and guards on the submodules that own its parameters.
 
-    def __init__(self, runtime: Runtime, unit: Unit) -> None:
-        """Register the hooks."""
-        self.runtime = runtime
+    A unit of several modules is one call from the first module's forward to the last one's: it stays gathered between
+    them. Where the last one does not run, the call ends when another unit's forward starts, or the root's is over.
+    """
+
+    def __init__(self, unit: Unit, kept: frozenset[int]) -> None:
+        """Register the hooks; ``kept`` are the ids of modules that compute in float32."""
         self.unit = unit
-        self.is_root = unit is runtime.root
         self.warned = False
-        unit.module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-        unit.module.register_forward_hook(self.after_forward)
+        self.kept = kept
+        self.passing = False  # a registered method of a module calls its forward: one call, not two
+        self.handles: list[RemovableHandle] = []
+        members = {id(module) for module in unit.modules}
+        for module in unit.modules:
+            self.handles += [
+                module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.after_forward),
+            ]
         owners = {id(module): module for param in unit.params for module, _ in param.slots}
         for module in owners.values():
-            if module is not unit.module:
-                module.register_forward_pre_hook(self.guard, prepend=True)
+            if id(module) not in members:
+                self.handles.append(module.register_forward_pre_hook(self.guard, prepend=True))
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime of the model that the unit belongs to now."""
+        return self.unit.runtime
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this unit's forward is the model's."""
+        return self.unit is self.runtime.root
 
     # Forward
 
-    def before_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    @untraced
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather, cast the inputs, and mark them for the end of backward."""
         runtime, recompute = self.runtime, in_backward()
+        if self.passing and not recompute:
+            return args, kwargs
         if not recompute:
             runtime.forward_event()
-        if self.is_root and not recompute:
-            runtime.begin_pass()
-        if runtime.policy.precision.cast_forward_inputs:
-            args, kwargs = cast_floats((args, kwargs), runtime.policy.precision.param)
+        precision = self.unit.policy.precision
+        if precision.cast_forward_inputs and id(module) not in self.kept:
+            args, kwargs = cast_floats((args, kwargs), precision.param)
         needs_node = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
-        self.unit.open_calls += 1
         if recompute:
             self.unit.open_calls = 0  # recomputation may stop early, without an after_forward
             runtime.backward_event()
@@ -74,9 +97,19 @@ class UnitHooks:
             if needs_node and not runtime.schedule.awaits_backward(self.unit.index):
                 return self._mark_inputs(Call(self.unit.index), args, kwargs)
             return args, kwargs
+        if self.unit.group_call is not None and not self.unit.open_calls:  # a further module of the group
+            self.unit.open_calls += 1
+            return args, kwargs
+        runtime.close_group(beside=self.unit)
+        if self.is_root:
+            runtime.begin_pass()
+        self.unit.open_calls += 1
         call, actions = runtime.schedule.forward_begins(self.unit.index, input_node=needs_node)
         runtime.open_calls.append(call)
         runtime.perform(actions)
+        if len(self.unit.modules) > 1:
+            self.unit.group_call, self.unit.group_needs_backward = call, False
+            runtime.open_group = self.unit
         return self._mark_inputs(call, args, kwargs) if needs_node else (args, kwargs)
 
     def _mark_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -90,25 +123,35 @@ class UnitHooks:
         named = {key: replace_markable(value, replacement) for key, value in kwargs.items()}
         return replace_markable(args, replacement), named
 
-    def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    @untraced
+    def after_forward(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Ask for a sign when backward comes back, then release the parameters."""
-        if in_backward():
+        if in_backward() or self.passing:
             return None
-        runtime = self.runtime
-        call = runtime.open_calls.pop()
-        self.unit.open_calls -= 1
+        runtime, unit = self.runtime, self.unit
+        call = unit.group_call or runtime.open_calls[-1]
+        unit.open_calls -= 1
         grad_enabled = torch.is_grad_enabled()
-        if self.is_root and runtime.policy.precision.output is not None:
-            output = cast_floats(output, runtime.policy.precision.output)
+        if unit.casts_output and unit.policy.precision.output is not None:
+            output = cast_floats(output, self.unit.policy.precision.output)
         tensors = list(tensors_in(output))
         self._refuse_views_of_parameters(tensors)
         hooked = [t for t in tensors if t.requires_grad] if grad_enabled else []
         token = _GraphToken()
-        call.graph = weakref.ref(token)
         for tensor in hooked:
             tensor.register_hook(_BackwardBegins(self, call, token))
         if grad_enabled and not tensors and (self.unit.trainable or call.input_node):
             self._keep_until_backward_is_over(output)
+        if unit.group_call is not None:
+            if hooked:
+                unit.group_needs_backward, call.graph = True, weakref.ref(token)
+            if module is unit.modules[-1]:
+                runtime.close_group()
+            return output
+        if self.is_root:
+            runtime.close_group()
+        call.graph = weakref.ref(token)
+        runtime.open_calls.pop()
         runtime.perform(runtime.schedule.forward_ends(call, needs_backward=bool(hooked)))
         if self.is_root:
             runtime.end_pass(training=bool(hooked))
@@ -148,6 +191,7 @@ class UnitHooks:
 
     # Calls from outside
 
+    @untraced
     def guard(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
         """Gather on demand when a submodule is called outside its unit's forward (``generate`` calls the encoder)."""
         runtime, unit = self.runtime, self.unit
@@ -188,6 +232,20 @@ class _BackwardBegins:
         self.hooks.backward_begins(self.call)
 
 
+def keep_in_float32(modules: list[nn.Module], precision: MixedPrecision) -> None:
+    """Have ``modules`` take float32 and give the compute dtype."""
+
+    def to_float32(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return cast_floats((args, kwargs), "float32")
+
+    def back(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        return cast_floats(output, precision.param)
+
+    for module in modules if precision.param is not None else ():
+        module.register_forward_pre_hook(to_float32, with_kwargs=True)
+        module.register_forward_hook(back)
+
+
 class RootHeld:
     """Context in which the root unit stays gathered between forwards, as a generation loop wants it."""
 
@@ -198,7 +256,8 @@ class RootHeld:
     def __enter__(self) -> None:
         """Gather the root."""
         self.runtime.forward_event()
-        self.runtime.root.reshard()  # what is gathered may be older than the shards
+        if not self.runtime.root.held:
+            self.runtime.root.reshard()  # what is gathered may be older than the shards
         self.runtime.gather(self.runtime.root)
         self.runtime.root.held += 1
 

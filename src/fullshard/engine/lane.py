@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fullshard.comm import Device, Mesh
 from fullshard.engine.buffers import Account, PermanentBuffer, ReusableBuffer
+from fullshard.engine.precision import Dtypes
 from fullshard.errors import InvariantError
 from fullshard.layout import Lane
 
@@ -33,21 +35,23 @@ class CutLane:
 
     Attributes:
         lane: The layout.
+        mesh: The ranks that share it.
         shard: This rank's part of the parameters, (shard_numel,).
         shapes: Unsharded shape of each placement.
         origins: Where each placement's parameter comes from.
-        compute: Dtype it is gathered in.
-        reduce: Dtype gradients are reduced in.
+        dtypes: What it is kept, gathered and reduced in.
         trainable: Whether the parameters require gradients.
+        whole: Whether the shard is the whole lane by policy, and serves as the gathered buffer where it can.
     """
 
     lane: Lane
+    mesh: Mesh
     shard: torch.Tensor
     shapes: list[tuple[int, ...]]
     origins: list[Origin]
-    compute: torch.dtype
-    reduce: torch.dtype
+    dtypes: Dtypes
     trainable: bool
+    whole: bool
 
 
 class LaneState:
@@ -55,27 +59,84 @@ class LaneState:
 
     Attributes:
         lane: The layout.
-        trainable: Whether its parameters require gradients; a lane is all trainable or all frozen.
+        mesh: The ranks that share it.
+        trainable: Whether any of its parameters requires gradients. A lane is made all trainable or all frozen; one
+            that is frozen in part later keeps its layout, so that optimizers' states keep their rows.
+        dtypes: What it is kept, gathered and reduced in.
         shard: This rank's part of the parameters, (shard_numel,), in the dtype that the optimizer updates. Frozen
             lanes keep it in the compute dtype: there is nothing to update.
         full: The gathered parameters, (world_size * shard_numel,), in the compute dtype.
         shapes: Unsharded shape of each placement.
         written: Placements whose gradient is in ``gradient``.
         gradient: The unsharded gradient, (world_size * shard_numel,), in the reduce dtype; None while there is none.
+        partial: The sum of gradients of this shard over the shard group, (shard_numel,), that replicas have not added
+            up yet; None while there is none.
     """
 
-    def __init__(self, cut: CutLane, full: ReusableBuffer | PermanentBuffer, account: Account) -> None:
-        """Take over the shard of ``cut``; ``full`` becomes its gathered buffer."""
+    def __init__(self, cut: CutLane, device: Device, account: Account) -> None:
+        """Take over the shard of ``cut``; the gathered buffer's memory is held."""
         self.lane = cut.lane
+        self.mesh = cut.mesh
         self.trainable = cut.trainable
+        self.dtypes = cut.dtypes
         self.shard = cut.shard
-        self.full = full
-        self.reduce_dtype = cut.reduce
         self.shapes = cut.shapes
+        self.whole = cut.whole
+        self.device = device
+        self.account = account
         self.gradient: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
         self.written: set[int] = set()
-        self._account = account
+        self.full = self._make_full()
         account.add("shards", cut.shard.nbytes)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gathered lane, padding included."""
+        return self.lane.world_size * self.lane.shard_numel
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the shard lives in host memory while the unit computes on a device."""
+        return self.shard.device != self.device.device
+
+    def _make_full(self) -> ReusableBuffer | PermanentBuffer:
+        if self.whole and self.shard.dtype == self.dtypes.compute and not self.offloaded:
+            return PermanentBuffer(self.shard)
+        return ReusableBuffer(self.numel, self.dtypes.compute, self.device, self.account)
+
+    def retype(self, dtypes: Dtypes) -> None:
+        """Keep, gather and reduce in other dtypes from now on; parameters must be bound to the new memory."""
+        self.account.add("shards", -self.shard.nbytes)
+        pinned = self.shard.is_pinned() if self.offloaded else False
+        self.shard = self.shard.to(dtypes.shard)
+        if pinned:
+            self.shard = self.device.pin(self.shard)
+        self.account.add("shards", self.shard.nbytes)
+        self.dtypes = dtypes
+        self.full.release()
+        self.full = self._make_full()
+
+    def to_host(self, shard: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient, (shard_numel,), on its way to the host memory of the shard; see ``Device.host_ready``."""
+        host = self.device.pin(torch.empty(shard.shape, dtype=shard.dtype, device=self.shard.device))
+
+        def copy() -> None:
+            host.copy_(shard, non_blocking=True)
+
+        self.device.aside("offload", copy).wait()
+        return host
+
+    def join(self, mesh: Mesh, account: Account) -> None:
+        """Become part of a larger model: the same ranks, counted in its account; nothing but the shard may be held."""
+        # Groups that are equal still count their messages each for itself: one model speaks through one mesh.
+        whole = self.mesh.shard.size == 1 and mesh.shard.size > 1
+        self.mesh = Mesh(self.mesh.shard, mesh.everyone) if whole else mesh
+        self.account.add("shards", -self.shard.nbytes)
+        account.add("shards", self.shard.nbytes)
+        self.account = account
+        if isinstance(self.full, ReusableBuffer):
+            self.full.account = account
 
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
         """Copy (with cast) the gradient of placement ``place`` into the lane, or add it to what arrived before."""
@@ -101,9 +162,8 @@ class LaneState:
 
     def _make_gradient(self) -> None:
         """Allocate without clearing: what stays unwritten is zeroed once, at reduce time."""
-        numel = self.lane.world_size * self.lane.shard_numel
-        self.gradient = torch.empty(numel, dtype=self.reduce_dtype, device=self.full.tensor.device)
-        self._account.add("gradients", self.gradient.nbytes)
+        self.gradient = torch.empty(self.numel, dtype=self.dtypes.reduce, device=self.device.device)
+        self.account.add("gradients", self.gradient.nbytes)
 
     def complete_gradient(self) -> torch.Tensor:
         """The whole unsharded gradient, zeros in padding and where nothing arrived."""
@@ -123,6 +183,6 @@ class LaneState:
     def drop_gradient(self) -> None:
         """Free the unsharded gradient."""
         if self.gradient is not None:
-            self._account.add("gradients", -self.gradient.nbytes)
+            self.account.add("gradients", -self.gradient.nbytes)
         self.gradient = None
         self.written.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,10 +68,13 @@ class ShardedParam:
         slots: ``(module, key)`` where it is registered; all switch together, so ties hold.
         shard: What the optimizer sees: this rank's rows, a view of the lane's shard.
         full: What forward and backward see: a view of the lane's gathered buffer.
+        trainable: Whether ``full`` requires a gradient.
         accumulate: The node that accumulates the gradient of ``full``; a backward that leaves it out wants none.
         on_arrival: Called with this object when autograd has accumulated a gradient in ``full``.
+        on_complete: Called with this object when every use of ``full`` in this backward has given its gradient.
         arrived: Whether a gradient arrived in this backward.
-        waiting: Whether one is in the lane that has not gone out yet.
+        waiting: Whether all of it is in the lane and has not gone out yet.
+        stepped: Whether gradient hooks of the shard were called in this backward.
         had_gradient: Whether the shard had a gradient when this backward began.
         address: Where ``shard`` must have its data, for noticing that somebody moved it.
     """
@@ -81,21 +85,39 @@ class ShardedParam:
         self.state = state
         self.place = state.lane.placements.index(meta.placement)
         self.slots = origin.slots
-        start, numel = meta.placement.start, meta.placement.numel
-        full = state.full.tensor[start : start + numel].view(meta.global_shape)
-        self.full = nn.Parameter(full, requires_grad=trainable)
+        self.numel = meta.placement.numel
         self.shard = self._make_shard(origin.param, trainable=trainable)
-        self.address = self.shard.data_ptr()
-        self.trainable = trainable
-        self.numel = numel
         self.on_arrival: Callable[[ShardedParam], None] | None = None
-        self.accumulate: Node | None = None
-        if trainable:
-            self.accumulate = get_gradient_edge(self.full).node
-            self.full.register_post_accumulate_grad_hook(_Arrival(self))
+        self.on_complete: Callable[[ShardedParam], None] | None = None
         self.had_gradient = False
         self.arrived = False
         self.waiting = False
+        self.stepped = False
+        self.bind(trainable=trainable)
+
+    def bind(self, *, trainable: bool) -> None:
+        """Look at the lane's memory as it is now: a new full parameter, and the shard's data."""
+        start = self.meta.placement.start
+        full = self.state.full.tensor[start : start + self.numel].view(self.meta.global_shape)
+        self.full = nn.Parameter(full, requires_grad=False)
+        local = self.local_view(self.state.shard)
+        if self.shard.data_ptr() != local.data_ptr() or self.shard.dtype != local.dtype:
+            self.shard.data = local
+        self.address = self.shard.data_ptr()
+        self.accumulate: Node | None = None
+        self.set_trainable(trainable=trainable)
+
+    def set_trainable(self, *, trainable: bool) -> None:
+        """Have autograd compute gradients of the full parameter, or not; no unit may show it."""
+        shown_as, self.full.__class__ = self.full.__class__, nn.Parameter
+        self.full.requires_grad_(trainable)
+        self.trainable = trainable
+        if trainable and self.accumulate is None:
+            self.accumulate = get_gradient_edge(self.full).node
+            self.full.register_post_accumulate_grad_hook(_Arrival(self))
+            # The node runs after all uses, also where they have written their gradients elsewhere and give it None.
+            self.accumulate.register_hook(_Complete(self))
+        self.full.__class__ = shown_as
 
     def _make_shard(self, original: nn.Parameter, *, trainable: bool) -> nn.Parameter:
         """The user's own Parameter with this rank's rows for its data, so that optimizers built earlier know it."""
@@ -106,7 +128,13 @@ class ShardedParam:
         else:  # from or to the meta device
             original = nn.Parameter(local, requires_grad=trainable)
         original.shard_meta = self.meta  # type: ignore[attr-defined]
+        original.shard_comm = self.state.mesh.shard  # type: ignore[attr-defined]
         return original
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Be called ``names`` from now on, the first one first."""
+        self.meta = dataclasses.replace(self.meta, name=names[0], aliases=tuple(names[1:]))
+        self.shard.shard_meta = self.meta  # type: ignore[attr-defined]
 
     @property
     def has_rows(self) -> bool:
@@ -137,7 +165,12 @@ class ShardedParam:
 
     def take_gradient(self, shard: torch.Tensor) -> None:
         """Assign or add this parameter's part of a lane's reduced gradient, (shard_numel,)."""
-        if not self.has_rows:
+        if self.stepped:
+            raise ShardingError(
+                f"A gradient of {self.meta.name} arrived after its optimizer had stepped in this backward. Step in "
+                "backward does not work with this mix of checkpointed and plain calls of one module; step after it."
+            )
+        if not self.has_rows or not self.trainable:
             return  # torch's Adafactor divides by the number of rows; a parameter without a gradient is left out
         part = self.local_view(shard)
         if part.dtype != self.shard.dtype:
@@ -146,6 +179,17 @@ class ShardedParam:
             self.shard.grad = part
         else:
             self.shard.grad.add_(part)
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether somebody wants to be called when the shard has its gradient (an optimizer's step in backward)."""
+        return bool(self.shard._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+    def call_gradient_hooks(self) -> None:
+        """Call what ``register_post_accumulate_grad_hook`` put on the shard, if it has a gradient."""
+        if self.shard.grad is not None:
+            for hook in tuple((self.shard._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+                hook(self.shard)
 
 
 class _Arrival:
@@ -158,7 +202,16 @@ class _Arrival:
     def __deepcopy__(self, memo: dict[int, object]) -> _Arrival:
         raise ShardingError(COPY_REFUSED)
 
-    def __call__(self, _full: torch.Tensor) -> None:
+    def __call__(self, _full: object, _outputs: object = None) -> None:
         param = self.param()
         if param is not None and param.on_arrival is not None:
             param.on_arrival(param)
+
+
+class _Complete(_Arrival):
+    """The hook on the node that accumulates the gradient of one full parameter."""
+
+    def __call__(self, _inputs: object, _outputs: object = None) -> None:
+        param = self.param()
+        if param is not None and param.on_complete is not None:
+            param.on_complete(param)

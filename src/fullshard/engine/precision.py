@@ -90,17 +90,34 @@ def cast_floats(value: Any, name: str | None) -> Any:
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
 
 
-def compute_dtype(policy: MixedPrecision, param: torch.Tensor) -> torch.dtype:
-    """Dtype a parameter is gathered and computed in."""
-    wanted = torch_dtype(policy.param)
-    return wanted if wanted is not None and param.is_floating_point() else param.dtype
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of one parameter.
+
+    Attributes:
+        master: What it came in.
+        shard: What it is kept in: the master dtype; of a frozen parameter, which nothing updates, the compute dtype.
+        compute: What it is gathered and computed in.
+        reduce: What its gradient is collected and sent in.
+        reduce_sum: What gradients of different ranks are added in.
+    """
+
+    master: torch.dtype
+    shard: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    reduce_sum: torch.dtype
 
 
-def shard_dtype(policy: MixedPrecision, param: torch.Tensor) -> torch.dtype:
-    """Dtype a parameter's shard is kept in: its own, or the compute dtype where nothing updates it."""
-    return param.dtype if param.requires_grad else compute_dtype(policy, param)
-
-
-def reduce_dtype(policy: MixedPrecision, param: torch.Tensor) -> torch.dtype:
-    """Dtype a parameter's gradient is reduced in."""
-    return torch_dtype(policy.reduce) or param.dtype
+def dtypes_of(policy: MixedPrecision, param: torch.Tensor, *, kept: bool) -> Dtypes:
+    """The dtypes of ``param``; ``kept``: its module computes in float32 whatever the policy's compute dtype is."""
+    wanted = torch.float32 if kept and policy.param is not None else torch_dtype(policy.param)
+    compute = wanted if wanted is not None and param.is_floating_point() else param.dtype
+    reduce = torch_dtype(policy.reduce) or param.dtype
+    return Dtypes(
+        master=param.dtype,
+        shard=param.dtype if param.requires_grad else compute,
+        compute=compute,
+        reduce=reduce,
+        reduce_sum=torch_dtype(policy.reduce_sum) or reduce,
+    )

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import nn
 
-from fullshard.comm import Mesh
+from fullshard.comm import Device, Mesh
+from fullshard.engine.adopt import adopt_changes, check_nothing_was_added
 from fullshard.engine.agreement import Agreement
 from fullshard.engine.buffers import Account
 from fullshard.engine.param import ShardedParam
-from fullshard.engine.schedule import Action, Call, Schedule, Verb
+from fullshard.engine.schedule import Action, Call, Schedule, Verb, no_graph
 from fullshard.engine.torch_private import call_after_backward
 from fullshard.engine.unit import State, Unit
-from fullshard.errors import ShardingError
-from fullshard.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The policies of one sharded model.
-
-    Attributes:
-        strategy: What is sharded.
-        precision: Compute and reduce dtypes.
-        prefetch: When backward gathers ahead.
-    """
-
-    strategy: ShardingStrategy
-    precision: MixedPrecision
-    prefetch: BackwardPrefetch
+from fullshard.errors import ShardingError, WrapError
+from fullshard.policy import Prefetch
 
 
 class Runtime:
@@ -40,33 +25,48 @@ class Runtime:
     Attributes:
         mesh: The ranks that share the model.
         units: Root first.
-        policy: What was given to ``fully_shard``.
+        prefetch: What is gathered ahead, and when.
         account: Bytes of the engine's buffers.
+        device: What the units compute on.
         syncing: False inside ``no_sync``: gradients stay unsharded and are added up.
+        across: False inside ``no_all_reduce``: gradients are added up inside the shard group only.
     """
 
     def __init__(
-        self, units: list[Unit], mesh: Mesh, policy: Policy, account: Account, ignored: frozenset[int]
+        self,
+        units: list[Unit],
+        mesh: Mesh,
+        prefetch: Prefetch,
+        account: Account,
+        device: Device,
+        ignored: frozenset[int],
     ) -> None:
         """Start with every unit sharded; ``ignored`` are the ids of the parameters left out."""
         self.units = units
         self.mesh = mesh
-        self.policy = policy
+        self.prefetch = prefetch
         self.account = account
+        self.device = device
         self.syncing = True
+        self.across = True
         self.ignored = ignored
+        self.unwrapped: WrapError | None = None  # why this is no whole model; nothing of the kind for most
+        self.agreement = Agreement(mesh, [unit.name for unit in units])
+        self.open_calls: list[Call] = []
+        self.open_group: Unit | None = None  # of several modules, between its first one's forward and its last one's
+        self._reducing: Unit | None = None
+        self._in_backward = False
+        for index, unit in enumerate(units):
+            unit.index = index
+            unit.runtime = self
+            unit.watch_gradients(self.on_arrival, self.on_complete)
         self.schedule = Schedule(
             [unit.trainable for unit in units],
             root=0,
-            keeps_after_forward=policy.strategy.keeps_after_forward,
-            prefetch=policy.prefetch,
+            keeps_after_forward=[unit.index for unit in units if unit.policy.strategy.keeps_after_forward],
+            prefetch=prefetch,
+            names=[unit.name for unit in units],
         )
-        self.agreement = Agreement(mesh, [unit.name for unit in units])
-        self.open_calls: list[Call] = []
-        self._reducing: Unit | None = None
-        self._in_backward = False
-        for unit in units:
-            unit.watch_gradients(self.on_arrival)
 
     @property
     def root(self) -> Unit:
@@ -87,7 +87,7 @@ class Runtime:
             elif verb is Verb.RESHARD:
                 self.release(unit)
             elif verb is Verb.REDUCE or unit.holds_gradient:
-                self._reduce(unit)
+                self._reduce(unit, final=verb is Verb.REDUCE)
 
     def release(self, unit: Unit) -> None:
         """Free the unit's full parameters, unless something wants them kept."""
@@ -114,12 +114,12 @@ class Runtime:
             self.agreement.before("all-gather", unit.index)
             unit.issue_gather()
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, unit: Unit, *, final: bool) -> None:
         if not self.syncing:
             return
         self._finish_reducing()
         self.agreement.before("reduce-scatter", unit.index)
-        unit.issue_reduce()
+        unit.issue_reduce(across=self.across, final=final)
         self._reducing = unit
 
     def _finish_reducing(self) -> None:
@@ -130,15 +130,45 @@ class Runtime:
     # Events
 
     def begin_pass(self) -> None:
-        """The root's forward starts, outside backward."""
+        """The root's forward starts, outside backward.
+
+        Raises:
+            WrapError: The engine was to choose the units and found none.
+            ShardingError: Parameters were changed in a way that cannot be followed.
+        """
+        if self.unwrapped is not None:
+            raise self.unwrapped
         self.open_calls.clear()
+        if self.open_group is not None:  # of a forward that failed
+            self.open_group.group_call = self.open_group = None
         for unit in self.units:
             unit.open_calls = 0
             # A wrong guess of the schedule, an exception, or a forward that saw no backward: what was gathered then may
             # be older than the shards by now.
             self.release(unit)
-        self.check_parameters()
+        if adopt_changes(self.units):
+            self.replan()
+        if self.agreement.first_pass:
+            check_nothing_was_added(self.root.modules, self.all_params(), self.ignored)
         self.schedule.pass_begins()
+
+    def replan(self) -> None:
+        """Parameters were frozen, unfrozen or cast: schedule what is there now, from the next pass on."""
+        key = bytes(param.trainable for _, param in self.all_params())
+        self.schedule.replan([unit.trainable for unit in self.units], key)
+
+    def close_group(self, beside: Unit | None = None) -> None:
+        """End the call of a unit of several modules, unless it is ``beside`` itself or around it."""
+        unit = self.open_group
+        if unit is None or unit is beside or unit.open_calls:
+            return
+        call, unit.group_call, self.open_group = unit.group_call, None, None
+        assert call is not None
+        self.open_calls.remove(call)
+        call.graph = call.graph or no_graph
+        self.perform(self.schedule.forward_ends(call, needs_backward=unit.group_needs_backward))
+        if unit is self.root:
+            self.end_pass(training=unit.group_needs_backward)
 
     def forward_event(self) -> None:
         """Any forward outside backward: a backward that did not come to its end was given up."""
@@ -162,16 +192,20 @@ class Runtime:
     def on_arrival(self, unit: Unit, param: ShardedParam) -> None:
         """Autograd has accumulated the gradient of ``param``."""
         if param.full.grad is not None:
-            self.receive(unit, param, lambda: unit.add_gradient(param), fused=False)
+            self.receive(unit, param, lambda: unit.add_gradient(param))
 
-    def receive(self, unit: Unit, param: ShardedParam, write: Callable[[], None], *, fused: bool = True) -> None:
-        """Have ``write`` put a gradient of ``param`` into its lane, and reduce the unit if that completes it."""
+    def receive(self, unit: Unit, param: ShardedParam, write: Callable[[], None]) -> None:
+        """Have ``write`` put a gradient of ``param`` into its lane."""
         self.backward_event()
         # At most one unit's unsharded gradients exist: the one before must be out before this one is allocated.
         if param.state.gradient is None or unit.reducing:
             self._finish_reducing()
         write()
-        if unit.note_arrival(param, fused=fused):
+        param.arrived = True
+
+    def on_complete(self, unit: Unit, param: ShardedParam) -> None:
+        """Every use of ``param`` has given its gradient: reduce the unit if that completes it."""
+        if self._in_backward and unit.note_complete(param):
             self.perform(self.schedule.all_arrived(unit.index))
 
     def end_backward(self) -> None:
@@ -179,10 +213,16 @@ class Runtime:
         self.perform(self.schedule.sweep())
         for unit in reversed(self.units):
             if unit.holds_gradient:  # outside the plan, or late
-                self._reduce(unit)
+                self._reduce(unit, final=False)
         self._finish_reducing()
+        if self.syncing and self.across:
+            for unit in self.units:
+                unit.finish_partial()
+        self.device.host_ready()
+        for unit in self.units:
+            unit.call_owed_hooks()
         if self.syncing:
-            self._clear_unused()
+            self._settle_unused()
         for unit in self.units:
             unit.end_backward(synced=self.syncing)
             unit.pinned = False
@@ -190,15 +230,18 @@ class Runtime:
         self.schedule.reset()
         self._in_backward = False
 
-    def _clear_unused(self) -> None:
+    def _settle_unused(self) -> None:
         """Take back the zero gradients of parameters that no rank used, as an unsharded run would leave them None."""
-        arrived = [flag for unit in self.units for flag in unit.arrivals()]
-        used = self.agreement.after_backward(arrived, self.schedule.trace)
-        trainable = ((unit, p) for unit in self.units for p in unit.params if p.trainable)
-        if used is not None:
-            for (_, param), is_used in zip(trainable, used, strict=True):
+        params = [param for _, param in self.all_params()]
+        used = self.agreement.after_backward([p.arrived or not p.trainable for p in params], self.schedule.trace)
+        if used is None:
+            return
+        for param, is_used in zip(params, used, strict=True):
+            if param.trainable and not param.arrived:
                 if not is_used and not param.had_gradient:
                     param.shard.grad = None
+                elif is_used and param.has_gradient_hooks:
+                    param.call_gradient_hooks()
 
     def reset(self) -> None:
         """Drop everything a failed step left behind; shards and reduced gradients stay."""
@@ -209,28 +252,6 @@ class Runtime:
         self._reducing = None
         self.schedule.reset()
         self._in_backward = False
-
-    def check_parameters(self) -> None:
-        """Notice parameters that were moved, cast, replaced, added, frozen or unfrozen behind the engine's back.
-
-        Raises:
-            ShardingError: That happened; the message names the parameter and the remedy.
-        """
-        for unit in self.units:
-            if not unit.shown:
-                for param in unit.params:
-                    _check_parameter(param)
-        if self.agreement.first_pass:
-            self._check_nothing_was_added()
-
-    def _check_nothing_was_added(self) -> None:
-        known = {id(one) for _, param in self.all_params() for one in (param.shard, param.full)} | self.ignored
-        for name, param in self.root.module.named_parameters():
-            if id(param) not in known:
-                raise ShardingError(
-                    f"{name} was added to the model after fully_shard, so nothing would keep it equal on all ranks. "
-                    "Add it before sharding, or name it in ignored_params."
-                )
 
     # What other code asks
 
@@ -244,38 +265,33 @@ class Runtime:
         return self
 
 
-def _check_parameter(param: ShardedParam) -> None:
-    for module, key in param.slots:
-        if module._parameters.get(key) is not param.shard:
-            raise ShardingError(
-                f"{param.meta.name} was replaced by another Parameter after fully_shard (load_state_dict(assign=True), "
-                f"or an assignment to {type(module).__name__}.{key}). Change values in place, or replace it "
-                "before sharding."
-            )
-    if param.shard.data_ptr() != param.address:
-        _adopt(param)
-    if param.shard._backward_hooks:
-        raise ShardingError(
-            f"{param.meta.name} has a gradient hook (register_hook), which would never be called: gradients arrive in "
-            "the unsharded parameter. Change .grad after backward instead."
-        )
-    # Under no_grad nothing asks; peft freezes adapters for the length of a reference forward.
-    if torch.is_grad_enabled() and param.shard.requires_grad != param.trainable:
-        raise ShardingError(
-            f"requires_grad of {param.meta.name} changed from {param.trainable} to {param.shard.requires_grad} "
-            "after fully_shard. Freeze or unfreeze parameters before sharding: frozen ones live in lanes of their own."
-        )
+_ATTRIBUTE = "_fullshard_runtime"
 
 
-def _adopt(param: ShardedParam) -> None:
-    """Take over the values of a shard that ``.to()`` or ``.data`` gave new memory."""
-    expected = param.local_view(param.state.shard)
-    if (param.shard.dtype, param.shard.device, param.shard.shape) != (expected.dtype, expected.device, expected.shape):
+def attach(model: nn.Module, runtime: Runtime) -> None:
+    """Make ``model`` a sharded model."""
+    model.__dict__[_ATTRIBUTE] = runtime
+
+
+def detach(model: nn.Module) -> None:
+    """Make ``model`` a part of another one."""
+    del model.__dict__[_ATTRIBUTE]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on ``module``, and on nothing around it."""
+    return _ATTRIBUTE in module.__dict__
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model.
+
+    Raises:
+        ShardingError: The module is not the root that ``fully_shard`` was called on.
+    """
+    runtime = model.__dict__.get(_ATTRIBUTE)
+    if runtime is None:
         raise ShardingError(
-            f"{param.meta.name} is {tuple(param.shard.shape)} {param.shard.dtype} on {param.shard.device} but was "
-            f"sharded as {tuple(expected.shape)} {expected.dtype} on {expected.device}: cast or move the model before "
-            "fully_shard, or use mp_policy for a compute dtype."
+            f"{type(model).__name__} is not sharded: call fully_shard(model) first, and pass that model."
         )
-    with torch.no_grad():
-        expected.copy_(param.shard)
-        param.shard.data = expected
+    return runtime

@@ -11,11 +11,12 @@ gradients, so that every rank issues the same sequence and none waits for a part
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fullshard.policy import BackwardPrefetch
+from fullshard.errors import WrapError
+from fullshard.policy import BackwardPrefetch, Prefetch
 
 
 class Verb(Enum):
@@ -36,6 +37,10 @@ class Verb(Enum):
 
 
 Action = tuple[Verb, int]
+
+
+def no_graph() -> None:
+    """The reference to the autograd graph of a call that has none."""
 
 
 @dataclass(eq=False)
@@ -61,6 +66,19 @@ class Call:
     end: int = -1
 
 
+def _by_index(lists: Sequence[tuple[str, Sequence[str]]], names: Sequence[str]) -> dict[int, list[int]]:
+    """Lists of units by index instead of name.
+
+    Raises:
+        WrapError: A name is no unit's.
+    """
+    index = {name: place for place, name in enumerate(names)}
+    unknown = sorted({name for unit, listed in lists for name in (unit, *listed)} - set(index))
+    if unknown:
+        raise WrapError(f"Prefetch lists name {', '.join(unknown)}; the units are {', '.join(names)}.")
+    return {index[unit]: [index[name] for name in listed] for unit, listed in lists}
+
+
 class Schedule:
     """The state of one step's schedule. Every rank makes the same calls in the same order, but for skipped ones."""
 
@@ -69,24 +87,38 @@ class Schedule:
         trainable: Sequence[bool],
         root: int,
         *,
-        keeps_after_forward: bool = False,
-        prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE,
+        keeps_after_forward: Collection[int] = (),
+        prefetch: Prefetch | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """Schedule units ``0..len(trainable) - 1``.
 
         Args:
             trainable: Of each unit, whether it has gradients to reduce.
             root: Index of the root.
-            keeps_after_forward: Whether parameters stay gathered between forward and backward.
-            prefetch: When backward gathers ahead.
+            keeps_after_forward: Units whose parameters stay gathered between forward and backward.
+            prefetch: What is gathered ahead, and when; None: the default.
+            names: Of each unit, its name, for the lists of ``prefetch``.
+
+        Raises:
+            WrapError: A list of ``prefetch`` names a unit that there is not.
         """
         self.trainable = list(trainable)
         self.root = root
-        self.keeps_after_forward = keeps_after_forward
-        self.prefetch = prefetch
+        self.keeps_after_forward = frozenset(keeps_after_forward)
+        self.prefetch = prefetch or Prefetch()
+        self.forward_lists = _by_index(self.prefetch.forward_lists, names)
+        self.backward_lists = _by_index(self.prefetch.backward_lists, names)
         self.following: dict[int, int | None] = {}
         self.last: int | None = None
         self.forward_pass = 0
+        self.plan_key = b""
+        self.reset()
+
+    def replan(self, trainable: Sequence[bool], key: bytes) -> None:
+        """Parameters were frozen or unfrozen: ``key`` says which are trainable now, for the comparison of ranks."""
+        self.trainable = list(trainable)
+        self.plan_key = key
         self.reset()
 
     def reset(self) -> None:
@@ -101,7 +133,8 @@ class Schedule:
         self.ready: set[int] = set()
         self.with_input_node: set[int] = set()
         self.reached: set[int] = set()  # forward passes that this backward has come to
-        self.trace = 0
+        self.gathered: set[int] = set()  # units that the actions so far have gathered and not released
+        self.trace = zlib.crc32(self.plan_key)
 
     # Forward
 
@@ -109,6 +142,7 @@ class Schedule:
         """The root's forward starts: the next unit follows nothing."""
         self.last = None
         self.forward_pass += 1
+        self.gathered.clear()
         # Passes whose graphs are gone will see no backward; calls still open have no graph yet.
         alive = {call.forward_pass for _, call in self.events if call.graph is None or call.graph() is not None}
         self.events = [event for event in self.events if event[1].forward_pass in alive]
@@ -129,10 +163,33 @@ class Schedule:
             if self.last is not None:
                 self.following[self.last] = unit
             self.last = unit
-            guess = self.following.get(unit)
-            if guess is not None and guess != unit:
-                actions.append((Verb.PREFETCH, guess))
+        self.gathered.add(unit)
+        actions += self._ahead(unit, self.forward_lists.get(unit, self._guess(unit)))
         return call, actions
+
+    def _guess(self, unit: int) -> list[int]:
+        """The units that followed ``unit`` in the last forward, as many as are gathered ahead."""
+        guess: list[int] = []
+        following = self.following.get(unit) if self.prefetch.forward and unit != self.root else None
+        while following is not None and following != unit and len(guess) < self.prefetch.ahead:
+            if following in guess:
+                break
+            guess.append(following)
+            following = self.following.get(following)
+        return guess
+
+    def _ahead(self, unit: int, wanted: Sequence[int]) -> list[Action]:
+        """Gather ``wanted`` ahead while ``unit`` computes, as far as the bound on units in flight allows."""
+        bound = self.prefetch.max_in_flight
+        actions: list[Action] = []
+        for other in wanted:
+            if other == unit:
+                continue
+            if bound is not None and len(self.gathered - {self.root, other}) >= bound:
+                break
+            self.gathered.add(other)
+            actions.append((Verb.PREFETCH, other))
+        return actions
 
     def forward_ends(self, call: Call, *, needs_backward: bool) -> list[Action]:
         """A call has computed its outputs.
@@ -147,8 +204,13 @@ class Schedule:
         else:
             self.events = [event for event in self.events if event[1] is not call]
         # The root's parameters are the first that backward needs.
-        keep = needs_backward and (self.keeps_after_forward or call.unit == self.root)
-        return [(Verb.HIDE if keep else Verb.RESHARD, call.unit)]
+        if needs_backward and (call.unit in self.keeps_after_forward or call.unit == self.root):
+            return [(Verb.HIDE, call.unit)]
+        return [self._reshard(call.unit)]
+
+    def _reshard(self, unit: int) -> Action:
+        self.gathered.discard(unit)
+        return Verb.RESHARD, unit
 
     # Backward
 
@@ -177,6 +239,7 @@ class Schedule:
         actions = self._skip_to(call.end)
         self.cursor = call.end + 1
         actions.append((Verb.GATHER, call.unit))
+        self.gathered.add(call.unit)
         return actions + self._prefetch_after(call.end, BackwardPrefetch.BACKWARD_PRE)
 
     def all_arrived(self, unit: int) -> list[Action]:
@@ -202,7 +265,7 @@ class Schedule:
             if self.final[unit] == call.begin and unit in self.queue:
                 self.ready.add(unit)
                 actions += self._pop_ready()
-        actions.append((Verb.RESHARD, unit))
+        actions.append(self._reshard(unit))
         if call.planned:
             actions += self._prefetch_after(call.begin, BackwardPrefetch.BACKWARD_POST)
         return actions
@@ -237,24 +300,32 @@ class Schedule:
                 self.ready.add(call.unit)
                 actions += self._pop_ready()
             if call.unit != self.root:
-                actions.append((Verb.RESHARD, call.unit))
+                actions.append(self._reshard(call.unit))
             if call.forward_pass in self.reached:
                 actions += self._prefetch_after(place, BackwardPrefetch.BACKWARD_POST)
         self.cursor = max(self.cursor, index)
         return actions
 
     def _prefetch_after(self, place: int, occasion: BackwardPrefetch) -> list[Action]:
-        """The gather of the call after ``place`` of the plan, if this is the occasion to issue it."""
+        """The gathers of the calls after ``place`` of the plan, if this is the occasion to issue them."""
         assert self.plan is not None
-        if occasion is not self.prefetch:
+        if occasion is not self.prefetch.backward:
             return []
         here = self.plan[place][1]
+        coming: list[int] = []
+        listed = self.backward_lists.get(here.unit)
+        limit = self.prefetch.ahead if listed is None else len(self.plan)
         for is_end, call in self.plan[place + 1 :]:
-            if is_end:
-                # Not across forward passes: an earlier one may have been dropped, and would be gathered for nothing.
-                wanted = call.unit != here.unit and call.forward_pass == here.forward_pass
-                return [(Verb.PREFETCH, call.unit)] if wanted else []
-        return []
+            # Not across forward passes: an earlier one may have been dropped, and would be gathered for nothing.
+            if len(coming) >= limit or call.forward_pass != here.forward_pass:
+                break
+            if is_end and call.unit not in coming:
+                coming.append(call.unit)
+                if call.unit == here.unit:
+                    break
+        if listed is not None:
+            coming = [unit for unit in listed if unit in coming]
+        return self._ahead(here.unit, coming)
 
     def _pop_ready(self) -> list[Action]:
         """Reduces that are complete and whose turn it is."""
@@ -264,7 +335,7 @@ class Schedule:
             actions.append((Verb.REDUCE, unit))
             self._trace(unit)
             if unit not in self.with_input_node and unit != self.root:
-                actions.append((Verb.RESHARD, unit))
+                actions.append(self._reshard(unit))
         return actions
 
     def _trace(self, unit: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class UnitRow:
         parameters: Elements of all its parameters, unsharded.
         trainable: Those that require gradients.
         tensors: Number of parameters.
-        lanes: Number of gathered buffers, that is of collectives a gather takes.
+        lanes: Number of buffers; of those that are sharded each costs one collective a gather.
         padding: Share of the lanes that holds nothing.
         shard_bytes: Bytes of parameters that each rank keeps.
         gathered_bytes: Bytes while the unit is gathered.
@@ -112,6 +112,11 @@ def _alike(one: UnitRow, two: UnitRow) -> bool:
     return same_parent and one.parameters == two.parameters and one.kind == two.kind and one.lanes == two.lanes
 
 
+def unit_table(units: Sequence[Unit], world_size: int) -> UnitTable:
+    """The table of ``units``, root first, each shared by ``world_size`` ranks."""
+    return UnitTable(tuple(make_row(unit) for unit in units), world_size)
+
+
 def make_row(unit: Unit) -> UnitRow:
     """The row of one unit."""
     numels = [(p.numel, p.trainable) for p in unit.params]
@@ -119,7 +124,7 @@ def make_row(unit: Unit) -> UnitRow:
     held = sum(lane.lane.world_size * lane.lane.shard_numel for lane in unit.lanes)
     return UnitRow(
         unit=unit.name,
-        kind=type(unit.module).__name__,
+        kind=" + ".join(dict.fromkeys(type(module).__name__ for module in unit.modules)),
         parameters=total,
         trainable=sum(n for n, trainable in numels if trainable),
         tensors=len(numels),

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd import Variable
+
+Untraced = TypeVar("Untraced", bound=Callable[..., Any])
+
+
+def untraced(function: Untraced) -> Untraced:
+    """Have torch.compile break its graph at ``function`` and leave all that it calls alone.
+
+    It does what ``torch.compiler.disable`` does, which would import the compiler: a second of every start.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
 
 
 def in_backward() -> bool:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.comm import Mesh, Work
+from fullshard.engine.buffers import Account
 from fullshard.engine.gather import start_gather
 from fullshard.engine.lane import LaneState
 from fullshard.engine.param import COPY_REFUSED, CREATE_GRAPH_REFUSED, ShardedParam
-from fullshard.engine.reduce import PendingReduce, finish_reduce, start_reduce
+from fullshard.engine.reduce import PendingReduce, finish_partial, finish_reduce, start_reduce
+from fullshard.engine.schedule import Call
 from fullshard.errors import InvariantError, ShardingError
+from fullshard.policy import UnitPolicy
 
 
 class State(Enum):
@@ -35,42 +39,66 @@ class Unit:
     Attributes:
         index: Place in the model's list of units; the root is 0.
         name: Qualified name of its module.
-        module: The module whose forward needs the parameters.
+        modules: The modules whose forwards need the parameters, in the order they run in; nearly always one.
         params: Its parameters.
         lanes: Its buffers.
+        policy: What was said about it when it was sharded.
         state: Where the parameters are.
-        expected_uses: Forward uses that will write their weight's gradient into the lane themselves.
         shown: Whether the modules' attributes are the full parameters.
         pinned: Whether the unit stays gathered until backward is over (nothing tells when it is done with them).
         held: Number of contexts that want the unit gathered.
         open_calls: Forward calls that run right now.
+        casts_output: Whether ``fully_shard`` was called on it: its outputs get the policy's output dtype.
+        group_call: Of a unit of several modules, the one call that spans them while it is open.
+        group_needs_backward: Whether an output of that call requires grad.
     """
 
     def __init__(
-        self, index: int, name: str, module: nn.Module, params: list[ShardedParam], lanes: list[LaneState], mesh: Mesh
+        self,
+        name: str,
+        modules: tuple[nn.Module, ...],
+        params: list[ShardedParam],
+        lanes: list[LaneState],
+        policy: UnitPolicy,
     ) -> None:
         """Take over parameters and lanes whose shards are filled; the lanes' buffers are released."""
-        self.index = index
+        self.index = 0
+        self.runtime: Any = None  # of the sharded model it belongs to, and its hooks: they are of higher floors
+        self.hooks: Any = None
         self.name = name
-        self.module = module
+        self.modules = modules
         self.params = params
         self.lanes = lanes
-        self.mesh = mesh
+        self.policy = policy
         self.state = State.SHARDED
         self.pinned = False
         self._works: list[Work] = []
         self._pending: list[PendingReduce] = []
-        self._waiting_for = sum(p.trainable for p in params)
-        self.trainable = self._waiting_for > 0
+        self._final = False
+        self.count_trainable()
         self._arrived = 0
-        self.expected_uses = 0
+        self._owed = False  # gradient hooks that are called when backward is over
         self.shown = False
         self.held = 0
         self.open_calls = 0
+        self.casts_output = False
+        self.group_call: Call | None = None
+        self.group_needs_backward = False
         for param in params:
             param.show_shard()
         for lane in lanes:
             lane.full.release()
+
+    def join(self, paths: Mapping[int, list[str]], mesh: Mesh, account: Account) -> None:
+        """Become part of a larger model: ``paths`` holds the names there of each module, by id."""
+        self.name = " + ".join(paths[id(module)][0] for module in self.modules)
+        for param in self.params:
+            names = [f"{path}.{key}" for module, key in param.slots for path in paths[id(module)]]
+            param.rename(names)
+        for lane in self.lanes:
+            lane.join(mesh, account)
+        for param in self.params:
+            param.shard.shard_comm = param.state.mesh.shard  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Unit:
         """Refuse: a copy would share this rank's buffers and join other ranks' collectives.
@@ -84,13 +112,20 @@ class Unit:
         """Refuse to be pickled, as ``__deepcopy__`` does."""
         return str(self.__deepcopy__({}))
 
+    def count_trainable(self) -> None:
+        """Note how many gradients complete the unit, after that changed."""
+        self._waiting_for = sum(p.trainable for p in self.params)
+        self.trainable = self._waiting_for > 0
+        for lane in self.lanes:
+            lane.trainable = any(p.trainable for p in self.params if p.state is lane)
+
     # Parameters
 
     def issue_gather(self) -> None:
         """Start the all-gather; nothing when it is under way or done."""
         if self.state is not State.SHARDED:
             return
-        self._works = start_gather(self.mesh.shard, self.lanes)
+        self._works = start_gather(self.lanes)
         self.state = State.GATHERING
 
     def finish_gather(self) -> None:
@@ -140,18 +175,22 @@ class Unit:
                     "values in place (param.copy_, param.data.copy_) instead."
                 )
         for lane in self.lanes:
-            low, high = lane.lane.shard_bounds(self.mesh.shard.rank)
+            low, high = lane.lane.shard_bounds(lane.mesh.shard.rank)
             mine = lane.full.alias[low:high]
             # Only where it differs: a shard is wider than the compute dtype, and what nobody touched keeps its bits.
-            changed = mine != lane.shard.to(mine.dtype)
-            lane.shard[changed] = mine[changed].to(lane.shard.dtype)
+            changed = mine != lane.shard.to(mine)
+            changed = changed.to(lane.shard.device)
+            lane.shard[changed] = mine.to(lane.shard.device)[changed].to(lane.shard.dtype)
 
     # Gradients
 
-    def watch_gradients(self, on_arrival: Callable[[Unit, ShardedParam], None]) -> None:
-        """Have ``on_arrival(unit, param)`` called whenever autograd has accumulated a gradient."""
+    def watch_gradients(
+        self, on_arrival: Callable[[Unit, ShardedParam], None], on_complete: Callable[[Unit, ShardedParam], None]
+    ) -> None:
+        """Have ``on_arrival(unit, param)`` called when autograd has a gradient, ``on_complete`` after all uses."""
         for param in self.params:
             param.on_arrival = partial(on_arrival, self)
+            param.on_complete = partial(on_complete, self)
 
     def add_gradient(self, param: ShardedParam) -> None:
         """Move autograd's gradient of ``param`` into the lane, and free it.
@@ -171,23 +210,12 @@ class Unit:
         param.state.add_gradient(param.place, gradient)
         param.full.grad = None
 
-    def note_arrival(self, param: ShardedParam, *, fused: bool) -> bool:
-        """A gradient of ``param`` is in the lane.
-
-        Args:
-            param: The parameter.
-            fused: It was written by one of the expected uses, not by autograd.
-
-        Returns:
-            Whether every trainable parameter of the unit has its gradient now.
-        """
-        if fused:
-            self.expected_uses = max(0, self.expected_uses - 1)
-        param.arrived = True
-        if not param.waiting:
+    def note_complete(self, param: ShardedParam) -> bool:
+        """Every use of ``param`` has given its gradient; returns whether that is so of all of the unit's parameters."""
+        if param.arrived and not param.waiting:
             param.waiting = True
             self._arrived += 1
-        return self._arrived == self._waiting_for and self.expected_uses == 0
+        return self._arrived == self._waiting_for
 
     @property
     def reducing(self) -> bool:
@@ -199,10 +227,16 @@ class Unit:
         """Whether an unsharded gradient waits to be reduced (one under way does not count)."""
         return not self._pending and any(lane.gradient is not None for lane in self.lanes)
 
-    def issue_reduce(self) -> None:
-        """Start the reduce-scatter, with zeros where no gradient arrived."""
+    def issue_reduce(self, *, across: bool, final: bool) -> None:
+        """Start the reduce-scatter, with zeros where no gradient arrived.
+
+        Args:
+            across: Whether replicas add up theirs too.
+            final: Whether no more gradients of the unit are to come in this backward.
+        """
         self.finish_reduce()
-        self._pending = start_reduce(self.mesh, self.lanes)
+        self._final = final
+        self._pending = start_reduce(self.lanes, across=across)
         self._arrived = 0
         for param in self.params:
             param.waiting = False
@@ -211,14 +245,41 @@ class Unit:
         """Wait for the reduce-scatter and assign the gradients of the shards; nothing when none is under way."""
         pending, self._pending = self._pending, []
         for one in pending:
-            shard = finish_reduce(self.mesh, one)
-            for param in self.params:
-                if param.state is one.state:
-                    param.take_gradient(shard)
+            self._take(one.state, finish_reduce(one, self.policy.precision.divide))
 
-    def arrivals(self) -> list[bool]:
-        """For each trainable parameter, whether a gradient arrived since the last backward that was reduced."""
-        return [param.arrived for param in self.params if param.trainable]
+    def finish_partial(self) -> None:
+        """Add up across replicas what backwards without that left behind; nothing where nothing was left."""
+        for lane in self.lanes:
+            self._take(lane, finish_partial(lane, self.policy.precision.divide))
+
+    def _take(self, lane: LaneState, shard: torch.Tensor | None) -> None:
+        """Give a lane's reduced gradient to its parameters, and those that are complete to who waits for them."""
+        if shard is None:
+            return
+        mine = [param for param in self.params if param.state is lane]
+        hooked = [param for param in mine if param.has_gradient_hooks]
+        if lane.offloaded:
+            shard = lane.to_host(shard)
+            if hooked or any(param.shard.grad is not None for param in mine):
+                lane.device.host_ready()  # the CPU reads it now, else at the end of backward
+        for param in mine:
+            param.take_gradient(shard)
+        if hooked and self._final:
+            self._call_hooks(hooked)
+        elif hooked:
+            self._owed = True
+
+    def _call_hooks(self, params: list[ShardedParam]) -> None:
+        """Give complete gradients to who waits for them; of one that did not arrive here, the end of backward tells."""
+        for param in params:
+            if param.arrived:
+                param.stepped = True
+                param.call_gradient_hooks()
+
+    def call_owed_hooks(self) -> None:
+        """Backward is over: nothing more is to come of gradients that came in several parts."""
+        if self._owed:
+            self._call_hooks([param for param in self.params if param.has_gradient_hooks and not param.stepped])
 
     def begin_backward(self) -> None:
         """Remember which shards have a gradient already."""
@@ -228,9 +289,9 @@ class Unit:
     def end_backward(self, *, synced: bool) -> None:
         """Begin a new count of arrivals; what arrived without being reduced is remembered for the flags."""
         self._arrived = 0
-        self.expected_uses = 0
+        self._owed = False
         for param in self.params:
-            param.waiting = False
+            param.waiting = param.stepped = False
             param.arrived = param.arrived and not synced
 
     def drop_gradients(self) -> None:
@@ -240,4 +301,5 @@ class Unit:
         self._pending = []
         for lane in self.lanes:
             lane.drop_gradient()
+            lane.partial = None
         self.end_backward(synced=True)

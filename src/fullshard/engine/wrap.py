@@ -10,9 +10,19 @@ import torch
 from torch import nn
 
 from fullshard.errors import WrapError
-from fullshard.policy import MinNumel, TransformerBlocks, WrapPolicy
+from fullshard.policy import MinNumel, Named, TransformerBlocks, WrapPolicy
 
 ROOT_NAME = "(root)"
+TINY_NUMEL = 1_000_000
+"""Where the engine chooses the units, neighbours are merged up to so many elements: a unit costs a collective's latency
+and some microseconds of Python twice a step, which a gather of a few megabytes does not make up for."""
+
+Found = tuple[str, tuple[nn.Module, ...]]
+"""A unit's name and its modules, in the order they run in; nearly always one."""
+
+
+class NoRepeatedBlocksError(WrapError):
+    """The engine was to choose the units and found no blocks."""
 
 
 @dataclass
@@ -32,11 +42,16 @@ class ParamSpec:
 
 @dataclass
 class UnitSpec:
-    """A unit before it exists: its module and the parameters that are gathered with it."""
+    """A unit before it exists: its modules and the parameters that are gathered with them."""
 
     name: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     params: list[ParamSpec] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(spec.param.numel() for spec in self.params)
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -73,23 +88,29 @@ def candidate_classes(model: nn.Module) -> list[str]:
     return [f"{name} (x{count})" for name, count in counts.most_common() if not name.startswith("Module")]
 
 
-def find_units(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Module]]:
+def find_units(model: nn.Module, wrap: WrapPolicy) -> list[Found]:
     """Modules that become units, in the order of the module tree, without the root.
 
     Args:
         model: The root module.
-        wrap: ``"auto"`` (repeated blocks), :class:`TransformerBlocks`, :class:`MinNumel`, a predicate over modules, or
-            None (none).
+        wrap: ``"auto"`` (repeated blocks), :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate
+            over modules, or None (none).
 
     Raises:
-        WrapError: The policy names a class the model has not, matches nothing, or finds no repeated blocks.
+        WrapError: The policy names a class or module the model has not, matches nothing, or finds no repeated blocks.
     """
+    if isinstance(wrap, Named):
+        return _find_named(model, wrap)
+    return [(name, (module,)) for name, module in _find_modules(model, wrap)]
+
+
+def _find_modules(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Module]]:
     if wrap is None:
         return []
     if wrap == "auto":
         found = _repeated_blocks(model)
         if not found:
-            raise WrapError(
+            raise NoRepeatedBlocksError(
                 f"{type(model).__name__} has no repeated blocks, so all of its "
                 f"{sum(p.numel() for p in model.parameters()):,} parameters would be one unit, gathered whole on every "
                 "rank. If that is meant, pass wrap=None; else name the classes to wrap: wrap=TransformerBlocks({...}). "
@@ -102,11 +123,28 @@ def find_units(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Module]
     if isinstance(wrap, MinNumel):
         return _find_large(model, wrap.numel)
     if not callable(wrap):
-        raise WrapError(f"wrap must be 'auto', TransformerBlocks, a predicate over modules or None; got {wrap!r}.")
+        raise WrapError(
+            f"wrap must be 'auto', TransformerBlocks, MinNumel, Named, a predicate over modules or None; got {wrap!r}."
+        )
     found = [(name, module) for name, module in modules if wrap(module)]
     if not found:
         raise WrapError(f"The wrap predicate is true for none of the {len(modules)} modules of {type(model).__name__}.")
     return found
+
+
+def _find_named(model: nn.Module, wrap: Named) -> list[Found]:
+    modules = dict(model.named_modules())
+    unknown = sorted({name for group in wrap.units for name in group if name not in modules or not name})
+    if unknown:
+        raise WrapError(
+            f"{type(model).__name__} has no module named {', '.join(map(repr, unknown))}. Names are those of "
+            "model.named_modules(), without the root."
+        )
+    counts = Counter(name for group in wrap.units for name in group)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise WrapError(f"Named() lists {', '.join(twice)} more than once; a module belongs to one unit.")
+    return [(" + ".join(group), tuple(modules[name] for name in group)) for group in wrap.units]
 
 
 def _find_large(model: nn.Module, numel: int) -> list[tuple[str, nn.Module]]:
@@ -150,21 +188,19 @@ def _find_classes(
     return found
 
 
-def assign_parameters(
-    model: nn.Module, modules: list[tuple[str, nn.Module]], ignored: frozenset[nn.Parameter]
-) -> list[UnitSpec]:
+def assign_parameters(model: nn.Module, found: list[Found], ignored: frozenset[nn.Parameter]) -> list[UnitSpec]:
     """Give each parameter to the innermost unit that contains all places it is registered at.
 
     Args:
         model: The root, which becomes unit 0.
-        modules: What :func:`find_units` found.
-        ignored: Parameters that stay as they are.
+        found: What :func:`find_units` found.
+        ignored: Parameters that stay as they are, or are sharded already.
 
     Returns:
         The root's unit first, then the others in the order of the module tree; units without parameters are left out.
     """
-    units = [UnitSpec(ROOT_NAME, model), *(UnitSpec(name, module) for name, module in modules)]
-    unit_of = {id(unit.module): index for index, unit in enumerate(units)}
+    units = [UnitSpec(ROOT_NAME, (model,)), *(UnitSpec(name, modules) for name, modules in found)]
+    unit_of = {id(module): index for index, unit in enumerate(units) for module in unit.modules}
     specs: dict[int, ParamSpec] = {}
     chains: dict[int, list[tuple[int, ...]]] = {}
     by_path = dict(model.named_modules(remove_duplicate=False))
@@ -181,6 +217,47 @@ def assign_parameters(
     for key, spec in specs.items():
         units[_deepest_common(chains[key])].params.append(spec)
     return [units[0], *(unit for unit in units[1:] if unit.params)]
+
+
+def merge_tiny(units: list[UnitSpec]) -> list[UnitSpec]:
+    """Join neighbours of one container, such as small blocks of one list, up to ``TINY_NUMEL`` elements a unit.
+
+    Args:
+        units: What :func:`assign_parameters` returned, root first, each other of one module.
+    """
+    merged: list[UnitSpec] = units[:1]
+    parents: list[str] = [""]
+    for unit in units[1:]:
+        parent, _, leaf = unit.name.rpartition(".")
+        last = merged[-1]
+        if len(merged) > 1 and parents[-1] == parent and last.numel + unit.numel <= TINY_NUMEL:
+            name = f"{last.name.partition(' .. ')[0]} .. {leaf}"
+            merged[-1] = UnitSpec(name, last.modules + unit.modules, last.params + unit.params)
+        else:
+            merged.append(unit)
+            parents.append(parent)
+    return merged
+
+
+def modules_kept(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """The outermost modules whose class, or the last part of whose name, is one of ``names``, in tree order.
+
+    Raises:
+        WrapError: A name fits no module.
+    """
+    kept: list[nn.Module] = []
+    inside: set[int] = set()
+    matched: set[str] = set()
+    for path, module in model.named_modules():
+        fits = {path.rpartition(".")[2], type(module).__name__} & set(names)
+        matched |= fits
+        if fits and id(module) not in inside:
+            kept.append(module)
+            inside |= {id(child) for child in module.modules()}
+    lacking = sorted(set(names) - matched)
+    if lacking:
+        raise WrapError(f"keep_fp32 names {', '.join(lacking)}, which no module of {type(model).__name__} is called.")
+    return kept
 
 
 def _enclosing_units(path: str, by_path: dict[str, nn.Module], unit_of: dict[int, int]) -> tuple[int, ...]:
@@ -200,14 +277,14 @@ def _deepest_common(chains: list[tuple[int, ...]]) -> int:
     return common
 
 
-def check_parameters(units: list[UnitSpec]) -> None:
-    """Refuse what cannot be sharded, before any memory moves.
+def check_parameters(units: list[UnitSpec], *, sharded: int = 0) -> None:
+    """Refuse what cannot be sharded, before any memory moves; ``sharded`` parameters of the model were sharded before.
 
     Raises:
         WrapError: There are no parameters, one has no elements, or one is not strided.
     """
     specs = [spec for unit in units for spec in unit.params]
-    if not specs:
+    if not specs and not sharded:
         raise WrapError("The model has no parameters to shard.")
     for spec in specs:
         if spec.param.numel() == 0:

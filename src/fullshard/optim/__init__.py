@@ -1,3 +1,6 @@
 """What an optimizer needs under sharding."""
 
 from fullshard.optim.clip import clip_grad_norm_ as clip_grad_norm_
+from fullshard.optim.in_backward import StepInBackward as StepInBackward
+from fullshard.optim.in_backward import step_in_backward as step_in_backward
+from fullshard.optim.scaler import ShardedGradScaler as ShardedGradScaler

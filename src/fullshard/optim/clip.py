@@ -3,58 +3,101 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from fullshard.comm import Comm
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, TrainingError
+from fullshard.optim.in_backward import refuse_steps_in_backward
+
+_WIDE = (torch.float32, torch.float64)
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; every rank calls it after backward.
 
     The norm over ranks is ``(sum_r sum_i |g_ri|^p)^(1/p)``, of which each rank computes its inner sum: equal to
-    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model.
+    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model. It is computed in float32 also where gradients are
+    narrower. Gradients may be on another device than the one that the ranks talk through.
 
-    Parameters left out of sharding are taken to have equal gradients on all ranks, and count once.
+    Parameters left out of sharding, or replicated, are taken to have equal gradients on all ranks, and count once.
+
+    Where the norm is not finite the gradients are spoilt, as torch's function does: an infinite norm makes the finite
+    ones zero and the infinite ones nan, a nan norm makes all of them nan. Check what is returned before stepping, or
+    ask for the error; a :class:`~fullshard.optim.ShardedGradScaler` skips such a step by itself.
 
     Args:
         model: A sharded model whose gradients are reduced.
-        max_norm: Largest norm, above zero; infinity only measures.
+        max_norm: Largest norm, above zero; infinity only measures and leaves every gradient as it is.
         norm_type: p, above zero, or infinity.
+        error_if_nonfinite: Raise where the norm is not finite, with the gradients as they were.
 
     Returns:
-        The norm before clipping, 0-d, float32 or wider, the same on every rank.
+        The norm before clipping, 0-d, float32 or wider, on the device of the ranks' collectives, the same on every
+        rank; zero where no parameter has a gradient.
 
     Raises:
         ConfigError: A number is out of range, or the model is not sharded.
+        ShardingError: The model's parameters step in backward.
+        TrainingError: The norm is not finite and that was to be an error; on every rank.
     """
     if not max_norm > 0 or not norm_type > 0:
         raise ConfigError(f"max_norm and norm_type must be above zero; got {max_norm} and {norm_type}.")
-    params = [p for p in model.parameters() if hasattr(p, "shard_comm")]
-    if not params:
+    sharded = [p for p in model.parameters() if hasattr(p, "shard_comm")]
+    if not sharded:
         raise ConfigError("clip_grad_norm_ found no sharded parameters: call fully_shard(model) first.")
-    comm: Comm = params[0].shard_comm  # type: ignore[attr-defined]
+    refuse_steps_in_backward(sharded, "clip_grad_norm_")
     everywhere = [p for p in model.parameters() if not hasattr(p, "shard_comm")]  # left out of sharding: copies
-    dtype = torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
-    total = _global_norm(comm, _grads(params), norm_type, dtype)
-    copies = torch.nn.utils.get_total_norm(_grads(everywhere), norm_type).to(total)
-    total = torch.linalg.vector_norm(torch.stack([total, copies]), norm_type)
-    torch.nn.utils.clip_grads_with_norm_([*params, *everywhere], max_norm, total)
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in sharded) else torch.float32
+    norms = [_norm_over_ranks(comm, _grads(params), norm_type, dtype) for comm, params in _by_comm(sharded)]
+    norms.append(_local_norm(_grads(everywhere), norm_type, norms[0]))
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not math.isfinite(total.item()):
+        raise TrainingError(
+            f"The norm of the gradients (p = {norm_type:g}) is {total.item()} and must be a finite number; nothing was "
+            "clipped. Lower the learning rate or the loss scale, or skip the step."
+        )
+    if math.isfinite(max_norm):
+        torch.nn.utils.clip_grads_with_norm_([*sharded, *everywhere], max_norm, total)
     return total
 
 
-def _grads(params: list[nn.Parameter]) -> list[torch.Tensor]:
+def _grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     return [p.grad for p in params if p.grad is not None]
 
 
-def _global_norm(comm: Comm, grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
+def _by_comm(params: Sequence[nn.Parameter]) -> list[tuple[Comm, list[nn.Parameter]]]:
+    """Parameters by the ranks that share them, in an order that is the same on every rank."""
+    groups: dict[int, tuple[Comm, list[nn.Parameter]]] = {}
+    for param in params:
+        comm: Comm = param.shard_comm  # type: ignore[attr-defined]
+        groups.setdefault(id(comm), (comm, []))[1].append(param)
+    return list(groups.values())
+
+
+def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, like: torch.Tensor) -> torch.Tensor:
+    """The norm of this rank's ``grads``, 0-d, in the dtype and on the device of ``like``; zero of none."""
+    wide = [g for g in grads if g.dtype in _WIDE]
+    # torch's norm of a list is in the list's dtype: bfloat16 keeps 3 digits of it, float16 ends at 65504.
+    narrow = [torch.linalg.vector_norm(g, norm_type, dtype=like.dtype) for g in grads if g.dtype not in _WIDE]
+    norms = [torch.nn.utils.get_total_norm(wide, norm_type), *narrow]
+    return torch.linalg.vector_norm(torch.stack([norm.to(like) for norm in norms]), norm_type)
+
+
+def _norm_over_ranks(comm: Comm, grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
     """The norm of all ranks' ``grads``; ``dtype`` is the same on every rank, also on one without gradients."""
-    local = torch.nn.utils.get_total_norm(grads, norm_type).to(device=comm.device, dtype=dtype).reshape(1)
+    local = _local_norm(grads, norm_type, torch.empty((), dtype=dtype, device=comm.device))
+    comm.announce("norm of the gradients")
     if math.isinf(norm_type):
-        comm.all_reduce(local, "max").wait()
-        return local[0]
-    powered = local.pow(norm_type)
+        # The maximum over ranks may lose a nan (gloo's does, by the order of ranks), so that it travels beside it.
+        both = torch.stack([local, local.isnan().to(dtype)])
+        comm.all_reduce(both, "max").wait()
+        largest, any_nan = both.unbind()
+        return largest.masked_fill(any_nan > 0, math.nan)
+    powered = local.pow(norm_type).reshape(1)
     comm.all_reduce(powered).wait()
-    return powered[0].pow(1.0 / norm_type)
+    return powered.reshape(()).pow(1.0 / norm_type)

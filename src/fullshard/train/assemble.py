@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.comm import Comm
 from fullshard.config import RunConfig
 from fullshard.data import CollateSpec, Example, TokenizedSet, TokenizeSpec, read_rows, tokenize
-from fullshard.engine import fully_shard
+from fullshard.engine import check_wrapped, fully_shard
 from fullshard.errors import ConfigError, UserError
 from fullshard.layout.sharded import ShardMeta
 from fullshard.models import (
@@ -196,6 +196,7 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, device: torch.d
         mp_policy=precision,
         device=device or comm.device,
     )
+    check_wrapped(model)
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:

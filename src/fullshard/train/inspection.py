@@ -27,6 +27,9 @@ class AloneComm:
         """Every rank holds the same model, so every rank gives the same value."""
         return [value] * self.size
 
+    def announce(self, what: str) -> None:
+        """No collective follows."""
+
     def barrier(self) -> None:
         """Nobody to wait for."""
 

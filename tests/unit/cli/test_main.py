@@ -91,7 +91,8 @@ def test_inspect_prints_the_table(tmp_path, capsys):
     assert cli.main(["inspect", str(path), "--world-size", "3", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["world_size"] == 3
-    assert [unit["kind"] for unit in table["units"][1:]] == ["T5Block"] * 4
+    names = [unit["unit"] for unit in table["units"]]
+    assert names == ["(root)", "encoder.block.0 .. 1", "decoder.block.0 .. 1"]
 
 
 def test_train_starts_the_rank_program_and_passes_on_its_failure(tmp_path, capsys, monkeypatch):

@@ -52,6 +52,44 @@ def test_different_collectives_are_an_error_on_every_rank():
     run_ranks(3, work)
 
 
+def test_collectives_for_different_purposes_are_different_ones():
+    def work(comm):
+        comm.announce(f"unit {comm.rank}")
+        shard = torch.zeros(1)
+        for wrong in (
+            lambda: comm.all_gather(torch.zeros(comm.size), shard),
+            lambda: comm.reduce_scatter(shard, torch.zeros(comm.size)),
+            lambda: comm.broadcast(shard),
+            lambda: comm.gather(shard, torch.zeros(comm.size) if comm.rank == 0 else None),
+        ):
+            with pytest.raises(MismatchError, match=r"rank 0: .* \(unit 0\); rank 1: .* \(unit 1\)\. Every rank must"):
+                wrong()
+
+    run_ranks(2, work)
+
+
+def test_ranks_that_announce_different_things_can_find_out_that_they_differ():
+    def work(comm):
+        comm.announce(f"unit {comm.rank}")
+        total = torch.tensor([comm.rank])
+        comm.all_reduce(total).wait()
+        comm.barrier()
+        return total.item(), comm.all_gather_object(comm.rank)
+
+    assert run_ranks(2, work) == [(1, [0, 1])] * 2
+
+
+def test_a_rank_that_waits_in_vain_says_what_for():
+    def work(comm):
+        ledger = RecordingComm(comm)
+        ledger.announce("gather of unit blocks.3 to rank 0")
+        if comm.rank == 0:
+            with pytest.raises(MismatchError, match=r"waited in gather .* \(gather of unit blocks\.3 to rank 0\), but"):
+                ledger.gather(torch.zeros(1), torch.zeros(2))
+
+    run_ranks(2, work, timeout_s=0.2)
+
+
 def test_the_rank_that_fails_is_the_one_reported():
     def work(comm):
         if comm.rank == 1:

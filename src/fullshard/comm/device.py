@@ -1,0 +1,205 @@
+"""What the engine needs of an accelerator beside collectives: memory on the right stream, side streams, host copies.
+
+The *compute stream* is the one that forward, backward and the optimizer run on: CUDA's current stream wherever the
+engine is called. Unit buffers are taken and released there and nowhere else, so that the allocator may hand released
+memory to the next taker at once; what other streams do with a buffer is ordered by events before it is released.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from fullshard.comm.protocol import DONE, Work
+from fullshard.errors import ConfigError
+
+HUGE_PAGE_BYTES = 2 << 20
+HUGE_FROM_BYTES = 4 << 20
+"""Smallest buffer that huge pages are asked for: below, hardly a whole one lies inside."""
+
+_HOST_COPIES = "offload"
+_MADV_HUGEPAGE = 14
+
+if sys.platform == "linux":
+    _madvise = ctypes.CDLL(None).madvise
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Device(Protocol):
+    """One rank's device; made once a sharded model, and never called by two threads at a time.
+
+    Attributes:
+        device: Where units compute; a CUDA device with its index.
+    """
+
+    device: torch.device
+
+    def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give ``nbytes`` of memory, with undefined content, to a storage that has none; on the compute stream."""
+        ...
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Give a storage's memory back, on the compute stream; other streams' uses of it were waited for."""
+        ...
+
+    def aside(self, name: str, work: Callable[[], None]) -> Work:
+        """Run ``work`` on the side stream ``name``, after everything the compute stream was given so far.
+
+        Tensors that ``work`` holds stay alive until the result was waited for. One that it lets go of earlier, such as
+        by setting an attribute to None, may lose its memory while the side stream still reads it.
+
+        Args:
+            name: Of the stream; calls of one name run one after the other. ``"offload"`` is for copies to host memory,
+                see :meth:`host_ready`.
+            work: Issues operations on the current stream. It is called at once, in this thread.
+
+        Returns:
+            ``wait()`` makes the compute stream wait for it.
+        """
+        ...
+
+    def host_ready(self) -> None:
+        """Return when the CPU may read what ``aside("offload", …)`` has copied to host memory."""
+        ...
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, in host memory, in page-locked memory, from where copies run beside compute."""
+        ...
+
+    def supports_bf16(self) -> tuple[bool, str]:
+        """Whether the device computes bfloat16 in hardware, and a sentence for users that says so or what happens."""
+        ...
+
+
+class CpuDevice:
+    """The CPU, where everything happens in the order it is asked for; also the meta device, where nothing does."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Compute on ``device``."""
+        self.device = device
+
+    def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """See :meth:`Device.take`; large buffers on huge pages where Linux has them.
+
+        A fresh buffer costs a page fault for every 4 KiB when it is first written, which takes longer than the copy
+        into it: with huge pages 66 MB are taken, written once and released in 10 ms instead of 22.
+        """
+        storage.resize_(nbytes)
+        if nbytes >= HUGE_FROM_BYTES and storage.device.type == "cpu":
+            _ask_for_huge_pages(storage.data_ptr(), nbytes)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """See :meth:`Device.release`."""
+        storage.resize_(0)
+
+    def aside(self, name: str, work: Callable[[], None]) -> Work:
+        """See :meth:`Device.aside`: done when this returns."""
+        work()
+        return DONE
+
+    def host_ready(self) -> None:
+        """See :meth:`Device.host_ready`: nothing."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Device.pin`: ``tensor`` itself."""
+        return tensor
+
+    def supports_bf16(self) -> tuple[bool, str]:
+        """See :meth:`Device.supports_bf16`; without hardware for it bfloat16 works all the same."""
+        found = torch.cpu.get_capabilities()
+        units = [name for name in ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if found.get(name, False)]
+        if units:
+            return True, f"This CPU computes bfloat16 in hardware ({', '.join(units)})."
+        return False, "This CPU has no bfloat16 arithmetic: it is emulated, which is slower than float32."
+
+
+def _ask_for_huge_pages(address: int, nbytes: int) -> None:
+    """Have Linux back the whole huge pages inside ``nbytes`` at ``address`` by such when they are first written.
+
+    It is advice: where it cannot be followed (no memory in one piece, huge pages switched off), pages are small ones.
+    """
+    if sys.platform == "linux":
+        first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        past = (address + nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if first < past:
+            _madvise(first, past - first, _MADV_HUGEPAGE)
+
+
+class CudaDevice:
+    """One CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Compute on ``device``; without an index, on the current one."""
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """See :meth:`Device.take`."""
+        storage.resize_(nbytes)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """See :meth:`Device.release`."""
+        storage.resize_(0)
+
+    def aside(self, name: str, work: Callable[[], None]) -> Work:
+        """See :meth:`Device.aside`."""
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.device)
+        side = self._streams[name]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            work()
+        done = torch.cuda.Event()
+        done.record(side)
+        return _SideWork(self.device, done, work)
+
+    def host_ready(self) -> None:
+        """See :meth:`Device.host_ready`."""
+        if _HOST_COPIES in self._streams:
+            self._streams[_HOST_COPIES].synchronize()
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Device.pin`."""
+        return tensor.pin_memory()
+
+    def supports_bf16(self) -> tuple[bool, str]:
+        """See :meth:`Device.supports_bf16`."""
+        with torch.cuda.device(self.device):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        major, minor = torch.cuda.get_device_capability(self.device)
+        name = f"{torch.cuda.get_device_name(self.device)} (compute capability {major}.{minor})"
+        if native:
+            return True, f"{name} computes bfloat16 in hardware."
+        return False, f"{name} has no bfloat16 arithmetic, which begins with compute capability 8.0."
+
+
+class _SideWork:
+    """Something under way on a side stream."""
+
+    def __init__(self, device: torch.device, done: torch.cuda.Event, work: Callable[[], None]) -> None:
+        """It is complete when ``done`` is; ``work`` holds the tensors it uses, whose memory is the compute stream's."""
+        self._device = device
+        self._done = done
+        self._work: Callable[[], None] | None = work
+
+    def wait(self) -> None:
+        """See :meth:`fullshard.comm.protocol.Work.wait`."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._work = None
+
+
+def device_of(device: torch.device) -> Device:
+    """The :class:`Device` for ``device``.
+
+    Raises:
+        ConfigError: It is neither the CPU, the meta device nor a CUDA device.
+    """
+    if device.type == "cuda":
+        return CudaDevice(device)
+    if device.type in ("cpu", "meta"):
+        return CpuDevice(device)
+    raise ConfigError(f"A model is sharded on 'cuda', 'cpu' or 'meta'; got device {str(device)!r}.")

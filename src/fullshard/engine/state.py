@@ -1,0 +1,150 @@
+"""A sharded model's parameters as a whole: seen, streamed out, loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fullshard.engine.param import ShardedParam
+from fullshard.engine.runtime import runtime_of
+from fullshard.engine.torch_private import in_backward
+from fullshard.errors import ShardingError
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Show full parameters, in the compute dtype, on every rank; all ranks enter it together.
+
+    In-place changes of parameters made inside are kept (each rank keeps its own rows of what it wrote: write the same
+    on every rank). Memory: the whole gathered model.
+
+    Raises:
+        ShardingError: Entered during backward.
+    """
+    runtime = runtime_of(model)
+    if in_backward():
+        raise ShardingError("unsharded(model) cannot be entered during backward: units come and go there.")
+    runtime.forward_event()
+    for unit in runtime.units:
+        if not unit.held and not unit.open_calls:
+            runtime.release(unit)  # what is gathered may be older than the shards
+        runtime.gather(unit)
+        unit.held += 1
+    try:
+        yield
+    finally:
+        for unit in runtime.units:
+            unit.held -= 1
+        if not runtime.root.held:
+            for unit in runtime.units:
+                unit.write_back()
+        for unit in runtime.units:
+            if not unit.open_calls:
+                runtime.release(unit)
+
+
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
+    """Stream the whole model to rank 0, one unit at a time; every rank iterates to the end.
+
+    Yields:
+        The unit's name, and for each of its parameters the first name and, on rank 0, the full tensor on CPU in the
+        shard's dtype (valid until the next step of the iteration); None on other ranks. Parameters that were left out
+        of sharding and persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
+    """
+    runtime = runtime_of(model)
+    writes = runtime.mesh.rank == 0
+    for unit in runtime.units:
+        tensors: dict[str, torch.Tensor | None] = {}
+        for lane in unit.lanes:
+            full = None
+            mine = lane.shard.to(runtime.mesh.device)
+            if writes:
+                full = torch.empty(lane.numel, dtype=mine.dtype, device=mine.device)
+            if lane.mesh.replicate.rank == 0:  # copies have the same to tell
+                runtime.mesh.announce(f"gather of unit {unit.name} to rank 0")
+                lane.mesh.shard.gather(mine, full).wait()
+            full = None if full is None else full.cpu()
+            for param in unit.params:
+                if param.state is lane:
+                    start, numel = param.meta.placement.start, param.meta.placement.numel
+                    view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
+                    tensors[param.meta.name] = view
+        yield unit.name, tensors
+    left_out = {id(p.full) for _, p in runtime.all_params()}
+    ignored = {n: p for n, p in model.named_parameters() if not hasattr(p, "shard_meta") and id(p) not in left_out}
+    yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in ignored.items()}
+    yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in persistent_buffers(model)}
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of each buffer that belongs to the model's saved state; any rank."""
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{path}.{key}" if path else key, buffer
+
+
+def load_full_state(
+    model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """Copy this rank's rows of unsharded tensors into the shards, and whole buffers; every rank, with equal tensors.
+
+    Args:
+        model: The sharded model.
+        state: Full tensors by name, on any device, of any floating dtype; a tied parameter under any of its names.
+        strict: Whether names must fit exactly.
+
+    Returns:
+        Names that ``state`` lacks, and names that the model has not.
+
+    Raises:
+        ShardingError: Names do not fit (if strict), or a shape does not; nothing has been copied then.
+    """
+    targets, missing, used = _targets(model, state)
+    unexpected = sorted(set(state) - used)
+    problems = [f"it lacks {', '.join(missing)}"] if missing else []
+    problems += [f"the model has no {', '.join(unexpected)}"] if unexpected else []
+    problems = problems if strict else []
+    for name, (_, shape) in targets.items():
+        if tuple(state[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(state[name].shape)} where the model has {shape}")
+    if problems:
+        raise ShardingError(f"This state dict does not fit {type(model).__name__}: {'; '.join(problems)}.")
+    with torch.no_grad():
+        for name, (target, _) in targets.items():
+            if isinstance(target, ShardedParam):
+                start, stop = target.meta.element_range
+                target.shard.copy_(state[name].reshape(-1)[start:stop].view(target.meta.local_shape))
+            else:
+                target.copy_(state[name])
+    return missing, unexpected
+
+
+def _targets(
+    model: nn.Module, state: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, tuple[ShardedParam | torch.Tensor, tuple[int, ...]]], list[str], set[str]]:
+    """What each name of ``state`` is copied to and the shape it must have; names that lack; names that are known."""
+    runtime = runtime_of(model)
+    targets: dict[str, tuple[ShardedParam | torch.Tensor, tuple[int, ...]]] = {}
+    missing: list[str] = []
+    known: set[str] = set()
+    for _, param in runtime.all_params():
+        names = (param.meta.name, *param.meta.aliases)
+        known.update(names)
+        given = next((name for name in names if name in state), None)
+        if given is None:
+            missing.append(param.meta.name)
+        else:
+            targets[given] = param, param.meta.global_shape
+    sharded = {id(one) for _, param in runtime.all_params() for one in (param.shard, param.full)}
+    whole = [(name, p) for name, p in model.named_parameters() if id(p) not in sharded]
+    for name, tensor in [*whole, *persistent_buffers(model)]:
+        known.add(name)
+        if name in state:
+            targets[name] = tensor, tuple(tensor.shape)
+        else:
+            missing.append(name)
+    return targets, missing, known & set(state)

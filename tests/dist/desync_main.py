@@ -1,0 +1,252 @@
+"""What one gloo process of the desync tests runs: ``desync_main.py CASE[,CASE...] DIRECTORY``.
+
+Every case has a group and a thread of its own: a group whose ranks parted is of no use afterwards, and together the
+waits of all cases take as long as the longest. Writes ``DIRECTORY/rankR.json``, from case to outcome.
+"""
+
+import datetime
+import json
+import logging
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fullshard import MinNumel, fully_shard
+from fullshard.comm import GlooComm, watchdog
+from fullshard.errors import UserError
+
+ELSEWHERE_S = 6.0  # many polls longer than what is a long wait
+WARN_S = 3.0
+
+
+def elsewhere():
+    """Something honest that takes long."""
+    threading.Event().wait(ELSEWHERE_S)
+
+
+def gather(comm, numel=8):
+    comm.all_gather(torch.zeros(numel * comm.size), torch.zeros(numel)).wait()
+
+
+def scatter(comm, numel=8):
+    comm.reduce_scatter(torch.zeros(numel), torch.ones(numel * comm.size)).wait()
+
+
+def kinds(comm):
+    """One size, one dtype, two collectives."""
+    comm.announce("reduce-scatter of unit blocks.3" if comm.rank else "all-gather of unit blocks.2")
+    (scatter if comm.rank else gather)(comm)
+
+
+def sizes(comm):
+    """gloo by itself ends a process over this one."""
+    gather(comm, 8 + comm.rank)
+
+
+def dtypes(comm):
+    """As many bytes, of two dtypes."""
+    dtype = torch.int32 if comm.rank else torch.float32
+    comm.all_gather(torch.zeros(8, dtype=dtype), torch.zeros(4, dtype=dtype)).wait()
+
+
+def sums(comm):
+    """All-reduces of two sizes."""
+    comm.all_reduce(torch.zeros(4 + 4 * comm.rank)).wait()
+
+
+def large_sums(comm):
+    """All-reduces of two sizes that take two steps."""
+    comm.all_reduce(torch.zeros(100_000 + comm.rank)).wait()
+
+
+def purposes(comm):
+    """The same collective of the same size, for two units: values would arrive in the wrong one."""
+    comm.announce(f"all-gather of unit blocks.{comm.rank}")
+    gather(comm)
+
+
+def opinions(comm):
+    """Ranks that announce different things meet in an all-reduce: so they find out that they differ."""
+    comm.announce(f"all-gather of unit blocks.{comm.rank}")
+    total = torch.tensor([comm.rank])
+    comm.all_reduce(total).wait()
+    return f"sum {total.item()}"
+
+
+def ahead(comm):
+    """Rank 1 runs one unit more, and everything before agrees."""
+    for _ in range(200 + comm.rank):
+        gather(comm)
+    comm.barrier()
+
+
+def objects(comm):
+    """Collectives without tensors are watched too."""
+    if comm.rank:
+        comm.barrier()
+    else:
+        comm.all_gather_object("a")
+
+
+def prefetched(comm):
+    """Rank 0 issued a collective that rank 1 never does, and waits in one that rank 1 is in as well."""
+    gather(comm)
+    if comm.rank == 0:
+        early = comm.all_gather(torch.zeros(16), torch.zeros(8))
+        scatter(comm)
+        early.wait()
+    else:
+        scatter(comm)
+
+
+def skipped_pass(comm):
+    """Rank 0 evaluates between two steps of training, rank 1 does not."""
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))), comm, wrap=MinNumel(1))
+    x = torch.ones(2, 8)
+    model(x).sum().backward()
+    if comm.rank == 0:
+        with torch.no_grad():
+            model(x)
+    model(x).sum().backward()
+
+
+def collectives(comm):
+    """Ranks that agree get the right results, the same bits on every rank, in one step or two."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    for numel in (0, 1, 2, 8192, 8193, 100_003):
+        mine = torch.randn(numel, generator=generator)
+        everyone = comm.all_gather_object(mine)
+        assert torch.equal(everyone[comm.rank], mine)
+        total, largest, told = mine.clone(), mine.clone(), mine.clone()
+        comm.all_reduce(total).wait()
+        assert torch.equal(total, sum(everyone[1:], start=everyone[0].clone()))
+        comm.all_reduce(largest, "max").wait()
+        assert torch.equal(largest, torch.stack(everyone).amax(0))
+        comm.broadcast(told, source=1).wait()
+        assert torch.equal(told, everyone[1])
+        full = torch.empty(comm.size, numel) if comm.rank == 1 else None
+        comm.gather(mine, full, target=1).wait()
+        assert full is None or torch.equal(full, torch.stack(everyone))
+    return "as expected"
+
+
+def two_comms(comm):
+    """All comms of a group number its collectives together, so that ranks may use any: no desync."""
+    gather(comm)
+    gather(GlooComm(comm.group) if comm.rank else comm)
+    gather(comm)
+    return "no error"
+
+
+def honest(comm):
+    """The last rank is busy; the others wait, and all is well."""
+    gather(comm)
+    if comm.rank == comm.size - 1:
+        elsewhere()
+    total = torch.ones(2)
+    comm.all_reduce(total).wait()
+    return f"sum {total[0].item():.0f}"
+
+
+def honest_behind(comm):
+    """The last rank is busy between issuing a collective and waiting for it."""
+    full = torch.zeros(2 * comm.size)
+    work = comm.all_gather(full, torch.ones(2))
+    if comm.rank == comm.size - 1:
+        elsewhere()
+    work.wait()
+    comm.barrier()
+    return f"sum {full.sum().item():.0f}"
+
+
+def third(comm):
+    """Two ranks agree, the third does not."""
+    (scatter if comm.rank == 2 else gather)(comm)
+
+
+def late(comm):
+    """Ranks 0 and 1 part while rank 2 is busy."""
+    gather(comm)
+    if comm.rank == 2:
+        elsewhere()
+    (scatter if comm.rank == 1 else gather)(comm)
+
+
+def timeout(comm):
+    """Rank 1 does not come in time."""
+    store = comm.group.get_group_store()
+    if comm.rank == 1:
+        store.get("given up")
+        return "no error"
+    comm.announce("all-gather of unit blocks.2")
+    try:
+        return gather(comm)
+    finally:
+        store.set("given up", "")
+
+
+def leaves(comm):
+    """Rank 1's program is over."""
+    gather(comm)
+    if comm.rank == 1:
+        return "no error"
+    comm.announce("all-gather of unit blocks.2")
+    return gather(comm)
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def run(case, comm, outcomes):
+    """Run a case, and one more collective on its group if it failed: that has to fail for the same reason."""
+    started = time.monotonic()
+    errors = []
+    try:
+        text = globals()[case](comm)
+    except UserError as error:
+        text = f"{type(error).__name__}: {error}"
+        errors.append(error)
+    seconds = time.monotonic() - started
+    if errors:
+        try:
+            comm.barrier()
+        except UserError as error:
+            errors.append(error)
+    outcomes[case] = {"text": text, "seconds": seconds, "then": [type(error).__name__ for error in errors[1:]]}
+
+
+def main():
+    torch.set_num_threads(1)
+    watchdog.WARN_S = WARN_S
+    log = Lines()
+    logging.getLogger("fullshard").addHandler(log)
+    dist.init_process_group("gloo")
+    limits = {case: datetime.timedelta(seconds=4 if case == "timeout" else 60) for case in sys.argv[1].split(",")}
+    comms = {case: GlooComm(dist.new_group(timeout=limit)) for case, limit in limits.items()}
+    outcomes = {}
+    threads = [threading.Thread(target=run, args=(case, comm, outcomes)) for case, comm in comms.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rank = dist.get_rank()
+    Path(sys.argv[2], f"rank{rank}.json").write_text(json.dumps({"outcomes": outcomes, "log": log.lines}))
+    if rank == 0:
+        print("RESULT null")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Which implementation a process group gets."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fullshard.comm import Comm, GlooComm, ProcessComm, shutdown
+from fullshard.comm.mesh import SoloComm
+from fullshard.comm.process import comm_of_group
+
+
+@pytest.fixture
+def group(request):
+    backend, size = request.param
+    dist.init_process_group(backend, rank=0, world_size=size, store=FakeStore() if backend == "fake" else None,
+                            init_method=None if backend == "fake" else "tcp://127.0.0.1:0")  # fmt: skip
+    yield dist.group.WORLD
+    shutdown()
+
+
+@pytest.mark.parametrize("group", [("fake", 512)], indirect=True)
+def test_a_fake_group_is_one_process_of_a_large_world(group):
+    comm = comm_of_group(group, None)
+    assert type(comm) is ProcessComm
+    assert isinstance(comm, Comm)
+    assert (comm.rank, comm.size, comm.device.type) == (0, 512, "cpu")
+    comm.announce("all-gather of unit blocks.3")
+    comm.all_gather(torch.zeros(1024), torch.zeros(2)).wait()
+    comm.reduce_scatter(torch.zeros(2), torch.zeros(1024)).wait()
+    comm.barrier()
+    assert len(comm.all_gather_object("a")) == 512
+
+
+@pytest.mark.parametrize("group", [("gloo", 1)], indirect=True)
+def test_one_rank_of_gloo_waits_for_nobody(group):
+    comm = comm_of_group(group, None)
+    assert type(comm) is GlooComm
+    assert isinstance(comm, Comm)
+    comm.announce("all-gather of unit blocks.3")
+    full, shard, total = torch.zeros(2), torch.ones(2), torch.ones(100_000)
+    comm.all_gather(full, shard).wait()
+    assert torch.equal(full, shard)
+    comm.reduce_scatter(full, 2 * shard).wait()
+    assert torch.equal(full, 2 * shard)
+    comm.all_reduce(total).wait()
+    assert torch.equal(total, torch.ones(100_000))
+    comm.broadcast(full).wait()
+    comm.gather(shard, full).wait()
+    comm.barrier()
+    assert comm.all_gather_object("a") == ["a"]
+
+
+def test_a_group_of_one_without_processes_takes_announcements():
+    assert isinstance(SoloComm(torch.device("cpu")), Comm)
+    SoloComm(torch.device("cpu")).announce("all-gather of unit blocks.3")
