@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm.protocol import DONE, Work
+from fullshard.comm.protocol import Work
 from fullshard.errors import ConfigError
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -46,6 +46,10 @@ class Device(Protocol):
         """Give a storage's memory back, on the compute stream; other streams' uses of it were waited for."""
         ...
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A new flat buffer with undefined content, on the compute stream, as :meth:`take` gives memory."""
+        ...
+
     def aside(self, name: str, work: Callable[[], None]) -> Work:
         """Run ``work`` on the side stream ``name``, after everything the compute stream was given so far.
 
@@ -55,7 +59,8 @@ class Device(Protocol):
         Args:
             name: Of the stream; calls of one name run one after the other. ``"offload"`` is for copies to host memory,
                 see :meth:`host_ready`.
-            work: Issues operations on the current stream. It is called at once, in this thread.
+            work: Issues operations on the current stream. It is called in this thread, at once or when the result is
+                waited for.
 
         Returns:
             ``wait()`` makes the compute stream wait for it.
@@ -68,6 +73,10 @@ class Device(Protocol):
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, in host memory, in page-locked memory, from where copies run beside compute."""
+        ...
+
+    def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        """A new flat buffer in host memory with undefined content; ``pinned``: page-locked, where that is a thing."""
         ...
 
     def supports_bf16(self) -> tuple[bool, str]:
@@ -96,10 +105,16 @@ class CpuDevice:
         """See :meth:`Device.release`."""
         storage.resize_(0)
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :meth:`Device.empty`; on huge pages as in :meth:`take`."""
+        buffer = torch.empty(numel, dtype=dtype, device=self.device)
+        if buffer.nbytes >= HUGE_FROM_BYTES and self.device.type == "cpu":
+            _ask_for_huge_pages(buffer.data_ptr(), buffer.nbytes)
+        return buffer
+
     def aside(self, name: str, work: Callable[[], None]) -> Work:
-        """See :meth:`Device.aside`: done when this returns."""
-        work()
-        return DONE
+        """See :meth:`Device.aside`: it runs when it is waited for, so that nothing waits for a collective earlier."""
+        return _LaterWork(work)
 
     def host_ready(self) -> None:
         """See :meth:`Device.host_ready`: nothing."""
@@ -108,6 +123,10 @@ class CpuDevice:
         """See :meth:`Device.pin`: ``tensor`` itself."""
         return tensor
 
+    def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        """See :meth:`Device.empty_host`."""
+        return torch.empty(numel, dtype=dtype)
+
     def supports_bf16(self) -> tuple[bool, str]:
         """See :meth:`Device.supports_bf16`; without hardware for it bfloat16 works all the same."""
         found = torch.cpu.get_capabilities()
@@ -115,6 +134,20 @@ class CpuDevice:
         if units:
             return True, f"This CPU computes bfloat16 in hardware ({', '.join(units)})."
         return False, "This CPU has no bfloat16 arithmetic: it is emulated, which is slower than float32."
+
+
+class _LaterWork:
+    """Something that is done when it is waited for."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        """Do ``work``, once."""
+        self._work: Callable[[], None] | None = work
+
+    def wait(self) -> None:
+        """See :meth:`fullshard.comm.protocol.Work.wait`."""
+        work, self._work = self._work, None
+        if work is not None:
+            work()
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
@@ -145,6 +178,10 @@ class CudaDevice:
         """See :meth:`Device.release`."""
         storage.resize_(0)
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :meth:`Device.empty`."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
     def aside(self, name: str, work: Callable[[], None]) -> Work:
         """See :meth:`Device.aside`."""
         if name not in self._streams:
@@ -165,6 +202,10 @@ class CudaDevice:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`Device.pin`."""
         return tensor.pin_memory()
+
+    def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        """See :meth:`Device.empty_host`."""
+        return torch.empty(numel, dtype=dtype, pin_memory=pinned)
 
     def supports_bf16(self) -> tuple[bool, str]:
         """See :meth:`Device.supports_bf16`."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.gloo import GlooComm
-from fullshard.comm.protocol import Comm, ReduceOp, Work
+from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
 from fullshard.errors import ProcessGroupError
 
 # torch 2.13 renamed the flat collectives; the old names stay for older releases.
@@ -83,6 +83,20 @@ class Works:
             part.wait()
 
 
+class FakeComm(ProcessComm):
+    """A group of torch's fake backend, which sends nothing: the other ranks are taken to hold what this one holds."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """See :meth:`Comm.all_reduce`: what equal ranks would get."""
+        if op == "sum":
+            tensor.mul_(self.size)
+        return DONE
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`Comm.all_gather_object`: what equal ranks would get."""
+        return [value] * self.size
+
+
 def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm:
     """The :class:`Comm` of a process group, by its backend.
 
@@ -94,7 +108,7 @@ def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm
     if "nccl" in backend:
         return ProcessComm(group, device or torch.device("cuda", torch.cuda.current_device()))
     if "fake" in backend:  # one process plays rank 0 of a large world: nothing is sent
-        return ProcessComm(group, device or torch.device("cpu"))
+        return FakeComm(group, device or torch.device("cpu"))
     return GlooComm(group)
 
 

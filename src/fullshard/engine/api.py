@@ -110,10 +110,10 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     members = (root,) if isinstance(model, nn.Module) else tuple(model)
     inner = _sharded_inside(root, ranks)
     ignored = frozenset(ignored_params)
-    specs, unwrapped = _specs(root, wrap, ignored, inner)
+    policy = _place_frozen(policy, root, ranks)
+    specs, unwrapped = _specs(root, wrap, ignored, inner, policy)
     specs[0].modules = members
     check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
-    policy = _place_frozen(policy, specs, ranks)
     check_same_model(ranks, specs, (policy, prefetch), __version__)
     inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
     own = [module for module in root.modules() if id(module) not in inside]
@@ -198,7 +198,7 @@ def _sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
 
 
 def _specs(
-    root: nn.Module, wrap: WrapPolicy, ignored: frozenset[nn.Parameter], inner: list[Runtime]
+    root: nn.Module, wrap: WrapPolicy, ignored: frozenset[nn.Parameter], inner: list[Runtime], policy: UnitPolicy
 ) -> tuple[list[UnitSpec], WrapError | None]:
     """Units to be made, of what is neither ignored nor sharded before, and what is wrong with them as a whole model."""
     slots = {(id(m), key) for runtime in inner for _, p in runtime.all_params() for m, key in p.slots}
@@ -217,14 +217,16 @@ def _specs(
     except NoRepeatedBlocksError as error:
         unwrapped = error  # right for a block that a later call takes in, wrong for a model
     specs = assign_parameters(root, found, ignored | sharded)
-    return (merge_tiny(specs) if chosen == "auto" else specs), unwrapped
+    if chosen == "auto":
+        specs = merge_tiny(specs, frozen_too=policy.frozen == "shard")
+    return specs, unwrapped
 
 
-def _place_frozen(policy: UnitPolicy, specs: list[UnitSpec], ranks: Mesh) -> UnitPolicy:
+def _place_frozen(policy: UnitPolicy, root: nn.Module, ranks: Mesh) -> UnitPolicy:
     """Decide ``frozen="auto"``, alike on all ranks."""
     if policy.frozen != "auto":
         return policy
-    frozen = [spec.param for unit in specs for spec in unit.params if not spec.param.requires_grad]
+    frozen = [param for param in root.parameters() if not param.requires_grad]
     nbytes = sum(p.numel() * dtypes_of(policy.precision, p, kept=False).compute.itemsize for p in frozen)
     smallest = min(ranks.all_gather_object(device_memory_bytes(ranks.device)))
     place = "replicate" if nbytes <= _REPLICATED_SHARE * smallest else "shard"

@@ -67,7 +67,7 @@ class ReusableBuffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: Device, account: Account) -> None:
         """Take the memory; ``release`` gives it back."""
-        self.tensor = torch.empty(numel, dtype=dtype, device=device.device)
+        self.tensor = device.empty(numel, dtype)
         self.alias = self.tensor.data
         self._storage = self.tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()

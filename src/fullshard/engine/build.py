@@ -14,7 +14,7 @@ from fullshard.engine.lane import CutLane, LaneState, Origin
 from fullshard.engine.param import ShardedParam
 from fullshard.engine.precision import Dtypes, dtypes_of, torch_dtype
 from fullshard.engine.unit import Unit
-from fullshard.engine.wrap import ParamSpec, UnitSpec
+from fullshard.engine.wrap import ParamSpec, UnitSpec, is_table
 from fullshard.errors import WrapError
 from fullshard.layout import plan_unit
 from fullshard.layout.sharded import ShardMeta
@@ -69,19 +69,23 @@ class UnitBuilder:
         return dtypes_of(self.policy.precision, member.param, kept=kept)
 
     def _groups(self, spec: UnitSpec) -> Iterable[list[ParamSpec]]:
-        """Parameters that may share a lane: the same dtypes, all trainable or all frozen."""
+        """Parameters that may share a lane: the same dtypes, all trainable or all frozen, and each table alone."""
         groups: dict[tuple[object, ...], list[ParamSpec]] = {}
         for member in spec.params:
-            groups.setdefault((self._dtypes(member), member.param.requires_grad), []).append(member)
+            alone = id(member) if is_table(member) else None
+            groups.setdefault((self._dtypes(member), member.param.requires_grad, alone), []).append(member)
         return groups.values()
+
+    @property
+    def _pinned(self) -> bool:
+        offload = self.policy.offload
+        return offload is not None and offload.pin_memory and self.device.type != "cpu"
 
     def _host(self, piece: torch.Tensor) -> torch.Tensor:
         """A shard in host memory, if that is the policy."""
-        offload = self.policy.offload
-        if offload is None or self.device.type == "cpu":
+        if self.policy.offload is None:
             return piece
-        host = piece.cpu()
-        return self.runtime_device.pin(host) if offload.pin_memory else host
+        return self.runtime_device.pin(piece.cpu()) if self._pinned else piece.cpu()
 
     def _cut(self, group: list[ParamSpec]) -> Iterable[CutLane]:
         """Plan the lanes of one group and copy this rank's part of them."""
@@ -104,9 +108,10 @@ class UnitBuilder:
                 mesh=mesh,
                 shard=self._host(shard),
                 shapes=[tuple(member.param.shape) for member in members],
-                origins=[Origin(member.param, tuple(member.names), member.slots) for member in members],
+                origins=[Origin(m.param, tuple(m.names), m.slots, is_table(m)) for m in members],
                 dtypes=dtypes,
                 trainable=first.requires_grad,
+                pinned=self._pinned,
                 whole=replicated or self.policy.strategy is ShardingStrategy.NO_SHARD,
             )
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from fullshard.engine.hooks import UnitHooks
 from fullshard.engine.param import CREATE_GRAPH_REFUSED, ShardedParam
-from fullshard.engine.torch_private import will_execute
+from fullshard.engine.torch_private import in_backward, will_execute
+from fullshard.engine.wrap import is_plain_embedding
 from fullshard.errors import ShardingError
 
 
@@ -61,7 +62,22 @@ class _LinearSite(_Site):
         dtypes = self.param.state.dtypes
         if not self.applies() or input.dtype != dtypes.reduce or dtypes.compute != dtypes.reduce:
             return self.plain(self.module, input)
-        return _Linear.apply(input, self.param.full, self.module.bias, self)  # type: ignore[return-value]
+        # Backward multiplies by the weight, for the input's gradient; a recomputation is the same use again.
+        reads = input.requires_grad and not in_backward()
+        self.param.reads += reads
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Linear.apply(input, self.param.full, self.module.bias, self, reads)  # type: ignore[return-value]
+
+    def input_gradient(self, out_gradient: torch.Tensor, *, was_counted: bool) -> torch.Tensor:
+        """``out_gradient @ weight``; the last use of the weight where no other was counted."""
+        runtime, param = self.hooks.runtime, self.param
+        runtime.need(self.unit, param)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = out_gradient @ param.full
+        if was_counted:
+            param.reads -= 1
+            runtime.read_for_the_last_time(self.unit, param)
+        return result
 
     def write(self, out_gradient: torch.Tensor, x: torch.Tensor) -> None:
         """Add ``out_gradient.T @ x``, (out, in), to the lane."""
@@ -81,7 +97,8 @@ class _EmbeddingSite(_Site):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if not self.applies():
             return self.plain(self.module, input)
-        return _Embedding.apply(input, self.param.full, self)  # type: ignore[return-value]
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Embedding.apply(input, self.param.full, self)  # type: ignore[return-value]
 
     def write(self, out_gradient: torch.Tensor, indices: torch.Tensor) -> None:
         """Add the rows of ``out_gradient``, (lookups, width), to the rows of the lane that were looked up."""
@@ -101,9 +118,14 @@ class _EmbeddingSite(_Site):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: _LinearSite
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        site: _LinearSite,
+        reads: bool,  # noqa: FBT001 (autograd passes by position)
     ) -> torch.Tensor:
-        ctx.site = site
+        ctx.site, ctx.reads = site, reads
         ctx.save_for_backward(x)
         if x.dim() <= 2:
             return F.linear(x, weight, bias)
@@ -115,13 +137,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         site: _LinearSite = ctx.site
-        site.hooks.runtime.need(site.unit)
         rows = gradient.reshape(-1, gradient.shape[-1])
         # The input's gradient first: the weight's may complete the unit, which then releases its parameters.
-        x_gradient = gradient @ site.param.full if ctx.needs_input_grad[0] else None
+        x_gradient = site.input_gradient(gradient, was_counted=ctx.reads) if ctx.needs_input_grad[0] else None
         bias_gradient = rows.sum(0) if ctx.needs_input_grad[2] else None
         site.receive(lambda: site.write(rows, x.reshape(-1, x.shape[-1])))
-        return x_gradient, None, bias_gradient, None
+        return x_gradient, None, bias_gradient, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -140,12 +161,6 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-def _is_plain_embedding(module: nn.Module) -> bool:
-    if type(module) is not nn.Embedding:
-        return False
-    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-
-
 def install(hooks: UnitHooks) -> None:
     """Let the plain linear and embedding modules of a unit write their weight gradients into the lane."""
     for param in hooks.unit.params:
@@ -154,5 +169,5 @@ def install(hooks: UnitHooks) -> None:
                 continue
             if type(module) is nn.Linear:
                 module.forward = _LinearSite(hooks, param, module)
-            elif _is_plain_embedding(module):
+            elif is_plain_embedding(module):
                 module.forward = _EmbeddingSite(hooks, param, module)

@@ -26,6 +26,7 @@ def start_gather(lanes: Sequence[LaneState]) -> list[Work]:
         comm = state.mesh.shard
         low, high = state.lane.shard_bounds(comm.rank)
         mine = state.full.alias[low:high]
-        mine.copy_(state.shard, non_blocking=True)
+        # To the device first: a cast on the host would go through memory that is not page-locked.
+        mine.copy_(state.shard.to(mine.device, non_blocking=True))
         works.append(comm.all_gather(state.full.alias, mine))
     return works

@@ -198,7 +198,7 @@ class UnitHooks:
         if unit.open_calls and unit.shown:
             return
         if in_backward():
-            runtime.gather(unit)
+            runtime.gather(unit, whole=True)
             return
         runtime.forward_event()
         runtime.gather(unit)

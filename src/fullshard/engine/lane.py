@@ -22,11 +22,13 @@ class Origin:
         param: The user's Parameter; it becomes the shard.
         names: Qualified names, first one first.
         slots: ``(module, key)`` where it is registered.
+        table: Whether it is alone in its lane, because it is a large embedding.
     """
 
     param: nn.Parameter
     names: tuple[str, ...]
     slots: list[tuple[nn.Module, str]]
+    table: bool
 
 
 @dataclass
@@ -42,6 +44,7 @@ class CutLane:
         dtypes: What it is kept, gathered and reduced in.
         trainable: Whether the parameters require gradients.
         whole: Whether the shard is the whole lane by policy, and serves as the gathered buffer where it can.
+        pinned: Whether the shard lives in page-locked host memory.
     """
 
     lane: Lane
@@ -52,6 +55,7 @@ class CutLane:
     dtypes: Dtypes
     trainable: bool
     whole: bool
+    pinned: bool
 
 
 class LaneState:
@@ -82,6 +86,7 @@ class LaneState:
         self.shard = cut.shard
         self.shapes = cut.shapes
         self.whole = cut.whole
+        self.pinned = cut.pinned
         self.device = device
         self.account = account
         self.gradient: torch.Tensor | None = None
@@ -108,9 +113,8 @@ class LaneState:
     def retype(self, dtypes: Dtypes) -> None:
         """Keep, gather and reduce in other dtypes from now on; parameters must be bound to the new memory."""
         self.account.add("shards", -self.shard.nbytes)
-        pinned = self.shard.is_pinned() if self.offloaded else False
         self.shard = self.shard.to(dtypes.shard)
-        if pinned:
+        if self.pinned:
             self.shard = self.device.pin(self.shard)
         self.account.add("shards", self.shard.nbytes)
         self.dtypes = dtypes
@@ -119,10 +123,11 @@ class LaneState:
 
     def to_host(self, shard: torch.Tensor) -> torch.Tensor:
         """A reduced gradient, (shard_numel,), on its way to the host memory of the shard; see ``Device.host_ready``."""
-        host = self.device.pin(torch.empty(shard.shape, dtype=shard.dtype, device=self.shard.device))
+        host = self.device.empty_host(shard.numel(), self.shard.dtype, pinned=self.pinned)
 
         def copy() -> None:
-            host.copy_(shard, non_blocking=True)
+            # Cast on the device: a cast on the host would read what the copy has not brought yet.
+            host.copy_(shard.to(host.dtype), non_blocking=True)
 
         self.device.aside("offload", copy).wait()
         return host
@@ -162,7 +167,7 @@ class LaneState:
 
     def _make_gradient(self) -> None:
         """Allocate without clearing: what stays unwritten is zeroed once, at reduce time."""
-        self.gradient = torch.empty(self.numel, dtype=self.dtypes.reduce, device=self.device.device)
+        self.gradient = self.device.empty(self.numel, self.dtypes.reduce)
         self.account.add("gradients", self.gradient.nbytes)
 
     def complete_gradient(self) -> torch.Tensor:

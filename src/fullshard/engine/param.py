@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from fullshard.engine.buffers import ReusableBuffer
 from fullshard.engine.lane import LaneState, Origin
 from fullshard.engine.torch_private import can_take_data
+from fullshard.engine.wrap import is_plain_embedding
 from fullshard.errors import ShardingError
 from fullshard.layout.sharded import ShardMeta
 
@@ -58,6 +60,31 @@ class FreedParameter(nn.Parameter):
         )
 
 
+class WatchedParameter(nn.Parameter):
+    """What a full parameter is whose uses outside known modules must be noticed: any of them is noted, then done."""
+
+    watcher: Callable[[], Any]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note the use, unless it reads metadata only."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if attribute not in _HARMLESS:
+                for value in (*args, *kwargs.values()):
+                    for one in value if isinstance(value, (tuple, list)) else (value,):
+                        if isinstance(one, WatchedParameter):
+                            one.watcher().plain_use = True
+            return func(*args, **kwargs)
+
+
 class ShardedParam:
     """One parameter of a unit.
 
@@ -69,6 +96,9 @@ class ShardedParam:
         shard: What the optimizer sees: this rank's rows, a view of the lane's shard.
         full: What forward and backward see: a view of the lane's gathered buffer.
         trainable: Whether ``full`` requires a gradient.
+        watched: Whether it is one whose uses outside linear and embedding modules are noted.
+        plain_use: Whether there was such a use since the last backward.
+        reads: Uses by linear modules whose backward will read it.
         accumulate: The node that accumulates the gradient of ``full``; a backward that leaves it out wants none.
         on_arrival: Called with this object when autograd has accumulated a gradient in ``full``.
         on_complete: Called with this object when every use of ``full`` in this backward has given its gradient.
@@ -93,6 +123,9 @@ class ShardedParam:
         self.arrived = False
         self.waiting = False
         self.stepped = False
+        self.watched = origin.table and isinstance(state.full, ReusableBuffer)
+        self.plain_use = False
+        self.reads = 0
         self.bind(trainable=trainable)
 
     def bind(self, *, trainable: bool) -> None:
@@ -100,6 +133,7 @@ class ShardedParam:
         start = self.meta.placement.start
         full = self.state.full.tensor[start : start + self.numel].view(self.meta.global_shape)
         self.full = nn.Parameter(full, requires_grad=False)
+        self.full.watcher = weakref.ref(self)  # type: ignore[attr-defined]
         local = self.local_view(self.state.shard)
         if self.shard.data_ptr() != local.data_ptr() or self.shard.dtype != local.dtype:
             self.shard.data = local
@@ -137,6 +171,11 @@ class ShardedParam:
         self.shard.shard_meta = self.meta  # type: ignore[attr-defined]
 
     @property
+    def embeds(self) -> bool:
+        """Whether it is used by embeddings only, whose backward does not read it."""
+        return all(key == "weight" and is_plain_embedding(module) for module, key in self.slots)
+
+    @property
     def has_rows(self) -> bool:
         """Whether this rank holds any of it."""
         start, stop = self.meta.element_range
@@ -153,7 +192,7 @@ class ShardedParam:
 
     def show_full(self) -> None:
         """Put the full parameter into every slot; its memory must hold the gathered values."""
-        self.full.__class__ = nn.Parameter
+        self.full.__class__ = WatchedParameter if self.watched else nn.Parameter
         for module, key in self.slots:
             module._parameters[key] = self.full
 

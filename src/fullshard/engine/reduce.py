@@ -66,13 +66,14 @@ def start_reduce(lanes: Sequence[LaneState], *, across: bool) -> list[PendingRed
 
 def _then_across(state: LaneState, shard: torch.Tensor, inside: Work | None) -> Work:
     """After the reduce-scatter inside the shard group, the all-reduce across replicas: 1/N of the gradient's bytes."""
+    # Held by the work until it was waited for: this memory is the compute stream's, and a side stream reads it.
+    partial, state.partial = state.partial, None
 
     def work() -> None:
         if inside is not None:
             inside.wait()
-        if state.partial is not None:
-            shard.add_(state.partial)
-            state.partial = None
+        if partial is not None:
+            shard.add_(partial)
         state.mesh.replicate.all_reduce(shard).wait()
 
     return state.device.aside("replicate", work)

@@ -14,7 +14,7 @@ from fullshard.engine.buffers import Account
 from fullshard.engine.param import ShardedParam
 from fullshard.engine.schedule import Action, Call, Schedule, Verb, no_graph
 from fullshard.engine.torch_private import call_after_backward
-from fullshard.engine.unit import State, Unit
+from fullshard.engine.unit import Unit
 from fullshard.errors import ShardingError, WrapError
 from fullshard.policy import Prefetch
 
@@ -64,6 +64,7 @@ class Runtime:
             [unit.trainable for unit in units],
             root=0,
             keeps_after_forward=[unit.index for unit in units if unit.policy.strategy.keeps_after_forward],
+            unread=[unit.index for unit in units[1:] if all(param.embeds for param in unit.params)],
             prefetch=prefetch,
             names=[unit.name for unit in units],
         )
@@ -98,19 +99,24 @@ class Runtime:
         else:
             unit.reshard()
 
-    def gather(self, unit: Unit) -> None:
-        """Have the unit's full parameters in place."""
-        self._issue(unit)
+    def gather(self, unit: Unit, *, whole: bool = False) -> None:
+        """Have the unit's full parameters in place; ``whole``: also those that backward has parted with."""
+        self._issue(unit, whole=whole)
         unit.finish_gather()
 
-    def need(self, unit: Unit) -> None:
-        """Backward computes with the unit's parameters now; normally they are there."""
-        if not unit.shown:
+    def need(self, unit: Unit, param: ShardedParam) -> None:
+        """Backward computes with ``param`` now; normally it is there."""
+        if not unit.shown or param.state in unit.parted:
             self.backward_event()
-            self.gather(unit)
+            self.gather(unit, whole=True)
 
-    def _issue(self, unit: Unit) -> None:
-        if unit.state is State.SHARDED:
+    def read_for_the_last_time(self, unit: Unit, param: ShardedParam) -> None:
+        """Backward has used ``param``: give a table's memory back, before its gradient takes as much."""
+        if param.watched and param.reads == 0 and not param.plain_use and not unit.held and not unit.pinned:
+            unit.part_with(param)
+
+    def _issue(self, unit: Unit, *, whole: bool = False) -> None:
+        if unit.lacks(whole=whole):
             self.agreement.before("all-gather", unit.index)
             unit.issue_gather()
 

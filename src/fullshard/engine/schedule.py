@@ -88,6 +88,7 @@ class Schedule:
         root: int,
         *,
         keeps_after_forward: Collection[int] = (),
+        unread: Collection[int] = (),
         prefetch: Prefetch | None = None,
         names: Sequence[str] = (),
     ) -> None:
@@ -97,6 +98,7 @@ class Schedule:
             trainable: Of each unit, whether it has gradients to reduce.
             root: Index of the root.
             keeps_after_forward: Units whose parameters stay gathered between forward and backward.
+            unread: Units whose backward needs no parameters, such as an embedding's.
             prefetch: What is gathered ahead, and when; None: the default.
             names: Of each unit, its name, for the lists of ``prefetch``.
 
@@ -105,7 +107,8 @@ class Schedule:
         """
         self.trainable = list(trainable)
         self.root = root
-        self.keeps_after_forward = frozenset(keeps_after_forward)
+        self.keeps_after_forward = frozenset(keeps_after_forward) - frozenset(unread)
+        self.unread = frozenset(unread)
         self.prefetch = prefetch or Prefetch()
         self.forward_lists = _by_index(self.prefetch.forward_lists, names)
         self.backward_lists = _by_index(self.prefetch.backward_lists, names)
@@ -238,8 +241,9 @@ class Schedule:
         self.reached.add(call.forward_pass)
         actions = self._skip_to(call.end)
         self.cursor = call.end + 1
-        actions.append((Verb.GATHER, call.unit))
-        self.gathered.add(call.unit)
+        if call.unit not in self.unread:
+            actions.append((Verb.GATHER, call.unit))
+            self.gathered.add(call.unit)
         return actions + self._prefetch_after(call.end, BackwardPrefetch.BACKWARD_PRE)
 
     def all_arrived(self, unit: int) -> list[Action]:
@@ -319,7 +323,7 @@ class Schedule:
             # Not across forward passes: an earlier one may have been dropped, and would be gathered for nothing.
             if len(coming) >= limit or call.forward_pass != here.forward_pass:
                 break
-            if is_end and call.unit not in coming:
+            if is_end and call.unit not in coming and call.unit not in self.unread:
                 coming.append(call.unit)
                 if call.unit == here.unit:
                     break

@@ -45,6 +45,7 @@ class Unit:
         policy: What was said about it when it was sharded.
         state: Where the parameters are.
         shown: Whether the modules' attributes are the full parameters.
+        parted: Lanes whose gathered memory is back already, because nothing in this backward reads it any more.
         pinned: Whether the unit stays gathered until backward is over (nothing tells when it is done with them).
         held: Number of contexts that want the unit gathered.
         open_calls: Forward calls that run right now.
@@ -72,6 +73,7 @@ class Unit:
         self.policy = policy
         self.state = State.SHARDED
         self.pinned = False
+        self.parted: list[LaneState] = []
         self._works: list[Work] = []
         self._pending: list[PendingReduce] = []
         self._final = False
@@ -121,12 +123,28 @@ class Unit:
 
     # Parameters
 
+    def lacks(self, *, whole: bool) -> bool:
+        """Whether a gather is due; ``whole``: also of lanes that were parted with."""
+        return self.state is State.SHARDED or (whole and bool(self.parted))
+
     def issue_gather(self) -> None:
-        """Start the all-gather; nothing when it is under way or done."""
-        if self.state is not State.SHARDED:
+        """Start the all-gather of what is not there; nothing when it is under way or done."""
+        if self.state is State.SHARDED:
+            self._works = start_gather(self.lanes)
+        elif self.parted:
+            self.hide()
+            self._works += start_gather(self.parted)
+        else:
             return
-        self._works = start_gather(self.lanes)
+        self.parted = []
         self.state = State.GATHERING
+
+    def part_with(self, param: ShardedParam) -> None:
+        """Free the gathered memory of ``param``, which is alone in its lane, before the unit's."""
+        if self.state is State.GATHERED and param.state not in self.parted:
+            param.show_shard()
+            param.state.full.release()
+            self.parted.append(param.state)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and show the full parameters; nothing when that is done."""
@@ -139,7 +157,8 @@ class Unit:
         if not self.shown:
             self.shown = True
             for param in self.params:
-                param.show_full()
+                if param.state not in self.parted:
+                    param.show_full()
 
     def hide(self) -> None:
         """Show the shards, keep the gathered memory: between forward and backward only autograd looks at it."""
@@ -158,6 +177,7 @@ class Unit:
         self.hide()
         for lane in self.lanes:
             lane.full.release()
+        self.parted = []
         self.state = State.SHARDED
 
     def write_back(self) -> None:
@@ -291,7 +311,8 @@ class Unit:
         self._arrived = 0
         self._owed = False
         for param in self.params:
-            param.waiting = param.stepped = False
+            param.waiting = param.stepped = param.plain_use = False
+            param.reads = 0
             param.arrived = param.arrived and not synced
 
     def drop_gradients(self) -> None:

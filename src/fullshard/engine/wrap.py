@@ -17,6 +17,9 @@ TINY_NUMEL = 1_000_000
 """Where the engine chooses the units, neighbours are merged up to so many elements: a unit costs a collective's latency
 and some microseconds of Python twice a step, which a gather of a few megabytes does not make up for."""
 
+LARGE_NUMEL = 1 << 20
+"""From so many elements on, an embedding or a head outside the blocks is worth a collective of its own."""
+
 Found = tuple[str, tuple[nn.Module, ...]]
 """A unit's name and its modules, in the order they run in; nearly always one."""
 
@@ -48,10 +51,24 @@ class UnitSpec:
     modules: tuple[nn.Module, ...]
     params: list[ParamSpec] = field(default_factory=list)
 
-    @property
-    def numel(self) -> int:
-        """Elements of all its parameters."""
-        return sum(spec.param.numel() for spec in self.params)
+    def sent_numel(self, *, frozen_too: bool) -> int:
+        """Elements of the parameters that are gathered; ``frozen_too``: frozen ones are among them."""
+        return sum(spec.param.numel() for spec in self.params if frozen_too or spec.param.requires_grad)
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Whether the backward of ``module`` is a sum of rows, and needs no parameter."""
+    if type(module) is not nn.Embedding:
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def is_table(spec: ParamSpec) -> bool:
+    """Whether the parameter is a large embedding, perhaps tied to linear heads, and nothing else."""
+    modules = [module for module, key in spec.slots if key == "weight"]
+    known = all(is_plain_embedding(module) or type(module) is nn.Linear for module in modules)
+    embeds = any(is_plain_embedding(module) for module in modules)
+    return len(modules) == len(spec.slots) and known and embeds and spec.param.numel() >= LARGE_NUMEL
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -116,7 +133,7 @@ def _find_modules(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Modu
                 "rank. If that is meant, pass wrap=None; else name the classes to wrap: wrap=TransformerBlocks({...}). "
                 f"Classes in this model: {', '.join(candidate_classes(model)) or 'none with submodules'}."
             )
-        return found
+        return _with_large_leaves(model, found)
     modules = [(name, module) for name, module in model.named_modules() if name]
     if isinstance(wrap, TransformerBlocks):
         return _find_classes(model, modules, wrap)
@@ -130,6 +147,17 @@ def _find_modules(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Modu
     if not found:
         raise WrapError(f"The wrap predicate is true for none of the {len(modules)} modules of {type(model).__name__}.")
     return found
+
+
+def _with_large_leaves(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Blocks, and large embeddings and heads beside them; one that is tied to another stays with the root."""
+    inside = {id(part) for _, block in blocks for part in block.modules()}
+    chosen = {id(block) for _, block in blocks}
+    for module in model.modules():
+        large = isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.numel() >= LARGE_NUMEL
+        if large and id(module) not in inside and module is not model:
+            chosen.add(id(module))
+    return [(name, module) for name, module in model.named_modules() if id(module) in chosen]
 
 
 def _find_named(model: nn.Module, wrap: Named) -> list[Found]:
@@ -219,18 +247,23 @@ def assign_parameters(model: nn.Module, found: list[Found], ignored: frozenset[n
     return [units[0], *(unit for unit in units[1:] if unit.params)]
 
 
-def merge_tiny(units: list[UnitSpec]) -> list[UnitSpec]:
+def merge_tiny(units: list[UnitSpec], *, frozen_too: bool) -> list[UnitSpec]:
     """Join neighbours of one container, such as small blocks of one list, up to ``TINY_NUMEL`` elements a unit.
 
     Args:
         units: What :func:`assign_parameters` returned, root first, each other of one module.
+        frozen_too: Whether frozen parameters count: not where each rank has them and nobody sends them.
     """
     merged: list[UnitSpec] = units[:1]
     parents: list[str] = [""]
     for unit in units[1:]:
         parent, _, leaf = unit.name.rpartition(".")
         last = merged[-1]
-        if len(merged) > 1 and parents[-1] == parent and last.numel + unit.numel <= TINY_NUMEL:
+        if (
+            len(merged) > 1
+            and parents[-1] == parent
+            and last.sent_numel(frozen_too=frozen_too) + unit.sent_numel(frozen_too=frozen_too) <= TINY_NUMEL
+        ):
             name = f"{last.name.partition(' .. ')[0]} .. {leaf}"
             merged[-1] = UnitSpec(name, last.modules + unit.modules, last.params + unit.params)
         else:

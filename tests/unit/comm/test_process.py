@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard.comm import Comm, GlooComm, ProcessComm, shutdown
+from fullshard.comm import Comm, FakeComm, GlooComm, shutdown
 from fullshard.comm.mesh import SoloComm
 from fullshard.comm.process import comm_of_group
 
@@ -22,7 +22,7 @@ def group(request):
 @pytest.mark.parametrize("group", [("fake", 512)], indirect=True)
 def test_a_fake_group_is_one_process_of_a_large_world(group):
     comm = comm_of_group(group, None)
-    assert type(comm) is ProcessComm
+    assert type(comm) is FakeComm
     assert isinstance(comm, Comm)
     assert (comm.rank, comm.size, comm.device.type) == (0, 512, "cpu")
     comm.announce("all-gather of unit blocks.3")
