@@ -25,7 +25,7 @@ check: $(STAMP)
 	$(BIN)/pyright
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/memory_against_torch.py
+	$(BIN)/python benchmarks/bench.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

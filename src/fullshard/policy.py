@@ -132,7 +132,7 @@ class Prefetch:
             order of the last forward.
         backward_lists: The same for backward.
         max_in_flight: Most units, beside the root, that are gathered or being gathered at once when one more is
-            gathered ahead; None: ``ahead + 1``, or no bound where a list is given.
+            gathered ahead; None: no further bound than ``ahead`` or the lists.
     """
 
     backward: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard import MinNumel, fully_shard
-from fullshard.comm import GlooComm, watchdog
+from fullshard.comm import GlooComm, settle, watchdog
 from fullshard.errors import UserError
 
+LARGE = 50_000  # elements, enough for ranks of one host to read each other's memory
 ELSEWHERE_S = 6.0  # many polls longer than what is a long wait
 WARN_S = 3.0
 
@@ -29,11 +30,15 @@ def elsewhere():
 
 
 def gather(comm, numel=8):
-    comm.all_gather(torch.zeros(numel * comm.size), torch.zeros(numel)).wait()
+    work = comm.all_gather(torch.zeros(numel * comm.size), torch.zeros(numel))
+    work.wait()
+    settle(work)
 
 
 def scatter(comm, numel=8):
-    comm.reduce_scatter(torch.zeros(numel), torch.ones(numel * comm.size)).wait()
+    work = comm.reduce_scatter(torch.zeros(numel), torch.ones(numel * comm.size))
+    work.wait()
+    settle(work)
 
 
 def kinds(comm):
@@ -67,6 +72,32 @@ def purposes(comm):
     """The same collective of the same size, for two units: values would arrive in the wrong one."""
     comm.announce(f"all-gather of unit blocks.{comm.rank}")
     gather(comm)
+
+
+def reading(comm):
+    """Ranks that read each other's memory: the same size, for two units."""
+    gather(comm, LARGE)
+    comm.announce(f"all-gather of unit blocks.{comm.rank}")
+    gather(comm, LARGE)
+
+
+def large_kinds(comm):
+    """One of two ranks that read each other's memory offers what the other one does not want."""
+    gather(comm, LARGE)
+    (scatter if comm.rank else gather)(comm, LARGE)
+
+
+def large_honest(comm):
+    """A rank that is busy before it reads, and another that waits for it before it changes what it gave."""
+    full, mine = torch.zeros(LARGE * comm.size), torch.full((LARGE,), comm.rank + 1.0)
+    work = comm.all_gather(full, mine)
+    if comm.rank == comm.size - 1:
+        elsewhere()
+    work.wait()
+    settle(work)
+    full.view(comm.size, -1)[comm.rank] = -1
+    comm.barrier()
+    return str(full.view(comm.size, -1)[:, -1].tolist())
 
 
 def opinions(comm):
@@ -190,13 +221,18 @@ def timeout(comm):
         store.set("given up", "")
 
 
-def leaves(comm):
+def leaves(comm, numel=8):
     """Rank 1's program is over."""
-    gather(comm)
+    gather(comm, numel)
     if comm.rank == 1:
         return "no error"
     comm.announce("all-gather of unit blocks.2")
-    return gather(comm)
+    return gather(comm, numel)
+
+
+def leaves_reading(comm):
+    """The same between ranks that read each other's memory."""
+    return leaves(comm, LARGE)
 
 
 class Lines(logging.Handler):

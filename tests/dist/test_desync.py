@@ -20,6 +20,9 @@ PARTED = [
     ("large_sums", 1, "rank 0: all-reduce (sum) of 100000 float32; rank 1: all-reduce (sum) of 100001 float32"),
     ("purposes", 1, "rank 0: all-gather of 16 float32 (all-gather of unit blocks.0); "
                     "rank 1: all-gather of 16 float32 (all-gather of unit blocks.1)"),
+    ("reading", 6, "rank 0: all-gather of 100000 float32 (all-gather of unit blocks.0); "
+                   "rank 1: all-gather of 100000 float32 (all-gather of unit blocks.1)"),
+    ("large_kinds", 6, "rank 0: all-gather of 100000 float32; rank 1: reduce-scatter of 100000 float32"),
     ("ahead", 201, "rank 0: barrier; rank 1: all-gather of 16 float32"),
     ("objects", 1, "rank 0: all-gather of objects; rank 1: barrier"),
     ("prefetched", 2, "rank 0: all-gather of 16 float32, waiting in reduce-scatter of 16 float32; "
@@ -42,7 +45,7 @@ def run(size, cases, directory):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    cases = [*(case for case, *_ in PARTED), *FINE, "skipped_pass", "timeout"]
+    cases = [*(case for case, *_ in PARTED), *FINE, "large_honest", "skipped_pass", "timeout"]
     return run(2, cases, tmp_path_factory.mktemp("pair"))
 
 
@@ -111,14 +114,19 @@ def test_three_ranks_of_which_one_is_slow(three):
     assert three[0]["outcomes"]["honest"]["seconds"] < 20
 
 
-def test_a_rank_that_ended_is_named_at_once(tmp_path):
-    first, second = run(2, ["leaves"], tmp_path)
-    assert second["outcomes"]["leaves"]["text"] == "no error"
-    outcome = first["outcomes"]["leaves"]
+@pytest.mark.parametrize(("case", "numel"), [("leaves", 16), ("leaves_reading", 100_000)])
+def test_a_rank_that_ended_is_named_at_once(tmp_path, case, numel):
+    first, second = run(2, [case], tmp_path)
+    assert second["outcomes"][case]["text"] == "no error"
+    outcome = first["outcomes"][case]
     assert outcome["seconds"] < 5
     assert re.match(
-        r"ProcessGroupError: Rank 0 waited \d\.\d s in all-gather of 16 float32 \(all-gather of unit blocks\.2\) and "
+        rf"ProcessGroupError: Rank 0 waited \d\.\d s in all-gather of {numel} float32 \(all-gather of unit blocks\.2\) and "
         r"lost its connection to rank 1: that rank has ended or failed\. ",
         outcome["text"],
     )
     assert outcome["then"] == ["ProcessGroupError"]
+
+
+def test_a_rank_may_change_what_it_gave_once_the_others_have_read_it(pair):
+    assert [rank["outcomes"]["large_honest"]["text"] for rank in pair] == ["[-1.0, 2.0]", "[1.0, -1.0]"]

@@ -18,5 +18,6 @@ from fullshard.comm.process import shutdown as shutdown
 from fullshard.comm.protocol import DONE as DONE
 from fullshard.comm.protocol import Comm as Comm
 from fullshard.comm.protocol import Work as Work
+from fullshard.comm.protocol import settle as settle
 from fullshard.comm.threads import ThreadComm as ThreadComm
 from fullshard.comm.threads import run_ranks as run_ranks

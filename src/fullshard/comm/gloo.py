@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import logging
 import os
 import pickle
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.direct import Link
 from fullshard.comm.protocol import DONE, ReduceOp, Work
 from fullshard.comm.watchdog import WATCHDOG, Board, Call, FlightRecorder, Watch
 
@@ -29,6 +32,12 @@ _SPARE_TAG = _CODES << _SEQ_BITS  # codes are smaller: no collective has this ta
 _WHOLE_BYTES = 32 << 10
 """An all-reduce up to this size sends its tensor whole to every rank: more bytes, but one step instead of two."""
 
+_DIRECT_BYTES = 64 << 10
+"""From this size on, ranks of one host read each other's memory."""
+
+_SPINS = 20
+"""How often a rank asks another one's board before it sleeps in between."""
+
 _TRANSPORT = ("/gloo/", "pair closure")
 """What gloo's own errors have in them."""
 
@@ -39,9 +48,13 @@ _REDUCE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
 
 
 @functools.lru_cache(maxsize=4096)
-def code_of(kind: str, numel: int, dtype: torch.dtype, purpose: str) -> int:
-    """The code under which messages of such a collective meet; equal in every process."""
+def _code(kind: str, numel: int, dtype: torch.dtype, purpose: str) -> int:
     return zlib.crc32(f"{kind}\0{numel}\0{dtype}\0{purpose}".encode()) % _CODES
+
+
+def code_of(call: Call, step: str = "") -> int:
+    """The code under which ranks meet in such a collective, or in a further step of it; equal in every process."""
+    return _code(call.kind + step, call.numel, call.dtype, call.announced if call.bound else "")
 
 
 class GlooWork:
@@ -84,6 +97,44 @@ class GlooWork:
             finish()
 
 
+class ReadingWork:
+    """A collective in which each rank reads what the others have from their memory."""
+
+    def __init__(
+        self, comm: GlooComm, link: Link, call: Call, offered: torch.Tensor, take: Callable[[int, int], None]
+    ) -> None:
+        """Offer ``offered``; ``take(rank, address)`` reads another rank's part."""
+        self._comm = comm
+        self._link = link
+        self._call = call
+        self._offered: torch.Tensor | None = offered  # alive until the others have read it
+        self._take: Callable[[int, int], None] | None = take
+        self._code = code_of(call)
+        link.offer(call.seq, self._code, offered.data_ptr())
+
+    def wait(self) -> None:
+        """See :meth:`fullshard.comm.protocol.Work.wait`.
+
+        Raises:
+            MismatchError: Ranks are in different collectives.
+            ProcessGroupError: Another rank ended, or did not come within the group's timeout.
+        """
+        take, self._take = self._take, None
+        if take is not None:
+            with self._comm.waiting_in(self._call) as poll:
+                for peer in self._comm.peers:
+                    take(peer, poll(peer, partial(self._link.find, peer, self._call.seq, self._code)))
+            self._link.has_read(self._call.seq)
+
+    def settle(self) -> None:
+        """See :func:`fullshard.comm.protocol.settle`."""
+        if self._offered is not None:
+            with self._comm.waiting_in(self._call) as poll:
+                for peer in self._comm.peers:
+                    poll(peer, partial(self._link.was_read, peer, self._call.seq))
+            self._offered = None
+
+
 class GlooComm:
     """A gloo group: all collectives are direct messages into and out of the caller's buffers.
 
@@ -100,9 +151,10 @@ class GlooComm:
         self.size = dist.get_world_size(group)
         self.device = torch.device("cpu")
         self._announced = ""
+        self._timeout_s = _timeout_of(group)
         self._watch = _watch_of(group)
         # Starting with the next rank spreads the first messages over all pairs.
-        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def announce(self, what: str) -> None:
         """See :meth:`Comm.announce`."""
@@ -110,29 +162,40 @@ class GlooComm:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`: each rank sends its shard to every other, (size - 1) * S elements."""
+        link = self._link_for(full)
         call = self._issue("all-gather", full, bound=True)
         slices = full.view(self.size, -1)
         mine = slices[self.rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        return self._exchange(call, [(r, slices[r]) for r in self._peers], [(r, mine) for r in self._peers])
+        if link is not None:
+            return ReadingWork(self, link, call, mine, lambda peer, at: link.read(peer, at, slices[peer]))
+        return self._exchange(call, [(r, slices[r]) for r in self.peers], [(r, mine) for r in self.peers])
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
         """See :meth:`Comm.reduce_scatter`: sends (size - 1) * S elements, holds (size - 2) * S of its own."""
-        if not self._peers:
+        if not self.peers:
             shard.copy_(full)
             return DONE
+        link = self._link_for(full)
         call = self._issue("reduce-scatter", full, bound=True)
         slices = full.view(self.size, -1)
-        first, *rest = sorted(self._peers)
-        received = {first: shard} | {r: torch.empty_like(shard) for r in rest}
+        if link is not None:
+            shard.copy_(slices[self.rank])
+            offset = self.rank * slices[0].nbytes
+            return ReadingWork(self, link, call, full, lambda peer, at: link.add(peer, at + offset, full.dtype, shard))
+        first, *rest = sorted(self.peers)
+        received = {r: torch.empty_like(slices[0]) for r in rest}
+        received[first] = shard if shard.dtype == full.dtype else torch.empty_like(slices[0])
         terms = [slices[self.rank], *(received[r] for r in rest)]
 
         def add_terms() -> None:
+            if received[first] is not shard:
+                shard.copy_(received[first])
             for term in terms:
                 shard.add_(term)
 
-        return self._exchange(call, [(r, received[r]) for r in self._peers], _to(self._peers, slices), add_terms)
+        return self._exchange(call, [(r, received[r]) for r in self.peers], _to(self.peers, slices), add_terms)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Comm.all_reduce`. Each element is reduced in rank order, and is the same on every rank.
@@ -154,17 +217,17 @@ class GlooComm:
                 mine.copy_(total)
             terms.clear()
             if not whole:
-                back = [(r, mine) for r in self._peers]
-                self._exchange(call, _to(self._peers, slices), back, step=" and back").wait()
+                back = [(r, mine) for r in self.peers]
+                self._exchange(call, _to(self.peers, slices), back, step=" and back").wait()
 
-        return self._exchange(call, _to(self._peers, terms), _to(self._peers, slices), reduce)
+        return self._exchange(call, _to(self.peers, terms), _to(self.peers, slices), reduce)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """See :meth:`Comm.broadcast`: the source sends (size - 1) times the tensor."""
         call = self._issue(f"broadcast from rank {source}", tensor, bound=True)
         flat = tensor.detach().view(-1)
         if self.rank == source:
-            return self._exchange(call, [], [(r, flat) for r in self._peers])
+            return self._exchange(call, [], [(r, flat) for r in self.peers])
         return self._exchange(call, [(source, flat)], [])
 
     def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
@@ -174,26 +237,75 @@ class GlooComm:
             return self._exchange(call, [], [(target, shard)])
         slices = full.view(self.size, -1)
         slices[self.rank].copy_(shard)
-        return self._exchange(call, _to(self._peers, slices), [])
+        return self._exchange(call, _to(self.peers, slices), [])
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`: lengths first, then everybody's bytes."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = mine.numel()
-        own = [(r, lengths[self.rank : self.rank + 1]) for r in self._peers]
+        own = [(r, lengths[self.rank : self.rank + 1]) for r in self.peers]
         call = self._issue("all-gather of objects")
-        self._exchange(call, _to(self._peers, lengths.view(-1, 1)), own).wait()
+        self._exchange(call, _to(self.peers, lengths.view(-1, 1)), own).wait()
         call = self._issue("all-gather of objects, their bytes")
         parts = [mine if r == self.rank else mine.new_empty(length) for r, length in enumerate(lengths.tolist())]
-        self._exchange(call, _to(self._peers, parts), [(r, mine) for r in self._peers]).wait()
+        self._exchange(call, _to(self.peers, parts), [(r, mine) for r in self.peers]).wait()
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def barrier(self) -> None:
         """See :meth:`Comm.barrier`."""
         call = self._issue("barrier")
         ticks = torch.zeros(self.size, 1, dtype=torch.uint8)
-        self._exchange(call, _to(self._peers, ticks), [(r, ticks[self.rank]) for r in self._peers]).wait()
+        self._exchange(call, _to(self.peers, ticks), [(r, ticks[self.rank]) for r in self.peers]).wait()
+
+    def _link_for(self, full: torch.Tensor) -> Link | None:
+        """The link by which each rank can read every other's memory, if there is one and ``full`` is worth it.
+
+        The first time it asks all ranks, which are all here: this is part of a collective.
+        """
+        if full.nbytes < _DIRECT_BYTES or self.size == 1:
+            return None
+        group = _GROUPS.setdefault(self.group, _Group())
+        if not group.asked:
+            group.asked = True
+            link = Link()
+            cards = self.all_gather_object(link.card())
+            if all(self.all_gather_object(link.can_read(cards))):
+                group.link = link
+            elif len({host for host, _, _ in cards}) == 1 and self.rank == 0:
+                logging.getLogger("fullshard").warning(
+                    "The system does not let the ranks of this host read each other's memory (process_vm_readv): they "
+                    "speak through sockets, which takes several times as long."
+                )
+        return group.link
+
+    @contextlib.contextmanager
+    def waiting_in(self, call: Call) -> Iterator[Callable[[int, Callable[[], int | None]], int]]:
+        """Give a function that asks until another rank has an answer, under the eyes of the watchdog."""
+        recorder, started = self._watch.recorder, time.monotonic()
+        peer_now: int | None = None
+
+        def poll(peer: int, ask: Callable[[], int | None]) -> int:
+            nonlocal peer_now
+            peer_now, asked = peer, 0
+            while (found := ask()) is None:
+                if self._watch.broken:
+                    raise RuntimeError("waits were broken")
+                if time.monotonic() - started > self._timeout_s:
+                    raise RuntimeError("Timed out")
+                asked += 1
+                if asked > _SPINS:
+                    time.sleep(min(1e-3, 1e-5 * (asked - _SPINS)))
+            return found
+
+        recorder.waiting = call
+        try:
+            yield poll
+        except (RuntimeError, OSError) as error:
+            waited = time.monotonic() - started
+            raise self._watch.failure(call, RuntimeError(str(error)), waited, peer_now) from error
+        finally:
+            recorder.waiting = None
 
     def _issue(self, kind: str, about: torch.Tensor | None = None, *, bound: bool = False) -> Call:
         """The next collective; ``about`` has the same size and dtype on every rank."""
@@ -210,7 +322,7 @@ class GlooComm:
         step: str = "",
     ) -> GlooWork:
         """Start the messages of ``call``, (peer, tensor) each; a second exchange of one call has a ``step``."""
-        code = code_of(call.kind + step, call.numel, call.dtype, call.announced if call.bound else "")
+        code = code_of(call, step)
         tag = code << _SEQ_BITS | call.seq % (1 << _SEQ_BITS)
         # Not dist.irecv and dist.isend: they check what is known here, and double a small message's time.
         start_receive, start_send = self.group.recv, self.group.send
@@ -224,10 +336,24 @@ class GlooComm:
         return GlooWork(self._watch, call, messages, finish)
 
 
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a collective of ``group`` waits for other ranks."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def _to(peers: Iterable[int], tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """Each peer with its own tensor."""
     return [(peer, tensors[peer]) for peer in peers]
 
+
+class _Group:
+    """What the comms of one group share beside its watch: whether its ranks were asked for a link, and the link."""
+
+    asked = False
+    link: Link | None = None
+
+
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
 
 # Comms of one group number its collectives together.
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()

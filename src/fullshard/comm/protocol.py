@@ -22,7 +22,8 @@ class Comm(Protocol):
     """A group of ranks and the collectives they run together.
 
     Every method is called by every rank of the group, in the same order. Collectives take buffers, start, and return
-    a :class:`Work`; the caller keeps the buffers alive and untouched until ``wait()``.
+    a :class:`Work`; the caller keeps the buffers alive and untouched until ``wait()``, and changes or frees what it
+    gave (the shard of an all-gather, the full buffer of a reduce-scatter) only after :func:`settle`.
 
     Attributes:
         rank: This process's (or thread's) place in the group, from 0.
@@ -77,6 +78,16 @@ class Comm(Protocol):
     def barrier(self) -> None:
         """Return when every rank has called it."""
         ...
+
+
+def settle(work: Work) -> None:
+    """Return when other ranks have taken what this one gave to the collective; ``work`` was waited for.
+
+    Most implementations have sent it by then. Ranks that read each other's memory say so in a method of their own.
+    """
+    taken = getattr(work, "settle", None)
+    if taken is not None:
+        taken()
 
 
 class DoneWork:

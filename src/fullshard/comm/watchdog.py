@@ -268,6 +268,7 @@ class Watch:
 
     Attributes:
         recorder: What this rank issued, and what it waits in.
+        broken: Whether ranks have parted and every wait is to fail.
     """
 
     def __init__(
@@ -285,6 +286,7 @@ class Watch:
         self._board = board
         self._ranks = ranks
         self._break_waits = break_waits
+        self.broken = False
         self._call: Call | None = None
         self._since = 0.0
         self._shown = self._warned = False
@@ -350,6 +352,7 @@ class Watch:
         if self._verdict is not None:
             # Breaking a wait closes this rank's connections, so that others fail too: they shall know why by then.
             if self._board.all_told() or now - self._verdict_since >= GRACE_S:
+                self.broken = True
                 self._break_waits()
         elif not self._warned and now - self._since >= WARN_S:
             self._warned = True

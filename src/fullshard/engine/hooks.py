@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.engine.precision import cast_floats, markable_tensors, replace_markable, tensors_in
+from fullshard.engine.precision import cast_floats, map_tensors, markable_tensors, replace_markable, tensors_in
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.schedule import Call
 from fullshard.engine.torch_private import in_backward, untraced
@@ -85,6 +85,8 @@ class UnitHooks:
             return args, kwargs
         if not recompute:
             runtime.forward_event()
+        if self.is_root and not recompute:
+            args, kwargs = _to_device((args, kwargs), runtime.device.device)
         precision = self.unit.policy.precision
         if precision.cast_forward_inputs and id(module) not in self.kept:
             args, kwargs = cast_floats((args, kwargs), precision.param)
@@ -230,6 +232,11 @@ class _BackwardBegins:
 
     def __call__(self, _gradient: torch.Tensor) -> None:
         self.hooks.backward_begins(self.call)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """The model's inputs where it computes, as FSDP moves them."""
+    return map_tensors(value, lambda t: t if t.device == device else t.to(device, non_blocking=True))
 
 
 def keep_in_float32(modules: list[nn.Module], precision: MixedPrecision) -> None:

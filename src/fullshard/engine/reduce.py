@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm import DONE, Mesh, Work
+from fullshard.comm import DONE, Mesh, Work, settle
 from fullshard.engine.lane import LaneState
 
 
@@ -19,12 +19,14 @@ class PendingReduce:
         state: The lane.
         shard: Receives this rank's slice of the sum; (shard_numel,), in the dtype that ranks' gradients are added in.
         work: The collective.
+        sent: The part of it that other ranks take this rank's gradient from.
         across: Whether it ends with the all-reduce across replicas.
     """
 
     state: LaneState
     shard: torch.Tensor
     work: Work
+    sent: Work
     across: bool
 
 
@@ -58,9 +60,10 @@ def start_reduce(lanes: Sequence[LaneState], *, across: bool) -> list[PendingRed
         else:
             shard = full.new_empty(state.lane.shard_numel, dtype=state.dtypes.reduce_sum)
             work = mesh.shard.reduce_scatter(shard, full)
+        inside = work or DONE
         if across and mesh.replicate.size > 1:
             work = _then_across(state, shard, work)
-        pending.append(PendingReduce(state, shard, work or DONE, across))
+        pending.append(PendingReduce(state, shard, work or DONE, inside, across))
     return pending
 
 
@@ -91,6 +94,7 @@ def finish_reduce(pending: PendingReduce, divide: float | None) -> torch.Tensor 
         theirs: the sum is kept in ``state.partial``.
     """
     pending.work.wait()
+    settle(pending.sent)
     state, shard = pending.state, pending.shard
     reduced_in = state.dtypes.reduce
     state.drop_gradient()

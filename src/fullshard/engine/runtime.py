@@ -130,6 +130,8 @@ class Runtime:
 
     def _finish_reducing(self) -> None:
         if self._reducing is not None:
+            # The all-reduce across replicas may start only now, when another unit was announced since.
+            self.mesh.announce(f"reduce-scatter of unit {self._reducing.name}")
             self._reducing.finish_reduce()
             self._reducing = None
 

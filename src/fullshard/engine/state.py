@@ -32,6 +32,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         if not unit.held and not unit.open_calls:
             runtime.release(unit)  # what is gathered may be older than the shards
         runtime.gather(unit)
+        unit.settle()  # what is written inside must not reach a rank that still reads
         unit.held += 1
     try:
         yield

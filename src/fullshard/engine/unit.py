@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import Mesh, Work
+from fullshard.comm import Mesh, Work, settle
 from fullshard.engine.buffers import Account
 from fullshard.engine.gather import start_gather
 from fullshard.engine.lane import LaneState
@@ -75,6 +75,7 @@ class Unit:
         self.pinned = False
         self.parted: list[LaneState] = []
         self._works: list[Work] = []
+        self._untaken: list[Work] = []  # all-gathers that other ranks may still read from
         self._pending: list[PendingReduce] = []
         self._final = False
         self.count_trainable()
@@ -142,6 +143,7 @@ class Unit:
     def part_with(self, param: ShardedParam) -> None:
         """Free the gathered memory of ``param``, which is alone in its lane, before the unit's."""
         if self.state is State.GATHERED and param.state not in self.parted:
+            self.settle()
             param.show_shard()
             param.state.full.release()
             self.parted.append(param.state)
@@ -152,6 +154,7 @@ class Unit:
             raise InvariantError(f"unit {self.name}: finish_gather in state {self.state}")
         for work in self._works:
             work.wait()
+        self._untaken += self._works
         self._works = []
         self.state = State.GATHERED
         if not self.shown:
@@ -159,6 +162,12 @@ class Unit:
             for param in self.params:
                 if param.state not in self.parted:
                     param.show_full()
+
+    def settle(self) -> None:
+        """Wait until other ranks have read what this one gave to the all-gather: it may be changed or freed then."""
+        for work in self._untaken:
+            settle(work)
+        self._untaken = []
 
     def hide(self) -> None:
         """Show the shards, keep the gathered memory: between forward and backward only autograd looks at it."""
@@ -173,7 +182,9 @@ class Unit:
             return
         for work in self._works:
             work.wait()
+        self._untaken += self._works
         self._works = []
+        self.settle()
         self.hide()
         for lane in self.lanes:
             lane.full.release()
@@ -319,6 +330,7 @@ class Unit:
         """Throw away unsharded gradients of a backward that was given up."""
         for one in self._pending:
             one.work.wait()
+            settle(one.sent)
         self._pending = []
         for lane in self.lanes:
             lane.drop_gradient()

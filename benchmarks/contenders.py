@@ -1,0 +1,132 @@
+"""The models, the batches and the engines that are compared."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.models.t5.modeling_t5 import T5Block
+
+import fullshard
+
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rank's batch, and the size of the model that computes it."""
+
+    batch: int
+    source: int
+    target: int
+    small: bool
+
+    def model(self) -> nn.Module:
+        """A T5 with random weights, the same on every rank: t5-small's shapes, or a tiny one to develop with."""
+        shapes = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128}
+        if self.small:
+            shapes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 1000}
+        torch.manual_seed(0)
+        fixed: dict[str, Any] = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "tie_word_embeddings": True}
+        config = T5Config(**shapes, **fixed)
+        with torch.device("meta"):  # plain random numbers take a fifth of the time of T5's own initialisation
+            model = T5ForConditionalGeneration(config)
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(1.0) if param.ndim == 1 else param.uniform_(-0.05, 0.05)
+        return model
+
+    def inputs(self, rank: int) -> dict[str, torch.Tensor]:
+        """Token numbers, ``(batch, source)`` and ``(batch, target)``, different on every rank."""
+        generator = torch.Generator().manual_seed(100 + rank)
+        sizes = {"input_ids": (self.batch, self.source), "labels": (self.batch, self.target)}
+        words = 1000 if self.small else 32000
+        return {name: torch.randint(2, words, size, generator=generator) for name, size in sizes.items()}
+
+
+def _unsharded(model: nn.Module, mesh: Any) -> nn.Module:
+    return model
+
+
+def _ddp(model: nn.Module, mesh: Any) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _fsdp1(model: nn.Module, mesh: Any) -> nn.Module:
+    policy = ModuleWrapPolicy({T5Block})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def _fsdp2(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    options["mesh"] = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, T5Block):
+            torch_fully_shard(module, **options)
+    torch_fully_shard(model, **options)
+    return model
+
+
+def _fsdp2_no_reshard(model: nn.Module, mesh: Any) -> nn.Module:
+    return _fsdp2(model, mesh, reshard_after_forward=False)
+
+
+def _fullshard(model: nn.Module, mesh: Any) -> nn.Module:
+    return fullshard.fully_shard(model, mesh)
+
+
+def _fullshard_replicated(model: nn.Module, mesh: Any) -> nn.Module:
+    return fullshard.fully_shard(model, mesh, frozen="replicate")
+
+
+def _fullshard_sharded(model: nn.Module, mesh: Any) -> nn.Module:
+    return fullshard.fully_shard(model, mesh, frozen="shard")
+
+
+ENGINES: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
+    "floor": _unsharded,
+    "ddp": _ddp,
+    "fsdp1": _fsdp1,
+    "fsdp2": _fsdp2,
+    "fsdp2_no_reshard": _fsdp2_no_reshard,
+    "fullshard": _fullshard,
+    "fullshard_replicated": _fullshard_replicated,
+    "fullshard_sharded": _fullshard_sharded,
+}
+
+
+class Contender:
+    """One engine around its own copy of the model, with its own optimizer."""
+
+    def __init__(self, name: str, model: nn.Module, inputs: dict[str, torch.Tensor], mesh: Any) -> None:
+        """Wrap ``model`` with engine ``name``; ``mesh`` is what fullshard is given as its mesh."""
+        self.name = name
+        self.model = ENGINES[name](model, mesh)
+        self.inputs = inputs
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+
+    def forward(self) -> torch.Tensor:
+        """The loss; what else forward returns is dropped."""
+        return self.model(**self.inputs).loss
+
+    def forward_backward(self) -> float:
+        """Gradients of one batch, and its loss."""
+        loss = self.forward()
+        loss.backward()
+        return loss.item()
+
+    def step(self) -> float:
+        """One whole training step; this rank's loss."""
+        loss = self.forward_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss

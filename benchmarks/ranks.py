@@ -1,0 +1,126 @@
+"""Two gloo ranks as forked processes: a scenario pays its imports once, each pair of ranks starts clean."""
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import fullshard
+
+SIZE = 2
+GRACE_S = 15.0
+
+
+class RankFailed(Exception):
+    """A rank raised, died or did not finish in time; the message says which and why."""
+
+
+def on_two_ranks(work: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+    """Run ``work(comm, *args)`` on two ranks and return what each returned, in rank order.
+
+    Raises:
+        RankFailed: A rank failed; none is left running.
+    """
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes, pipes = [], []
+    for rank in range(SIZE):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, port, sender, work, args))
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes.append(receiver)
+    answers = []
+    try:
+        answers = _collect(pipes, timeout_s)
+    finally:
+        well = answers and all(ok for ok, _ in answers)
+        for process in processes:
+            process.join(GRACE_S if well else 1.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    failures = {text: f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok}
+    if failures:
+        codes = [process.exitcode for process in processes]
+        raise RankFailed(f"{'; '.join(failures.values())} (exit codes {codes})")
+    return [value for _, value in answers]
+
+
+def _collect(pipes: list[Any], timeout_s: float) -> list[tuple[bool, Any]]:
+    """One answer a rank. After a rank failed the others, which may wait for it, get little time."""
+    deadline = time.monotonic() + timeout_s
+    answers: dict[int, tuple[bool, Any]] = {}
+    while len(answers) < len(pipes):
+        waiting = [pipe for index, pipe in enumerate(pipes) if index not in answers]
+        ready: list[Any] = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return [answers.get(index, (False, "did not finish in time")) for index in range(len(pipes))]
+        for pipe in ready:
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                answer = (False, "died")
+            answers[pipes.index(pipe)] = answer
+            if not answer[0]:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return [answers[index] for index in range(len(pipes))]
+
+
+def _rank(rank: int, port: int, sender: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    quiet()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    try:
+        comm = fullshard.init(timeout_s=60.0)
+        answer = (True, work(comm, *args))
+    except Exception as error:
+        traceback.print_exc()
+        answer = (False, reason(error))
+    sender.send(answer)
+    sender.close()
+    fullshard.shutdown()
+
+
+def quiet() -> None:
+    """One thread a process, and none of the peers' warnings."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+
+
+def reason(error: BaseException) -> str:
+    """An exception as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
+def teller(scenario: str, started: float, *, speaks: bool) -> Callable[[str], None]:
+    """What prints a scenario's progress on stderr with the time since the benchmark started, if this rank speaks."""
+
+    def tell(text: str) -> None:
+        if speaks:
+            print(f"[{time.time() - started:6.1f} s] {scenario}: {text}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def scenario_main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """What each scenario's script does: options as JSON in the first argument, the result as JSON into the second."""
+    quiet()
+    result = run(json.loads(sys.argv[1]))
+    Path(sys.argv[2]).write_text(json.dumps(result))

@@ -1,0 +1,159 @@
+"""From raw figures to ratios, definitions and a table."""
+
+from typing import Any
+
+LOSSES_AGREE = 1e-3
+LEFT_BEHIND = 1_000_000
+EVERYONE = "every contender"
+NOT_RUN = "its scenario was not run"
+
+# ratio: (scenario, contender over, contender under, figure)
+RATIOS = {
+    "step_time_over_fully_shard": ("step", "fullshard", "fsdp2", "median_s"),
+    "step_time_over_floor": ("step", "fullshard", "floor", "median_s"),
+    "engine_memory_over_fully_shard": ("memory", "fullshard", "fsdp2", "engine_memory_bytes"),
+    "wire_bytes_over_fully_shard": ("memory", "fullshard", "fsdp2", "wire_bytes"),
+    "lora_replicated_step_time_over_ddp": ("lora", "fullshard_replicated", "ddp", "median_s"),
+    "lora_sharded_step_time_over_fully_shard": ("lora", "fullshard_sharded", "fsdp2", "median_s"),
+    "lora_sharded_peak_over_ddp": ("lora", "fullshard_sharded", "ddp", "peak_tensor_bytes"),
+    "fake512_forward_backward_over_unsharded": ("fake512", "fullshard", "floor", "median_s"),
+}
+
+DEFINITIONS = {
+    "ratio of step times": "Ratio of medians; ratios_of_minima has the ratio of minima beside it.",
+    "step time": "From a barrier to a barrier, so until every rank is done; of each round the slower rank's. One step "
+    "of every contender a round, each round beginning with another contender, in one pair of processes; the garbage "
+    "collector runs between steps only.",
+    "floor": "The unsharded model on both ranks at once, without communication.",
+    "peak tensor memory": "Most tensor bytes live at once in one rank during one whole step (forward, backward, "
+    "AdamW) after two warm ones, alone in a fresh pair of processes, by the CPU allocator's own events since before "
+    "the model was built; the larger rank's. gloo's hidden buffers are included.",
+    "activations": "Peak of tensor bytes during the unsharded forward, less those live before it (parameters, "
+    "optimizer state): what backward needs and forward's own temporaries, no gradient.",
+    "engine memory": "Peak tensor memory less activations.",
+    "peak resident memory": "VmHWM of one rank over two steps after a warm one, reset in between; the larger "
+    "rank's. In fresh processes, once with glibc's defaults and once with MALLOC_MMAP_THRESHOLD_=262144.",
+    "bytes on the wire": "What the machine sent on its loopback device during a step, headers and the barrier "
+    "included, over the number of ranks; the smaller of two steps, because others on the machine can only add. "
+    "ledger_wire_bytes is what fullshard's own ledger says of the same step.",
+    "copies": "Bytes written in one step by operators that only copy, cast, pad, concatenate or scale into a buffer, "
+    "less those of the floor; called by the training thread, so without copies inside a collective.",
+    "collectives": "Calls of torch's collectives in one step; of fullshard, whose gathers are messages on gloo, "
+    "entries of its ledger.",
+    "losses_apart_at_most": "Largest difference of two contenders' losses in the same round on the same rank, the "
+    "floor left out because it trains on its own rank's data alone; first_losses is of the first step, floor included.",
+    "fake512": "Forward and backward without optimizer as rank 0 of 512 in one process; torch's fake process group "
+    "sends nothing and fills a gather's output with copies of the input.",
+}
+
+COLUMNS = {
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "fsdp2_no_reshard": "FSDP2 no reshard",
+    "ddp": "DDP",
+    "fullshard": "fullshard",
+}
+
+
+def figures(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Ratios, failures, definitions; writes derived figures into ``results``."""
+    failures = {
+        f"{scenario}/{who}": why for scenario, result in results.items() for who, why in result["failures"].items()
+    }
+    _derive(results, failures)
+    ratios = {name: _ratio(results, name, *parts, failures) for name, parts in RATIOS.items()}
+    minima = {
+        name: _ratio(results, name, scenario, over, under, "min_s", failures)
+        for name, (scenario, over, under, figure) in RATIOS.items()
+        if figure == "median_s"
+    }
+    for scenario, result in results.items():
+        for key in ("losses_apart_at_most", "first_losses_apart_at_most"):
+            if result.get(key, 0.0) > LOSSES_AGREE:
+                failures[f"{scenario}/{key}"] = f"{result[key]:.2e}, above {LOSSES_AGREE:.0e}"
+    for name, one in results.get("memory", {}).get("contenders", {}).items():
+        if abs(one["tensor_bytes_left_behind_by_a_step"]) > LEFT_BEHIND:
+            failures[f"memory/{name} is not steady"] = (
+                f"a step left {one['tensor_bytes_left_behind_by_a_step']:,} bytes more than it found, or releases "
+                "in other threads went unseen: its peak tensor memory is not to be trusted"
+            )
+    return {"ratios": ratios, "ratios_of_minima": minima, "failures": failures, "definitions": DEFINITIONS}
+
+
+def _derive(results: dict[str, dict[str, Any]], failures: dict[str, str]) -> None:
+    """Engine memory and copies, which need the floor's figures."""
+    engines = results.get("memory", {}).get("contenders", {})
+    floor = engines.get("floor")
+    if floor is None and engines:
+        failures["memory/floor"] = f"{failures.get('memory/floor')}; engine memory and copies are counted from it"
+    if floor is None:
+        return
+    for one in engines.values():
+        one["engine_memory_bytes"] = one["peak_tensor_bytes"] - floor["peak_activation_bytes"]
+        one["copied_bytes_above_floor"] = one["copied_bytes"] - floor["copied_bytes"]
+
+
+def _ratio(
+    results: dict[str, dict[str, Any]],
+    name: str,
+    scenario: str,
+    over: str,
+    under: str,
+    figure: str,
+    failures: dict[str, str],
+) -> float | None:
+    if scenario not in results:
+        failures[f"ratios/{name}"] = NOT_RUN
+        return None
+    contenders = results[scenario]["contenders"]
+    missing = [who for who in (over, under) if figure not in contenders.get(who, {})]
+    if missing:
+        because = [failures.get(f"{scenario}/{who}") or failures[f"{scenario}/{EVERYONE}"] for who in missing]
+        failures[f"ratios/{name}"] = "; ".join(
+            f"{who} in {scenario}: {why}" for who, why in zip(missing, because, strict=True)
+        )
+        return None
+    return round(contenders[over][figure] / contenders[under][figure], 4)
+
+
+def text(result: dict[str, Any]) -> str:
+    """The ratios, the table and what failed, as markdown."""
+    lines = ["| ratio | of medians | of minima |", "|---|---|---|"]
+    for name, value in result["ratios"].items():
+        lines.append(f"| {name} | {_shown(value)} | {_shown(result['ratios_of_minima'].get(name))} |")
+    lines += ["", *_table(result["raw"]), "", f"{result['seconds']['total']} s in all: {result['seconds']}"]
+    lines += [f"FAILED {what}: {why}" for what, why in failed(result).items()]
+    return "\n".join(lines)
+
+
+def failed(result: dict[str, Any]) -> dict[str, str]:
+    """Failures other than that a scenario was not asked for."""
+    return {what: why for what, why in result["failures"].items() if why != NOT_RUN}
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _table(raw: dict[str, dict[str, Any]]) -> list[str]:
+    floor = raw.get("step", {}).get("contenders", {}).get("floor")
+    rows = {
+        "collectives per step": ("memory", "collectives", 1, "{:.0f}"),
+        "sent per step and rank, MB": ("memory", "wire_bytes", 1e6, "{:.1f}"),
+        "the same by fullshard's ledger, MB": ("memory", "ledger_wire_bytes", 1e6, "{:.1f}"),
+        "copies per step and rank, MB": ("memory", "copied_bytes_above_floor", 1e6, "{:.1f}"),
+        "peak tensor memory, MB": ("memory", "peak_tensor_bytes", 1e6, "{:.0f}"),
+        "engine memory (peak less activations), MB": ("memory", "engine_memory_bytes", 1e6, "{:.0f}"),
+        "peak resident memory, MB": ("memory", "peak_resident_bytes", 1e6, "{:.0f}"),
+        "the same, MALLOC_MMAP_THRESHOLD_=262144": ("memory_mmap", "peak_resident_bytes", 1e6, "{:.0f}"),
+        "step time, median, s": ("step", "median_s", 1, "{:.3f}"),
+    }
+    if floor:
+        rows["step time over the compute floor, medians"] = ("step", "median_s", floor["median_s"], "{:.2f}")
+        rows["the same, minima"] = ("step", "min_s", floor["min_s"], "{:.2f}")
+    lines = [f"| | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for label, (scenario, figure, unit, form) in rows.items():
+        contenders = raw.get(scenario, {}).get("contenders", {})
+        values = [contenders.get(name, {}).get(figure) for name in COLUMNS]
+        lines.append(f"| {label} | {' | '.join('-' if v is None else form.format(v / unit) for v in values)} |")
+    return lines
