@@ -81,7 +81,7 @@ def _tensors_and_operators(comm: Comm, name: str, task: Task) -> dict[str, Any]:
         figures["activation_bytes_kept_for_backward"] = forward["end"] - forward["start"]
     if ledger.entries:
         figures["collectives"] = len(ledger.entries)
-        figures["ledger_wire_bytes"] = ledger.sent_bytes
+        figures["loopback_bytes"], figures["wire_bytes"] = figures["wire_bytes"], ledger.sent_bytes
         figures["ledger_collectives"] = {n: ledger.names.count(n) for n in sorted(set(ledger.names))}
     return figures
 

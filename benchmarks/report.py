@@ -2,7 +2,7 @@
 
 from typing import Any
 
-LOSSES_AGREE = 1e-3
+LOSSES_AGREE = 1e-4
 LEFT_BEHIND = 1_000_000
 EVERYONE = "every contender"
 NOT_RUN = "its scenario was not run"
@@ -35,13 +35,15 @@ DEFINITIONS = {
     "rank's. In fresh processes, once with glibc's defaults and once with MALLOC_MMAP_THRESHOLD_=262144.",
     "bytes on the wire": "What the machine sent on its loopback device during a step, headers and the barrier "
     "included, over the number of ranks; the smaller of two steps, because others on the machine can only add. "
-    "ledger_wire_bytes is what fullshard's own ledger says of the same step.",
+    "fullshard's are its own ledger's: on one host its ranks read each other's memory and send next to nothing "
+    "(loopback_bytes), which is the transport's doing; the ledger counts what others take over, as a wire would.",
     "copies": "Bytes written in one step by operators that only copy, cast, pad, concatenate or scale into a buffer, "
     "less those of the floor; called by the training thread, so without copies inside a collective.",
     "collectives": "Calls of torch's collectives in one step; of fullshard, whose gathers are messages on gloo, "
     "entries of its ledger.",
-    "losses_apart_at_most": "Largest difference of two contenders' losses in the same round on the same rank, the "
-    "floor left out because it trains on its own rank's data alone; first_losses is of the first step, floor included.",
+    "losses_apart_at_most": "Largest difference of two contenders' losses in one of the first two rounds, on one "
+    "rank, the floor left out because it trains on its own rank's data alone; first_losses is of the first step, floor "
+    "included.",
     "fake512": "Forward and backward without optimizer as rank 0 of 512 in one process; torch's fake process group "
     "sends nothing and fills a gather's output with copies of the input.",
 }
@@ -139,8 +141,8 @@ def _table(raw: dict[str, dict[str, Any]]) -> list[str]:
     floor = raw.get("step", {}).get("contenders", {}).get("floor")
     rows = {
         "collectives per step": ("memory", "collectives", 1, "{:.0f}"),
-        "sent per step and rank, MB": ("memory", "wire_bytes", 1e6, "{:.1f}"),
-        "the same by fullshard's ledger, MB": ("memory", "ledger_wire_bytes", 1e6, "{:.1f}"),
+        "given to other ranks per step and rank, MB": ("memory", "wire_bytes", 1e6, "{:.1f}"),
+        "of these through sockets, where fewer, MB": ("memory", "loopback_bytes", 1e6, "{:.1f}"),
         "copies per step and rank, MB": ("memory", "copied_bytes_above_floor", 1e6, "{:.1f}"),
         "peak tensor memory, MB": ("memory", "peak_tensor_bytes", 1e6, "{:.0f}"),
         "engine memory (peak less activations), MB": ("memory", "engine_memory_bytes", 1e6, "{:.0f}"),

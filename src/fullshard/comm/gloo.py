@@ -181,9 +181,7 @@ class GlooComm:
         call = self._issue("reduce-scatter", full, bound=True)
         slices = full.view(self.size, -1)
         if link is not None:
-            shard.copy_(slices[self.rank])
-            offset = self.rank * slices[0].nbytes
-            return ReadingWork(self, link, call, full, lambda peer, at: link.add(peer, at + offset, full.dtype, shard))
+            return ReadingWork(self, link, call, full, self._adder(link, shard, full))
         first, *rest = sorted(self.peers)
         received = {r: torch.empty_like(slices[0]) for r in rest}
         received[first] = shard if shard.dtype == full.dtype else torch.empty_like(slices[0])
@@ -257,6 +255,22 @@ class GlooComm:
         call = self._issue("barrier")
         ticks = torch.zeros(self.size, 1, dtype=torch.uint8)
         self._exchange(call, _to(self.peers, ticks), [(r, ticks[self.rank]) for r in self.peers]).wait()
+
+    def _adder(self, link: Link, shard: torch.Tensor, full: torch.Tensor) -> Callable[[int, int], None]:
+        """What adds another rank's part to ``shard``; with the first one comes this rank's own."""
+        mine = full.view(self.size, -1)[self.rank]
+        offset, first = self.rank * mine.nbytes, self.peers[0]
+
+        def add(peer: int, address: int) -> None:
+            if peer == first and shard.dtype == full.dtype:
+                link.read(peer, address + offset, shard)
+                shard.add_(mine)
+                return
+            if peer == first:
+                shard.copy_(mine)
+            link.add(peer, address + offset, full.dtype, shard)
+
+        return add
 
     def _link_for(self, full: torch.Tensor) -> Link | None:
         """The link by which each rank can read every other's memory, if there is one and ``full`` is worth it.

@@ -38,7 +38,10 @@ class ProcessComm:
         return _all_gather_flat(full, shard, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
-        """See :meth:`Comm.reduce_scatter`."""
+        """See :meth:`Comm.reduce_scatter`; where ``shard`` is wider, values travel narrow and are added wide."""
+        if shard.dtype != full.dtype:
+            received = torch.empty_like(full)
+            return _SumWork(dist.all_to_all_single(received, full, group=self.group, async_op=True), received, shard)
         return _reduce_scatter_flat(shard, full, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -81,6 +84,21 @@ class Works:
         """Wait for every message."""
         for part in self.parts:
             part.wait()
+
+
+class _SumWork:
+    """An exchange of terms, and their sum in a wider dtype."""
+
+    def __init__(self, exchange: Any, terms: torch.Tensor, total: torch.Tensor) -> None:
+        """Add up ``terms``, (size * S,), to ``total``, (S,), when ``exchange`` is done."""
+        self.exchange = exchange
+        self.terms = terms
+        self.total = total
+
+    def wait(self) -> None:
+        """See :meth:`fullshard.comm.protocol.Work.wait`."""
+        self.exchange.wait()
+        torch.sum(self.terms.view(-1, self.total.numel()), 0, dtype=self.total.dtype, out=self.total)
 
 
 class FakeComm(ProcessComm):

@@ -56,7 +56,10 @@ class Comm(Protocol):
         ...
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
-        """Sum ``full`` (size * S elements) over ranks; ``shard`` (S elements, same dtype) receives slice ``rank``."""
+        """Sum ``full`` (size * S elements) over ranks; ``shard`` (S elements) receives slice ``rank``.
+
+        Where the dtype of ``shard`` is wider, values travel in that of ``full`` and are added in that of ``shard``.
+        """
         ...
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
