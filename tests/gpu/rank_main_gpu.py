@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fullshard
-from fullshard.comm import MemoryMeter
+from fullshard.comm import MemoryMeter, SoloComm
 from support.models import KINDS, batches, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
 
@@ -44,6 +44,75 @@ def bf16(comm):
     return {"losses": losses}
 
 
+def gaps(comm, **options):
+    """Largest differences of losses and weights from the unsharded run, of a T5 and a small language model."""
+    worst = 0.0
+    for kind in ("t5", "lm_two_forwards"):
+        make, loss_of = KINDS[kind]
+        reference, (model,) = replicas(make, 1)
+        data = [tokens.to(comm.device) for tokens in batches(10, comm.size * ROWS_PER_RANK)]
+        plain = train_unsharded(reference.to(comm.device), loss_of, data)
+        ours = train_sharded(model, comm, loss_of, data, **options)
+        weights = [(ours[2][name] - plain[2][name]).abs().max().item() for name in plain[2]]
+        worst = max([worst, *weights, *(abs(a - b) for a, b in zip(ours[0], plain[0], strict=True))])
+    return worst
+
+
+def strategies(comm):
+    """The hybrid ones as replicas of one rank each: their all-reduce runs on a stream of its own."""
+    alone = SoloComm(comm.device)
+    return {
+        strategy.name: gaps(comm, strategy=strategy, mesh=(comm, alone) if strategy.needs_two_axes else None)
+        for strategy in fullshard.ShardingStrategy
+    }
+
+
+def offload(comm):
+    plain = gaps(comm, offload_policy=fullshard.CPUOffload())
+    pageable = gaps(comm, offload_policy=fullshard.CPUOffload(pin_memory=False))
+    model = fullshard.fully_shard(t5(), comm, offload_policy=fullshard.CPUOffload())
+    seq2seq_loss(model, batches(1, 4)[0].to(comm.device)).backward()
+    params = [p for p in model.parameters() if p.grad is not None]
+    return {
+        "gap": max(plain, pageable),
+        "devices": sorted({p.device.type for p in params} | {p.grad.device.type for p in params}),
+        "pinned": all(lane.shard.is_pinned() for u in model._fullshard_runtime.units for lane in u.lanes),
+    }
+
+
+def fp16(comm):
+    """Sharded gradient scaling: an inf on the first rank skips the step on all, and training goes on."""
+    torch.manual_seed(0)
+    policy = fullshard.MixedPrecision(param=torch.float16, reduce=torch.float32)
+    model = fullshard.fully_shard(t5(), comm, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = fullshard.ShardedGradScaler("cuda", init_scale=2.0**8)
+    scales, losses, tokens = [], [], batches(1, 4)[0].to(comm.device)
+    for step in range(6):
+        loss = seq2seq_loss(model, tokens)
+        scaler.scale(loss * (float("inf") if step == 1 and comm.rank == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        losses.append(loss.item())
+    return {"scales": scales, "losses": losses}
+
+
+def wide_sum(comm):
+    """bf16 messages added in fp32: each rank's gradient is rounded once."""
+    torch.manual_seed(0)
+    policy = fullshard.MixedPrecision(reduce="bf16", reduce_sum="fp32")
+    model = fullshard.fully_shard(torch.nn.Linear(64, 64, bias=False), comm, wrap=None, mp_policy=policy)
+    x = torch.randn(8, 64, device=comm.device)
+    model(x).sum().backward()
+    expected = torch.ones(64, 8, device=comm.device) @ x
+    grad = model.weight.grad
+    return {
+        "gap": 0.0 if grad is None else (grad - expected[: len(grad)]).abs().max().item() / expected.abs().max().item()
+    }
+
+
 def embedding(comm):
     grads = []
     for _ in range(2):
@@ -74,9 +143,12 @@ def memory(comm):
     }
 
 
+CASES = (parity, strategies, bf16, offload, fp16, wide_sum, embedding, memory)
+
+
 def main():
     comm = fullshard.init()
-    results = {case.__name__: case(comm) for case in (parity, bf16, embedding, memory)}
+    results = {case.__name__: case(comm) for case in CASES}
     everyone = comm.all_gather_object(results)
     if comm.rank == 0:
         print("RESULT " + json.dumps(everyone))

@@ -30,6 +30,29 @@ def test_bf16_trains(ranks):
         assert last < first
 
 
+def test_every_strategy_equals_the_unsharded_run(ranks):
+    for rank in ranks:
+        assert max(rank["strategies"].values()) <= 1e-5, rank["strategies"]
+
+
+def test_offloaded_shards_and_gradients_live_in_pinned_memory(ranks):
+    for rank in ranks:
+        assert rank["offload"]["gap"] <= 1e-5, rank["offload"]
+        assert rank["offload"]["devices"] == ["cpu"]
+        assert rank["offload"]["pinned"]
+
+
+def test_an_inf_on_one_rank_skips_the_step_on_all(ranks):
+    for rank in ranks:
+        assert rank["fp16"]["scales"] == [256.0] + [128.0] * 5
+        assert rank["fp16"]["losses"][-1] < rank["fp16"]["losses"][0]
+
+
+def test_bf16_messages_are_added_in_fp32(ranks):
+    for rank in ranks:
+        assert rank["wide_sum"]["gap"] <= 2**-8
+
+
 def test_embedding_gradients_are_deterministic(ranks):
     for rank in ranks:
         assert rank["embedding"]["same"]
