@@ -24,13 +24,18 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-bench: $(STAMP)
+bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/bench.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# What the comparison needs beside: peft, for LoRA.
+$(VENV)/.bench: $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	touch $@
 
 clean:
