@@ -57,8 +57,12 @@ def _read_bytes(pid: int, address: int, into: int, nbytes: int) -> None:
         count = _READ(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:
             error = ctypes.get_errno()
-            raise OSError(error, f"process {pid}: {os.strerror(error)}")
+            raise OSError(error, os.strerror(error))  # ProcessLookupError where it is gone
         done += count
+
+
+_BOARDS: list[Any] = []
+"""Boards live as long as the process: a slower rank looks at them after this one has left the group."""
 
 
 class Link:
@@ -71,6 +75,7 @@ class Link:
     def __init__(self) -> None:
         """Make this rank's board; nobody knows it yet."""
         self._entries = (ctypes.c_int64 * (_RING * _FIELDS))()
+        _BOARDS.append(self._entries)
         self._entry = (ctypes.c_int64 * _FIELDS)()
         self._boards: list[tuple[int, int]] = []
 

@@ -131,7 +131,9 @@ class ReadingWork:
         if self._offered is not None:
             with self._comm.waiting_in(self._call) as poll:
                 for peer in self._comm.peers:
-                    poll(peer, partial(self._link.was_read, peer, self._call.seq))
+                    # A rank that has ended reads nothing any more.
+                    with contextlib.suppress(ProcessLookupError):
+                        poll(peer, partial(self._link.was_read, peer, self._call.seq))
             self._offered = None
 
 

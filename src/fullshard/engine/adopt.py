@@ -87,10 +87,19 @@ def _adopt_dtype(unit: Unit, lane: LaneState, members: Sequence[ShardedParam]) -
             f"Only some parameters of unit {unit.name} were cast after fully_shard: it holds {sorted(map(str, dtypes))}"
             f" where it was sharded as {lane.shard.dtype}. Cast the whole model, or cast before fully_shard."
         )
+    _check_no_accumulation(unit, lane, "cast")
     precision = unit.policy.precision
     kept = precision.param is not None and lane.dtypes.compute != dtypes_of(precision, lane.shard, kept=False).compute
     new = dtypes_of(precision, members[0].shard.data, kept=kept)
     _retype(lane, members, dataclasses.replace(new, shard=members[0].shard.dtype))
+
+
+def _check_no_accumulation(unit: Unit, lane: LaneState, done: str) -> None:
+    if lane.gradient is not None or lane.partial is not None:
+        raise ShardingError(
+            f"Parameters of unit {unit.name} were {done} while gradients of no_sync or no_all_reduce wait to be "
+            "reduced. Finish the accumulation with a backward outside of it first."
+        )
 
 
 def _retype(lane: LaneState, members: Sequence[ShardedParam], dtypes: object) -> None:
@@ -123,6 +132,7 @@ def _adopt_requires_grad(unit: Unit) -> None:
     """Freeze and unfreeze: rows stay where they are, so that what an optimizer knows of them stays true."""
     for lane in unit.lanes:
         members = [param for param in unit.params if param.state is lane]
+        _check_no_accumulation(unit, lane, "frozen or unfrozen")
         wanted = [param.shard.requires_grad for param in members]
         master = lane.dtypes.master
         if any(wanted) and lane.shard.dtype != master:

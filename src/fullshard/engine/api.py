@@ -108,6 +108,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     _check_policy(policy, runtime_device)
     root, wrap = (model, wrap) if isinstance(model, nn.Module) else (nn.ModuleList(model), None)
     members = (root,) if isinstance(model, nn.Module) else tuple(model)
+    if len(set(members)) < len(members):
+        raise ShardingError("A list of modules that become one unit names one of them twice.")
     inner = _sharded_inside(root, ranks)
     ignored = frozenset(ignored_params)
     policy = _place_frozen(policy, root, ranks)
@@ -184,10 +186,16 @@ def _sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
     if is_sharded(root):
         raise ShardingError(f"{type(root).__name__} is sharded already; call fully_shard on a module once.")
     found: dict[int, Runtime] = {}
+    inside = {id(module) for module in root.modules()}
     for name, module in root.named_modules():
         if is_sharded(module):
             runtime = runtime_of(module)
             found[id(runtime)] = runtime
+            if not inside.issuperset(map(id, runtime.root.modules)):
+                raise ShardingError(
+                    f"{name} was sharded as one unit with modules outside of {type(root).__name__}. Shard first what "
+                    "lies inside, then what is around all of it."
+                )
             if not same_ranks(runtime.mesh, ranks):
                 raise ProcessGroupError(
                     f"{name} was sharded over {runtime.mesh.replicate.size} x {runtime.mesh.shard.size} ranks, and the "
@@ -290,7 +298,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients without communication: backward adds to unsharded gradients and reduces nothing.
 
     Saves reduce-scatters at the price of an unsharded gradient of every unit. The first backward after the context
-    reduces the sum. All ranks enter it together.
+    reduces the sum. All ranks enter it together. What waits is not in ``.grad``: ``zero_grad()`` does not drop it,
+    ``reset(model)`` does.
     """
     runtime = runtime_of(model)
     before, runtime.syncing = runtime.syncing, False

@@ -40,6 +40,7 @@ class _Site:
             and self.param.trainable
             and self.module._parameters["weight"] is self.param.full
             and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
             and not torch.is_autocast_enabled(device)
         )
 

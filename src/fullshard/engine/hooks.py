@@ -50,6 +50,7 @@ class UnitHooks:
         self.unit = unit
         self.warned = False
         self.kept = kept
+        self.left = False  # after_forward has run, and after_failure has nothing to do
         self.passing = False  # a registered method of a module calls its forward: one call, not two
         self.handles: list[RemovableHandle] = []
         members = {id(module) for module in unit.modules}
@@ -57,6 +58,7 @@ class UnitHooks:
             self.handles += [
                 module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self.after_forward),
+                module.register_forward_hook(self.after_failure, always_call=True),
             ]
         owners = {id(module): module for param in unit.params for module, _ in param.slots}
         for module in owners.values():
@@ -92,27 +94,38 @@ class UnitHooks:
             args, kwargs = cast_floats((args, kwargs), precision.param)
         needs_node = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         if recompute:
-            self.unit.open_calls = 0  # recomputation may stop early, without an after_forward
-            runtime.backward_event()
-            runtime.gather(self.unit)
-            # In a reentrant checkpoint this is the forward whose graph counts; in the other kind the first one was.
-            if needs_node and not runtime.schedule.awaits_backward(self.unit.index):
-                return self._mark_inputs(Call(self.unit.index), args, kwargs)
-            return args, kwargs
+            return self._recompute(args, kwargs, needs_node=needs_node)
         if self.unit.group_call is not None and not self.unit.open_calls:  # a further module of the group
+            runtime.close_groups(until=self.unit.group_call)
             self.unit.open_calls += 1
             return args, kwargs
-        runtime.close_group(beside=self.unit)
+        runtime.close_groups()
+        enclosed = bool(runtime.open_calls)
         if self.is_root:
             runtime.begin_pass()
+        elif not enclosed:
+            runtime.refresh(self.unit)
         self.unit.open_calls += 1
         call, actions = runtime.schedule.forward_begins(self.unit.index, input_node=needs_node)
         runtime.open_calls.append(call)
         runtime.perform(actions)
-        if len(self.unit.modules) > 1:
+        if len(self.unit.modules) > 1 and enclosed:  # called directly, nothing tells whether another member follows
             self.unit.group_call, self.unit.group_needs_backward = call, False
-            runtime.open_group = self.unit
         return self._mark_inputs(call, args, kwargs) if needs_node else (args, kwargs)
+
+    def _recompute(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, needs_node: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward inside backward."""
+        runtime, unit = self.runtime, self.unit
+        unit.open_calls = 0  # recomputation may stop early, without an after_forward
+        runtime.backward_event()
+        runtime.gather(unit)
+        # In a reentrant checkpoint this is the forward whose graph counts; in the other kind the first one was.
+        if needs_node and not runtime.schedule.awaits_backward(unit.index):
+            unit.recomputed += 1
+            return self._mark_inputs(Call(unit.index), args, kwargs)
+        return args, kwargs
 
     def _mark_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         # Lists and dicts are the caller's own, and the module may put things into them: they are not rebuilt. A
@@ -131,7 +144,8 @@ class UnitHooks:
         if in_backward() or self.passing:
             return None
         runtime, unit = self.runtime, self.unit
-        call = unit.group_call or runtime.open_calls[-1]
+        runtime.close_groups(until=unit.group_call)
+        call = runtime.open_calls[-1]
         unit.open_calls -= 1
         grad_enabled = torch.is_grad_enabled()
         if unit.casts_output and unit.policy.precision.output is not None:
@@ -147,19 +161,33 @@ class UnitHooks:
         if unit.group_call is not None:
             if hooked:
                 unit.group_needs_backward, call.graph = True, weakref.ref(token)
+            call.version = unit.version()
             if module is unit.modules[-1]:
-                runtime.close_group()
+                runtime.close_groups(until=None, last=call)
+            self.left = True
             return output
-        if self.is_root:
-            runtime.close_group()
+        call.version = unit.version()
         call.graph = weakref.ref(token)
         runtime.open_calls.pop()
         runtime.perform(runtime.schedule.forward_ends(call, needs_backward=bool(hooked)))
         if self.is_root:
             runtime.end_pass(training=bool(hooked))
+        self.left = True
         return output
 
+    @untraced
+    def after_failure(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        """Called after every forward: of one that failed, leave no unit open and no full parameter visible."""
+        if in_backward() or self.passing:
+            return
+        if self.left:
+            self.left = False
+        elif self.unit.open_calls or self.is_root:
+            self.runtime.abandon(self.unit)
+
     def _refuse_views_of_parameters(self, tensors: list[torch.Tensor]) -> None:
+        if torch._C._are_functorch_transforms_active():  # their tensors have no memory of their own to ask for
+            return
         buffers = {lane.full.tensor.untyped_storage()._cdata for lane in self.unit.lanes}
         for tensor in tensors:
             if tensor.layout == torch.strided and not tensor.is_meta and tensor.untyped_storage()._cdata in buffers:
@@ -182,13 +210,26 @@ class UnitHooks:
     # Backward
 
     def backward_begins(self, call: Call) -> None:
-        """Backward reaches an output of ``call``."""
+        """Backward reaches an output of ``call``.
+
+        Raises:
+            ShardingError: The unit's shards were changed since its forward.
+        """
+        if call.version not in (None, self.unit.version()):
+            raise ShardingError(
+                f"Parameters of unit {self.unit.name} were changed between its forward and its backward (by a step, or "
+                "load_state_dict): gradients would be those of neither. Finish backward first."
+            )
         self.runtime.backward_event()
         self.runtime.perform(self.runtime.schedule.backward_begins(call))
 
     def backward_ends(self, call: Call) -> None:
         """Backward has left ``call``."""
         self.runtime.backward_event()
+        if not call.planned:  # of a reentrant checkpoint, which may hold several calls of the unit
+            self.unit.recomputed -= 1
+            if self.unit.recomputed > 0:
+                return
         self.runtime.perform(self.runtime.schedule.backward_ends(call))
 
     # Calls from outside
@@ -203,6 +244,8 @@ class UnitHooks:
             runtime.gather(unit, whole=True)
             return
         runtime.forward_event()
+        if not runtime.open_calls:
+            runtime.refresh(unit)
         runtime.gather(unit)
         handle: RemovableHandle | None = None
 

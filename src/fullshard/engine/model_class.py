@@ -97,9 +97,14 @@ def register_forward_method(model: nn.Module, name: str) -> None:
         hooks.passing = True
         try:
             output = original(*args, **kwargs)
-        finally:
+        except BaseException:
             hooks.passing = False
-        return hooks.after_forward(module, args, output)
+            hooks.after_failure(module, args, None)
+            raise
+        hooks.passing = False
+        output = hooks.after_forward(module, args, output)
+        hooks.after_failure(module, args, output)
+        return output
 
     setattr(module, method, wrapped)
 

@@ -14,7 +14,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from fullshard.engine.buffers import ReusableBuffer
 from fullshard.engine.lane import LaneState, Origin
 from fullshard.engine.torch_private import can_take_data
-from fullshard.engine.wrap import is_plain_embedding
 from fullshard.errors import ShardingError
 from fullshard.layout.sharded import ShardMeta
 
@@ -97,7 +96,7 @@ class ShardedParam:
         full: What forward and backward see: a view of the lane's gathered buffer.
         trainable: Whether ``full`` requires a gradient.
         watched: Whether it is one whose uses outside linear and embedding modules are noted.
-        plain_use: Whether there was such a use since the last backward.
+        plain_use: Whether there ever was such a use: a graph of then may still be alive.
         reads: Uses by linear modules whose backward will read it.
         accumulate: The node that accumulates the gradient of ``full``; a backward that leaves it out wants none.
         on_arrival: Called with this object when autograd has accumulated a gradient in ``full``.
@@ -171,11 +170,6 @@ class ShardedParam:
         self.shard.shard_meta = self.meta  # type: ignore[attr-defined]
 
     @property
-    def embeds(self) -> bool:
-        """Whether it is used by embeddings only, whose backward does not read it."""
-        return all(key == "weight" and is_plain_embedding(module) for module, key in self.slots)
-
-    @property
     def has_rows(self) -> bool:
         """Whether this rank holds any of it."""
         start, stop = self.meta.element_range
@@ -209,7 +203,7 @@ class ShardedParam:
                 f"A gradient of {self.meta.name} arrived after its optimizer had stepped in this backward. Step in "
                 "backward does not work with this mix of checkpointed and plain calls of one module; step after it."
             )
-        if not self.has_rows or not self.trainable:
+        if not self.has_rows or not self.trainable or not self.shard.requires_grad:
             return  # torch's Adafactor divides by the number of rows; a parameter without a gradient is left out
         part = self.local_view(shard)
         if part.dtype != self.shard.dtype:

@@ -14,7 +14,8 @@ from fullshard.engine.buffers import Account
 from fullshard.engine.param import ShardedParam
 from fullshard.engine.schedule import Action, Call, Schedule, Verb, no_graph
 from fullshard.engine.torch_private import call_after_backward
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import State, Unit
+from fullshard.engine.wrap import is_plain_embedding
 from fullshard.errors import ShardingError, WrapError
 from fullshard.policy import Prefetch
 
@@ -53,7 +54,6 @@ class Runtime:
         self.unwrapped: WrapError | None = None  # why this is no whole model; nothing of the kind for most
         self.agreement = Agreement(mesh, [unit.name for unit in units])
         self.open_calls: list[Call] = []
-        self.open_group: Unit | None = None  # of several modules, between its first one's forward and its last one's
         self._reducing: Unit | None = None
         self._in_backward = False
         for index, unit in enumerate(units):
@@ -64,7 +64,8 @@ class Runtime:
             [unit.trainable for unit in units],
             root=0,
             keeps_after_forward=[unit.index for unit in units if unit.policy.strategy.keeps_after_forward],
-            unread=[unit.index for unit in units[1:] if all(param.embeds for param in unit.params)],
+            # Of a unit that is more than the embedding itself, something else may read the weight.
+            unread=[unit.index for unit in units[1:] if all(map(is_plain_embedding, unit.modules))],
             prefetch=prefetch,
             names=[unit.name for unit in units],
         )
@@ -147,10 +148,8 @@ class Runtime:
         if self.unwrapped is not None:
             raise self.unwrapped
         self.open_calls.clear()
-        if self.open_group is not None:  # of a forward that failed
-            self.open_group.group_call = self.open_group = None
         for unit in self.units:
-            unit.open_calls = 0
+            unit.open_calls, unit.group_call = 0, None
             # A wrong guess of the schedule, an exception, or a forward that saw no backward: what was gathered then may
             # be older than the shards by now.
             self.release(unit)
@@ -165,18 +164,44 @@ class Runtime:
         key = bytes(param.trainable for _, param in self.all_params())
         self.schedule.replan([unit.trainable for unit in self.units], key)
 
-    def close_group(self, beside: Unit | None = None) -> None:
-        """End the call of a unit of several modules, unless it is ``beside`` itself or around it."""
-        unit = self.open_group
-        if unit is None or unit is beside or unit.open_calls:
-            return
-        call, unit.group_call, self.open_group = unit.group_call, None, None
-        assert call is not None
-        self.open_calls.remove(call)
-        call.graph = call.graph or no_graph
-        self.perform(self.schedule.forward_ends(call, needs_backward=unit.group_needs_backward))
+    def close_groups(self, until: Call | None = None, last: Call | None = None) -> None:
+        """End the calls of units of several modules that no longer run, the innermost first.
+
+        Args:
+            until: Do not end this call, nor those around it.
+            last: End this one as well, and none around it.
+        """
+        while self.open_calls:
+            call = self.open_calls[-1]
+            unit = self.units[call.unit]
+            if call is until or unit.group_call is not call or unit.open_calls:
+                return
+            self.open_calls.pop()
+            unit.group_call = None
+            call.graph = call.graph or no_graph
+            self.perform(self.schedule.forward_ends(call, needs_backward=unit.group_needs_backward))
+            if call is last:
+                return
+
+    def abandon(self, unit: Unit) -> None:
+        """A call of ``unit`` failed: forget it and what was open inside, and show no full parameters."""
+        while self.open_calls:
+            call = self.open_calls.pop()
+            inner = self.units[call.unit]
+            inner.group_call = None
+            inner.open_calls = max(0, inner.open_calls - 1)
+            self.perform(self.schedule.forward_ends(call, needs_backward=False))
+            if inner is unit:
+                break
         if unit is self.root:
-            self.end_pass(training=unit.group_needs_backward)
+            for each in self.units:
+                each.open_calls = 0
+                self.release(each)
+
+    def refresh(self, unit: Unit) -> None:
+        """Called outside a pass: what forward kept for a backward may be older than the shards."""
+        if unit.state is State.GATHERED and not unit.shown and not unit.held:
+            unit.reshard()
 
     def forward_event(self) -> None:
         """Any forward outside backward: a backward that did not come to its end was given up."""
@@ -186,6 +211,9 @@ class Runtime:
     def end_pass(self, *, training: bool) -> None:
         """The root's forward is over."""
         self.schedule.pass_ends()
+        for unit in self.units:
+            if unit.state is State.GATHERING:  # a wrong guess; weights may change before the next pass
+                self.release(unit)
         if not training:
             self.agreement.pass_is_over()
 
@@ -253,7 +281,9 @@ class Runtime:
 
     def reset(self) -> None:
         """Drop everything a failed step left behind; shards and reduced gradients stay."""
+        self.open_calls.clear()
         for unit in self.units:
+            unit.open_calls, unit.group_call = 0, None
             unit.drop_gradients()
             unit.pinned = False
             self.release(unit)

@@ -55,6 +55,7 @@ class Call:
         planned: Whether the call is part of the plan; False for recomputation and after the plan was used.
         begin: Place in the plan where the call's backward is complete.
         end: Place in the plan where the call's backward starts.
+        version: Of the unit's shards when the call ended; None for recomputation.
     """
 
     unit: int
@@ -64,6 +65,7 @@ class Call:
     planned: bool = False
     begin: int = -1
     end: int = -1
+    version: int | None = None
 
 
 def _by_index(lists: Sequence[tuple[str, Sequence[str]]], names: Sequence[str]) -> dict[int, list[int]]:
@@ -297,6 +299,9 @@ class Schedule:
             if is_end:
                 # A forward pass that backward never came to was dropped by every rank, not skipped by this one.
                 if call.forward_pass in self.reached:
+                    if call.unit not in self.unread:  # ranks that do run it gather it here
+                        self.gathered.add(call.unit)
+                        actions.append((Verb.PREFETCH, call.unit))
                     actions += self._prefetch_after(place, BackwardPrefetch.BACKWARD_PRE)
                 continue
             if self.final[call.unit] == place and call.unit in self.queue:

@@ -49,6 +49,7 @@ class Unit:
         pinned: Whether the unit stays gathered until backward is over (nothing tells when it is done with them).
         held: Number of contexts that want the unit gathered.
         open_calls: Forward calls that run right now.
+        recomputed: Forward calls of a reentrant checkpoint whose backward is not over.
         casts_output: Whether ``fully_shard`` was called on it: its outputs get the policy's output dtype.
         group_call: Of a unit of several modules, the one call that spans them while it is open.
         group_needs_backward: Whether an output of that call requires grad.
@@ -85,6 +86,7 @@ class Unit:
         self.held = 0
         self.open_calls = 0
         self.casts_output = False
+        self.recomputed = 0
         self.group_call: Call | None = None
         self.group_needs_backward = False
         for param in params:
@@ -123,6 +125,10 @@ class Unit:
             lane.trainable = any(p.trainable for p in self.params if p.state is lane)
 
     # Parameters
+
+    def version(self) -> int:
+        """A number that grows with each in-place change of a shard."""
+        return sum(param.shard._version for param in self.params)
 
     def lacks(self, *, whole: bool) -> bool:
         """Whether a gather is due; ``whole``: also of lanes that were parted with."""
@@ -321,10 +327,11 @@ class Unit:
         """Begin a new count of arrivals; what arrived without being reduced is remembered for the flags."""
         self._arrived = 0
         self._owed = False
+        self.recomputed = 0
         for param in self.params:
-            param.waiting = param.stepped = param.plain_use = False
+            param.waiting = param.stepped = False
             param.reads = 0
-            param.arrived = param.arrived and not synced
+            param.arrived = param.arrived and (not synced or param.state.partial is not None)
 
     def drop_gradients(self) -> None:
         """Throw away unsharded gradients of a backward that was given up."""
