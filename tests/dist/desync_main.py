@@ -280,6 +280,11 @@ def main():
         thread.join()
     rank = dist.get_rank()
     Path(sys.argv[2], f"rank{rank}.json").write_text(json.dumps({"outcomes": outcomes, "log": log.lines}))
+    if not any(case.startswith("leaves") for case in comms):
+        # Rank 0 holds the store: a rank that comes late asks there what the others found.
+        store = dist.group.WORLD.get_group_store()
+        store.set(f"rank {rank} is done", "")
+        store.wait([f"rank {r} is done" for r in range(dist.get_world_size())])
     if rank == 0:
         print("RESULT null")
 

@@ -326,7 +326,10 @@ class GlooComm:
     def _issue(self, kind: str, about: torch.Tensor | None = None, *, bound: bool = False) -> Call:
         """The next collective; ``about`` has the same size and dtype on every rank."""
         numel, dtype = (0, torch.uint8) if about is None else (about.numel(), about.dtype)
-        return self._watch.recorder.issue(kind, numel, dtype, self._announced, bound=bound)
+        call = self._watch.recorder.issue(kind, numel, dtype, self._announced, bound=bound)
+        if self._watch.broken:  # ranks have parted: the group is of no use, even before its connections are closed
+            raise self._watch.failure(call, RuntimeError("waits were broken"), 0.0, None)
+        return call
 
     def _exchange(
         self,

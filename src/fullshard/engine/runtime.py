@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from fullshard.engine.schedule import Action, Call, Schedule, Verb, no_graph
 from fullshard.engine.torch_private import call_after_backward
 from fullshard.engine.unit import State, Unit
 from fullshard.engine.wrap import is_plain_embedding
-from fullshard.errors import ShardingError, WrapError
+from fullshard.errors import MismatchError, ProcessGroupError, ShardingError, WrapError
 from fullshard.policy import Prefetch
 
 
@@ -190,13 +191,19 @@ class Runtime:
             inner = self.units[call.unit]
             inner.group_call = None
             inner.open_calls = max(0, inner.open_calls - 1)
-            self.perform(self.schedule.forward_ends(call, needs_backward=False))
+            self.schedule.forward_ends(call, needs_backward=False)
+            self._release_after_failure(inner)
             if inner is unit:
                 break
         if unit is self.root:
             for each in self.units:
                 each.open_calls = 0
-                self.release(each)
+                self._release_after_failure(each)
+
+    def _release_after_failure(self, unit: Unit) -> None:
+        """Release ``unit``; where ranks have parted its gather fails too, and the first error is on its way already."""
+        with contextlib.suppress(MismatchError, ProcessGroupError):
+            self.release(unit)
 
     def refresh(self, unit: Unit) -> None:
         """Called outside a pass: what forward kept for a backward may be older than the shards."""
