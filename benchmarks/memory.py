@@ -53,6 +53,7 @@ def _resident_and_wire(comm: Comm, name: str, task: Task) -> dict[str, Any]:
     return {
         "peak_resident_bytes": resident_peak_bytes(),
         "wire_bytes": min(each_step),
+        "loopback_bytes": min(each_step),
         "wire_bytes_each_step": each_step,
     }
 
@@ -81,7 +82,7 @@ def _tensors_and_operators(comm: Comm, name: str, task: Task) -> dict[str, Any]:
         figures["activation_bytes_kept_for_backward"] = forward["end"] - forward["start"]
     if ledger.entries:
         figures["collectives"] = len(ledger.entries)
-        figures["loopback_bytes"], figures["wire_bytes"] = figures["wire_bytes"], ledger.sent_bytes
+        figures["wire_bytes"] = ledger.sent_bytes
         figures["ledger_collectives"] = {n: ledger.names.count(n) for n in sorted(set(ledger.names))}
     return figures
 

@@ -142,7 +142,7 @@ def _table(raw: dict[str, dict[str, Any]]) -> list[str]:
     rows = {
         "collectives per step": ("memory", "collectives", 1, "{:.0f}"),
         "given to other ranks per step and rank, MB": ("memory", "wire_bytes", 1e6, "{:.1f}"),
-        "of these through sockets, where fewer, MB": ("memory", "loopback_bytes", 1e6, "{:.1f}"),
+        "of these on the loopback device, MB": ("memory", "loopback_bytes", 1e6, "{:.1f}"),
         "copies per step and rank, MB": ("memory", "copied_bytes_above_floor", 1e6, "{:.1f}"),
         "peak tensor memory, MB": ("memory", "peak_tensor_bytes", 1e6, "{:.0f}"),
         "engine memory (peak less activations), MB": ("memory", "engine_memory_bytes", 1e6, "{:.0f}"),
