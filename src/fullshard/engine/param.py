@@ -32,6 +32,11 @@ CREATE_GRAPH_REFUSED = (
 )
 
 
+def _attribute_of(func: Any) -> str:
+    """Name of the attribute that ``func`` gets, if it is a property's getter."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
 class FreedParameter(nn.Parameter):
     """What a full parameter is while its memory is given back: any use raises instead of reading freed memory."""
 
@@ -48,7 +53,7 @@ class FreedParameter(nn.Parameter):
         Raises:
             ShardingError: Always, but for metadata.
         """
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")  # of a property's getter
+        attribute = _attribute_of(func)
         if attribute in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -75,8 +80,7 @@ class WatchedParameter(nn.Parameter):
         """Note the use, unless it reads metadata only."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if attribute not in _HARMLESS:
+            if _attribute_of(func) not in _HARMLESS:
                 for value in (*args, *kwargs.values()):
                     for one in value if isinstance(value, (tuple, list)) else (value,):
                         if isinstance(one, WatchedParameter):
