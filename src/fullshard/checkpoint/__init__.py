@@ -8,3 +8,4 @@ from fullshard.checkpoint.hf import WEIGHTS_NAME as WEIGHTS_NAME
 from fullshard.checkpoint.hf import SafetensorsWriter as SafetensorsWriter
 from fullshard.checkpoint.hf import TensorSpec as TensorSpec
 from fullshard.checkpoint.hf import write_full as write_full
+from fullshard.checkpoint.piece import Piece as Piece

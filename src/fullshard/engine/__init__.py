@@ -9,7 +9,9 @@ from fullshard.engine.api import no_sync as no_sync
 from fullshard.engine.api import reset as reset
 from fullshard.engine.api import units as units
 from fullshard.engine.model_class import register_forward_method as register_forward_method
+from fullshard.engine.state import LocalTensor as LocalTensor
 from fullshard.engine.state import full_tensors as full_tensors
+from fullshard.engine.state import local_tensors as local_tensors
 from fullshard.engine.state import persistent_buffers as persistent_buffers
 from fullshard.engine.state import unsharded as unsharded
 from fullshard.engine.table import UnitRow as UnitRow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -74,10 +75,60 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
                     view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
                     tensors[param.meta.name] = view
         yield unit.name, tensors
-    left_out = {id(p.full) for _, p in runtime.all_params()}
-    ignored = {n: p for n, p in model.named_parameters() if not hasattr(p, "shard_meta") and id(p) not in left_out}
-    yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in ignored.items()}
+    yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in _left_out(model).items()}
     yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in persistent_buffers(model)}
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """What this rank holds of one tensor of a model's saved state.
+
+    Attributes:
+        name: First name of the parameter, or the name of the buffer.
+        aliases: The parameter's other names, when it is tied.
+        shape: Shape of the whole tensor.
+        start: First element that this rank holds, counted in the flattened tensor.
+        tensor: This rank's elements, 1-D, possibly none: a view of ``home``, or a copy where that is not contiguous.
+        home: The tensor that training uses.
+        replica: Which of the copies of these elements this one is, from 0.
+        replicas: How many ranks hold a copy of these elements.
+        param: The Parameter an optimizer knows; None for a buffer.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+    home: torch.Tensor
+    replica: int
+    replicas: int
+    param: nn.Parameter | None
+
+
+def local_tensors(model: nn.Module) -> list[LocalTensor]:
+    """What this rank holds of the model's saved state, in the same order on every rank; no communication.
+
+    Sharded parameters unit by unit, then parameters left out of sharding, then persistent buffers.
+    """
+    runtime = runtime_of(model)
+    found = []
+    for _, param in runtime.all_params():
+        meta, copies, shard = param.meta, param.state.mesh.replicate, param.shard
+        names = (meta.name, meta.aliases, meta.global_shape, meta.element_range[0])
+        found.append(LocalTensor(*names, shard.detach().reshape(-1), shard, copies.rank, copies.size, shard))
+    rank, size = runtime.mesh.rank, runtime.mesh.size
+    whole = [(name, param, param) for name, param in _left_out(model).items()]
+    for name, tensor, param in [*whole, *((name, buffer, None) for name, buffer in persistent_buffers(model))]:
+        flat = tensor.detach().reshape(-1)
+        found.append(LocalTensor(name, (), tuple(tensor.shape), 0, flat, tensor, rank, size, param))
+    return found
+
+
+def _left_out(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are not sharded, by their first name."""
+    sharded = {id(one) for _, param in runtime_of(model).all_params() for one in (param.shard, param.full)}
+    return {name: param for name, param in model.named_parameters() if id(param) not in sharded}
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,9 +191,7 @@ def _targets(
             missing.append(param.meta.name)
         else:
             targets[given] = param, param.meta.global_shape
-    sharded = {id(one) for _, param in runtime.all_params() for one in (param.shard, param.full)}
-    whole = [(name, p) for name, p in model.named_parameters() if id(p) not in sharded]
-    for name, tensor in [*whole, *persistent_buffers(model)]:
+    for name, tensor in [*_left_out(model).items(), *persistent_buffers(model)]:
         known.add(name)
         if name in state:
             targets[name] = tensor, tuple(tensor.shape)

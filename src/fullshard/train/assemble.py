@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from fullshard.comm import Comm
+from fullshard.comm import Comm, together
 from fullshard.config import RunConfig
 from fullshard.data import CollateSpec, Example, TokenizedSet, TokenizeSpec, read_rows, tokenize
 from fullshard.engine import check_wrapped, fully_shard
-from fullshard.errors import ConfigError, UserError
+from fullshard.errors import ConfigError
 from fullshard.layout.sharded import ShardMeta
 from fullshard.models import (
     build_model,
@@ -31,8 +31,6 @@ from fullshard.train.schedule import Schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,31 +108,6 @@ def assemble(config: RunConfig, comm: Comm) -> Assembly:
         evaluation=evaluation,
         parameters=parameters,
     )
-
-
-def together(comm: Comm, action: Callable[[], T]) -> T:
-    """Do something that may fail on any rank; if it does, every rank raises the same error and none waits for ever.
-
-    Args:
-        comm: The ranks; all of them call this.
-        action: What each rank does, without talking to others.
-
-    Returns:
-        This rank's result.
-
-    Raises:
-        UserError: The first failing rank's.
-    """
-    result: T | None = None
-    problem: UserError | None = None
-    try:
-        result = action()
-    except UserError as error:
-        problem = error
-    problems = [other for other in comm.all_gather_object(problem) if other is not None]
-    if problems:
-        raise problems[0] from problem
-    return cast(T, result)
 
 
 def read_train_rows(config: RunConfig) -> list[Example]:

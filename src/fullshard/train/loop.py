@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint import WEIGHTS_NAME, publish
-from fullshard.comm import Comm, MemoryMeter
+from fullshard.comm import Comm, MemoryMeter, together
 from fullshard.config import RunConfig
 from fullshard.data import Batch, EpochPlan, RowRef, TokenizedSet, batches
 from fullshard.engine import memory_summary, units
 from fullshard.saving import save
-from fullshard.train.assemble import Assembly, assemble, together
+from fullshard.train.assemble import Assembly, assemble
 from fullshard.train.evaluate import evaluate
 from fullshard.train.reports import EvaluationReport, RankMemory, RunStart, RunSummary, StepReport
 from fullshard.train.sinks import Sink

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fullshard.comm import run_ranks
+from fullshard.comm import run_ranks, together
 from fullshard.config import RunConfig
 from fullshard.errors import DataError, ModelError
-from fullshard.train.assemble import assemble, make_schedule, together
+from fullshard.train.assemble import assemble, make_schedule
 from support.tiny_run import settings
 
 

@@ -1,0 +1,77 @@
+"""Waiting for something slow on some ranks without a collective that lasts as long.
+
+A rank that waits inside a collective while another writes a file trips the communication timeout. Here every rank comes
+to a short exchange every second at the latest, says whether it is done, and goes on waiting if not all are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from fullshard.errors import UserError
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 1.0
+"""Longest time between two exchanges."""
+
+
+class ObjectExchange(Protocol):
+    """What is needed of a Comm or a Mesh."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The picklable ``value`` of every rank, in rank order, on every rank."""
+        ...
+
+
+def await_all(
+    ranks: ObjectExchange, poll: Callable[[float], T | None], show: Callable[[], None] | None = None
+) -> list[T]:
+    """Return when ``poll`` has given a result on every rank; every rank calls it.
+
+    Args:
+        ranks: Those that wait for each other.
+        poll: Waits for at most as many seconds as it is told, and returns this rank's picklable result, or None while
+            there is none. It raises nothing: a failure is a result.
+        show: Called after each exchange that found a rank without a result: for progress.
+
+    Returns:
+        The results in rank order, the same on every rank.
+    """
+    mine: T | None = None
+    seconds = 0.0
+    while True:
+        mine = poll(seconds) if mine is None else mine
+        results = ranks.all_gather_object(mine)
+        if all(result is not None for result in results):
+            return results
+        if show is not None:
+            show()
+        # Those that are done pace the others: each exchange waits for the slowest poll.
+        seconds = min(PATIENCE_SECONDS, max(0.01, 2 * seconds))
+
+
+def together(ranks: ObjectExchange, action: Callable[[], T]) -> T:
+    """Do something that may fail on any rank; if it does, every rank raises the same error and none waits for ever.
+
+    Args:
+        ranks: Those that call this.
+        action: What each rank does, without talking to others.
+
+    Returns:
+        This rank's result.
+
+    Raises:
+        UserError: The first failing rank's.
+    """
+    problem: UserError | None = None
+    results: list[T] = []
+    try:
+        results.append(action())
+    except UserError as error:
+        problem = error
+    problems = [other for other in ranks.all_gather_object(problem) if other is not None]
+    if problems:
+        raise problems[0] from problem
+    return results[0]
