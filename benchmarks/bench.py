@@ -44,7 +44,7 @@ def main() -> int:
     result = {
         "command": " ".join(["python", "benchmarks/bench.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": _machine() | {"load_average_at_start": load},
+        "machine": machine() | {"load_average_at_start": load},
         **report.figures(results),
         "seconds": seconds | {"total": round(time.time() - started, 1)},
         "raw": results,
@@ -120,7 +120,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     versions = {}

@@ -4,6 +4,7 @@ from fullshard.comm import init_from_env as init
 from fullshard.comm import shutdown
 from fullshard.engine import (
     UnitTable,
+    full_state_dict,
     full_tensors,
     fully_shard,
     memory_summary,
@@ -25,16 +26,28 @@ from fullshard.policy import (
     ShardingStrategy,
     TransformerBlocks,
 )
-from fullshard.saving import save
+from fullshard.saving import (
+    Checkpoints,
+    Pretrained,
+    Restored,
+    load,
+    load_checkpoint,
+    load_optimizer_state,
+    save,
+    write_assets,
+)
 from fullshard.version import __version__
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "Checkpoints",
     "MinNumel",
     "MixedPrecision",
     "Named",
     "Prefetch",
+    "Pretrained",
+    "Restored",
     "ShardedGradScaler",
     "ShardingStrategy",
     "StepInBackward",
@@ -42,9 +55,13 @@ __all__ = [
     "UnitTable",
     "__version__",
     "clip_grad_norm_",
+    "full_state_dict",
     "full_tensors",
     "fully_shard",
     "init",
+    "load",
+    "load_checkpoint",
+    "load_optimizer_state",
     "memory_summary",
     "no_all_reduce",
     "no_sync",
@@ -55,4 +72,5 @@ __all__ = [
     "step_in_backward",
     "units",
     "unsharded",
+    "write_assets",
 ]

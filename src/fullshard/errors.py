@@ -13,6 +13,7 @@
     │   ├── MismatchError         ranks hold different models or run different units         exit code 8
     │   ├── CheckpointError       a checkpoint cannot be written or read                     exit code 9
     │   └── TrainingError         the loss or the gradient is no longer a finite number      exit code 10
+    ├── RunStopped                a run was told to stop, saved a checkpoint and left        exit code 75
     └── InvariantError            a broken promise of fullshard itself: please report it     exit code 70
 
 Messages state the rule, the actual numbers and the remedy. A user error found while ranks work together is
@@ -82,6 +83,23 @@ class TrainingError(UserError):
     """Training cannot go on: the loss or the gradient is no longer a finite number."""
 
     exit_code = 10
+
+
+class RunStopped(FullshardError):
+    """A training run was told to stop (SIGTERM, Ctrl-C) and left a checkpoint to go on from: no failure.
+
+    Attributes:
+        step: Optimizer steps taken.
+        checkpoint: Directory of the checkpoint.
+    """
+
+    exit_code = 75  # sysexits.h: EX_TEMPFAIL, try again later
+
+    def __init__(self, message: str, *, step: int, checkpoint: str) -> None:
+        """Say how to go on in ``message``."""
+        super().__init__(message)
+        self.step = step
+        self.checkpoint = checkpoint
 
 
 class InvariantError(FullshardError):

@@ -9,7 +9,7 @@ from fullshard.cli.main import main
 HERE = Path(__file__).parent / "help"
 
 
-@pytest.mark.parametrize("verb", ["", "train", "inspect"])
+@pytest.mark.parametrize("verb", ["", "train", "inspect", "export", "verify"])
 def test_help_is_as_it_was(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:

@@ -63,3 +63,9 @@ def test_peak_memory_is_bounded(ranks):
         figures = rank["memory"]
         # gradients' shards, two units, one unit's gradients, and what the allocator rounds up
         assert figures["above_start"] <= figures["shards"] + 3 * figures["unit"] + (4 << 20), figures
+
+
+def test_what_is_saved_comes_back_to_the_bit(ranks):
+    for rank in ranks:
+        assert all(rank["saving"].values()), rank["saving"]
+        assert {"pretrained", "checkpoint", "background"} <= rank["saving"].keys()

@@ -66,6 +66,35 @@ def settings(directory, **changes):
     return values
 
 
+class Memory:
+    """A sink that remembers what it was told."""
+
+    def __init__(self):
+        self.steps, self.evaluations, self.checkpoints = [], [], []
+        self.progress, self.begun, self.ended, self.closed = [], [], [], 0
+
+    def start(self, run):
+        self.begun.append(run)
+
+    def step(self, report):
+        self.steps.append(report)
+
+    def evaluating(self, done, total):
+        self.progress.append((done, total))
+
+    def evaluation(self, report, *, is_best):
+        self.evaluations.append((report, is_best))
+
+    def checkpoint(self, report):
+        self.checkpoints.append(report)
+
+    def finish(self, summary):
+        self.ended.append(summary)
+
+    def close(self):
+        self.closed += 1
+
+
 def write_run_file(directory, **changes):
     """The path of a run file in ``directory``."""
     path = directory / "run.yaml"

@@ -1,11 +1,34 @@
-"""Files that survive a kill: atomic directories and the Hugging Face format, written one tensor at a time."""
+"""Files that survive a kill: atomic directories, sharded checkpoints, and the Hugging Face format, streamed."""
 
 from fullshard.checkpoint.atomic import atomic_directory as atomic_directory
-from fullshard.checkpoint.atomic import publish as publish
 from fullshard.checkpoint.atomic import recover as recover
 from fullshard.checkpoint.atomic import write_text as write_text
-from fullshard.checkpoint.hf import WEIGHTS_NAME as WEIGHTS_NAME
 from fullshard.checkpoint.hf import SafetensorsWriter as SafetensorsWriter
 from fullshard.checkpoint.hf import TensorSpec as TensorSpec
-from fullshard.checkpoint.hf import write_full as write_full
+from fullshard.checkpoint.index import Index as Index
+from fullshard.checkpoint.index import PieceEntry as PieceEntry
+from fullshard.checkpoint.index import TensorEntry as TensorEntry
 from fullshard.checkpoint.piece import Piece as Piece
+from fullshard.checkpoint.places import ADAPTER_NAME as ADAPTER_NAME
+from fullshard.checkpoint.places import CHECKPOINTS_NAME as CHECKPOINTS_NAME
+from fullshard.checkpoint.places import WEIGHT_SUFFIXES as WEIGHT_SUFFIXES
+from fullshard.checkpoint.places import Kind as Kind
+from fullshard.checkpoint.places import kind_of as kind_of
+from fullshard.checkpoint.reader import CheckpointReader as CheckpointReader
+from fullshard.checkpoint.store import DirectoryLock as DirectoryLock
+from fullshard.checkpoint.store import clear_leftovers as clear_leftovers
+from fullshard.checkpoint.store import find_checkpoints as find_checkpoints
+from fullshard.checkpoint.store import read_completion as read_completion
+from fullshard.checkpoint.store import read_index as read_index
+from fullshard.checkpoint.store import remove_checkpoint as remove_checkpoint
+from fullshard.checkpoint.store import step_directory as step_directory
+from fullshard.checkpoint.weight_files import WeightFiles as WeightFiles
+from fullshard.checkpoint.weights import WeightsWriter as WeightsWriter
+from fullshard.checkpoint.weights import holds_model as holds_model
+from fullshard.checkpoint.weights import parse_size as parse_size
+from fullshard.checkpoint.weights import publish_model as publish_model
+from fullshard.checkpoint.writer import GIVEN_UP as GIVEN_UP
+from fullshard.checkpoint.writer import Keep as Keep
+from fullshard.checkpoint.writer import Save as Save
+from fullshard.checkpoint.writer import SavePlan as SavePlan
+from fullshard.checkpoint.writer import begin as begin

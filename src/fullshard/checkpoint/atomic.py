@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fullshard.errors import CheckpointError
@@ -37,7 +37,7 @@ def atomic_directory(final: Path) -> Iterator[Path]:
     """
     # A link is followed: what it points to is replaced, on the disk that the user chose.
     final = final.resolve()
-    temporary = _sibling(final, "tmp")
+    temporary = sibling(final, "tmp")
     if final.exists() and not final.is_dir():
         raise CheckpointError(f"{final} is a file where a directory is to be written. Move it or choose another name.")
     try:
@@ -45,7 +45,7 @@ def atomic_directory(final: Path) -> Iterator[Path]:
         recover(final)
         temporary.mkdir()
         yield temporary
-        _commit(temporary, final)
+        commit(temporary, final)
     except BaseException as error:
         with contextlib.suppress(OSError):
             recover(final)
@@ -67,48 +67,60 @@ def recover(final: Path) -> None:
         OSError: The file system refused.
     """
     final = final.resolve()
-    old = _sibling(final, "old")
+    old = sibling(final, "old")
     if old.exists():
         if final.exists():
             shutil.rmtree(old)
         else:
             os.rename(old, final)
-            _fsync(final.parent)
-    temporary = _sibling(final, "tmp")
+            fsync(final.parent)
+    temporary = sibling(final, "tmp")
     if temporary.exists():
         shutil.rmtree(temporary)
 
 
-def publish(source: Path, target: Path, *, last: str) -> None:
+def publish(source: Path, target: Path, *, entrances: Sequence[str], parts: str) -> None:
     """Place the files of one directory in another that holds other files too; on one rank.
 
-    Each file becomes a hard link (a copy where the file system has no links). ``last`` is taken away first and placed
-    last, so a reader that needs it finds all the files that belong to it, or none of it.
+    Each file becomes a hard link (a copy where the file system has no links). First the entrances that ``target`` has
+    are taken away, and the parts that belonged to them; the entrance of ``source`` is placed last. So a reader finds an
+    entrance with all the files that belong to it, or no entrance.
 
     Args:
         source: Directory of plain files, already whole on disk.
         target: Directory that exists.
-        last: Name of the file of ``source`` without which the others are of no use: the weights.
+        entrances: Names of files one of which ``source`` has, and without which its others are of no use.
+        parts: Pattern of the names of files that are of no use without an entrance.
 
     Raises:
         CheckpointError: The file system refused; ``source`` is still whole.
     """
     try:
-        (target / last).unlink(missing_ok=True)
-        names = sorted(path.name for path in source.iterdir() if path.is_file() and path.name != last)
-        for name in [*names, last]:
-            temporary = target / f"{name}.tmp"
-            temporary.unlink(missing_ok=True)
-            try:
-                os.link(source / name, temporary)
-            except OSError:
-                # FAT and some network file systems have no hard links.
-                shutil.copyfile(source / name, temporary)
-                _fsync(temporary)
-            os.replace(temporary, target / name)
-        _fsync(target)
+        # A killed call may have left parts of a third model, also under their temporary names.
+        stale = [path for pattern in (parts, f"{parts}.tmp") for path in sorted(target.glob(pattern))]
+        for path in [*(target / name for name in entrances), *stale]:
+            path.unlink(missing_ok=True)
+        names = sorted(path.name for path in source.iterdir() if path.is_file())
+        for name in sorted(names, key=lambda name: name in entrances):
+            if name in entrances:
+                fsync(target)  # the others' names are on the disk before it is
+            _place(source / name, target / name)
+        fsync(target)
     except OSError as error:
         raise CheckpointError(f"Could not place {source} in {target}: {error}. {source} is whole; use that.") from error
+
+
+def _place(source: Path, target: Path) -> None:
+    """Make ``target`` the same file as ``source``, at once."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        # FAT and some network file systems have no hard links.
+        shutil.copyfile(source, temporary)
+        fsync(temporary)
+    os.replace(temporary, target)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -124,35 +136,36 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
-        _fsync(temporary)
+        fsync(temporary)
         os.replace(temporary, path)
-        _fsync(path.parent)
+        fsync(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise CheckpointError(f"Could not write {path}: {error}.") from error
 
 
-def _sibling(final: Path, suffix: str) -> Path:
+def sibling(final: Path, suffix: str) -> Path:
+    """The name beside ``final`` of what is being written (``tmp``) or replaced (``old``)."""
     return final.with_name(f"{final.name}.{suffix}")
 
 
-def _commit(temporary: Path, final: Path) -> None:
+def commit(temporary: Path, final: Path) -> None:
     """Make ``temporary`` durable and give it the final name."""
     for directory, _, files in os.walk(temporary, topdown=False):
         for name in files:
-            _fsync(Path(directory, name))
-        _fsync(Path(directory))
-    old = _sibling(final, "old")
+            fsync(Path(directory, name))
+        fsync(Path(directory))
+    old = sibling(final, "old")
     if final.exists():
         os.rename(final, old)
     os.rename(temporary, final)
-    _fsync(final.parent)
+    fsync(final.parent)
     # The new directory is committed: what cannot be deleted now is no failure, the next writer tries again.
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Have the kernel put a file's bytes, or a directory's names, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,16 +1,18 @@
-"""Hugging Face's ``model.safetensors``, written by ourselves so that one tensor at a time is enough.
+"""The safetensors container, written by ourselves so that a run of a tensor's elements at a time is enough.
 
 The container is 8 bytes (little-endian length of the header), a JSON header with each tensor's dtype, shape and byte
 range, and the tensors' bytes without gaps. The header needs names, shapes and dtypes only, so it goes first, and each
-tensor is written to its place when it arrives, in any order. The library's own ``save_file`` wants all tensors at once.
+run of elements is written to its place when it arrives, in any order. The library's own ``save_file`` wants all tensors
+at once.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -18,8 +20,6 @@ from types import TracebackType
 import torch
 
 from fullshard.errors import CheckpointError
-
-WEIGHTS_NAME = "model.safetensors"
 
 _DTYPE_CODES = {
     torch.float64: "F64",
@@ -33,8 +33,8 @@ _DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Linux writes at most 0x7ffff000 bytes a call; smaller pieces also let Ctrl-C in between.
-_WRITE_BYTES = 64 * 1024 * 1024
+_PIECE_BYTES = 1 << 20
+"""What is cast and written at once: all the memory that writing takes; small pieces also let Ctrl-C in between."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,45 @@ class TensorSpec:
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the tensor in the file."""
-        return prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+
+class _Written:
+    """Which elements of one tensor have been written: intervals that neither overlap nor touch."""
+
+    def __init__(self) -> None:
+        self.edges: list[int] = []  # start, stop, start, stop, … ascending
+
+    def add(self, start: int, stop: int) -> bool:
+        """Note the elements from ``start`` to ``stop``, at least one; False if one of them was there already."""
+        place = bisect_right(self.edges, start)
+        if place % 2 or place != bisect_left(self.edges, stop):
+            return False
+        joins_left = place > 0 and self.edges[place - 1] == start
+        joins_right = place < len(self.edges) and self.edges[place] == stop
+        own = [edge for edge, joins in ((start, joins_left), (stop, joins_right)) if not joins]
+        self.edges[place - joins_left : place + joins_right] = own
+        return True
+
+    @property
+    def count(self) -> int:
+        """Elements written."""
+        return sum(self.edges[1::2]) - sum(self.edges[::2])
 
 
 class SafetensorsWriter:
-    """A safetensors file that is filled tensor by tensor; a context manager, on one rank.
+    """A safetensors file that is filled run by run; a context manager, on one rank.
 
-    On leaving without an error every tensor must have been written, and the bytes are on the disk (fsync). What is
-    left behind after an error is not a whole file: write into an :func:`~fullshard.checkpoint.atomic_directory`.
+    On leaving without an error every element of every tensor must have been written, and the bytes are on the disk
+    (fsync). What is left behind after an error is not a whole file: write into an
+    :func:`~fullshard.checkpoint.atomic_directory`.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
@@ -81,7 +110,7 @@ class SafetensorsWriter:
         self.path = path
         self._specs = {spec.name: spec for spec in ordered}
         self._starts = starts
-        self._missing = dict.fromkeys(self._specs)  # a dict keeps the order, for the message
+        self._written = {name: _Written() for name in self._specs}
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             os.truncate(self._descriptor, end)
@@ -94,29 +123,38 @@ class SafetensorsWriter:
         """Start writing."""
         return self
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor to its place, cast to the dtype the header gives it.
+    def write_run(self, name: str, start: int, flat: torch.Tensor) -> None:
+        """Write a run of one tensor's elements to its place, cast to the dtype the header gives it.
 
         Args:
-            name: One of the names in the header, not written before.
-            tensor: On any device, of the header's shape; not kept.
+            name: One of the names in the header.
+            start: First element of the run, counted in the flattened tensor.
+            flat: The elements, (run,), on any device, none of them written before; not kept. They are cast in pieces of
+                1 MiB, so that no copy of the run is made.
 
         Raises:
-            CheckpointError: The name is unknown or was written before, or the shape is another.
+            CheckpointError: The name is unknown, or elements lie outside the tensor or were written before.
             OSError: The file system refused.
         """
         spec = self._specs.get(name)
         if spec is None:
             raise CheckpointError(f"{self.path.name}: tensor {name!r} is none of the {len(self._specs)} announced.")
-        if name not in self._missing:
-            raise CheckpointError(f"{self.path.name}: tensor {name!r} came a second time; each is written once.")
-        if tuple(tensor.shape) != spec.shape:
+        stop = start + flat.numel()
+        if flat.dim() != 1 or start < 0 or stop > spec.numel:
             raise CheckpointError(
-                f"{self.path.name}: tensor {name!r} has shape {tuple(tensor.shape)}, announced was {spec.shape}."
+                f"{self.path.name}: a run of shape {tuple(flat.shape)} from element {start} on does not fit tensor "
+                f"{name!r}, announced with shape {spec.shape}, {spec.numel} elements."
             )
-        plain = tensor.detach().to(device="cpu", dtype=spec.dtype).contiguous()
-        _write_at(self._descriptor, self._starts[name], plain.reshape(-1).view(torch.uint8).numpy().data)
-        del self._missing[name]
+        if flat.numel() and not self._written[name].add(start, stop):
+            raise CheckpointError(
+                f"{self.path.name}: elements {start} to {stop} of tensor {name!r} came a second time, all or some of "
+                "them; each is written once."
+            )
+        size = spec.dtype.itemsize
+        step = _PIECE_BYTES // size
+        for at in range(0, flat.numel(), step):
+            piece = flat[at : at + step].detach().to(device="cpu", dtype=spec.dtype).contiguous()
+            _write_at(self._descriptor, self._starts[name] + (start + at) * size, piece.view(torch.uint8).numpy().data)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -124,60 +162,28 @@ class SafetensorsWriter:
         """Close the file; without an error, first put it on the disk.
 
         Raises:
-            CheckpointError: Tensors of the header were never written.
+            CheckpointError: Elements were never written.
             OSError: The file system refused.
         """
         try:
-            if kind is None and self._missing:
-                names = list(self._missing)
-                raise CheckpointError(
-                    f"{self.path.name}: {len(names)} of {len(self._specs)} tensors were never written: "
-                    f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}."
-                )
             if kind is None:
+                self._check_whole()
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
 
-
-def write_full(
-    stream: Iterable[tuple[str, Mapping[str, torch.Tensor | None]]],
-    directory: Path,
-    *,
-    specs: Sequence[TensorSpec],
-    dtype: torch.dtype | None = None,
-) -> int:
-    """Write a streamed model to ``directory/model.safetensors``; on the rank that receives the tensors.
-
-    Args:
-        stream: ``(unit name, {tensor name: full tensor})``, unit by unit; each tensor is written and let go before the
-            next is taken up.
-        directory: Existing directory, usually the one that :func:`~fullshard.checkpoint.atomic_directory` yields.
-        specs: Every tensor that the stream will bring, a tied one once, with the dtype it has in the model.
-        dtype: Cast floating tensors to this on the way; None keeps each one's own.
-
-    Returns:
-        Size of the file in bytes.
-
-    Raises:
-        CheckpointError: The stream brings a tensor twice, not at all, or with another shape than announced.
-        OSError: The file system refused.
-    """
-    if dtype is not None:
-        specs = [replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in specs]
-    path = directory / WEIGHTS_NAME
-    with SafetensorsWriter(path, specs) as writer:
-        for unit_name, tensors in stream:
-            _write_unit(writer, unit_name, tensors)
-            del tensors  # before the stream makes the next unit
-    return path.stat().st_size
-
-
-def _write_unit(writer: SafetensorsWriter, unit_name: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    for name, tensor in tensors.items():
-        if tensor is None:
-            raise CheckpointError(f"{unit_name or 'root'}: tensor {name!r} did not reach the rank that writes.")
-        writer.write(name, tensor)
+    def _check_whole(self) -> None:
+        """Raise unless every element has been written."""
+        missing = [
+            f"{name} ({self._written[name].count} of {spec.numel} elements)"
+            for name, spec in self._specs.items()
+            if self._written[name].count < spec.numel
+        ]
+        if missing:
+            raise CheckpointError(
+                f"{self.path.name}: {len(missing)} of {len(self._specs)} tensors were not written whole: "
+                f"{', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}."
+            )
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
@@ -209,4 +215,4 @@ def _write_at(descriptor: int, position: int, data: memoryview) -> None:
     """Write all of ``data`` at ``position``; a single call may write less than it was given."""
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done : done + _WRITE_BYTES], position + done)
+        done += os.pwrite(descriptor, data[done:], position + done)

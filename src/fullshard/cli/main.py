@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fullshard.cli import inspect, train
+from fullshard.cli import export, inspect, train, verify
 from fullshard.errors import FullshardError
 from fullshard.launch import INTERRUPTED_EXIT_CODE, Failure
 from fullshard.version import __version__
@@ -16,12 +16,15 @@ from fullshard.version import __version__
 DESCRIPTION = "Train PyTorch models that do not fit on one GPU: shard them, fine-tune them on your data."
 
 EPILOG = """\
-example:
+examples:
   fullshard train examples/banking77_tiny.yaml training.num_train_epochs=1
+  fullshard verify runs/mine
+  fullshard export runs/mine --dtype bf16 -o exported
 
 exit codes:
   0 success, 1 unexpected error, 2 settings or command line, 3 data, 4 model, 5 wrapping, 6 sharding,
-  7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 70 bug in fullshard, 130 interrupted
+  7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 70 bug in fullshard,
+  75 stopped with a checkpoint to go on from, 130 interrupted
 """
 
 
@@ -36,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parse(arguments)
     try:
-        failure: Failure | None = options.run(options)
+        outcome: Failure | int | None = options.run(options)
     except FullshardError as error:
-        failure = Failure.of(error)
+        outcome = Failure.of(error)
     except KeyboardInterrupt:
-        print("fullshard: interrupted; all ranks have ended.", file=sys.stderr)
+        print("fullshard: interrupted; nothing is left running.", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
-    return 0 if failure is None else report(failure, as_json=options.json)
+    return report(outcome, as_json=options.json) if isinstance(outcome, Failure) else outcome or 0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,10 +60,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse takes the settings of one place only, and a user may add some behind an option.
-    overrides = [text for text in rest if "=" in text and not text.startswith("-")]
+    takes_overrides = hasattr(options, "overrides")
+    overrides = [text for text in rest if takes_overrides and "=" in text and not text.startswith("-")]
     if len(overrides) < len(rest):
         parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text not in overrides)}")
-    options.overrides = [*options.overrides, *overrides]
+    if takes_overrides:
+        options.overrides = [*options.overrides, *overrides]
     return options
 
 
@@ -76,11 +81,13 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     train.add_parser(verbs)
     inspect.add_parser(verbs)
+    export.add_parser(verbs)
+    verify.add_parser(verbs)
     return parser
 
 
 def report(failure: Failure, *, as_json: bool) -> int:
-    """Tell the user why the command failed: text on standard error, and JSON on standard output where asked for.
+    """Tell the user why the command ended: text on standard error, and JSON on standard output where asked for.
 
     Args:
         failure: What happened.

@@ -17,6 +17,9 @@ Fine-tune a model on your data, sharded over the GPUs of this machine, or over C
 
 Writes the best model to output_dir (load it with from_pretrained(output_dir)), and beside it summary.json,
 metrics.jsonl and predictions.jsonl. Starts its own ranks; under torchrun it joins those that are there.
+
+Ctrl-C or SIGTERM: the run saves a checkpoint after its step and leaves with exit code 75; a second one ends it at once.
+The same command goes on where a run was stopped or killed, with the same result; resume=never starts anew.
 """
 
 EPILOG = """\
@@ -47,15 +50,15 @@ def run(options: argparse.Namespace) -> Failure | None:
         options: The parsed command line.
 
     Returns:
-        None on success, else why the first failing rank failed.
+        None on success, else why the first failing rank failed, or that the run was stopped.
 
     Raises:
         UserError: The settings are wrong.
+        SystemExit: Under torchrun, with the rank's exit code.
     """
     arguments = [str(options.config), *options.overrides, *(["--json"] if options.json else [])]
     if launched_elsewhere():
-        load_program(RANK_PROGRAM).main(arguments)
-        return None
+        sys.exit(load_program(RANK_PROGRAM).main(arguments))
     config = load_run(options.config, options.overrides)
     nproc = choose_nproc(config.nproc)
     # The ranks say nothing before their imports are done, which takes seconds.

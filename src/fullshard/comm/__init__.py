@@ -13,6 +13,7 @@ from fullshard.comm.mesh import as_mesh as as_mesh
 from fullshard.comm.mesh import same_ranks as same_ranks
 from fullshard.comm.patience import await_all as await_all
 from fullshard.comm.patience import together as together
+from fullshard.comm.patience import together_in_background as together_in_background
 from fullshard.comm.process import FakeComm as FakeComm
 from fullshard.comm.process import ProcessComm as ProcessComm
 from fullshard.comm.process import init_from_env as init_from_env

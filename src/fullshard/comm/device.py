@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -79,6 +79,18 @@ class Device(Protocol):
         """A new flat buffer in host memory with undefined content; ``pinned``: page-locked, where that is a thing."""
         ...
 
+    def copy_to_host(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """Copy tensors to host memory, as they are after everything the compute stream was given so far.
+
+        Args:
+            pairs: ``(target, source)`` of one dtype and shape; targets in host memory, page-locked to be copied beside
+                compute. Sources may be changed by operations that are issued later.
+
+        Returns:
+            What another thread calls to wait until the targets may be read, and sources as they are now.
+        """
+        ...
+
     def supports_bf16(self) -> tuple[bool, str]:
         """Whether the device computes bfloat16 in hardware, and a sentence for users that says so or what happens."""
         ...
@@ -126,6 +138,12 @@ class CpuDevice:
     def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         """See :meth:`Device.empty_host`."""
         return torch.empty(numel, dtype=dtype)
+
+    def copy_to_host(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """See :meth:`Device.copy_to_host`: they are copied here and now."""
+        for target, source in pairs:
+            target.copy_(source)
+        return lambda: None
 
     def supports_bf16(self) -> tuple[bool, str]:
         """See :meth:`Device.supports_bf16`; without hardware for it bfloat16 works all the same."""
@@ -206,6 +224,14 @@ class CudaDevice:
     def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         """See :meth:`Device.empty_host`."""
         return torch.empty(numel, dtype=dtype, pin_memory=pinned)
+
+    def copy_to_host(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """See :meth:`Device.copy_to_host`."""
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        return done.synchronize
 
     def supports_bf16(self) -> tuple[bool, str]:
         """See :meth:`Device.supports_bf16`."""

@@ -6,6 +6,7 @@ to a short exchange every second at the latest, says whether it is done, and goe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -26,7 +27,7 @@ class ObjectExchange(Protocol):
 
 
 def await_all(
-    ranks: ObjectExchange, poll: Callable[[float], T | None], show: Callable[[], None] | None = None
+    ranks: ObjectExchange, poll: Callable[[float], T | None], hear: Callable[[list[T | None]], None] | None = None
 ) -> list[T]:
     """Return when ``poll`` has given a result on every rank; every rank calls it.
 
@@ -34,7 +35,8 @@ def await_all(
         ranks: Those that wait for each other.
         poll: Waits for at most as many seconds as it is told, and returns this rank's picklable result, or None while
             there is none. It raises nothing: a failure is a result.
-        show: Called after each exchange that found a rank without a result: for progress.
+        hear: Called with the results so far, in rank order, after each exchange that found a rank without one: to show
+            progress, or to give up where another rank has failed.
 
     Returns:
         The results in rank order, the same on every rank.
@@ -46,8 +48,8 @@ def await_all(
         results = ranks.all_gather_object(mine)
         if all(result is not None for result in results):
             return results
-        if show is not None:
-            show()
+        if hear is not None:
+            hear(results)
         # Those that are done pace the others: each exchange waits for the slowest poll.
         seconds = min(PATIENCE_SECONDS, max(0.01, 2 * seconds))
 
@@ -75,3 +77,42 @@ def together(ranks: ObjectExchange, action: Callable[[], T]) -> T:
     if problems:
         raise problems[0] from problem
     return results[0]
+
+
+def together_in_background(ranks: ObjectExchange, action: Callable[[], T]) -> T:
+    """As :func:`together`, for what may take long (reading or writing files): no collective lasts as long as it does.
+
+    Args:
+        ranks: Those that call this.
+        action: What each rank does, in a thread of its own, without talking to others.
+
+    Returns:
+        This rank's result.
+
+    Raises:
+        UserError: The first failing rank's.
+    """
+    results: list[T] = []
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def poll(seconds: float) -> bool | None:
+        thread.join(seconds)
+        return None if thread.is_alive() else True
+
+    await_all(ranks, poll)
+
+    def outcome() -> T:
+        if failures:
+            raise failures[0]
+        return results[0]
+
+    return together(ranks, outcome)

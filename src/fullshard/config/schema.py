@@ -146,8 +146,14 @@ class TrainingConfig(Section):
     """Optimizer steps between evaluations; only and always with eval_strategy: steps."""
     logging_steps: PositiveInt = 1
     """Optimizer steps between two records of the metrics file."""
+    save_strategy: Literal["epoch", "steps", "no"] = "epoch"
+    """When to save a checkpoint: after each epoch, every save_steps optimizer steps, or only when told to stop."""
+    save_steps: PositiveInt | None = None
+    """Optimizer steps between checkpoints; only and always with save_strategy: steps."""
+    save_total_limit: PositiveInt | None = 2
+    """Checkpoints that are kept, the newest ones; null: all."""
 
-    @field_validator("eval_strategy", mode="before")
+    @field_validator("eval_strategy", "save_strategy", mode="before")
     @classmethod
     def _undo_yaml_no(cls, value: object) -> object:
         """YAML 1.1 reads a bare ``no`` as false."""
@@ -161,11 +167,13 @@ class TrainingConfig(Section):
             if idle:
                 names = " and ".join(idle)
                 raise ValueError(f"{names} need lr_scheduler_type: step; got {self.lr_scheduler_type}")
-        if (self.eval_strategy == "steps") != (self.eval_steps is not None):
-            raise ValueError(
-                "eval_strategy: steps and eval_steps go together; "
-                f"got eval_strategy: {self.eval_strategy}, eval_steps: {self.eval_steps}"
-            )
+        for kind in ("eval", "save"):
+            strategy, steps = getattr(self, f"{kind}_strategy"), getattr(self, f"{kind}_steps")
+            if (strategy == "steps") != (steps is not None):
+                raise ValueError(
+                    f"{kind}_strategy: steps and {kind}_steps go together; "
+                    f"got {kind}_strategy: {strategy}, {kind}_steps: {steps}"
+                )
         return self
 
 
@@ -211,11 +219,23 @@ class RunConfig(Section):
     """Seed of weights, order of rows and dropout."""
     nproc: PositiveInt | None = None
     """Ranks on this machine; null: one for each GPU, or 2 on the CPU."""
+    resume: Literal["auto", "never"] | Path = "auto"
+    """auto: go on where a run in output_dir was cut short; never: start anew and delete its checkpoints; or the path of
+    a checkpoint to go on from."""
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
     sharding: ShardingConfig = ShardingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @field_validator("resume", mode="plain")
+    @classmethod
+    def _auto_never_or_path(cls, value: object) -> str | Path:
+        if value in ("auto", "never"):
+            return str(value)
+        if isinstance(value, (str, Path)) and str(value):
+            return Path(value)
+        raise ValueError(f"expected auto, never or the path of a checkpoint; got {value!r}")
 
     @model_validator(mode="after")
     def _has_rows_to_evaluate(self) -> Self:

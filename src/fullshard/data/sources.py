@@ -45,7 +45,7 @@ def read_rows(path: str | Path, source_column: str, target_column: str) -> list[
     """Read every row of a ``.csv`` or ``.jsonl`` file. Any rank may call it, alone.
 
     Files are UTF-8, with or without a byte-order mark. Line breaks, quotes and delimiters inside quoted CSV cells are
-    kept as they are. Empty lines are no rows.
+    kept as they are, and so is a JSON number: its text is what the file has. Empty lines are no rows.
 
     Args:
         path: The file; its suffix says how it is read.
@@ -147,7 +147,8 @@ def _jsonl_rows(text: str) -> tuple[list[str], list[_Row]]:
         if not raw.strip():
             continue
         try:
-            value = json.loads(raw)
+            # Numbers stay as they are written: 1.50 is not to become 1.5.
+            value = json.loads(raw, parse_int=str, parse_float=str)
         except json.JSONDecodeError as error:
             rows.append(_Row(line, {}, f"broken JSON: {error.msg} at column {error.colno}"))
             continue

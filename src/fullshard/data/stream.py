@@ -12,8 +12,8 @@ from fullshard.data.collate import Batch, CollateSpec, RowRef, collate
 from fullshard.data.tokenize import TokenizedSet
 from fullshard.errors import DataError
 
-WINDOW_BATCHES = 50
-"""Global batches whose rows are sorted by length together; more would leave less to chance."""
+WINDOW_GROUPS = 50
+"""Groups whose rows are sorted by length together; more would leave less to chance."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,16 @@ class EpochPlan:
     """The rows of one epoch for every rank; arithmetic and a seed, so all ranks agree without talking.
 
     The order is that of ``torch.utils.data.DistributedSampler``: a permutation drawn from ``seed + epoch``, continued
-    from its start until the world size divides it, dealt to the ranks in turn. All ranks have equally many
-    micro-batches, of equal sizes.
+    from its start until the world size divides it, and dealt to the ranks in turn. All ranks have equally many
+    micro-batches, of equal sizes. Repeated rows are fillers: every row counts exactly once, whatever the world size.
+
+    So the n-th micro-batches of all ranks are together a run of ``world_size * batch_size`` places of one order, which
+    depends on none of the two: however ranks, batch size and accumulation share a global batch, a step has the same
+    rows.
 
     Given lengths, rows of similar length share a batch, which saves most of the padding. Training: within windows of
-    50 global batches, taken from the same permutation, rows are sorted by length; then the batches are shuffled.
-    Evaluation: all rows are sorted, the longest first, so that memory peaks at the start.
+    50 groups of ``group_rows`` rows, taken from the same permutation, rows are sorted by length; then the groups are
+    shuffled. Evaluation: all rows are sorted, the longest first, so that memory peaks at the start.
 
     Attributes:
         num_rows: Rows of the set.
@@ -34,9 +38,10 @@ class EpochPlan:
         batch_size: Rows of a micro-batch on one rank; the last of an epoch may have fewer.
         seed: Seed of the run.
         epoch: Number of the epoch, from 0.
-        training: True: shuffled, and the repeated rows train like any other. False (evaluation): in order, and
-            repeated rows are marked as fillers, so that every row counts exactly once.
+        training: True: shuffled. False (evaluation): in the order of the set.
         lengths: Length of each row of the set, to group rows by; None: rows are not grouped.
+        group_rows: Rows of a group in training; None: ``world_size * batch_size``, so that a group is one micro-batch
+            of all ranks. A run that goes on with other ranks keeps the groups that it began with.
     """
 
     num_rows: int
@@ -46,6 +51,7 @@ class EpochPlan:
     epoch: int = 0
     training: bool = True
     lengths: tuple[int, ...] | None = None
+    group_rows: int | None = None
 
     def __post_init__(self) -> None:
         """Check the sizes.
@@ -53,15 +59,16 @@ class EpochPlan:
         Raises:
             DataError: A size is not positive, or there are more or fewer lengths than rows.
         """
-        for name in ("num_rows", "world_size", "batch_size"):
-            if getattr(self, name) < 1:
-                raise DataError(f"An epoch needs {name} of at least 1; got {getattr(self, name)}.")
+        for name in ("num_rows", "world_size", "batch_size", "group_rows"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise DataError(f"An epoch needs {name} of at least 1; got {size}.")
         if self.lengths is not None and len(self.lengths) != self.num_rows:
             raise DataError(f"An epoch of {self.num_rows} rows needs as many lengths; got {len(self.lengths)}.")
 
     @property
     def rows_per_rank(self) -> int:
-        """Rows of one rank, repeated rows included."""
+        """Rows of one rank, fillers included."""
         return ceil(self.num_rows / self.world_size)
 
     @property
@@ -106,27 +113,30 @@ class EpochPlan:
             order = torch.randperm(self.num_rows, generator=generator).tolist()
         else:
             order = list(range(self.num_rows))
-        rows = [
-            RowRef(order[position % self.num_rows], filler=not self.training and position >= self.num_rows)
-            for position in range(self.rows_per_rank * self.world_size)
-        ]
-        return rows if self.lengths is None else self._grouped(rows, self.lengths, generator)
+        rows = [RowRef(index) for index in order]
+        places = range(self.num_rows, self.rows_per_rank * self.world_size)
+        fillers = [RowRef(order[place % self.num_rows], filler=True) for place in places]
+        if self.lengths is None:
+            return rows + fillers
+        if self.training:
+            # Fillers stay at the end, or the order would depend on their number, which is the ranks'.
+            return self._grouped(rows, self.lengths, generator) + fillers
+        return _by_length(rows + fillers, self.lengths)
 
     def _grouped(self, rows: list[RowRef], lengths: tuple[int, ...], generator: torch.Generator) -> list[RowRef]:
-        """The same rows in an order in which each global batch holds rows of similar length."""
+        """The same rows in an order in which each group holds rows of similar length."""
+        size = self.group_rows or self.world_size * self.batch_size
+        windows = _cut(rows, WINDOW_GROUPS * size)
+        groups = _cut([row for window in windows for row in _by_length(window, lengths)], size)
+        # Only full groups change places: a short one that came earlier would shift all that follow.
+        num_full = len(rows) // size
+        places = [*torch.randperm(num_full, generator=generator).tolist(), *range(num_full, len(groups))]
+        return [row for place in places for row in groups[place]]
 
-        def by_length(some: list[RowRef]) -> list[RowRef]:
-            return sorted(some, key=lambda row: -lengths[row.index])
 
-        if not self.training:
-            return by_length(rows)
-        global_batch = self.world_size * self.batch_size
-        windows = _cut(rows, WINDOW_BATCHES * global_batch)
-        global_batches = _cut([row for window in windows for row in by_length(window)], global_batch)
-        # Only full batches change places: a short one that came earlier would shift what the ranks deal out.
-        num_full = len(rows) // global_batch
-        places = [*torch.randperm(num_full, generator=generator).tolist(), *range(num_full, len(global_batches))]
-        return [row for place in places for row in global_batches[place]]
+def _by_length(rows: list[RowRef], lengths: tuple[int, ...]) -> list[RowRef]:
+    """The longest first; rows of one length stay in order."""
+    return sorted(rows, key=lambda row: -lengths[row.index])
 
 
 def _cut(rows: list[RowRef], size: int) -> list[list[RowRef]]:
@@ -134,7 +144,9 @@ def _cut(rows: list[RowRef], size: int) -> list[list[RowRef]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def batches(tokenized: TokenizedSet, plan: EpochPlan, rank: int, spec: CollateSpec) -> Iterator[Batch]:
+def batches(
+    tokenized: TokenizedSet, plan: EpochPlan, rank: int, spec: CollateSpec, *, start: int = 0
+) -> Iterator[Batch]:
     """The batches of one rank for one epoch, on the CPU. Each rank calls it with its own rank and the same plan.
 
     Args:
@@ -142,14 +154,15 @@ def batches(tokenized: TokenizedSet, plan: EpochPlan, rank: int, spec: CollateSp
         plan: The epoch.
         rank: The calling rank.
         spec: Padding and the kind of model.
+        start: Micro-batches to skip; they are not made.
 
     Yields:
-        ``plan.num_batches`` batches.
+        ``plan.num_batches - start`` batches.
 
     Raises:
         DataError: The plan was made for another number of rows.
     """
     if plan.num_rows != len(tokenized):
         raise DataError(f"The plan is for {plan.num_rows} rows, the set has {len(tokenized)}.")
-    for rows in plan.micro_batches(rank):
+    for rows in plan.micro_batches(rank)[start:]:
         yield collate(rows, tokenized, spec)

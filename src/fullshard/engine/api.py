@@ -14,11 +14,13 @@ from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of
 from fullshard.engine import fused
 from fullshard.engine.buffers import Account
 from fullshard.engine.build import UnitBuilder, move_buffers
+from fullshard.engine.fill import fill, give_memory, open_weights
 from fullshard.engine.hooks import UnitHooks, keep_in_float32
 from fullshard.engine.identity import check_same_model
 from fullshard.engine.model_class import plain_class, sharded_class
 from fullshard.engine.precision import dtypes_of
 from fullshard.engine.runtime import Runtime, attach, detach, is_sharded, runtime_of
+from fullshard.engine.source import WeightSource
 from fullshard.engine.table import UnitTable, unit_table
 from fullshard.engine.unit import Unit
 from fullshard.engine.wrap import (
@@ -60,6 +62,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     frozen: str = "shard",
     ignored_params: Iterable[nn.Parameter] = (),
     device: torch.device | None = None,
+    weights: WeightSource | None = None,
 ) -> Any:
     """Shard ``model`` over the ranks of ``mesh``, in place. Every rank calls it, with the same model.
 
@@ -90,6 +93,11 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
             for them), or ``"auto"``: replicate where they take at most a quarter of the smallest rank's memory.
         ignored_params: Parameters left as they are, on every rank; ``module.parameters()`` leaves out a module.
         device: What units compute on; None: the accelerator of this rank, else CPU.
+        weights: Where all parameters and persistent buffers take their values from, such as
+            ``fullshard.Pretrained(path)``: each rank reads its own elements to their place, and nothing is initialised,
+            gathered or whole in memory on the way. Meant for a model on the meta device. Buffers that are not saved get
+            their values from their modules. An ignored parameter with values keeps them where the source has none; one
+            on the meta device is replaced by one with memory.
 
     Returns:
         The same object.
@@ -100,6 +108,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
         MismatchError: Ranks hold different models; raised on every rank, nothing has changed then.
         ShardingError: The model is sharded already.
         ConfigError: Policies contradict each other, or the device cannot compute in the dtype.
+        CheckpointError: The weights do not fit, and nothing has changed; or they cannot be read to their end, and the
+            model is sharded with part of them. On every rank, with the same text.
     """
     strategy = _reshard(strategy, after_forward=reshard_after_forward)
     ranks = as_mesh(mesh, strategy, device)
@@ -108,6 +118,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     _check_policy(policy, runtime_device)
     root, wrap = (model, wrap) if isinstance(model, nn.Module) else (nn.ModuleList(model), None)
     members = (root,) if isinstance(model, nn.Module) else tuple(model)
+    if weights is not None and root is not model:
+        raise ConfigError("weights= fills a whole model, and a list of modules is none: give it to the root's call.")
     if len(set(members)) < len(members):
         raise ShardingError("A list of modules that become one unit names one of them twice.")
     inner = _sharded_inside(root, ranks)
@@ -116,15 +128,20 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     specs, unwrapped = _specs(root, wrap, ignored, inner, policy)
     specs[0].modules = members
     check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
-    check_same_model(ranks, specs, (policy, prefetch), __version__)
+    policies = (policy, prefetch, weights is not None)
+    check_same_model(ranks, specs, policies, __version__, compare_values=weights is None)
+    reader = None if weights is None else open_weights(root, ranks, weights, ignored)
     inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
     own = [module for module in root.modules() if id(module) not in inside]
     kept = [module for module in modules_kept(root, policy.precision.keep_fp32) if id(module) not in inside]
     kept_ids = frozenset(id(part) for module in kept for part in module.modules())
     account = Account()
     builder = UnitBuilder(root, ranks, policy, account, runtime_device, kept_ids)
+    if reader is not None:
+        ignored = give_memory(root, ignored, builder.device, reader)
+        builder.initialize_rest()  # while parameters have no memory: their initial values cost nothing
     move_buffers(own, builder.device, None)
-    units = [builder.build(index, spec) for index, spec in enumerate(specs)]
+    units = [builder.build(index, spec, values=reader is None) for index, spec in enumerate(specs)]
     if builder.device.type != "meta":
         builder.initialize_rest()
     move_buffers(own, builder.device, policy.precision.buffer)
@@ -139,6 +156,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     for member in members:
         attach(member, runtime)
         member.__class__ = sharded_class(type(member))  # pyright: ignore[reportAttributeAccessIssue]
+    if reader is not None:
+        fill(root, reader)
     return model
 
 
@@ -322,6 +341,16 @@ def no_all_reduce(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         runtime.across = before
+
+
+def unreduced(model: nn.Module) -> list[str]:
+    """Units whose gradients wait to be reduced or added up over replicas: a step is not complete. No communication."""
+    waiting = (
+        unit
+        for unit in runtime_of(model).units
+        if unit.holds_gradient or any(lane.partial is not None for lane in unit.lanes)
+    )
+    return [unit.name for unit in waiting]
 
 
 def mesh_of(model: nn.Module) -> Mesh:

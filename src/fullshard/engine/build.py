@@ -16,7 +16,7 @@ from fullshard.engine.precision import Dtypes, dtypes_of, torch_dtype
 from fullshard.engine.unit import Unit
 from fullshard.engine.wrap import ParamSpec, UnitSpec, is_table
 from fullshard.errors import WrapError
-from fullshard.layout import plan_unit
+from fullshard.layout import Lane, plan_unit
 from fullshard.layout.sharded import ShardMeta
 from fullshard.policy import ShardingStrategy, UnitPolicy
 
@@ -43,15 +43,21 @@ class UnitBuilder:
         self.kept = kept
         self.seed: int | None = None
 
-    def build(self, index: int, spec: UnitSpec) -> Unit:
+    def build(self, index: int, spec: UnitSpec, *, values: bool) -> Unit:
         """Make the unit: never more than its own parameters are in memory beside the shards made so far.
+
+        Args:
+            index: Its place among the model's units.
+            spec: Its modules and parameters.
+            values: Whether the shards get the parameters' values, or their initial ones; else they hold zeros, nothing
+                is initialised, and somebody fills them.
 
         Raises:
             WrapError: The unit is on the meta device and its modules cannot initialise themselves.
         """
-        if any(param.param.is_meta for param in spec.params):
+        if values and any(param.param.is_meta for param in spec.params):
             self._initialize(index, spec)
-        cut = [piece for group in self._groups(spec) for piece in self._cut(group)]
+        cut = [piece for group in self._groups(spec) for piece in self._cut(group, values=values)]
         # From here on the unsharded values are not needed; their memory goes before the gathered buffer comes.
         for member in spec.params:
             if not member.param.is_meta:
@@ -87,21 +93,16 @@ class UnitBuilder:
             return piece
         return self.runtime_device.pin(piece.cpu()) if self._pinned else piece.cpu()
 
-    def _cut(self, group: list[ParamSpec]) -> Iterable[CutLane]:
-        """Plan the lanes of one group and copy this rank's part of them."""
+    def _cut(self, group: list[ParamSpec], *, values: bool) -> Iterable[CutLane]:
+        """Plan the lanes of one group and copy this rank's part of them, if ``values`` are wanted."""
         first, dtypes = group[0].param, self._dtypes(group[0])
         replicated = self.policy.frozen == "replicate" and not first.requires_grad
         mesh = Mesh(SoloComm(self.mesh.device), self.mesh.everyone) if replicated else self.mesh
         layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard.size)
         for lane in layout.lanes:
             shard = torch.zeros(lane.shard_numel, dtype=dtypes.shard, device=self.device)
-            low, _ = lane.shard_bounds(mesh.shard.rank)
-            for placement in lane.placements:
-                start, stop = lane.local_range(placement, mesh.shard.rank)
-                source = group[placement.index].param.detach().reshape(-1)[start:stop]
-                offset = placement.start + start - low
-                if stop > start:
-                    shard[offset : offset + stop - start].copy_(source)
+            if values:
+                _copy_values(group, lane, mesh.shard.rank, shard)
             members = [group[placement.index] for placement in lane.placements]
             yield CutLane(
                 lane=lane,
@@ -192,6 +193,17 @@ class UnitBuilder:
             for module in self.model.modules():
                 if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
                     self._initialize_module(module)
+
+
+def _copy_values(group: list[ParamSpec], lane: Lane, rank: int, shard: torch.Tensor) -> None:
+    """Copy a rank's part of a lane's parameters into ``shard``, (shard_numel,)."""
+    low, _ = lane.shard_bounds(rank)
+    for placement in lane.placements:
+        start, stop = lane.local_range(placement, rank)
+        source = group[placement.index].param.detach().reshape(-1)[start:stop]
+        offset = placement.start + start - low
+        if stop > start:
+            shard[offset : offset + stop - start].copy_(source)
 
 
 def _marked_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:

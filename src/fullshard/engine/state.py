@@ -75,7 +75,7 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
                     view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
                     tensors[param.meta.name] = view
         yield unit.name, tensors
-    yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in _left_out(model).items()}
+    yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in left_out(model).items()}
     yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in persistent_buffers(model)}
 
 
@@ -118,14 +118,14 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
         names = (meta.name, meta.aliases, meta.global_shape, meta.element_range[0])
         found.append(LocalTensor(*names, shard.detach().reshape(-1), shard, copies.rank, copies.size, shard))
     rank, size = runtime.mesh.rank, runtime.mesh.size
-    whole = [(name, param, param) for name, param in _left_out(model).items()]
+    whole = [(name, param, param) for name, param in left_out(model).items()]
     for name, tensor, param in [*whole, *((name, buffer, None) for name, buffer in persistent_buffers(model))]:
         flat = tensor.detach().reshape(-1)
         found.append(LocalTensor(name, (), tuple(tensor.shape), 0, flat, tensor, rank, size, param))
     return found
 
 
-def _left_out(model: nn.Module) -> dict[str, nn.Parameter]:
+def left_out(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that are not sharded, by their first name."""
     sharded = {id(one) for _, param in runtime_of(model).all_params() for one in (param.shard, param.full)}
     return {name: param for name, param in model.named_parameters() if id(param) not in sharded}
@@ -191,7 +191,7 @@ def _targets(
             missing.append(param.meta.name)
         else:
             targets[given] = param, param.meta.global_shape
-    for name, tensor in [*_left_out(model).items(), *persistent_buffers(model)]:
+    for name, tensor in [*left_out(model).items(), *persistent_buffers(model)]:
         known.add(name)
         if name in state:
             targets[name] = tensor, tuple(tensor.shape)

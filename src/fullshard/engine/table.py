@@ -62,7 +62,7 @@ class UnitTable:
         drawn = [_draw(head, widths), "  ".join("-" * w for w in widths)]
         drawn += [_draw(line, widths) for line in lines[:-1]]
         drawn += ["  ".join("-" * w for w in widths), _draw(lines[-1], widths)]
-        return "\n".join([f"{len(self.rows)} units over {self.world_size} ranks", *drawn])
+        return "\n".join([f"{_count(len(self.rows), 'unit')} over {_count(self.world_size, 'rank')}", *drawn])
 
     def _line(self, label: str, rows: tuple[UnitRow, ...]) -> tuple[str, ...]:
         parameters = sum(r.parameters for r in rows)
@@ -85,6 +85,10 @@ class UnitTable:
 def _draw(line: tuple[str, ...], widths: list[int]) -> str:
     cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
     return "  ".join(cells).rstrip()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _bytes(count: int) -> str:

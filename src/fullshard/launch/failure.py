@@ -1,4 +1,4 @@
-"""How a rank that fails tells its launcher why, so that the user reads one message and not one a rank."""
+"""How a rank that ends early tells its launcher why, so that the user reads one message and not one a rank."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from fullshard.errors import FullshardError, UserError
+from fullshard.errors import FullshardError, RunStopped, UserError
 
 FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
 """Where our launcher wants a rank's failure; torchrun does not set it, and then a rank prints its failure itself."""
@@ -17,15 +19,17 @@ FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank, or the command itself, ended.
+    """Why a rank, or the command itself, ended before its end.
 
     Attributes:
         rank: The rank, or None when no ranks ran yet.
         kind: Name of the exception's class.
         message: Text of the exception.
-        trace: The traceback as Python prints it; None for a :class:`UserError`, whose message says what to mend.
+        trace: The traceback as Python prints it; None for a :class:`UserError`, whose message says what to mend, and
+            for a run that was stopped.
         exit_code: Exit code of the process.
         time_s: Unix time of the failure; the earliest one is the cause of the others.
+        stopped: Of a run that was told to stop, what ``--json`` says: the step and the checkpoint. None: it failed.
     """
 
     rank: int | None
@@ -34,6 +38,7 @@ class Failure:
     trace: str | None
     exit_code: int
     time_s: float
+    stopped: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
@@ -43,9 +48,13 @@ class Failure:
             error: What was raised.
             rank: The rank that raised it.
         """
-        trace = None if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
+        stopped, trace = None, None
+        if isinstance(error, RunStopped):
+            stopped = {"stopped": True, "step": error.step, "checkpoint": error.checkpoint}
+        elif not isinstance(error, UserError):
+            trace = "".join(traceback.format_exception(error)).rstrip()
         exit_code = error.exit_code if isinstance(error, FullshardError) else 1
-        return cls(rank, type(error).__name__, str(error), trace, exit_code, time.time())
+        return cls(rank, type(error).__name__, str(error), trace, exit_code, time.time(), stopped)
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
@@ -62,12 +71,16 @@ class Failure:
         os.replace(temporary, path)
 
     def text(self) -> str:
-        """What the user reads: the message alone for a user error, else the rank and its traceback."""
+        """What the user reads: the message alone of a user error or a stop, else the rank and its traceback."""
+        if self.stopped is not None:
+            return self.message
         if self.trace is None:
             return f"{self.kind}: {self.message}"
         where = "" if self.rank is None else f"Rank {self.rank} failed first:\n"
         return f"{where}{self.trace}"
 
     def as_dict(self) -> dict[str, object]:
-        """What ``--json`` prints on an error."""
+        """What ``--json`` prints."""
+        if self.stopped is not None:
+            return {**self.stopped, "exit_code": self.exit_code}
         return {"error": {"kind": self.kind, "message": self.message, "rank": self.rank, "exit_code": self.exit_code}}

@@ -1,8 +1,11 @@
 """Our own launcher: N ranks as processes of this machine, with torchrun's environment variables.
 
-The launcher starts every rank, waits for the first that fails or for all to succeed, and never leaves one behind. A
-rank that fails writes why to a file (:mod:`fullshard.launch.failure`); the launcher shows the first failure only, since
+The launcher starts every rank, waits for the first that fails or for all to end, and never leaves one behind. A rank
+that ends early writes why to a file (:mod:`fullshard.launch.failure`); the launcher shows the first failure only, since
 the others are what it did to them.
+
+Ctrl-C and SIGTERM: the first is passed on to the ranks, which save a checkpoint and leave with ``STOPPED_EXIT_CODE``;
+they may take as long as their step and the disk need. The second kills them.
 """
 
 from __future__ import annotations
@@ -18,23 +21,30 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any, Self
 
 import torch
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, RunStopped
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
 
 STOP_SECONDS = 10.0
-"""How long ranks that are told to stop may take before they are killed."""
+"""How long ranks may take to end, after another one has failed, before they are killed."""
+
+AGAIN_SECONDS = 1.5
+"""When ranks that have not ended are told again: a rank that trains takes the first SIGTERM as a wish to save."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 INTERRUPTED_EXIT_CODE = 130
 """What shells use for a command ended by Ctrl-C: 128 + SIGINT."""
+
+STOPPED_EXIT_CODE = RunStopped.exit_code
+"""A run that was told to stop has saved a checkpoint; the same command goes on from there."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ def choose_nproc(requested: int | None) -> int:
 def launch(command: Sequence[str], *, nproc: int) -> Failure | None:
     """Run a command as ``nproc`` ranks and wait for them; called once, in the launching process's main thread.
 
-    The ranks inherit standard output and error. Ctrl-C and SIGTERM end them all.
+    The ranks inherit standard output and error.
 
     Args:
         command: Program and arguments, the same for every rank. It must write its failure as
@@ -85,27 +95,33 @@ def launch(command: Sequence[str], *, nproc: int) -> Failure | None:
         nproc: Number of ranks, at least 1.
 
     Returns:
-        None when every rank ended with exit code 0, else the failure that came first.
+        None when every rank ended with exit code 0; else what rank 0 says when all were stopped and have saved, or the
+        failure that came first.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM; all ranks have ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM, a second one or before the ranks could save; all ranks have ended.
     """
     ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, _sigterm_as_interrupt():
-        ranks: list[_Rank] = []
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, _Interrupts(ranks) as interrupts:
         port = _free_port()
         try:
             for number in range(nproc):
                 rank = _start(command, number, nproc, port, Path(scratch, f"rank{number}.json"))
                 ranks.append(rank)
+                if interrupts.asked:
+                    rank.process.terminate()
                 threading.Thread(target=_watch, args=(rank, ended), daemon=True).start()
             for _ in ranks:
                 first = ended.get()
-                if first.process.returncode != 0:
+                code = first.process.returncode
+                if interrupts.asked and code in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE):
+                    raise KeyboardInterrupt  # it does not train yet, or no longer
+                if code not in (0, STOPPED_EXIT_CODE):
                     return _cause(first, ranks)
+            return Failure.read(ranks[0].failure_path)
         finally:
             _stop(ranks)
-    return None
 
 
 def _start(command: Sequence[str], number: int, nproc: int, port: int, failure_path: Path) -> _Rank:
@@ -143,7 +159,7 @@ def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
         return _killed_failure(killed[0])
     written = [failure for rank in ranks if (failure := Failure.read(rank.failure_path)) is not None]
     if written:
-        return min(written, key=lambda failure: failure.time_s)
+        return min(written, key=lambda failure: (failure.stopped is not None, failure.time_s))
     # It failed before it could write, while importing; then Python has printed why.
     code = first.process.returncode
     message = f"rank {first.number} ended with exit code {code} before it could say why; see its output above."
@@ -159,39 +175,64 @@ def _killed_failure(rank: _Rank) -> Failure:
 
 
 def _stop(ranks: Sequence[_Rank]) -> set[int]:
-    """End every rank that still runs: SIGTERM, then SIGKILL for those that take too long.
+    """End every rank that still runs: SIGTERM, once more, then SIGKILL for those that take too long.
 
     Returns:
         Numbers of the ranks that these signals ended.
     """
-    for rank in ranks:
-        rank.process.terminate()
-    by_us = set()
-    deadline = time.monotonic() + STOP_SECONDS
-    for rank in ranks:
-        try:
-            code = rank.process.wait(max(0.0, deadline - time.monotonic()))
-            if code == -signal.SIGTERM:
-                by_us.add(rank.number)
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.process.wait()
-            by_us.add(rank.number)
-    return by_us
+    running = list(ranks)
+    for seconds in (min(AGAIN_SECONDS, STOP_SECONDS), max(0.0, STOP_SECONDS - AGAIN_SECONDS)):
+        for rank in running:
+            rank.process.terminate()
+        deadline = time.monotonic() + seconds
+        running = [rank for rank in running if not _ends_by(rank, deadline)]
+    for rank in running:
+        rank.process.kill()
+        rank.process.wait()
+    told = {rank.number for rank in ranks if rank.process.returncode in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE)}
+    return told | {rank.number for rank in running}
 
 
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """While ranks run, SIGTERM to the launcher (timeout, Slurm, a service manager) ends them as Ctrl-C does."""
+def _ends_by(rank: _Rank, deadline: float) -> bool:
+    """Wait for a rank until a time of the monotonic clock."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        rank.process.wait(max(0.0, deadline - time.monotonic()))
+    return rank.process.returncode is not None
 
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+class _Interrupts:
+    """While entered, what Ctrl-C and SIGTERM (timeout, Slurm, a service manager) to the launcher do to its ranks.
+
+    Attributes:
+        asked: Whether the ranks were asked to save and leave.
+    """
+
+    def __init__(self, ranks: Sequence[_Rank]) -> None:
+        """Pass signals on to ``ranks``, which may still grow."""
+        self.asked = False
+        self._ranks = ranks
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Take over the signals."""
+        self._before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            for rank in self._ranks:
+                rank.process.kill()
+            raise KeyboardInterrupt
+        self.asked = True
+        for rank in self._ranks:
+            rank.process.terminate()
+        text = "fullshard: stopping after this step, with a checkpoint; once more to end at once without one\n"
+        os.write(2, text.encode())  # print() may be what the signal interrupted
 
 
 def _free_port() -> int:

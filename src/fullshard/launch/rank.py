@@ -17,8 +17,10 @@ from transformers.utils import logging
 
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import load_run
+from fullshard.errors import RunStopped
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE, end_with_launcher
+from fullshard.launch.signals import StopSignals
 from fullshard.train import ConsoleSink, FileSink, Sink, train
 
 
@@ -29,14 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line; None: this process's.
 
     Returns:
-        Exit code 0. A failure ends the process here, with the exit code of its kind: leaving the process group in
-        order would wait for ranks that will never come.
+        Exit code 0, or ``STOPPED_EXIT_CODE`` when the run was told to stop and has saved. A failure ends the process
+        here, with the exit code of its kind: leaving the process group in order would wait for ranks that will never
+        come.
     """
     options = _parse(arguments)
     end_with_launcher()
     rank = int(os.environ["RANK"])
     try:
         _train(options, is_first=rank == 0)
+    except RunStopped as stopped:
+        return _say_stopped(Failure.of(stopped, rank), as_json=options.json)
     except KeyboardInterrupt:
         os._exit(INTERRUPTED_EXIT_CODE)
     except BaseException as error:
@@ -66,10 +71,26 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
             FileSink(config.output_dir, logging_steps=config.training.logging_steps),
             ConsoleSink(Console(stderr=options.json), samples=config.evaluation.num_samples_shown),
         ]
-    summary = train(config, comm, sinks)
+    try:
+        summary = train(config, comm, sinks, StopSignals())
+    except RunStopped:
+        shutdown()
+        raise
     if is_first and options.json:
         print(json.dumps(summary.as_dict()), flush=True)
     shutdown()
+
+
+def _say_stopped(stop: Failure, *, as_json: bool) -> int:
+    """Tell the launcher, or the user when somebody else launched us, that the run has saved and left."""
+    path = os.environ.get(FAILURE_FILE_VARIABLE)
+    if path is not None:
+        stop.write(Path(path))
+    elif stop.rank == 0:
+        print(stop.text(), file=sys.stderr, flush=True)
+        if as_json:
+            print(json.dumps(stop.as_dict()), flush=True)
+    return stop.exit_code
 
 
 def _report(failure: Failure) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +21,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from fullshard.errors import ModelError
 
@@ -41,6 +44,9 @@ SENTENCEPIECE_HINT = (
     " (The directory has no tokenizer.json. A SentencePiece file is read with: pip install sentencepiece protobuf.)"
 )
 SHOWN_NAMES = 5
+
+_ONE_AT_A_TIME = threading.Lock()
+"""transformers swaps methods of its classes while it loads a model, and what two threads swap stays swapped."""
 
 _SPECIAL_IDS = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 
@@ -145,7 +151,7 @@ def build_model(
     hf_config = _make_config(config, tokenizer)
     auto_class = _auto_class(hf_config, model_class)
     _require_vocabulary(hf_config, tokenizer)
-    with torch.random.fork_rng(devices=[]):
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model = auto_class.from_config(hf_config)
@@ -173,6 +179,79 @@ def load_model(
         ModelError: There is no such directory, config or weights, weights are missing or of another shape (they would
             silently be random), there is no such class for the type, or the vocabulary is smaller than the tokenizer's.
     """
+    directory, hf_config, auto_class = _read_config(path, tokenizer, model_class)
+    try:
+        # Mismatched shapes are let through here to be reported below, with their names, like missing weights.
+        with _ONE_AT_A_TIME:
+            model, info = auto_class.from_pretrained(
+                directory,
+                config=hf_config,
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"The weights in {directory} cannot be loaded: {error}") from error
+    _require_all_weights(directory, info)
+    return model.train()
+
+
+def build_skeleton(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, model_class: ModelClass = "auto"
+) -> PreTrainedModel:
+    """Build the model of a local Hugging Face directory without its weights, on the meta device. Any rank may call it.
+
+    It is what :func:`load_model` returns, but for memory: weights are to be read into the shards.
+
+    Args:
+        path: The directory, with ``config.json``.
+        tokenizer: The tokenizer the model is used with.
+        model_class: ``seq2seq``, ``causal``, or ``auto``: what the config says.
+
+    Returns:
+        The model, in training mode, its parameters fp32.
+
+    Raises:
+        ModelError: There is no such directory or config, there is no such class for the type, or the vocabulary is
+            smaller than the tokenizer's.
+    """
+    directory, hf_config, auto_class = _read_config(path, tokenizer, model_class)
+    try:
+        with _ONE_AT_A_TIME, torch.device("meta"):
+            model = auto_class.from_config(hf_config, dtype=torch.float32)
+        if model.can_generate():
+            model.generation_config = _generation_config(directory)
+    except (OSError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        raise ModelError(f"The model in {directory} cannot be built: {error}") from error
+    return model.train()
+
+
+def converted_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Names of stored tensors that transformers would rename or compute with when it loads them into ``model``.
+
+    Args:
+        model: On any device; nothing is read or changed.
+        names: As they are stored.
+    """
+    transforms = get_model_conversion_mapping(model)
+
+    def is_converted(name: str) -> bool:
+        renamings = (transform.rename_source_key(name) for transform in transforms)
+        return any(pattern is not None for _, pattern in renamings)
+
+    return [name for name in names if is_converted(name)]
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether a model reads source and target as one sequence (decoder-only) rather than two (encoder-decoder)."""
+    return not model.config.is_encoder_decoder
+
+
+def _read_config(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, model_class: ModelClass
+) -> tuple[Path, PreTrainedConfig, type[Any]]:
+    """The directory, its configuration, and the Auto class for it."""
     directory = _require_directory(path)
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} holds no config.json: it is no Hugging Face model directory.")
@@ -182,25 +261,16 @@ def load_model(
         raise ModelError(f"{directory / 'config.json'} cannot be read: {error}") from error
     auto_class = _auto_class(hf_config, model_class)
     _require_vocabulary(hf_config, tokenizer)
-    try:
-        # Mismatched shapes are let through here to be reported below, with their names, like missing weights.
-        model, info = auto_class.from_pretrained(
-            directory,
-            config=hf_config,
-            dtype=torch.float32,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"The weights in {directory} cannot be loaded: {error}") from error
-    _require_all_weights(directory, info)
-    return model.train()
+    return directory, hf_config, auto_class
 
 
-def is_causal(model: PreTrainedModel) -> bool:
-    """Whether a model reads source and target as one sequence (decoder-only) rather than two (encoder-decoder)."""
-    return not model.config.is_encoder_decoder
+def _generation_config(directory: Path) -> GenerationConfig:
+    """What ``from_pretrained`` gives a model: the directory's own, or what its model config says of generation."""
+    if (directory / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return GenerationConfig.from_pretrained(
+        directory, config_file_name="config.json", local_files_only=True, _from_model_config=True
+    )
 
 
 def _require_directory(path: str | Path) -> Path:

@@ -1,80 +1,190 @@
-"""A sharded model as a Hugging Face directory, streamed unit by unit through one rank."""
+"""A sharded model as a Hugging Face directory, streamed through one rank a few megabytes at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint import TensorSpec, atomic_directory, write_full
-from fullshard.engine import full_tensors, mesh_of, persistent_buffers
+from fullshard.checkpoint import TensorSpec, WeightsWriter, atomic_directory, parse_size
+from fullshard.comm import Mesh, await_all
+from fullshard.engine import RUNS_BYTES, Run, SavedTensor, full_runs, mesh_of, saved_tensors
 from fullshard.errors import CheckpointError
+from fullshard.policy import dtype_name
+from fullshard.saving.background import BackgroundWriter
+
+_STREAM_BYTES = RUNS_BYTES * 3 // 4
+"""Of the stream's buffers; the rest is left for casts."""
+
+_WAITING = 2
+"""Steps that may wait or be written while the next one is gathered."""
 
 
-def save(model: nn.Module, directory: str | Path, *, tokenizer: Any = None) -> None:
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "50GB",
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Write the whole model's weights, and of a Hugging Face model its configuration; every rank calls it.
 
-    Afterwards ``from_pretrained(directory)`` loads a Hugging Face model; of any other ``model.safetensors`` holds each
-    parameter once, under its first name, and the persistent buffers. Rank 0 writes; it holds its shards and one unit,
-    never the model. The directory appears, or is replaced, at the end and at once.
+    Afterwards ``from_pretrained(directory)`` loads a Hugging Face model. The files are those of ``save_pretrained``:
+    ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``; they hold each
+    parameter once, under its first name, and the persistent buffers. Rank 0 writes, in a thread; beside its shards it
+    holds 64 MB, whatever the size of the model. The directory appears, or is replaced, at the end and at once. No
+    collective lasts as long as the disk takes.
 
     Args:
         model: The sharded model.
         directory: Where the model shall be, on rank 0's file system.
         tokenizer: Saved beside it by its own ``save_pretrained``, if given.
+        dtype: Dtype of floating tensors in the files, such as ``torch.bfloat16`` or ``"bf16"``; None: the shards'.
+        max_shard_size: Most bytes of tensors in a file (a larger tensor has its own), or a text such as ``"5GB"``.
+        progress: Called now and then with the bytes written and the bytes in all, on rank 0, in this thread.
 
     Raises:
         ShardingError: The model is not sharded.
-        CheckpointError: Rank 0 could not write; on every rank, with the same text.
+        ConfigError: ``dtype`` is no floating dtype, or ``max_shard_size`` no size.
+        CheckpointError: Rank 0 could not write; on every rank, with the same text. What was there before is untouched.
     """
     mesh = mesh_of(model)
-    stream = full_tensors(model)
-    problem: str | None = None
-    if mesh.rank == 0:
-        try:
-            _write(stream, model, tokenizer, Path(directory))
-        except CheckpointError as error:
-            problem = str(error)
-    # The other ranks take part in every gather, and so must rank 0 after it gave up writing.
-    for _ in stream:
-        pass
-    problem = mesh.all_gather_object(problem)[0]
-    if problem is not None:
-        raise CheckpointError(problem)
+    plan = _plan(model, dtype, parse_size(max_shard_size))
+    if mesh.rank != 0:
+        problem = _stream(model, mesh, None, None)
+        if problem:
+            raise CheckpointError(problem)
+        return
+    opened = _open_directory(model, Path(directory), tokenizer, plan)
+    with BackgroundWriter(opened, most=_WAITING) as writer:
+
+        def told() -> None:
+            if progress is not None:
+                progress(writer.done_bytes, plan.total_bytes)
+
+        problem = _stream(model, mesh, writer, told)
+    if problem:
+        raise CheckpointError(problem) from writer.failure
 
 
-def tensor_specs(model: nn.Module) -> list[TensorSpec]:
-    """Name, full shape and dtype of every tensor of a saved model; any rank.
+def write_assets(model: Any, directory: Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None) -> None:
+    """Write what ``from_pretrained`` needs beside weights: configuration, generation settings, tokenizer; on one rank.
+
+    Of a model with adapters by ``peft`` it is the base model's configuration, and ``adapter_config.json`` beside it.
 
     Args:
-        model: The sharded model.
+        model: The sharded model; one that is not Hugging Face's has no configuration to write.
+        directory: Existing directory.
+        tokenizer: Saved by its own ``save_pretrained``, if given.
+        dtype: What the configuration says the weights are in; None: what the first floating parameter is kept in.
+
+    Raises:
+        OSError: The file system refused. Hugging Face's writers may raise others.
+    """
+    if hasattr(getattr(model, "config", None), "save_pretrained"):
+        kept = (one.dtype for one in saved_tensors(model) if one.is_parameter and one.dtype.is_floating_point)
+        dtype = dtype or next(kept, None)
+        # What Hugging Face's own save_pretrained records beside the weights; training may go on with the model's own.
+        config = copy.deepcopy(model.config)
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        config.architectures = [type(base).__name__]
+        config.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+        config.save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
+    for adapter in getattr(model, "active_adapters", ()) if hasattr(model, "peft_config") else ():
+        model.peft_config[adapter].save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is written.
+
+    Attributes:
+        specs: Every tensor, a tied one once, with its dtype in the file.
+        dtype: Of floating tensors in the files; None: each one's own.
+        max_file_bytes: Most bytes of tensors in a file.
+        parameters: Elements of the model's parameters.
+    """
+
+    specs: list[TensorSpec]
+    dtype: torch.dtype | None
+    max_file_bytes: int
+    parameters: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors in the files."""
+        return sum(spec.size_bytes for spec in self.specs)
+
+
+def _plan(model: nn.Module, dtype: torch.dtype | str | None, max_file_bytes: int) -> _Plan:
+    name = dtype_name(dtype)
+    wanted: torch.dtype | None = None if name is None else getattr(torch, name)
+
+    def spec(tensor: SavedTensor) -> TensorSpec:
+        cast = wanted if tensor.dtype.is_floating_point else None
+        return TensorSpec(tensor.names[0], tensor.shape, cast or tensor.dtype)
+
+    saved = saved_tensors(model)
+    parameters = sum(prod(tensor.shape) for tensor in saved if tensor.is_parameter)
+    return _Plan([spec(tensor) for tensor in saved], wanted, max_file_bytes, parameters)
+
+
+@contextmanager
+def _open_directory(model: Any, directory: Path, tokenizer: Any, plan: _Plan) -> Iterator[Callable[[list[Run]], int]]:
+    """A directory that is there when this is left without an error; gives what writes runs and returns their bytes."""
+    specs = {spec.name: spec for spec in plan.specs}
+    with atomic_directory(directory) as temporary:
+        write_assets(model, temporary, tokenizer=tokenizer, dtype=plan.dtype)
+        files = WeightsWriter(temporary, plan.specs, max_file_bytes=plan.max_file_bytes, parameters=plan.parameters)
+        with files:
+
+            def write(runs: list[Run]) -> int:
+                for name, start, flat in runs:
+                    files.write_run(name, start, flat)
+                return sum(flat.numel() * specs[name].dtype.itemsize for name, _, flat in runs)
+
+            yield write
+
+
+def _stream(
+    model: nn.Module, mesh: Mesh, writer: BackgroundWriter[list[Run]] | None, told: Callable[[], None] | None
+) -> str:
+    """Send the model to rank 0's ``writer``, and wait until it is on the disk.
 
     Returns:
-        Each parameter once, under its first name, then persistent buffers.
+        What went wrong on rank 0, the same on every rank; ``""`` if nothing.
     """
-    specs = []
-    for name, parameter in model.named_parameters():
-        meta = getattr(parameter, "shard_meta", None)
-        if meta is None:  # a parameter that was left out of sharding
-            specs.append(TensorSpec(name, tuple(parameter.shape), parameter.dtype))
-        else:
-            specs.append(TensorSpec(meta.name, meta.global_shape, parameter.dtype))
-    return specs + [TensorSpec(name, tuple(buffer.shape), buffer.dtype) for name, buffer in persistent_buffers(model)]
 
+    def agree(ask: Callable[[float], str | None] | None) -> str:
+        """Wait in short exchanges until rank 0's writer has an answer."""
 
-def _write(
-    stream: Iterator[tuple[str, dict[str, torch.Tensor | None]]], model: Any, tokenizer: Any, directory: Path
-) -> None:
-    with atomic_directory(directory) as temporary:
-        write_full(stream, temporary, specs=tensor_specs(model))
-        if hasattr(model, "config"):
-            # What Hugging Face's own save_pretrained records beside the weights.
-            model.config.architectures = [type(model).__name__]
-            model.config.save_pretrained(temporary)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+        def poll(seconds: float) -> str | None:
+            answer = "" if ask is None else ask(seconds)
+            if told is not None:
+                told()
+            return answer
+
+        return await_all(mesh, poll)[0]
+
+    for runs in full_runs(model, _STREAM_BYTES, ahead=_WAITING):
+        if writer is not None:
+            writer.give(runs)
+        problem = agree(writer.room if writer else None)
+        if problem:
+            return problem
+    if writer is not None:
+        writer.end()
+    return agree(writer.outcome if writer else None)

@@ -18,6 +18,8 @@ from fullshard.errors import ConfigError
 from fullshard.layout.sharded import ShardMeta
 from fullshard.models import (
     build_model,
+    build_skeleton,
+    converted_names,
     enable_activation_checkpointing,
     is_causal,
     load_model,
@@ -25,6 +27,7 @@ from fullshard.models import (
     train_tokenizer,
 )
 from fullshard.policy import MixedPrecision, TransformerBlocks, WrapPolicy
+from fullshard.saving import Pretrained
 from fullshard.train.evaluate import EvaluationSpec
 from fullshard.train.metrics import baseline
 from fullshard.train.schedule import Schedule
@@ -48,6 +51,7 @@ class Assembly:
         collate: Padding and the kind of model.
         evaluation: What is evaluated; None when the run never evaluates.
         parameters: Elements of all parameters, a tied one counted once.
+        notes: What is worth knowing about how the model was loaded.
     """
 
     config: RunConfig
@@ -60,6 +64,7 @@ class Assembly:
     collate: CollateSpec
     evaluation: EvaluationSpec | None
     parameters: int
+    notes: tuple[str, ...]
 
 
 def assemble(config: RunConfig, comm: Comm) -> Assembly:
@@ -79,6 +84,10 @@ def assemble(config: RunConfig, comm: Comm) -> Assembly:
     held_out = together(comm, lambda: _read_held_out(config))
     tokenizer = together(comm, lambda: make_tokenizer(config, train_rows))
     model = together(comm, lambda: make_model(config, tokenizer))
+    weights, notes = None, ()
+    if config.model.path is not None:
+        skeleton = model
+        model, weights, notes = together(comm, lambda: choose_loader(skeleton, config, tokenizer))
     causal = is_causal(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if config.training.gradient_checkpointing:
@@ -95,7 +104,7 @@ def assemble(config: RunConfig, comm: Comm) -> Assembly:
     if held_out:
         held_out_set = together(comm, lambda: tokenize(held_out, tokenizer, spec))
         evaluation = _evaluation_spec(config, train_rows, held_out, held_out_set, collate)
-    shard_model(model, config, comm)
+    shard_model(model, config, comm, weights=weights)
     return Assembly(
         config=config,
         comm=comm,
@@ -107,6 +116,7 @@ def assemble(config: RunConfig, comm: Comm) -> Assembly:
         collate=collate,
         evaluation=evaluation,
         parameters=parameters,
+        notes=notes,
     )
 
 
@@ -134,18 +144,53 @@ def make_tokenizer(config: RunConfig, train_rows: Sequence[Example]) -> PreTrain
 
 
 def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The unsharded model on the CPU, the same on every rank.
+    """The unsharded model: of ``model.config`` on the CPU, alike on every rank; of ``model.path`` on the meta device.
 
     Raises:
-        ModelError: It cannot be loaded or built.
+        ModelError: It cannot be built.
     """
     if config.model.path is not None:
-        return load_model(config.model.path, tokenizer, model_class=config.model.model_class)
+        return build_skeleton(config.model.path, tokenizer, model_class=config.model.model_class)
     assert config.model.config is not None, "the schema asks for one of path and config"
     return build_model(config.model.config, tokenizer, model_class=config.model.model_class, seed=config.seed)
 
 
-def shard_model(model: nn.Module, config: RunConfig, comm: Comm, device: torch.device | None = None) -> None:
+def choose_loader(
+    skeleton: PreTrainedModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedModel, Pretrained | None, tuple[str, ...]]:
+    """Whether ``model.path`` is read shard by shard, or its files need what only transformers' own loader does.
+
+    Args:
+        skeleton: The model on the meta device.
+        config: The run's settings, with ``model.path``.
+        tokenizer: The model's.
+
+    Returns:
+        The skeleton and the weights to shard it with; or the loaded model, None, and a note that says so.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+        ModelError: Transformers cannot load it either.
+    """
+    path = config.model.path
+    assert path is not None, "called for model.path only"
+    weights = Pretrained(path)
+    converted = converted_names(skeleton, weights.names())
+    reason = f"transformers converts {len(converted)} of its tensors ({converted[0]}, …)" if converted else None
+    reason = reason or weights.misfit(skeleton)
+    if reason is None:
+        return skeleton, weights, ()
+    model = load_model(path, tokenizer, model_class=config.model.model_class)
+    return model, None, (f"{path} was loaded whole on every rank, not shard by shard: {reason}",)
+
+
+def shard_model(
+    model: nn.Module,
+    config: RunConfig,
+    comm: Comm,
+    device: torch.device | None = None,
+    weights: Pretrained | None = None,
+) -> None:
     """Shard a model in place as the settings say; on every rank together.
 
     Args:
@@ -153,9 +198,10 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, device: torch.d
         config: The run's settings.
         comm: The ranks to shard over.
         device: Where shards live; None: the ranks' device.
+        weights: What the shards are filled with; None: the model's own values, or initial ones.
 
     Raises:
-        UserError: Wrapping or precision do not fit the model.
+        UserError: Wrapping, precision or weights do not fit the model.
     """
     wrap = config.sharding.wrap
     policy: WrapPolicy = wrap if isinstance(wrap, str) else TransformerBlocks(wrap)
@@ -168,6 +214,7 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, device: torch.d
         wrap=None if policy == "none" else policy,
         mp_policy=precision,
         device=device or comm.device,
+        weights=weights,
     )
     check_wrapped(model)
 

@@ -64,7 +64,8 @@ def evaluate(
         comm: The ranks the model is sharded over; the default process group when there are several.
         step: Steps trained so far, for the report.
         epoch: Epochs trained so far, for the report.
-        progress: Told this rank's batches done and in all, after each batch.
+        progress: Told this rank's batches done and in all, after each batch; on every rank together. What it raises
+            ends the evaluation.
 
     Returns:
         The report, with the same numbers and predictions on every rank.
@@ -72,8 +73,10 @@ def evaluate(
     started = time.perf_counter()
     was_training = model.training
     model.eval()
-    loss, texts = _run(model, tokenizer, spec, comm, progress)
-    model.train(was_training)
+    try:
+        loss, texts = _run(model, tokenizer, spec, comm, progress)
+    finally:
+        model.train(was_training)
     predictions = tuple(
         Prediction(example.source, text, example.target) for example, text in zip(spec.examples, texts, strict=True)
     )

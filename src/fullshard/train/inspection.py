@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ class AloneComm:
 def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
     """Lay out a run's model over ``world_size`` ranks; one process, no process group.
 
-    A model from ``model.config`` is built on the meta device; one from ``model.path`` is read into CPU memory first.
+    The model is built on the meta device: of ``model.path`` no weights are read, nor need there be any.
 
     Args:
         config: The run's settings.
@@ -62,7 +61,7 @@ def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
     # Only a tokenizer that is trained needs the data: its size is the vocabulary's.
     rows = [] if config.model.path is not None else read_train_rows(config)
     tokenizer = make_tokenizer(config, rows)
-    with torch.device("meta") if config.model.path is None else nullcontext():
+    with torch.device("meta"):
         model = make_model(config, tokenizer)
     shard_model(model, config, AloneComm(world_size))
     return units(model)

@@ -1,126 +1,225 @@
-"""The run: steps, evaluations, the best model kept, and a summary. Everything it says goes to sinks as values."""
+"""The run: steps, evaluations, the best model kept, checkpoints, a summary. Everything it says goes to sinks as values.
+
+A run is exact: what a step does depends on the settings, the weights, the optimizer's state and the random state alone,
+and all of these are in a checkpoint. So a run that goes on from one repeats what came after it, bit for bit.
+"""
 
 from __future__ import annotations
 
-import platform
+import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
-from fullshard.checkpoint import WEIGHTS_NAME, publish
-from fullshard.comm import Comm, MemoryMeter, together
+from fullshard.checkpoint import publish_model, read_completion, step_directory
+from fullshard.comm import Comm, MemoryMeter, together_in_background
 from fullshard.config import RunConfig
 from fullshard.data import Batch, EpochPlan, RowRef, TokenizedSet, batches
-from fullshard.engine import memory_summary, units
-from fullshard.saving import save
+from fullshard.errors import ConfigError, RunStopped
+from fullshard.saving import Checkpoints, SaveReport, save
+from fullshard.saving.full import write_assets
 from fullshard.train.assemble import Assembly, assemble
+from fullshard.train.best import BestModel
+from fullshard.train.describe import describe_start, summarise
 from fullshard.train.evaluate import evaluate
-from fullshard.train.reports import EvaluationReport, RankMemory, RunStart, RunSummary, StepReport
+from fullshard.train.record import Record
+from fullshard.train.reports import CheckpointReport, EvaluationReport, RunSummary, StepReport
+from fullshard.train.resume import CHECKPOINTS_NAME, Origin, choose_origin, mark_finished, prepare
 from fullshard.train.sinks import Sink
 from fullshard.train.step import StepSpec, train_step
-from fullshard.version import __version__
+from fullshard.train.stop import StopRequest
 
 
 @dataclass(frozen=True)
-class _StepInput:
-    """What one step is about to do: its number, its place in the epoch, and this rank's micro-batches."""
+class _Place:
+    """How far a run is: steps and epochs trained, and whether the step was an epoch's last."""
 
     step: int
     epoch: float
     ends_epoch: bool
+
+
+@dataclass(frozen=True)
+class _StepInput:
+    """What one step is about to do: where it leads, and this rank's micro-batches."""
+
+    place: _Place
     micro_batches: list[Batch]
 
 
 @dataclass
-class _Record:
-    """What a run has done so far on this rank."""
+class _Run:
+    """A run under way on one rank.
 
-    last: StepReport | None = None
-    best: EvaluationReport | None = None
-    tokens: int = 0
-    step_seconds: float = 0.0
-    evaluation_seconds: float = 0.0
-    peak_bytes: int = 0
+    Attributes:
+        parts: What it is made of.
+        origin: Where it started.
+        checkpoints: What it saves.
+        best: The best model on disk.
+        sinks: Told everything; on rank 0 only.
+        stop: Whether this rank is asked to stop.
+        started: Monotonic time of the beginning.
+        record: What was done.
+        resumed_step: Steps taken before the checkpoint that it goes on from; 0 when it started anew.
+        saved: The step and the path of the newest checkpoint.
+    """
+
+    parts: Assembly
+    origin: Origin
+    checkpoints: Checkpoints
+    best: BestModel
+    sinks: Sequence[Sink]
+    stop: StopRequest
+    started: float = field(default_factory=time.perf_counter)
+    record: Record = field(default_factory=Record)
+    resumed_step: int = 0
+    saved: tuple[int, Path | None] = (0, None)
+
+    @property
+    def group_rows(self) -> int:
+        """Rows that are grouped by length together: those of a micro-batch over all ranks, where the run began."""
+        if self.origin.values is not None:
+            return self.origin.values["group_rows"]
+        return self.parts.comm.size * self.parts.config.training.per_device_train_batch_size
+
+    @property
+    def train_seconds(self) -> float:
+        """Wall time of the run so far."""
+        return self.record.train_seconds + time.perf_counter() - self.started
 
 
-def train(config: RunConfig, comm: Comm, sinks: Sequence[Sink] = ()) -> RunSummary:
+class _StopWishedError(Exception):
+    """Ranks agreed in the middle of an evaluation to stop."""
+
+
+def train(config: RunConfig, comm: Comm, sinks: Sequence[Sink] = (), stop: StopRequest | None = None) -> RunSummary:
     """Do a whole run: assemble it, train, evaluate, keep the best model, publish it; on every rank together.
 
     Afterwards ``output_dir`` holds the best model by the task's metric on the held-out rows (the last one when the run
     never evaluates), loadable by ``from_pretrained(output_dir)``. The same settings, world size, machine and library
-    versions give the same losses and weights, bit for bit.
+    versions give the same losses and weights, bit for bit, also when the run was cut short and goes on from one of the
+    checkpoints that it saves in ``output_dir/checkpoints``.
 
     Args:
         config: The run's settings.
         comm: The ranks.
         sinks: Told everything as it happens; given on rank 0 only.
+        stop: Whether this rank is asked to stop; None: it never is.
 
     Returns:
         The summary, the same on every rank but for the times.
 
     Raises:
+        RunStopped: A rank was asked to stop, and there is a checkpoint to go on from; on every rank.
         UserError: Data, model, settings or disk; on every rank, with the same text.
     """
     try:
-        return fit(assemble(config, comm), sinks)
+        directory = Path(config.output_dir, CHECKPOINTS_NAME)
+        # Takes the lock on the directory: nothing of another run is touched before.
+        with Checkpoints(directory, ranks=comm, keep_last=config.training.save_total_limit) as checkpoints:
+            origin = _on_first(comm, lambda: choose_origin(config, comm.size))
+            parts = assemble(config, comm)
+            best = BestModel(Path(config.output_dir), comm)
+            return _fit(_Run(parts, origin, checkpoints, best, sinks, stop or StopRequest()))
     finally:
         for sink in sinks:
             sink.close()
 
 
-def fit(parts: Assembly, sinks: Sequence[Sink]) -> RunSummary:
+def _fit(run: _Run) -> RunSummary:
     """Train an assembled run to its end; on every rank together.
 
-    Args:
-        parts: This rank's parts.
-        sinks: Told everything as it happens; given on rank 0 only.
-
-    Returns:
-        The summary.
-
     Raises:
-        UserError: Training diverged, or the disk refused; on every rank, with the same text.
+        RunStopped, UserError: See :func:`train`.
     """
-    config, comm = parts.config, parts.comm
+    config, comm = run.parts.config, run.parts.comm
     # Dropout differs between ranks, which see different rows. Weights were drawn from generators of their own.
     torch.manual_seed(config.seed + comm.rank)
     if comm.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(comm.device)
-    start = _describe_start(parts)
-    for sink in sinks:
+    notes = (*run.origin.notes, *_go_on(run))
+    _on_first(comm, lambda: prepare(run.origin, config))
+    start = describe_start(run.parts, resumed_step=run.resumed_step, notes=notes)
+    for sink in run.sinks:
         sink.start(start)
-    started = time.perf_counter()
-    record = _Record()
-    heaviest = _heaviest_step(parts)
-    for due in _steps(parts):
-        _take_step(parts, due, record, sinks, metered=due.step == heaviest)
-        if _evaluation_is_due(parts, due):
-            _evaluate_and_keep(parts, due, record, sinks)
-    kept = Path(config.output_dir, "best")
-    if record.best is None:
-        kept = Path(config.output_dir, "last")
-        save(parts.model, kept, tokenizer=parts.tokenizer)
-    together(comm, lambda: publish(kept, Path(config.output_dir), last=WEIGHTS_NAME) if comm.rank == 0 else None)
-    summary = _summarise(parts, record, time.perf_counter() - started)
-    for sink in sinks:
-        sink.finish(summary)
-    return summary
+    heaviest = _heaviest_step(run)
+    with run.stop:
+        _catch_up(run)
+        for due in _steps(run):
+            report = _take_step(run, due, metered=due.place.step == heaviest)
+            if report.stop_requested:
+                _leave(run, due.place.step)
+            evaluation = _evaluate(run, due.place) if _evaluation_is_due(run, due.place) else None
+            if _checkpoint_is_due(run, due.place):
+                _save(run, due.place.step, None if evaluation is None else evaluation.value)
+            _tell_of(run, run.checkpoints.committed())
+    _tell_of(run, run.checkpoints.wait())
+    return _finish(run)
 
 
-def _take_step(parts: Assembly, due: _StepInput, record: _Record, sinks: Sequence[Sink], *, metered: bool) -> None:
+def _go_on(run: _Run) -> tuple[str, ...]:
+    """Take up the state of the checkpoint that the run starts at, if it does.
+
+    Returns:
+        What is to be said about it.
+    """
+    origin, parts, comm = run.origin, run.parts, run.parts.comm
+    if origin.path is None or origin.values is None:
+        return ()
+    options = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
+    restored = run.checkpoints.load(parts.model, parts.optimizer, path=origin.path)
+    assert restored is not None, "a path was given"
+    # The optimizer's options are the settings', which may have been changed on purpose.
+    for group, given in zip(parts.optimizer.param_groups, options, strict=True):
+        group.update(given)
+    if restored.step > parts.schedule.total_steps:
+        raise ConfigError(
+            f"{origin.path} was made after step {restored.step:,}, and with these settings the run has "
+            f"{parts.schedule.total_steps:,} steps: raise training.num_train_epochs or training.max_steps."
+        )
+    if not restored.rng_restored:
+        torch.manual_seed(_seed_of(parts.config.seed, comm.rank, restored.step))
+    run.record = Record.from_values(origin.values["record"], rank=comm.rank, world_size=comm.size)
+    run.resumed_step = restored.step
+    if restored.path.parent.resolve() == run.checkpoints.directory.resolve():
+        run.saved = (restored.step, restored.path)
+    best = run.record.best
+    if run.best.restore(restored.step, best):
+        return ()
+    # Where it is due, the evaluation after this step is made again.
+    run.record.best, run.record.evaluated_step = None, 0
+    assert best is not None, "no best model is always found"
+    return (f"the best model so far, of step {best.step:,}, is no longer there: the best from here on is kept",)
+
+
+def _seed_of(seed: int, rank: int, step: int) -> int:
+    """A seed for a rank that has no random state to take up."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()[:8]) >> 1
+
+
+def _catch_up(run: _Run) -> None:
+    """Make the evaluation that was due after the step that the run goes on from, if it stopped before."""
+    place = _place_after(run, run.resumed_step)
+    if place.step and run.record.evaluated_step != place.step and _evaluation_is_due(run, place):
+        _evaluate(run, place)
+
+
+def _take_step(run: _Run, due: _StepInput, *, metered: bool) -> StepReport:
     """One optimizer step, reported."""
+    parts, record = run.parts, run.record
     settings = parts.config.training
     spec = StepSpec(
-        step=due.step,
-        epoch=due.epoch,
-        learning_rate=settings.learning_rate * parts.schedule.factor(due.step - 1),
+        step=due.place.step,
+        epoch=due.place.epoch,
+        learning_rate=settings.learning_rate * parts.schedule.factor(due.place.step - 1),
         max_grad_norm=settings.max_grad_norm,
         causal=parts.collate.causal,
+        stop=run.stop.requested,
     )
     # CUDA's allocator keeps its own peak over the whole run; on the CPU listening costs time, so one step is measured.
     meter = MemoryMeter(parts.comm.device) if metered and parts.comm.device.type == "cpu" else None
@@ -133,42 +232,161 @@ def _take_step(parts: Assembly, due: _StepInput, record: _Record, sinks: Sequenc
     record.last = report
     record.tokens += report.tokens
     record.step_seconds += report.seconds
-    for sink in sinks:
+    for sink in run.sinks:
         sink.step(report)
+    return report
 
 
-def _evaluate_and_keep(parts: Assembly, due: _StepInput, record: _Record, sinks: Sequence[Sink]) -> None:
-    """Evaluate, and write the model when it is the best so far; of equal metrics the lower loss is the better."""
+def _evaluate(run: _Run, place: _Place) -> EvaluationReport:
+    """Evaluate, and keep the model when it is the best so far; of equal metrics the lower loss is the better.
+
+    Raises:
+        RunStopped: A rank was asked to stop meanwhile. The evaluation is made when the run goes on.
+    """
+    parts, record = run.parts, run.record
     assert parts.evaluation is not None, "an evaluation is due only when there are rows for it"
 
     def progress(done: int, total: int) -> None:
-        for sink in sinks:
+        for sink in run.sinks:
             sink.evaluating(done, total)
+        if done < total and _agree_to_stop(run):
+            raise _StopWishedError
 
-    report = evaluate(
-        parts.model, parts.tokenizer, parts.evaluation, parts.comm, step=due.step, epoch=due.epoch, progress=progress
-    )
+    try:
+        report = evaluate(
+            parts.model,
+            parts.tokenizer,
+            parts.evaluation,
+            parts.comm,
+            step=place.step,
+            epoch=place.epoch,
+            progress=progress,
+        )
+    except _StopWishedError:
+        _leave(run, place.step)
     record.evaluation_seconds += report.seconds
+    record.evaluated_step = place.step
     best = record.best
     is_best = best is None or (report.value, -report.loss) > (best.value, -best.loss)
     if is_best:
-        save(parts.model, Path(parts.config.output_dir, "best"), tokenizer=parts.tokenizer)
+        run.best.keep(parts.model, parts.tokenizer, report)
         record.best = report
-    for sink in sinks:
+    for sink in run.sinks:
         sink.evaluation(report, is_best=is_best)
+    return report
 
 
-def _steps(parts: Assembly) -> Iterator[_StepInput]:
-    """The steps of the run with this rank's micro-batches, made as they are needed."""
-    settings = parts.config.training
+def _agree_to_stop(run: _Run) -> bool:
+    """Whether any rank is asked to stop; every rank calls it and gets the same answer."""
+    wish = torch.tensor(int(run.stop.requested), device=run.parts.comm.device)
+    run.parts.comm.all_reduce(wish, "max").wait()
+    return bool(wish)
+
+
+def _save(run: _Run, step: int, metric: float | None = None, *, background: bool = True) -> None:
+    """Save a checkpoint; in the background, it is told of when it is on the disk."""
+    parts, comm = run.parts, run.parts.comm
+    _tell_of(run, run.checkpoints.wait())
+    peaks = comm.all_gather_object(run.record.peak_bytes)
+    values = {
+        "settings": run.origin.settings,
+        "group_rows": run.group_rows,
+        "total_steps": parts.schedule.total_steps,
+        "record": run.record.as_values(train_seconds=run.train_seconds, peaks=peaks),
+    }
+    started = time.monotonic()
+    run.checkpoints.save(
+        parts.model,
+        parts.optimizer,
+        step=step,
+        values=values,
+        metric=metric,
+        background=background,
+        assets=lambda directory: write_assets(parts.model, directory, tokenizer=parts.tokenizer),
+    )
+    path = step_directory(run.checkpoints.directory, step)
+    run.saved = (step, path)
+    run.best.named(step, run.record.best)
+    if not background:
+        seconds = time.monotonic() - started
+        _committed(run, step, path, seconds, stall_seconds=seconds)
+
+
+def _tell_of(run: _Run, report: SaveReport | None) -> None:
+    """Say that a checkpoint which was saved in the background is on the disk."""
+    if report is not None:
+        _committed(run, report.step, report.path, report.seconds, report.stall_seconds)
+
+
+def _committed(run: _Run, step: int, path: Path, seconds: float, stall_seconds: float) -> None:
+    run.best.committed(step)
+    if run.sinks:
+        nbytes = sum(read_completion(path).files.values())
+        for sink in run.sinks:
+            sink.checkpoint(CheckpointReport(step, str(path), nbytes, seconds, stall_seconds))
+
+
+def _leave(run: _Run, step: int) -> NoReturn:
+    """Save, unless this very step is saved already, and end the run here; on every rank together.
+
+    Raises:
+        RunStopped: Always.
+    """
+    _tell_of(run, run.checkpoints.wait())
+    if run.saved[0] != step:
+        _save(run, step, background=False)
+    path = run.saved[1]
+    resume = "" if run.parts.config.resume == "auto" else " with resume=auto"
+    raise RunStopped(
+        f"Stopped after step {step:,} of {run.parts.schedule.total_steps:,}, saved in {path}. "
+        f"The same command{resume} goes on from there.",
+        step=step,
+        checkpoint=str(path),
+    )
+
+
+def _finish(run: _Run) -> RunSummary:
+    """Place the model in ``output_dir``, and say how it went; on every rank together."""
+    parts, config, comm = run.parts, run.parts.config, run.parts.comm
+    kept = run.best.directory
+    if run.record.best is None:
+        kept = Path(config.output_dir, "last")
+        save(parts.model, kept, tokenizer=parts.tokenizer)
+    # In the background: where there are no hard links it copies whole files.
+    _on_first(comm, lambda: publish_model(kept, Path(config.output_dir)))
+    summary = summarise(parts, run.record, run.train_seconds)
+    for sink in run.sinks:
+        sink.finish(summary)
+    run.best.clear()
+    _on_first(comm, lambda: mark_finished(config, summary.steps))
+    return summary
+
+
+def _on_first(comm: Comm, action: Callable[[], Any]) -> Any:
+    """Do something on rank 0 that may take long or fail; every rank gets its result, or its error."""
+    result = together_in_background(comm, lambda: action() if comm.rank == 0 else None)
+    return comm.all_gather_object(result)[0]
+
+
+def _steps(run: _Run) -> Iterator[_StepInput]:
+    """The steps that are left with this rank's micro-batches, made as they are needed."""
+    parts, settings = run.parts, run.parts.config.training
     per_epoch, total = parts.schedule.steps_per_epoch, parts.schedule.total_steps
-    for epoch in range(settings.num_train_epochs):
-        stream = batches(parts.train_set, _plan(parts, epoch), parts.comm.rank, parts.collate)
-        for position, micro_batches in enumerate(_chunks(stream, settings.gradient_accumulation_steps), start=1):
-            step = epoch * per_epoch + position
+    accumulation = settings.gradient_accumulation_steps
+    first_epoch, taken = divmod(run.resumed_step, per_epoch)
+    for epoch in range(first_epoch, settings.num_train_epochs):
+        start = taken if epoch == first_epoch else 0
+        plan = _plan(run, epoch)
+        stream = batches(parts.train_set, plan, parts.comm.rank, parts.collate, start=start * accumulation)
+        for step, micro_batches in enumerate(_chunks(stream, accumulation), start=epoch * per_epoch + start + 1):
             if step > total:
                 return
-            yield _StepInput(step, epoch + position / per_epoch, position == per_epoch, micro_batches)
+            yield _StepInput(_place_after(run, step), micro_batches)
+
+
+def _place_after(run: _Run, step: int) -> _Place:
+    per_epoch = run.parts.schedule.steps_per_epoch
+    return _Place(step, step / per_epoch, step % per_epoch == 0)
 
 
 def _chunks(stream: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
@@ -183,8 +401,8 @@ def _chunks(stream: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
         yield chunk
 
 
-def _plan(parts: Assembly, epoch: int) -> EpochPlan:
-    settings = parts.config.training
+def _plan(run: _Run, epoch: int) -> EpochPlan:
+    parts, settings = run.parts, run.parts.config.training
     grouped = settings.train_sampling_strategy == "group_by_length"
     return EpochPlan(
         num_rows=len(parts.train_set),
@@ -193,120 +411,57 @@ def _plan(parts: Assembly, epoch: int) -> EpochPlan:
         seed=parts.config.seed,
         epoch=epoch,
         lengths=parts.train_set.lengths if grouped else None,
+        group_rows=run.group_rows,
     )
 
 
-def _evaluation_is_due(parts: Assembly, due: _StepInput) -> bool:
+def _evaluation_is_due(run: _Run, place: _Place) -> bool:
     """By the strategy, and always after the last step: what the run ends with is measured."""
-    settings = parts.config.training
-    if parts.evaluation is None:
+    settings = run.parts.config.training
+    if run.parts.evaluation is None:
         return False
-    if due.step == parts.schedule.total_steps:
+    return _is_due(run, place, settings.eval_strategy, settings.eval_steps)
+
+
+def _checkpoint_is_due(run: _Run, place: _Place) -> bool:
+    """By the strategy; after the last step the model is saved anyway, but only here the optimizer's state."""
+    settings = run.parts.config.training
+    return _is_due(run, place, settings.save_strategy, settings.save_steps)
+
+
+def _is_due(run: _Run, place: _Place, strategy: str, steps: int | None) -> bool:
+    if strategy == "no":
+        return False
+    if place.step == run.parts.schedule.total_steps:
         return True
-    if settings.eval_strategy == "steps":
-        assert settings.eval_steps is not None, "the schema asks for eval_steps with eval_strategy: steps"
-        return due.step % settings.eval_steps == 0
-    return due.ends_epoch
+    return place.ends_epoch if steps is None else place.step % steps == 0
 
 
-def _heaviest_step(parts: Assembly) -> int:
-    """The step of the first epoch with rank 0's largest padded micro-batch, the same on every rank.
+def _heaviest_step(run: _Run) -> int:
+    """The step whose memory is measured: of the first epoch, that with rank 0's largest padded micro-batch.
 
-    Not the first one, which has no optimizer state yet, unless it is the only one.
+    Not the first step, which has no optimizer state yet, unless it is the only one. A run that goes on measures only
+    what the run before it did not come to, or came to on other ranks.
+
+    Returns:
+        The same on every rank; 0: none.
     """
-    micro_batches = _plan(parts, 0).micro_batches(0)
+    parts = run.parts
+    if run.record.peak_bytes:
+        return 0
+    epoch, taken = divmod(run.resumed_step, parts.schedule.steps_per_epoch)
+    before = epoch * parts.schedule.steps_per_epoch
     accumulation = parts.config.training.gradient_accumulation_steps
-    sizes = [0] * min(parts.schedule.steps_per_epoch, parts.schedule.total_steps)
-    for number, rows in enumerate(micro_batches):
+    sizes = [0] * min(parts.schedule.steps_per_epoch, parts.schedule.total_steps - before)
+    for number, rows in enumerate(_plan(run, epoch).micro_batches(0)):
         step = number // accumulation
         if step < len(sizes):
             sizes[step] = max(sizes[step], _padded_tokens(rows, parts.train_set))
-    later = range(1, len(sizes)) or range(1)
-    return 1 + max(later, key=sizes.__getitem__)
+    later = range(taken or 1, len(sizes)) or range(taken, len(sizes))
+    return before + 1 + max(later, key=sizes.__getitem__) if later else 0
 
 
 def _padded_tokens(rows: Sequence[RowRef], tokenized: TokenizedSet) -> int:
     longest_source = max(len(tokenized.source_ids[row.index]) for row in rows)
     longest_target = max(len(tokenized.target_ids[row.index]) for row in rows)
     return len(rows) * (longest_source + longest_target)
-
-
-def _describe_start(parts: Assembly) -> RunStart:
-    notes = _length_notes("training", parts.train_set)
-    if parts.evaluation is not None:
-        notes += _length_notes("held-out", parts.evaluation.tokenized)
-    if Path(parts.config.output_dir, WEIGHTS_NAME).exists():
-        notes += (f"{parts.config.output_dir} holds an earlier run's model, which this run's replaces at the end",)
-    return RunStart(
-        output_dir=str(parts.config.output_dir),
-        world_size=parts.comm.size,
-        device=parts.comm.device.type,
-        total_steps=parts.schedule.total_steps,
-        steps_per_epoch=parts.schedule.steps_per_epoch,
-        parameters=parts.parameters,
-        train_rows=len(parts.train_set),
-        validation_rows=0 if parts.evaluation is None else len(parts.evaluation.tokenized),
-        unit_table=str(units(parts.model)),
-        notes=notes,
-    )
-
-
-def _length_notes(name: str, tokenized: TokenizedSet) -> tuple[str, ...]:
-    """One line on a set's lengths, and one for each side that truncation cut."""
-    sides = (("source", tokenized.source_stats), ("target", tokenized.target_stats))
-    means = ", ".join(f"{side} {stats.mean:.1f} tokens (longest {stats.longest})" for side, stats in sides)
-    cut = [
-        f"{stats.truncated:,} {name} {side}s were cut to {stats.limit} tokens (data.max_{side}_length)"
-        for side, stats in sides
-        if stats.truncated
-    ]
-    return (f"{name}: {len(tokenized):,} rows, mean {means}", *cut)
-
-
-def _summarise(parts: Assembly, record: _Record, seconds: float) -> RunSummary:
-    """The outcome; gathers every rank's memory."""
-    assert record.last is not None, "a run has at least one step"
-    best, last = record.best, record.last
-    return RunSummary(
-        metric=None if best is None else best.metric,
-        value=None if best is None else best.value,
-        baseline=None if best is None else best.baseline,
-        baseline_name=None if best is None else best.baseline_name,
-        loss=None if best is None else best.loss,
-        best_step=last.step if best is None else best.step,
-        steps=last.step,
-        epochs=last.epoch,
-        train_loss=last.loss,
-        train_seconds=seconds,
-        step_seconds=record.step_seconds,
-        evaluation_seconds=record.evaluation_seconds,
-        tokens=record.tokens,
-        tokens_per_second=record.tokens / record.step_seconds,
-        world_size=parts.comm.size,
-        device=parts.comm.device.type,
-        parameters=parts.parameters,
-        memory=tuple(parts.comm.all_gather_object(_memory(parts, record))),
-        output_dir=str(parts.config.output_dir),
-        config=parts.config.as_plain(),
-        versions={
-            "fullshard": __version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
-        },
-        predictions=() if best is None else best.predictions,
-    )
-
-
-def _memory(parts: Assembly, record: _Record) -> RankMemory:
-    held = memory_summary(parts.model)
-    states = parts.optimizer.state.values()
-    device = parts.comm.device
-    return RankMemory(
-        rank=parts.comm.rank,
-        parameters=held["parameters"],
-        gradients=held["gradients"],
-        optimizer=sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor)),
-        gathered_peak=held["gathered_peak"],
-        gradient_buffer_peak=held["gradient_buffer_peak"],
-        peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else record.peak_bytes,
-    )

@@ -22,6 +22,7 @@ class RunStart:
         validation_rows: Rows held out.
         unit_table: The sharded units, as text.
         notes: Facts about the data worth knowing: lengths, what truncation cut.
+        resumed_step: Steps taken before, by the run that this one goes on; 0: it starts anew.
     """
 
     output_dir: str
@@ -34,6 +35,7 @@ class RunStart:
     validation_rows: int
     unit_table: str
     notes: tuple[str, ...] = ()
+    resumed_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class StepReport:
         tokens: Tokens read and written, padding left out, of all ranks.
         seconds: Wall time of the step on this rank.
         memory_bytes: Peak memory of this rank so far: the allocator's on CUDA, the process's resident set on CPU.
+        stop_requested: Whether some rank had been asked to stop when the step began.
     """
 
     step: int
@@ -61,6 +64,7 @@ class StepReport:
     tokens: int
     seconds: float
     memory_bytes: int
+    stop_requested: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -69,7 +73,9 @@ class StepReport:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able, with the rate."""
-        return {"kind": "step", **asdict(self), "tokens_per_second": self.tokens_per_second}
+        values = asdict(self)
+        del values["stop_requested"]
+        return {"kind": "step", **values, "tokens_per_second": self.tokens_per_second}
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,29 @@ class EvaluationReport:
         """JSON-able, without the predictions."""
         fields = ("step", "epoch", "loss", "metric", "value", "baseline", "baseline_name", "seconds")
         return {"kind": "evaluation", **{name: getattr(self, name) for name in fields}}
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """A checkpoint that is on the disk, whole.
+
+    Attributes:
+        step: Step after which it was made.
+        path: Its directory.
+        nbytes: Size of all its files.
+        seconds: From the beginning of the save to its commit.
+        stall_seconds: How long of that training stood still.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+    stall_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"kind": "checkpoint", **asdict(self)}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from fullshard.checkpoint import write_text
 from fullshard.errors import CheckpointError
-from fullshard.train.reports import EvaluationReport, RunStart, RunSummary, StepReport
+from fullshard.train.reports import CheckpointReport, EvaluationReport, RunStart, RunSummary, StepReport
 
 T = TypeVar("T")
 
@@ -48,6 +49,10 @@ class Sink(Protocol):
         """The model was evaluated, and kept when it was the best so far."""
         ...
 
+    def checkpoint(self, report: CheckpointReport) -> None:
+        """A checkpoint is on the disk; steps may have been taken since."""
+        ...
+
     def finish(self, summary: RunSummary) -> None:
         """The run is over and the model is saved; called once."""
         ...
@@ -61,20 +66,22 @@ class FileSink:
     """``metrics.jsonl`` line by line while the run goes on; ``summary.json`` and ``predictions.jsonl`` at its end."""
 
     def __init__(self, output_dir: Path, *, logging_steps: int = 1) -> None:
-        """Write into ``output_dir``, one line for every ``logging_steps``-th step and for each evaluation."""
+        """Write into ``output_dir``: one line for every ``logging_steps``-th step, each evaluation and checkpoint."""
         self.output_dir = output_dir
         self.logging_steps = logging_steps
         self._metrics: TextIO | None = None
         self._total_steps = 0
 
     def start(self, run: RunStart) -> None:
-        """Begin the metrics anew, and clear an earlier run's results: they would pass for this run's.
+        """Begin the metrics anew, or cut off those after the step that the run goes on from; clear earlier results.
+
+        What an earlier run left would pass for this run's.
 
         Raises:
             CheckpointError: The directory cannot be written to.
         """
         self._total_steps = run.total_steps
-        self._metrics = self._tried(self._open)
+        self._metrics = self._tried(lambda: self._open(run.resumed_step))
 
     def step(self, report: StepReport) -> None:
         """Append the step, if it is one that is logged.
@@ -96,6 +103,14 @@ class FileSink:
         """
         self._append({**report.as_dict(), "is_best": is_best})
 
+    def checkpoint(self, report: CheckpointReport) -> None:
+        """Append the checkpoint.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        self._append(report.as_dict())
+
     def finish(self, summary: RunSummary) -> None:
         """Write predictions and summary; the summary last, as a sign that the run is whole.
 
@@ -113,11 +128,13 @@ class FileSink:
             self._metrics.close()
             self._metrics = None
 
-    def _open(self) -> TextIO:
+    def _open(self, resumed_step: int) -> TextIO:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         for name in (SUMMARY_NAME, PREDICTIONS_NAME):
             (self.output_dir / name).unlink(missing_ok=True)
-        return (self.output_dir / METRICS_NAME).open("w", encoding="utf-8")
+        path = self.output_dir / METRICS_NAME
+        write_text(path, _records_until(resumed_step, path))
+        return path.open("a", encoding="utf-8")
 
     def _append(self, values: dict[str, Any]) -> None:
         def write() -> None:
@@ -144,6 +161,7 @@ class ConsoleSink:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._total_steps = 0
+        self._resumed_step = 0
         self._started = 0.0
 
     def start(self, run: RunStart) -> None:
@@ -155,18 +173,22 @@ class ConsoleSink:
             self._print(note)
         self._print(f"{run.total_steps:,} steps, {run.steps_per_epoch:,} an epoch; writing to {run.output_dir}")
         self._total_steps = run.total_steps
+        self._resumed_step = run.resumed_step
         self._started = time.monotonic()
         if self.console.is_terminal:
             columns = (BarColumn(bar_width=8), TextColumn("{task.description}", markup=False))
             self._progress = Progress(*columns, console=self.console)
-            self._task = self._progress.add_task("first step", total=run.total_steps)
+            self._task = self._progress.add_task("first step", total=run.total_steps, completed=run.resumed_step)
             self._progress.start()
 
     def step(self, report: StepReport) -> None:
         """Move the bar, or print a line for about every twentieth part of the run."""
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=self._describe(report))
-        elif report.step in (1, self._total_steps) or report.step % max(1, self._total_steps // PLAIN_LINES) == 0:
+        elif (
+            report.step in (self._resumed_step + 1, self._total_steps)
+            or report.step % max(1, self._total_steps // PLAIN_LINES) == 0
+        ):
             self._print(self._describe(report))
 
     def evaluating(self, done: int, total: int) -> None:
@@ -179,6 +201,12 @@ class ConsoleSink:
         self._print(
             f"epoch {report.epoch:.2f}: held-out loss {report.loss:.4f}, {report.metric} {report.value:.2%} "
             f"(baseline {report.baseline:.2%}) in {report.seconds:.1f} s{', best so far: saved' if is_best else ''}"
+        )
+
+    def checkpoint(self, report: CheckpointReport) -> None:
+        """Say that the run can go on from here."""
+        self._print(
+            f"checkpoint of step {report.step:,} saved ({format_bytes(report.nbytes)} in {report.seconds:.1f} s)"
         )
 
     def finish(self, summary: RunSummary) -> None:
@@ -206,7 +234,8 @@ class ConsoleSink:
 
     def _describe(self, report: StepReport) -> str:
         """One line that fits a terminal of 80 columns beside a short bar; the metrics file has the rest."""
-        left = (time.monotonic() - self._started) / report.step * (self._total_steps - report.step)
+        seconds_a_step = (time.monotonic() - self._started) / (report.step - self._resumed_step)
+        left = seconds_a_step * (self._total_steps - report.step)
         return (
             f"step {report.step}/{self._total_steps}  loss {report.loss:.4f}  "
             f"{report.tokens_per_second:,.0f} tokens/s  {format_bytes(report.memory_bytes)}  {_duration(left)} left"
@@ -215,6 +244,18 @@ class ConsoleSink:
     def _print(self, text: str) -> None:
         """Print above the bar, as it is: no markup, no wrapping where there is no terminal to wrap for."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _records_until(step: int, path: Path) -> str:
+    """The metrics of the first steps; the last line of a killed run may be torn."""
+    if step == 0 or not path.exists():
+        return ""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    return "".join(kept)
 
 
 def format_bytes(count: int) -> str:

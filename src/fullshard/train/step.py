@@ -34,6 +34,7 @@ class StepSpec:
         learning_rate: Learning rate of its update.
         max_grad_norm: Norm that the whole gradient is scaled down to; None leaves it.
         causal: Whether source and target are one sequence (decoder-only).
+        stop: Whether this rank is asked to stop; the report says whether any is.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepSpec:
     learning_rate: float
     max_grad_norm: float | None
     causal: bool
+    stop: bool = False
 
 
 def train_step(
@@ -69,10 +71,11 @@ def train_step(
         TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights are changed.
     """
     started = time.perf_counter()
-    # 1. Count once, over all ranks and micro-batches.
-    counts = torch.tensor([_target_tokens(micro_batches), _tokens(micro_batches, spec.causal)], device=comm.device)
-    comm.all_reduce(counts).wait()
-    target_tokens, tokens = counts.tolist()
+    # 1. Count once, over all ranks and micro-batches; the wish to stop travels along.
+    counts = [_target_tokens(micro_batches), _tokens(micro_batches, spec.causal), int(spec.stop)]
+    totals = torch.tensor(counts, device=comm.device)
+    comm.all_reduce(totals).wait()
+    target_tokens, tokens, stop = totals.tolist()
     # 2. Forward and backward. The engine averages gradients over ranks; times the world size makes it their sum.
     optimizer.zero_grad(set_to_none=True)
     total = _accumulate(model, micro_batches, comm, scale=comm.size / target_tokens, causal=spec.causal)
@@ -94,6 +97,7 @@ def train_step(
         tokens=tokens,
         seconds=time.perf_counter() - started,
         memory_bytes=peak_memory_bytes(comm.device),
+        stop_requested=stop > 0,
     )
 
 
@@ -148,8 +152,8 @@ def _target_tokens(micro_batches: Sequence[Batch]) -> int:
 
 
 def _tokens(micro_batches: Sequence[Batch], causal: bool) -> int:  # noqa: FBT001
-    """Tokens without padding: sources and targets; of a causal model the joined sequences."""
-    read = sum(int(batch.attention_mask_BS.sum()) for batch in micro_batches)
+    """Tokens without padding and fillers: sources and targets; of a causal model the joined sequences."""
+    read = sum(int(batch.attention_mask_BS[~torch.tensor(batch.fillers)].sum()) for batch in micro_batches)
     return read if causal else read + _target_tokens(micro_batches)
 
 

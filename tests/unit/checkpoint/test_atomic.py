@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.checkpoint import atomic, atomic_directory, publish, recover, write_text
+from fullshard.checkpoint import atomic, atomic_directory, publish_model, recover, write_text
+from fullshard.checkpoint.weights import WEIGHTS_INDEX_NAME as INDEX
 from fullshard.errors import CheckpointError
 
 
@@ -20,8 +21,9 @@ class Executioner:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
         self.left = allowed
-        for module, name in [(os, "rename"), (os, "replace"), (os, "fsync"), (os, "link"), (shutil, "rmtree")]:
-            monkeypatch.setattr(module, name, self.guard(getattr(module, name)))
+        for name in ("rename", "replace", "fsync", "link", "unlink"):
+            monkeypatch.setattr(os, name, self.guard(getattr(os, name)))
+        monkeypatch.setattr(shutil, "rmtree", self.guard(shutil.rmtree))
 
     def guard(self, operation):
         def guarded(*args, **kwargs):
@@ -149,45 +151,85 @@ def test_synced_before_it_is_renamed(tmp_path, monkeypatch):
     assert events[events.index("rename") + 1 :] == [str(tmp_path)]
 
 
-def test_publish_takes_the_weights_away_first_and_places_them_last(tmp_path, monkeypatch):
+SINGLE = ("config.json", "model.safetensors")
+SEVERAL = ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX)
+MORE = ("config.json", *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), INDEX)
+
+
+def saved(source: Path, files: tuple[str, ...]) -> Path:
+    """A model of such files; each holds the name of the directory."""
+    source.mkdir()
+    for name in files:
+        (source / name).write_text(source.name)
+    return source
+
+
+def seen_by_a_reader(directory: Path) -> set[str]:
+    """What a loader takes: the single file if there is one, else what the index names; nothing without either."""
+    if (directory / "model.safetensors").exists():
+        read = ["config.json", "model.safetensors"]
+    elif (directory / INDEX).exists():
+        files = SEVERAL if (directory / INDEX).read_text() == "two" else MORE
+        read = [*files, *(path.name for path in directory.glob("model-*-of-*"))]
+    else:
+        return set()
+    return {(directory / name).read_text() for name in read}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(SINGLE, SINGLE), (SINGLE, SEVERAL), (MORE, SINGLE), (MORE, SEVERAL)], ids=str
+)
+def test_killed_while_publishing_a_reader_finds_one_model_whole_or_none(tmp_path, monkeypatch, before, after):
     target = tmp_path / "run"
     target.mkdir()
     (target / "metrics.jsonl").write_text("kept")
-    for version in ("one", "two"):
-        source = tmp_path / version
-        source.mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (source / name).write_text(version)
-    publish(tmp_path / "one", target, last="model.safetensors")
-    assert names(target) == ["config.json", "metrics.jsonl", "model.safetensors"]
-    for allowed in range(20):
+    one, two = saved(tmp_path / "one", before), saved(tmp_path / "two", after)
+    publish_model(one, target)
+    assert names(target) == sorted((*before, "metrics.jsonl"))
+    found = []
+    for allowed in range(40):
         with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", lambda path, missing_ok=False: _unlink(path, missing_ok))
             executioner = Executioner(patch, allowed)
             with contextlib.suppress(Killed):
-                publish(tmp_path / "two", target, last="model.safetensors")
+                publish_model(two, target)
             finished = executioner.left > 0
-        weights = target / "model.safetensors"
-        if weights.exists():
-            assert weights.read_text() == (target / "config.json").read_text()
+        found.append(seen_by_a_reader(target))
+        assert found[-1] in ({"one"}, {"two"}, set())
         if finished:
             break
-        publish(tmp_path / "one", target, last="model.safetensors")
-    assert (target / "model.safetensors").read_text() == "two"
+        publish_model(one, target)
+        assert seen_by_a_reader(target) == {"one"}
+    assert len(found) > 2 * len(after)
+    assert found[0] == {"one"}
+    assert set() in found
+    assert seen_by_a_reader(target) == {"two"}
+    assert names(target) == sorted((*after, "metrics.jsonl"))
     assert (target / "metrics.jsonl").read_text() == "kept"
 
 
+def _unlink(path: Path, missing_ok: bool) -> None:
+    """By ``os.unlink``, which the executioner guards; a file that is not there costs no operation."""
+    if path.exists() or not missing_ok:
+        os.unlink(path)
+
+
 def test_publish_copies_where_there_are_no_links(tmp_path, monkeypatch):
-    source, target = tmp_path / "best", tmp_path / "run"
-    source.mkdir()
+    source, target = saved(tmp_path / "best", SINGLE), tmp_path / "run"
     target.mkdir()
-    (source / "model.safetensors").write_text("w")
 
     def refuse(*_):
         raise OSError("no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    publish(source, target, last="model.safetensors")
-    assert (target / "model.safetensors").read_text() == "w"
+    publish_model(source, target)
+    assert (target / "model.safetensors").read_text() == "best"
+
+
+def test_publish_that_the_file_system_refuses_says_where_the_model_is(tmp_path):
+    source = saved(tmp_path / "best", SINGLE)
+    with pytest.raises(CheckpointError, match="best is whole; use that"):
+        publish_model(source, tmp_path / "nowhere")
 
 
 def test_write_text_replaces_whole(tmp_path, monkeypatch):

@@ -1,16 +1,14 @@
-"""Laws of the safetensors writer: what the library and Hugging Face read is what was given, one tensor at a time."""
+"""Laws of the safetensors writer: what the library reads is what was given, run by run, in any order."""
 
 import json
 import os
-import weakref
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
-from fullshard.checkpoint import SafetensorsWriter, TensorSpec, write_full
+from fullshard.checkpoint import SafetensorsWriter, TensorSpec, hf
 from fullshard.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
@@ -41,7 +39,7 @@ def test_the_library_reads_back_the_same_bits(tmp_path):
     path = tmp_path / "model.safetensors"
     with SafetensorsWriter(path, [spec(n, t) for n, t in tensors.items()]) as writer:
         for name in reversed(tensors):  # any order
-            writer.write(name, tensors[name])
+            writer.write_run(name, 0, tensors[name].reshape(-1))
     read = load_file(path)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -57,7 +55,7 @@ def test_the_container_is_aligned_and_without_gaps(tmp_path):
     path = tmp_path / "model.safetensors"
     with SafetensorsWriter(path, [spec(n, t) for n, t in tensors.items()]) as writer:
         for name, tensor in tensors.items():
-            writer.write(name, tensor)
+            writer.write_run(name, 0, tensor.reshape(-1))
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     assert (8 + length) % 8 == 0
@@ -77,37 +75,69 @@ def test_a_write_cut_short_by_the_kernel_is_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:13], at))
     tensor = torch.randn(50)
     with SafetensorsWriter(tmp_path / "m", [spec("a", tensor)]) as writer:
-        writer.write("a", tensor)
+        writer.write_run("a", 0, tensor)
     assert torch.equal(load_file(tmp_path / "m")["a"], tensor)
-
-
-def test_write_full_casts_floating_tensors_only(tmp_path):
-    stream = [("block", {"w": torch.tensor([1.5, 2.5])}), ("", {"count": torch.tensor([3])})]
-    specs = [TensorSpec("w", (2,), torch.float32), TensorSpec("count", (1,), torch.int64)]
-    size_bytes = write_full(stream, tmp_path, specs=specs, dtype=torch.bfloat16)
-    read = load_file(tmp_path / "model.safetensors")
-    assert read["w"].dtype == torch.bfloat16
-    assert read["w"].tolist() == [1.5, 2.5]
-    assert read["count"].dtype == torch.int64
-    assert size_bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
 W = torch.zeros(2)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 3, 0, 2, 4]])
+def test_runs_in_any_order_make_the_tensor(tmp_path, order):
+    tensor = torch.randn(11, 10)
+    edges = [0, 7, 33, 34, 90, 110]
+    with SafetensorsWriter(tmp_path / "m", [spec("other", torch.empty(3)), spec("a", tensor)]) as writer:
+        for place in order:
+            start, stop = edges[place], edges[place + 1]
+            writer.write_run("a", start, tensor.view(-1)[start:stop])
+        writer.write_run("other", 0, torch.ones(3))
+    read = load_file(tmp_path / "m")
+    assert torch.equal(read["a"], tensor)
+    assert read["other"].tolist() == [1, 1, 1]
+
+
+def test_a_run_is_cast_in_pieces_and_never_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "_PIECE_BYTES", 64)
+    sizes, pwrite = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: (sizes.append(len(data)), pwrite(fd, data, at))[1])
+    tensor = torch.randn(2, 501)
+    with SafetensorsWriter(tmp_path / "m", [TensorSpec("a", (2, 501), torch.bfloat16)]) as writer:
+        writer.write_run("a", 0, tensor.view(-1)[:500])
+        writer.write_run("a", 500, tensor.view(-1)[500:])
+    assert torch.equal(load_file(tmp_path / "m")["a"], tensor.bfloat16())
+    assert max(sizes[1:]) == 64  # the first is the header
+
+
+A, B = ("a", 0, 2), ("b", 0, 6)
+
+
 @pytest.mark.parametrize(
-    ("stream", "message"),
+    ("runs", "message"),
     [
-        ([("u", {"a": W})], "1 of 2 tensors were never written: b"),
-        ([("u", {"a": W}), ("v", {"a": W, "b": W})], "'a' came a second time"),
-        ([("u", {"a": W, "b": W, "c": W})], "'c' is none of the 2"),
-        ([("u", {"a": torch.zeros(3), "b": W})], r"shape \(3,\), announced was \(2,\)"),
-        ([("u", {"a": None, "b": W})], "did not reach"),
+        ([A], r"1 of 2 tensors were not written whole: b \(0 of 6 elements\)"),
+        ([A, ("b", 0, 2), ("b", 4, 6)], r"b \(4 of 6 elements\)"),
+        ([A, B, ("a", 0, 1)], "elements 0 to 1 of tensor 'a' came a second time"),
+        ([A, ("b", 0, 4), ("b", 3, 6)], "elements 3 to 6 of tensor 'b' came a second time"),
+        ([A, ("b", 3, 4), ("b", 2, 5)], "elements 2 to 5 of tensor 'b' came a second time"),
+        ([A, ("b", 0, 2), ("b", 4, 6), ("b", 2, 5)], "elements 2 to 5 of tensor 'b' came a second time"),
+        ([A, B, ("c", 0, 1)], "'c' is none of the 2"),
+        ([A, ("b", 4, 7)], r"shape \(3,\) from element 4 on does not fit tensor 'b', announced with shape \(3, 2\)"),
+        ([A, ("b", -1, 2)], "from element -1 on does not fit"),
     ],
 )
-def test_each_tensor_exactly_once_and_as_announced(tmp_path, stream, message):
-    with pytest.raises(CheckpointError, match=message):
-        write_full(stream, tmp_path, specs=[spec("a", W), spec("b", W)])
+def test_each_element_exactly_once_and_as_announced(tmp_path, runs, message):
+    def write(writer):
+        for name, start, stop in runs:
+            writer.write_run(name, start, torch.zeros(stop - start))
+
+    specs = [spec("a", torch.zeros(2)), spec("b", torch.zeros(3, 2))]
+    with pytest.raises(CheckpointError, match=message), SafetensorsWriter(tmp_path / "m", specs) as writer:
+        write(writer)
+
+
+def test_a_run_is_flat(tmp_path):
+    with pytest.raises(CheckpointError, match="shape"), SafetensorsWriter(tmp_path / "m", [spec("a", W)]) as writer:
+        writer.write_run("a", 0, W.view(1, 2))
 
 
 def test_names_announced_twice_and_unknown_dtypes_are_refused(tmp_path):
@@ -115,42 +145,3 @@ def test_names_announced_twice_and_unknown_dtypes_are_refused(tmp_path):
         SafetensorsWriter(tmp_path / "m", [spec("a", W), spec("a", W)])
     with pytest.raises(CheckpointError, match="complex64"):
         SafetensorsWriter(tmp_path / "m", [TensorSpec("a", (2,), torch.complex64)])
-
-
-def test_only_one_unit_of_the_stream_is_alive(tmp_path):
-    """The writer asks for the next unit only after it let the last one go."""
-    alive = weakref.WeakSet()
-
-    def stream():
-        for name in ("a", "b", "c"):
-            assert not alive
-            tensor = torch.zeros(4)
-            alive.add(tensor)
-            unit = {name: tensor}
-            del tensor
-            yield name, unit
-            del unit
-
-    write_full(stream(), tmp_path, specs=[TensorSpec(n, (4,), torch.float32) for n in ("a", "b", "c")])
-
-
-def test_hugging_face_loads_a_tied_t5_to_the_bit(tmp_path):
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, tie_word_embeddings=True)
-    config.decoder_start_token_id = 0
-    model = T5ForConditionalGeneration(config)
-    named = dict(model.named_parameters())  # tied tensors once, under the first name
-    write_full(named_units(named), tmp_path, specs=[spec(n, p) for n, p in named.items()])
-    config.save_pretrained(tmp_path)
-    reference = tmp_path / "reference"
-    model.save_pretrained(reference)
-    assert load_file(tmp_path / "model.safetensors").keys() == load_file(reference / "model.safetensors").keys()
-    loaded, info = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    expected = model.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-
-
-def named_units(named):
-    return ((name, {name: parameter}) for name, parameter in named.items())

@@ -86,7 +86,8 @@ def test_unknown_key_names_the_nearest_real_one(run_file, override, nearest):
 
 def test_unknown_key_like_no_other_lists_what_there_is(run_file):
     assert problems(run_file, "zzz=1")[1] == (
-        "zzz: unknown key; the run file has output_dir, seed, nproc, model, data, training, sharding, evaluation"
+        "zzz: unknown key; the run file has output_dir, seed, nproc, resume, model, data, training, sharding, "
+        "evaluation"
     )
     assert problems(run_file, "model.tokenizer.zzz=1")[1] == (
         "model.tokenizer.zzz: unknown key; model.tokenizer has model.tokenizer.vocab_size"
@@ -119,6 +120,13 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
          "got eval_strategy: steps, eval_steps: None"),
         ("training.eval_steps=5", "training: eval_strategy: steps and eval_steps go together; "
          "got eval_strategy: epoch, eval_steps: 5"),
+        ("training.save_strategy=steps", "training: save_strategy: steps and save_steps go together; "
+         "got save_strategy: steps, save_steps: None"),
+        ("training.save_steps=5", "training: save_strategy: steps and save_steps go together; "
+         "got save_strategy: epoch, save_steps: 5"),
+        ("training.save_total_limit=0", "training.save_total_limit: expected greater than 0; got 0"),
+        ("resume=no", "resume: expected auto, never or the path of a checkpoint; got False"),
+        ("resume=''", "resume: expected auto, never or the path of a checkpoint; got ''"),
         ("data.validation_file=null", "training.eval_strategy: epoch needs data.validation_file; "
          "give one, or set training.eval_strategy: no"),
     ],
@@ -139,6 +147,17 @@ def test_options_that_go_together_are_accepted(run_file):
     assert no.training.eval_strategy == "no"
     assert no.data.validation_file is None
     assert load_run(run_file, ["training.eval_strategy=steps", "training.eval_steps=2"]).training.eval_steps == 2
+    assert load_run(run_file, ["training.save_strategy=steps", "training.save_steps=2"]).training.save_steps == 2
+
+
+def test_when_to_save_and_where_to_go_on(run_file):
+    run = load_run(run_file)
+    assert (run.training.save_strategy, run.training.save_total_limit, run.resume) == ("epoch", 2, "auto")
+    run = load_run(run_file, ["training.save_strategy=no", "training.save_total_limit=null", "resume=never"])
+    assert (run.training.save_strategy, run.training.save_total_limit, run.resume) == ("no", None, "never")
+    assert load_run(run_file, ["resume=runs/x/checkpoints/step-00000004"]).resume == Path(
+        "runs/x/checkpoints/step-00000004"
+    )
 
 
 def test_all_problems_are_in_one_message(run_file):

@@ -47,9 +47,10 @@ def test_defaults_are_those_of_hugging_face():
 
 
 def test_plain_values_round_trip_through_json(run_file):
-    run = load_run(run_file, ["sharding.wrap=[T5Block]", "model.class=seq2seq"])
+    run = load_run(run_file, ["sharding.wrap=[T5Block]", "model.class=seq2seq", "resume=runs/c"])
     plain = json.loads(json.dumps(run.as_plain()))
     assert plain["model"]["class"] == "seq2seq"
+    assert plain["resume"] == "runs/c"
     assert plain["model"]["config"] == {"model_type": "t5", "d_model": 16}
     assert RunConfig.model_validate(plain) == run
 

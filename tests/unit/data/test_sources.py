@@ -119,17 +119,22 @@ def test_jsonl(tmp_path):
     assert read_rows(path, "text", "label") == [Example("a\nb \u2028", "x", 1), Example("\u00e9", "y", 3)]
 
 
+def test_a_json_number_is_its_text_as_in_csv(tmp_path):
+    path = write(tmp_path / "rows.jsonl", '{"text": 1.50, "label": -3}\n{"text": "a", "label": 1e5}\n')
+    assert read_rows(path, "text", "label") == [Example("1.50", "-3", 1), Example("a", "1e5", 2)]
+
+
 def test_bad_jsonl_rows_are_counted_and_located(tmp_path):
     path = write(
         tmp_path / "rows.jsonl",
-        '{"text": "a", "label": "b"}\n{"text": "a",\n[1]\n{"text": "a"}\n{"text": 3, "label": "b"}\n',
+        '{"text": "a", "label": "b"}\n{"text": "a",\n[1]\n{"text": "a"}\n{"text": true, "label": "b"}\n',
     )
     assert message(path).splitlines() == [
         f"{path}: 4 of 5 rows cannot be used. Mend or remove them:",
         f"  {path}:2: broken JSON: Expecting property name enclosed in double quotes at column 14",
         f"  {path}:3: the line holds a JSON list, not an object",
         f"  {path}:4: column 'label' is missing",
-        f"  {path}:5: column 'text' holds a int, not text",
+        f"  {path}:5: column 'text' holds a bool, not text",
     ]
 
 

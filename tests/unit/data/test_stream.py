@@ -1,11 +1,15 @@
-"""Every rank sees what torch's DistributedSampler would give it; evaluation sees every row exactly once."""
+"""Every rank sees what torch's DistributedSampler would give it, and all together see every row exactly once."""
 
 from collections import Counter
+from math import prod
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from fullshard.data import stream
 from fullshard.data.collate import CollateSpec
 from fullshard.data.sources import Example
 from fullshard.data.stream import EpochPlan, batches
@@ -98,14 +102,86 @@ def test_lengths_must_be_those_of_the_rows():
         EpochPlan(4, 2, 2, lengths=(1, 2, 3))
 
 
-def test_training_repeats_are_no_fillers():
-    plan = EpochPlan(5, 3, batch_size=2)
-    rows = [row for rank in range(3) for row in plan.rank_rows(rank)]
-    assert len(rows) == 6
-    assert not any(row.filler for row in rows)
+@st.composite
+def splits(draw):
+    """Rows, lengths, and two ways of sharing one global batch between ranks, micro-batches and accumulation."""
+    num_rows = draw(st.integers(1, 200))
+    sizes = st.lists(st.integers(1, 4), min_size=3, max_size=3)
+    first = draw(sizes)
+    second = draw(st.permutations(first)) if draw(st.booleans()) else [prod(first), 1, 1]
+    lengths = draw(st.none() | st.lists(st.integers(1, 9), min_size=num_rows, max_size=num_rows).map(tuple))
+    return num_rows, lengths, first, draw(st.permutations(second))
 
 
-@pytest.mark.parametrize("name", ["num_rows", "world_size", "batch_size"])
+def rows_of_steps(num_rows, lengths, split, group_rows, epoch):
+    """For each step the rows of all ranks in order of place: rank r has every world_size-th."""
+    world_size, batch_size, accumulation = split
+    plan = EpochPlan(num_rows, world_size, batch_size, seed=7, epoch=epoch, lengths=lengths, group_rows=group_rows)
+    per_rank = [plan.micro_batches(rank) for rank in range(world_size)]
+    micro_batches = [
+        [row for together in zip(*some, strict=True) for row in together] for some in zip(*per_rank, strict=True)
+    ]
+    return [
+        [row for rows in micro_batches[start : start + accumulation] for row in rows]
+        for start in range(0, len(micro_batches), accumulation)
+    ]
+
+
+@given(splits(), st.integers(0, 3))
+def test_the_rows_of_each_step_are_those_of_any_other_split_of_the_global_batch(case, epoch):
+    num_rows, lengths, first, second = case
+    group_rows = first[0] * first[1]
+    steps, others = (rows_of_steps(num_rows, lengths, split, group_rows, epoch) for split in (first, second))
+    ours, theirs = ([[row.index for row in step if not row.filler] for step in run] for run in (steps, others))
+    assert ours == theirs
+    assert sorted(index for step in ours for index in step) == list(range(num_rows))
+    assert all(len(step) == prod(first) for step in ours[:-1])
+    assert ours[-1]
+
+
+@given(splits())
+def test_groups_are_of_one_micro_batch_of_all_ranks_unless_told(case):
+    num_rows, lengths, (world_size, batch_size, _), _ = case
+    plans = [
+        EpochPlan(num_rows, world_size, batch_size, lengths=lengths, group_rows=size)
+        for size in (None, world_size * batch_size)
+    ]
+    assert plans[0].rank_rows(0) == plans[1].rank_rows(0)
+
+
+@pytest.mark.parametrize("lengths", [None, tuple(range(1, 12))])
+def test_training_repeats_are_fillers_at_the_end(lengths):
+    plan = EpochPlan(11, 3, batch_size=2, lengths=lengths)
+    ranks = [plan.rank_rows(rank) for rank in range(3)]
+    assert [[row.filler for row in rows] for rows in ranks] == [[False] * 4, [False] * 4, [False] * 3 + [True]]
+
+
+def test_more_ranks_than_rows_get_fillers_alone():
+    plan = EpochPlan(2, 5, batch_size=2)
+    assert [[row.filler for row in plan.rank_rows(rank)] for rank in range(5)] == [
+        [False],
+        [False],
+        [True],
+        [True],
+        [True],
+    ]
+
+
+def test_skipping_gives_what_not_skipping_gives_and_makes_nothing_before(t5_like, monkeypatch):
+    tokenized = tokenize([Example("a " * (n % 5 + 1), "label", n) for n in range(11)], t5_like, TokenizeSpec(8, 8))
+    plan = EpochPlan(11, 2, batch_size=2, seed=1, lengths=tokenized.lengths)
+    everything = [batch.indices for batch in batches(tokenized, plan, 1, CollateSpec(pad_token_id=0))]
+    made = []
+    collate = stream.collate
+    monkeypatch.setattr(stream, "collate", lambda rows, *rest: made.append(rows) or collate(rows, *rest))
+    for start in range(len(everything) + 1):
+        made.clear()
+        rest = [batch.indices for batch in batches(tokenized, plan, 1, CollateSpec(pad_token_id=0), start=start)]
+        assert rest == everything[start:]
+        assert len(made) == len(rest)
+
+
+@pytest.mark.parametrize("name", ["num_rows", "world_size", "batch_size", "group_rows"])
 def test_sizes_must_be_positive(name):
     sizes = {"num_rows": 4, "world_size": 2, "batch_size": 2, name: 0}
     with pytest.raises(DataError, match=f"An epoch needs {name} of at least 1; got 0"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fullshard.errors import DataError, InvariantError
+from fullshard.errors import DataError, InvariantError, RunStopped
 from fullshard.launch import Failure
 
 
@@ -33,6 +33,15 @@ def test_anything_else_comes_with_rank_and_traceback(error, code):
     assert lines[1] == "Traceback (most recent call last):"
     assert "raise error" in failure.text()
     assert type(error).__name__ in lines[-1]
+
+
+def test_a_run_that_was_stopped_is_no_failure(tmp_path):
+    stop = failure_of(RunStopped("Stopped after step 3.", step=3, checkpoint="out/c"), rank=0)
+    stop.write(tmp_path / "f.json")
+    read = Failure.read(tmp_path / "f.json")
+    assert read == stop
+    assert (read.text(), read.exit_code) == ("Stopped after step 3.", 75)
+    assert read.as_dict() == {"stopped": True, "step": 3, "checkpoint": "out/c", "exit_code": 75}
 
 
 def test_a_rank_that_wrote_nothing(tmp_path):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -16,9 +17,9 @@ PRELUDE = """
 import json, os, signal, sys
 rank = int(os.environ["RANK"])
 
-def fail(message, when, code):
-    values = (rank, "ValueError", message, "trace of " + message, code, when)
-    failure = dict(zip(("rank", "kind", "message", "trace", "exit_code", "time_s"), values))
+def fail(message, when, code, stopped=None):
+    values = (rank, "ValueError", message, "trace of " + message, code, when, stopped)
+    failure = dict(zip(("rank", "kind", "message", "trace", "exit_code", "time_s", "stopped"), values))
     with open(os.environ["FULLSHARD_FAILURE_FILE"], "w") as file:
         json.dump(failure, file)
     os._exit(code)
@@ -139,7 +140,7 @@ def test_a_rank_that_ends_before_it_can_say_why(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_end_all_ranks(tmp_path, number):
+def test_ctrl_c_and_sigterm_end_ranks_that_do_not_train_yet(tmp_path, number):
     command = script(
         tmp_path,
         f"""
@@ -156,6 +157,106 @@ def test_ctrl_c_and_sigterm_end_all_ranks(tmp_path, number):
     pids = [int(path.read_text()) for path in tmp_path.glob("pid*") if path.read_text()]
     assert pids
     assert not any(alive(pid) for pid in pids)
+
+
+SAVING = """
+def save(*_):
+    # What a rank that trains does on SIGTERM, and once only.
+    print("asked", flush=True)
+    if rank == 0:
+        stopped = {"stopped": True, "step": 3, "checkpoint": "c"}
+        fail("stopped after step 3", 1.0, 75, stopped)
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_lets_all_ranks_save_and_leave(tmp_path, number, capfd):
+    command = script(
+        tmp_path,
+        SAVING
+        + f"""
+if rank == 1:
+    ready = meet("w")
+    os.kill(os.getppid(), {int(number)})
+else:
+    meet("r")
+signal.pause()
+""",
+    )
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    outcome = launch(command, nproc=2)
+    assert (outcome.exit_code, outcome.text()) == (75, "stopped after step 3")
+    assert outcome.as_dict() == {"stopped": True, "step": 3, "checkpoint": "c", "exit_code": 75}
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    output = capfd.readouterr()
+    assert output.out == "asked\n" * 2
+    assert output.err.count("stopping after this step") == 1
+
+
+def test_a_rank_that_fails_while_saving_is_the_failure(tmp_path):
+    command = script(
+        tmp_path,
+        SAVING
+        + """
+if rank == 1:
+    signal.signal(signal.SIGTERM, lambda *_: fail("disk full", 2.0, 9))
+    ready = meet("w")
+    os.kill(os.getppid(), signal.SIGTERM)
+else:
+    meet("r")
+signal.pause()
+""",
+    )
+    outcome = launch(command, nproc=2)
+    assert (outcome.exit_code, outcome.message) == (9, "disk full")
+
+
+def test_the_second_signal_kills_ranks_that_take_their_time(tmp_path):
+    """They would need longer than the launcher waits after a failure."""
+    command = script(
+        tmp_path,
+        f"""
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT) if rank == 1 else None)
+        open(f"{tmp_path}/pid" + str(rank), "w").write(str(os.getpid()))
+        if rank == 1:
+            ready = meet("w")
+            os.kill(os.getppid(), signal.SIGINT)
+        else:
+            meet("r")
+        while True:
+            signal.pause()
+        """,
+    )
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(command, nproc=2)
+    assert time.monotonic() - started < local.STOP_SECONDS
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_rank_that_takes_the_first_sigterm_for_a_wish_is_told_again_after_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "AGAIN_SECONDS", 0.2)
+    command = script(
+        tmp_path,
+        """
+        if rank == 1:
+            meet("r")
+            fail("gone", 1.0, 9)
+        signals = []
+        signal.signal(signal.SIGTERM, lambda *_: signals.append(1) or (len(signals) == 2 and os._exit(130)))
+        ready = meet("w")
+        while True:
+            signal.pause()
+        """,
+    )
+    started = time.monotonic()
+    assert launch(command, nproc=2).message == "gone"
+    assert time.monotonic() - started < local.STOP_SECONDS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_PDEATHSIG")

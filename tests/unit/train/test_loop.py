@@ -11,33 +11,8 @@ from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.data import read_rows
 from fullshard.errors import CheckpointError
-from fullshard.train import FileSink, loop, train
-from support.tiny_run import read_jsonl, settings
-
-
-class Memory:
-    """A sink that remembers what it was told."""
-
-    def __init__(self):
-        self.steps, self.evaluations, self.progress, self.begun, self.ended, self.closed = [], [], [], [], [], 0
-
-    def start(self, run):
-        self.begun.append(run)
-
-    def step(self, report):
-        self.steps.append(report)
-
-    def evaluating(self, done, total):
-        self.progress.append((done, total))
-
-    def evaluation(self, report, *, is_best):
-        self.evaluations.append((report, is_best))
-
-    def finish(self, summary):
-        self.ended.append(summary)
-
-    def close(self):
-        self.closed += 1
+from fullshard.train import FileSink, best, loop, train
+from support.tiny_run import Memory, read_jsonl, settings
 
 
 def run(directory, **changes):
@@ -63,15 +38,19 @@ def test_a_run_from_start_to_end(tmp_path):
     assert [report.step for report, _ in memory.evaluations] == [4, 8]
     assert memory.ended == [summary]
     assert memory.closed == 1
-    best = max((report for report, _ in memory.evaluations), key=lambda report: (report.value, -report.loss))
-    assert (summary.value, summary.loss, summary.best_step) == (best.value, best.loss, best.step)
+    top = max((report for report, _ in memory.evaluations), key=lambda report: (report.value, -report.loss))
+    assert (summary.value, summary.loss, summary.best_step) == (top.value, top.loss, top.step)
     assert summary.tokens == sum(report.tokens for report in memory.steps)
     assert 0 < summary.step_seconds < summary.train_seconds
     (held,) = summary.memory
     assert held.optimizer >= 2 * held.parameters
     assert held.peak > held.parameters + held.gradients + held.optimizer
     assert json.loads((out / "summary.json").read_text())["config"]["training"]["learning_rate"] == 1e-2
-    assert len(read_jsonl(out / "metrics.jsonl")) == 10
+    kinds = [record["kind"] for record in read_jsonl(out / "metrics.jsonl")]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"step": 8, "evaluation": 2, "checkpoint": 2}
+    assert [(report.step, report.path) for report in memory.checkpoints] == [
+        (step, str(out / "checkpoints" / f"step-{step:08d}")) for step in (4, 8)
+    ]
     assert [p["reference"] for p in read_jsonl(out / "predictions.jsonl")] == [p.reference for p in summary.predictions]
     held_out = read_rows(tmp_path / "held_out.csv", "text", "category")
     assert [(p.source, p.reference) for p in summary.predictions] == [(row.source, row.target) for row in held_out]
@@ -148,16 +127,19 @@ def test_a_run_over_an_earlier_one_replaces_it(tmp_path):
     first, _ = run(tmp_path, training__max_steps=2)
     second, memory = run(tmp_path, training__max_steps=3)
     assert first.steps != second.steps
+    assert "holds a finished run" in memory.begun[0].notes[-2]
     assert "earlier run's model" in memory.begun[0].notes[-1]
+    assert memory.begun[0].resumed_step == 0
     assert loss_of_saved(tmp_path / "out", second) == pytest.approx(second.loss, rel=1e-5)
-    assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) == 4
+    assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) == 5
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
 def test_sinks_are_closed_when_a_run_fails(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise CheckpointError("disk full")
 
-    monkeypatch.setattr(loop, "save", refuse)
+    monkeypatch.setattr(best, "save", refuse)
     memory = Memory()
     config = RunConfig.model_validate(settings(tmp_path, training__max_steps=1))
     with pytest.raises(CheckpointError, match="disk full"):

@@ -1,5 +1,6 @@
 """Sinks turn values into files and text, and nothing else."""
 
+import dataclasses
 import io
 import json
 
@@ -7,7 +8,16 @@ import pytest
 from rich.console import Console
 
 from fullshard.errors import CheckpointError
-from fullshard.train.reports import EvaluationReport, Prediction, RankMemory, RunStart, RunSummary, StepReport
+from fullshard.train import sinks
+from fullshard.train.reports import (
+    CheckpointReport,
+    EvaluationReport,
+    Prediction,
+    RankMemory,
+    RunStart,
+    RunSummary,
+    StepReport,
+)
 from fullshard.train.sinks import ConsoleSink, FileSink, format_bytes
 from support.tiny_run import read_jsonl
 
@@ -89,6 +99,8 @@ def run_through(sink):
         sink.step(step(number))
         if number == 25:
             sink.evaluation(EVALUATION, is_best=True)
+        if number == 26:
+            sink.checkpoint(CheckpointReport(25, "out/checkpoints/step-00000025", 12 * MIB, 0.42, 0.01))
     sink.finish(summary())
     sink.close()
 
@@ -99,6 +111,7 @@ def test_files_hold_steps_evaluations_predictions_and_summary(tmp_path):
     assert [(r["kind"], r["step"]) for r in records] == [
         ("step", 20),
         ("evaluation", 25),
+        ("checkpoint", 25),
         ("step", 40),
         ("step", 50),
     ]
@@ -107,6 +120,8 @@ def test_files_hold_steps_evaluations_predictions_and_summary(tmp_path):
     assert records[1]["is_best"] is True
     assert records[1]["value"] == 0.625
     assert "predictions" not in records[1]
+    assert records[2]["nbytes"] == 12 * MIB
+    assert "stop_requested" not in records[0]
     predictions = read_jsonl(tmp_path / "out" / "predictions.jsonl")
     assert predictions[3] == {"source": "source [bold]3", "prediction": "predicted 3", "reference": "reference 3"}
     assert len(predictions) == 10
@@ -133,6 +148,39 @@ def test_an_earlier_runs_results_do_not_pass_for_this_one(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     sink.close()
+
+
+def test_a_run_that_goes_on_keeps_the_metrics_up_to_its_step_and_appends(tmp_path):
+    sink = FileSink(tmp_path)
+    sink.start(START)
+    for number in (1, 2, 3):
+        sink.step(step(number))
+    sink.evaluation(dataclasses.replace(EVALUATION, step=2), is_best=True)
+    sink.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')  # a killed run's last line
+    (tmp_path / "summary.json").write_text("{}")
+    sink = FileSink(tmp_path)
+    sink.start(dataclasses.replace(START, resumed_step=2))
+    sink.step(step(3, loss=0.125))
+    sink.close()
+    records = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [(record["kind"], record["step"]) for record in records] == [
+        ("step", 1), ("step", 2), ("evaluation", 2), ("step", 3)
+    ]  # fmt: skip
+    assert records[-1]["loss"] == 0.125
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_what_is_left_is_reckoned_from_where_the_run_goes_on(monkeypatch):
+    clock = iter([100.0, 110.0])
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    sink = ConsoleSink(Console(file=stream, width=100))
+    sink.start(dataclasses.replace(START, resumed_step=40))
+    sink.step(step(41))
+    assert "step 41/50" in stream.getvalue()
+    assert "1 min 30 s left" in stream.getvalue()  # nine more steps of ten seconds
 
 
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path):
@@ -171,6 +219,7 @@ def test_the_end_shows_result_samples_and_memory():
     assert "source [bold]1 " not in text
     assert text.count("90.0 MiB") == 1
     assert "model saved in out" in text
+    assert "checkpoint of step 25 saved (12.0 MiB in 0.4 s)\n" in text
 
 
 def test_a_terminal_gets_a_bar_and_no_step_lines():

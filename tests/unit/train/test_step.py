@@ -134,6 +134,31 @@ def test_a_loss_that_is_no_number_stops_every_rank_before_the_weights_change(siz
     assert "0.5" in texts[0]
 
 
+def test_a_rank_with_fillers_alone_changes_nothing():
+    """The same step, and the same counts, as without them."""
+    torch.manual_seed(0)
+    model = t5()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    report, weights = one_step(model, run_ranks(1, lambda comm: comm)[0], [batch_of([0, 1])], spec())
+    deal = [[batch_of([0, 1])], [batch_of([3], fillers=[3])]]
+    runs = run_ranks(2, lambda comm: one_step(models[comm.rank], comm, deal[comm.rank], spec()))
+    for ours, after in runs:
+        assert ours.loss == pytest.approx(report.loss, rel=1e-6)
+        assert (ours.target_tokens, ours.tokens) == (report.target_tokens, report.tokens)
+        for name, weight in weights.items():
+            assert torch.allclose(after[name], weight, atol=2e-4), name
+
+
+@pytest.mark.parametrize("asked", [[False, False], [True, False], [False, True]])
+def test_all_ranks_hear_that_one_is_asked_to_stop(asked):
+    torch.manual_seed(0)
+    models = [t5() for _ in asked]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    runs = run_ranks(2, lambda comm: one_step(models[comm.rank], comm, [batch_of([0])], spec(stop=asked[comm.rank]))[0])
+    assert [report.stop_requested for report in runs] == [any(asked)] * 2
+
+
 def test_fillers_count_in_no_loss():
     torch.manual_seed(0)
     model = t5().eval()

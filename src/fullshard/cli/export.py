@@ -1,0 +1,90 @@
+"""``fullshard export``: a checkpoint's model as a Hugging Face directory, or its LoRA adapter as peft's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fullshard.cli.common import load_program
+from fullshard.cli.progress import ByteProgress
+
+PROGRAM = "fullshard.saving.export"
+
+DESCRIPTION = """\
+Write a checkpoint's model to a directory that from_pretrained loads.
+
+PATH is the output_dir of a run, a directory of checkpoints, or one checkpoint (step-…). Needs no GPU and no ranks:
+weights pass through some 64 MB of memory, each block compared with its checksum. DIR appears whole or not at all;
+one that is not empty is refused.
+"""
+
+EPILOG = """\
+A run's best/ directory and, after its end, its output_dir hold the best model in this form already.
+
+examples:
+  fullshard export runs/mine -o exported
+  fullshard export runs/mine --checkpoint 1200 --dtype bf16 --max-shard-size 5GB -o exported
+  fullshard export runs/lora --adapter -o adapter      # for PeftModel.from_pretrained(base, "adapter")
+  fullshard export runs/lora --merge -o merged         # the base model with the adapter in it
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb's parser to those of ``fullshard``."""
+    parser = verbs.add_parser(
+        "export",
+        help="write a checkpoint's model for from_pretrained",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", metavar="PATH", type=Path, help="a run, its checkpoints, or one checkpoint")
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="directory to write")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="WHICH",
+        help="latest (default), best (the highest metric) or a step; among whole ones",
+    )
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of floating weights (default: as they are)")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="50GB", help="most bytes in a file, such as 5GB (default: 50GB)"
+    )
+    lora = parser.add_mutually_exclusive_group()
+    lora.add_argument(
+        "--merge", dest="lora", action="store_const", const="merge", help="LoRA: the base model with the adapter in it"
+    )
+    lora.add_argument(
+        "--adapter",
+        dest="lora",
+        action="store_const",
+        const="adapter",
+        help="LoRA: the adapter alone, as peft saves it",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Export; one process.
+
+    Args:
+        options: The parsed command line.
+
+    Raises:
+        UserError: The options do not fit the checkpoint, it is damaged, or the directory cannot be written.
+    """
+    program = load_program(PROGRAM)
+    how = program.ExportOptions(options.dtype, options.max_shard_size, options.lora)
+    checkpoint = program.choose_checkpoint(options.path, options.checkpoint)
+    with ByteProgress("exporting") as progress:
+        report = program.export(checkpoint, options.output, how, progress)
+    for note in report.notes:
+        print(f"fullshard: {note}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(report.as_dict()))
+    else:
+        size = f"{report.tensors:,} tensors, {report.nbytes / 1e6:,.1f} MB"
+        print(f"{report.directory}: {size}, of step {report.step:,} ({report.checkpoint})")

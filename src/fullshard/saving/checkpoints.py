@@ -1,0 +1,441 @@
+"""Checkpoints of a training run: saved by all ranks, in the background if asked for, and loaded on any number."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint import (
+    GIVEN_UP,
+    CheckpointReader,
+    DirectoryLock,
+    Index,
+    Keep,
+    Piece,
+    Save,
+    SavePlan,
+    begin,
+    clear_leftovers,
+    find_checkpoints,
+    read_completion,
+    read_index,
+)
+from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
+from fullshard.engine import mesh_of, units, unreduced
+from fullshard.errors import CheckpointError
+from fullshard.policy import ShardingStrategy
+from fullshard.saving.full import write_assets
+from fullshard.saving.pieces import Stepping, Target, state_to_write
+from fullshard.saving.rng import restore_rng, rng_bytes
+from fullshard.version import __version__
+
+_log = logging.getLogger("fullshard")
+
+_SPEAK_SECONDS = 10.0
+"""How often a wait for a save says how far it is."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A checkpoint that was committed.
+
+    Attributes:
+        path: Its directory.
+        step: Optimizer steps taken.
+        nbytes: Bytes of tensors that this rank wrote.
+        seconds: From the beginning of the save to its commit; on other ranks than 0 to the end of their own file.
+        stall_seconds: How long ``save`` kept this rank from training.
+    """
+
+    path: Path
+    step: int
+    nbytes: int
+    seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held beside tensors.
+
+    Attributes:
+        path: Its directory.
+        step: Optimizer steps taken.
+        world_size: Ranks that wrote it.
+        values: What ``save`` was given.
+        metric: What ``save`` was given.
+        rng_restored: Whether each rank's random state was set; not at another world size.
+    """
+
+    path: Path
+    step: int
+    world_size: int
+    values: Mapping[str, Any]
+    metric: float | None
+    rng_restored: bool
+
+
+class Checkpoints:
+    """The checkpoints of one run in one directory; made by every rank, closed at the end, also by ``with``.
+
+    Every rank writes its own file, so the directory must be on a file system that all of them share. A checkpoint
+    appears under its name when all of it is on the disk, and the ones before it are deleted after that, never before:
+    whatever instant a process, or all of them, are killed at, a whole one is found. ::
+
+        with Checkpoints("runs/mine/checkpoints", keep_last=2) as checkpoints:
+            restored = checkpoints.load(model, optimizer)
+            for step in range(restored.step + 1 if restored else 1, steps + 1):
+                ...
+                if step % 100 == 0:
+                    checkpoints.save(model, optimizer, step=step, background=True)
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        ranks: Any = None,
+        keep_last: int | None = 2,
+        keep_best: int = 0,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """Take the directory for this run, and clear what a killed save left in it; every rank calls it.
+
+        Args:
+            directory: Made if it is not there.
+            ranks: All ranks of the run: None (the default process group), a Comm, a process group or a mesh.
+            keep_last: How many of the newest checkpoints are kept; None: all.
+            keep_best: How many with the highest ``metric`` are kept beside them.
+            timeout_s: Longest time that one save may take, in seconds.
+
+        Raises:
+            CheckpointError: Another run writes here, the file system refused, or a number is too small; on every rank.
+        """
+        self.directory = Path(directory)
+        self.ranks = ranks if isinstance(ranks, Mesh) else as_mesh(ranks, ShardingStrategy.FULL_SHARD, None)
+        self.keep = Keep(keep_last, keep_best)
+        self.timeout_s = timeout_s
+        self._save: Save | None = None
+        self._stall_seconds = 0.0
+        self._host: dict[int, torch.Tensor] = {}
+        self._lock: DirectoryLock | None = None
+        if (keep_last is not None and keep_last < 1) or keep_best < 0:
+            raise CheckpointError(f"keep_last is at least 1 and keep_best at least 0; got {keep_last} and {keep_best}.")
+        together_in_background(self.ranks, self._take)
+
+    def _take(self) -> None:
+        """Rank 0: lock the directory and clear it."""
+        if self.ranks.rank == 0:
+            self._lock = DirectoryLock(self.directory)
+            try:
+                clear_leftovers(self.directory)
+            except OSError as error:
+                self._lock.release()
+                raise CheckpointError(f"{self.directory} cannot be cleared of a killed save: {error}.") from error
+
+    def __enter__(self) -> Checkpoints:
+        """Nothing more: the directory is taken already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; after an error without waiting for other ranks, who may not come."""
+        if error is None:
+            self.close()
+        else:
+            self._release()
+
+    def save(  # noqa: PLR0913 (what is saved, and what is said about it)
+        self,
+        model: nn.Module,
+        optimizer: Stepping | None = None,
+        *,
+        step: int,
+        values: Mapping[str, Any] = NOTHING,
+        metric: float | None = None,
+        background: bool = False,
+        gradients: bool = False,
+        assets: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Save the whole training state as ``step-…``; every rank calls it, after the optimizer's step.
+
+        Saved are the model's shards and persistent buffers, the optimizer's state and options, and each rank's random
+        state. Waits for a background save before it.
+
+        Args:
+            model: The sharded model.
+            optimizer: Over its parameters, or what ``step_in_backward`` returned; None: it is not saved.
+            step: Optimizer steps taken; a checkpoint of the same step is replaced.
+            values: What else is needed to go on (``scheduler.state_dict()``, ``scaler.state_dict()``, the position in
+                the data): anything that JSON can hold, the same on every rank; rank 0's is saved.
+            metric: For ``keep_best``: the higher the better.
+            background: Copy this rank's part to host memory, in buffers that are kept for the next time, and return;
+                a thread writes it. An error is raised by the next ``save``, ``wait`` or ``close``.
+            gradients: Save the shards' ``.grad`` as well, where gradients are being accumulated over several
+                backwards; otherwise they are not.
+            assets: Called on rank 0 with a directory inside the checkpoint, to write small files into; None: a Hugging
+                Face model's configuration is written, which ``fullshard export`` needs beside the tensors.
+
+        Raises:
+            CheckpointError: This save or the one in the background failed; on every rank, with the same text. The
+                checkpoints before it are whole.
+        """
+        started = time.monotonic()
+        self.wait()
+        plan = together(self.ranks, lambda: self._plan(model, optimizer, step, values, metric, gradients=gradients))
+        together_in_background(self.ranks, lambda: self._begin(plan, assets or partial(write_assets, model)))
+        together(self.ranks, lambda: _require_shared(plan))
+        device = device_of(self.ranks.device)
+        pairs = self._host_copies(plan.pieces) if background else []
+        ready = device.copy_to_host(pairs)
+        if background:
+            copies = (Piece(p.name, p.shape, p.start, host) for p, (host, _) in zip(plan.pieces, pairs, strict=True))
+            plan = replace(plan, pieces=tuple(copies))
+        self._save = Save(replace(plan, ready=ready))
+        self._stall_seconds = time.monotonic() - started
+        if not background:
+            self.wait()
+
+    def wait(self) -> SaveReport | None:
+        """Return when the last save is committed; every rank calls it. Says how far it is every ten seconds.
+
+        Returns:
+            What was committed; None when there was no save, or it was reported before.
+
+        Raises:
+            CheckpointError: The save failed; on every rank, with the same text.
+        """
+        save, self._save = self._save, None
+        if save is None:
+            return None
+        started = spoken = time.monotonic()
+
+        def hear(outcomes: list[str | None]) -> None:
+            nonlocal spoken
+            if any(outcomes):
+                save.cancel()
+            if time.monotonic() - spoken > _SPEAK_SECONDS:
+                spoken = time.monotonic()
+                share = save.done_bytes / max(1, save.total_bytes)
+                _log.warning(
+                    "waiting for %s: %.0f s so far, rank %d has written %.0f %% of %s bytes",
+                    save.final,
+                    spoken - started,
+                    self.ranks.rank,
+                    100 * share,
+                    f"{save.total_bytes:,}",
+                )
+
+        problems = [problem for problem in await_all(self.ranks, save.poll, hear) if problem]
+        if problems:
+            raise CheckpointError(next((problem for problem in problems if problem != GIVEN_UP), GIVEN_UP))
+        self._stall_seconds += time.monotonic() - started
+        return self._report(save)
+
+    def committed(self) -> SaveReport | None:
+        """Whether the background save has been committed since this was last asked; rank 0, no communication.
+
+        Returns:
+            What was committed, once; None while it is under way, and when it failed, which the next ``wait`` raises.
+        """
+        if self._save is None or self.ranks.rank != 0 or self._save.reported or self._save.poll(0.0) != "":
+            return None
+        return self._report(self._save)
+
+    def _report(self, save: Save) -> SaveReport | None:
+        if save.reported:
+            return None
+        save.reported = True
+        return SaveReport(save.final, save.plan.index.step, save.total_bytes, save.seconds, self._stall_seconds)
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint; torn ones are skipped. Every rank calls it and gets what rank 0 sees."""
+        found = together_in_background(self.ranks, self._find)
+        return self.ranks.all_gather_object(found[-1] if found else None)[0]
+
+    def best(self) -> Path | None:
+        """The whole checkpoint with the highest metric, of equal ones the newest; as :meth:`latest`."""
+        found = together_in_background(self.ranks, self._find)
+        judged = [(done.metric, done.step, path) for path in found for done in [read_completion(path)]]
+        judged = [one for one in judged if one[0] is not None]
+        return self.ranks.all_gather_object(max(judged, key=lambda one: one[:2])[2] if judged else None)[0]
+
+    def _find(self) -> list[Path]:
+        """The whole checkpoints, on rank 0, whose view of the file system counts."""
+        return find_checkpoints(self.directory) if self.ranks.rank == 0 else []
+
+    def load(
+        self, model: nn.Module, optimizer: Stepping | None = None, *, path: str | Path | None = None
+    ) -> Restored | None:
+        """Go on from a checkpoint of any world size and strategy; every rank calls it.
+
+        Args:
+            model: The sharded model; its shards and persistent buffers are filled in place.
+            optimizer: Its state and options are set; None: they are left as they are.
+            path: Which checkpoint; None: the newest whole one.
+
+        Returns:
+            What it held beside tensors; None when there is no checkpoint and no path was given.
+
+        Raises:
+            CheckpointError: It is damaged or of another model; on every rank, with the same text.
+        """
+        self.wait()
+        chosen = self.latest() if path is None else Path(path)
+        return None if chosen is None else load_checkpoint(model, optimizer, chosen)
+
+    def close(self) -> None:
+        """Wait for the background save and let the next run in; every rank calls it.
+
+        Raises:
+            CheckpointError: The save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._host.clear()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _plan(
+        self,
+        model: nn.Module,
+        optimizer: Stepping | None,
+        step: int,
+        values: Mapping[str, Any],
+        metric: float | None,
+        *,
+        gradients: bool,
+    ) -> SavePlan:
+        """What this rank writes.
+
+        Raises:
+            CheckpointError: The state cannot be saved as it is.
+        """
+        if self.ranks.size != mesh_of(model).size:
+            raise CheckpointError(
+                f"The model is on {mesh_of(model).size} ranks and these checkpoints are of {self.ranks.size}: "
+                "pass the same ranks to both."
+            )
+        waiting = unreduced(model)
+        if waiting:
+            raise CheckpointError(
+                f"Gradients of {len(waiting)} units wait unreduced (no_sync or no_all_reduce), the first is "
+                f"{waiting[0]}; a checkpoint would lose them. Save after the optimizer's step."
+            )
+        try:
+            plain = json.loads(json.dumps(dict(values)))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"values must be what JSON can hold: {error}.") from error
+        state = state_to_write(model, optimizer, gradients=gradients)
+        rng = rng_bytes(self.ranks.device)
+        state.pieces.append(Piece(_rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
+        versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
+        index = Index(step, self.ranks.size, metric, plain, (), {}, versions, table)
+        return SavePlan(
+            directory=self.directory,
+            rank=self.ranks.rank,
+            index=index,
+            pieces=state.pieces,
+            groups=state.groups,
+            scalars=state.scalars,
+            keep=self.keep,
+            ready=lambda: None,
+            timeout_s=self.timeout_s,
+        )
+
+    def _begin(self, plan: SavePlan, assets: Callable[[Path], None]) -> None:
+        """Rank 0: make the directory and have the small files written."""
+        if self.ranks.rank == 0:
+            begin(self.directory, plan.index.step)
+            try:
+                (plan.temporary / "model").mkdir()
+                assets(plan.temporary / "model")
+            except OSError as error:
+                raise CheckpointError(f"Could not write to {plan.temporary}: {error}.") from error
+
+    def _host_copies(self, pieces: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Host memory for each piece, the same as last time where it fits."""
+        device, pinned = device_of(self.ranks.device), self.ranks.device.type == "cuda"
+        pairs, used = [], {}
+        for number, piece in enumerate(pieces):
+            host = self._host.get(number)
+            if host is None or (host.dtype, host.shape) != (piece.tensor.dtype, piece.tensor.shape):
+                host = device.empty_host(piece.tensor.numel(), piece.tensor.dtype, pinned=pinned)
+            used[number] = host
+            pairs.append((host, piece.tensor))
+        self._host = used
+        return pairs
+
+
+def load_checkpoint(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> Restored:
+    """Go on from a checkpoint of any world size and strategy; every rank calls it.
+
+    Each rank reads the element ranges it holds and checks the checksum of every block it touches; beside the training
+    state it needs the memory of one block.
+
+    Args:
+        model: The sharded model; its shards and persistent buffers are filled in place.
+        optimizer: Its state and options are set; None: they are left as they are.
+        path: The checkpoint's directory.
+
+    Returns:
+        What it held beside tensors.
+
+    Raises:
+        CheckpointError: It is damaged or of another model; on every rank, with the same text. When it does not fit,
+            nothing has changed; when a file turns out to be damaged, the model has been changed in part.
+    """
+    ranks, path = mesh_of(model), Path(path)
+    index = together_in_background(ranks, lambda: read_index(path))
+    target = together(ranks, lambda: Target(model, optimizer, index))
+    same_size = index.world_size == ranks.size
+
+    def read() -> torch.Tensor | None:
+        reader = CheckpointReader(path, index)
+        for piece in sorted(target.pieces, key=lambda piece: (piece.name, piece.start)):
+            reader.read(piece)
+        if not same_size:
+            return None
+        name = _rng_name(ranks.rank)
+        rng = torch.empty(reader.entry(name).shape, dtype=torch.uint8)
+        reader.read(Piece(name, tuple(rng.shape), 0, rng))
+        return rng
+
+    rng = together_in_background(ranks, read)
+    target.finish()
+    if rng is not None:
+        restore_rng(rng, ranks.device)
+    return Restored(path, index.step, index.world_size, index.values, index.metric, rng_restored=rng is not None)
+
+
+def _rng_name(rank: int) -> str:
+    return f"rank/{rank:05d}/rng"
+
+
+def _require_shared(plan: SavePlan) -> None:
+    """Every rank must see the directory that rank 0 made."""
+    if not plan.temporary.is_dir():
+        raise CheckpointError(
+            f"Rank {plan.rank} does not see {plan.temporary}, which rank 0 made: checkpoints are written by all ranks "
+            "and need a directory that all of them share."
+        )

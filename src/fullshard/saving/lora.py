@@ -1,0 +1,245 @@
+"""peft's names in a checkpoint: which tensors are the adapter, and how they merge into the base model.
+
+A layer of ``base_model.model.decoder.q`` with LoRA is stored as ``decoder.q.base_layer.weight`` and
+``decoder.q.lora_A.default.weight``, ``decoder.q.lora_B.default.weight``; an embedding as ``lora_embedding_A.default``;
+a module that is trained whole as ``head.original_module.weight`` and ``head.modules_to_save.default.weight``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.checkpoint import TensorEntry
+from fullshard.errors import CheckpointError
+from fullshard.saving.pieces import MODEL
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+
+_PREFIX = "base_model.model."
+_LORA = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)\.(?P<adapter>[^.]+)(?P<end>\.weight|\.bias)?")
+_WHOLE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<end>.+)")
+_FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
+
+_REMEDY = "Export it with --adapter and merge it with peft (PeftModel.from_pretrained(…).merge_and_unload())."
+
+# fmt: off
+_HARMLESS = frozenset((
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
+    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+    "runtime_config", "target_modules", "task_type", "use_rslora",
+))
+# fmt: on
+"""Settings with which W + scaling * B @ A is the whole story; any other that is set changes what is merged."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added to a tensor: ``scaling * left @ right``.
+
+    Attributes:
+        left: Stored name of the factor with the tensor's rows.
+        right: Stored name of the factor with its columns.
+        transposed: Whether ``left`` is stored as (rank, rows) and ``right`` as (columns, rank), as for a tensor that
+            is stored as (inputs, outputs); else (rows, rank) and (rank, columns).
+        scaling: The factor.
+    """
+
+    left: str
+    right: str
+    transposed: bool
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of an export.
+
+    Attributes:
+        name: Its name there.
+        source: Its name in the checkpoint.
+        update: What is added to it; None: nothing.
+    """
+
+    name: str
+    source: str
+    update: LowRank | None = None
+
+
+def holds_lora(names: Iterable[str]) -> bool:
+    """Whether tensors of a model have the names that peft gives them."""
+    return any((match := _LORA.fullmatch(name)) is not None and match["kind"] in _FACTORS for name in names)
+
+
+def adapter_parts(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> list[Part]:
+    """The adapter as peft saves it: without the base model and without the adapter's name.
+
+    Args:
+        tensors: Of the checkpoint's model, by name, ``model/`` left out.
+        config: The adapter's configuration.
+
+    Raises:
+        CheckpointError: It is more, or other, than one LoRA adapter.
+    """
+    _require_one_adapter(tensors, config)
+    parts = []
+    for name in tensors:
+        lora, whole = _LORA.fullmatch(name), _WHOLE.fullmatch(name)
+        if lora is not None:
+            # peft leaves the end out of DoRA's magnitudes.
+            end = "" if lora["kind"] == "lora_magnitude_vector" else lora["end"] or ""
+            saved = f"{lora['module']}.{lora['kind']}{end}"
+        elif whole is not None:
+            saved = f"{whole['module']}.{whole['end']}"
+        elif name.endswith(".bias") and config.get("bias") == "all":
+            saved = name
+        else:
+            continue
+        parts.append(Part(_PREFIX + saved.removeprefix(_PREFIX), MODEL + name))
+    return parts
+
+
+def merged_parts(
+    tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], model_config: Mapping[str, Any]
+) -> list[Part]:
+    """The base model with the adapter in it.
+
+    Args:
+        tensors: Of the checkpoint's model, by name, ``model/`` left out.
+        config: The adapter's configuration.
+        model_config: The model's; empty where it is not known.
+
+    Raises:
+        CheckpointError: Merging it takes more than adding ``scaling * B @ A``; the message says what to do.
+    """
+    _require_one_adapter(tensors, config)
+    _require_plain_lora(config)
+    factors = _factors(tensors)
+    whole = {f"{m['module']}.{m['end']}": name for name in tensors if (m := _WHOLE.fullmatch(name)) is not None}
+    parts = []
+    for name, entry in tensors.items():
+        if _LORA.fullmatch(name) or ".original_module." in name:
+            continue
+        match = _WHOLE.fullmatch(name)
+        module, is_base, end = name.rpartition(".base_layer.")
+        plain = f"{match['module']}.{match['end']}" if match else f"{module}.{end}" if is_base else name
+        update = None
+        if is_base and end == "weight" and module in factors:
+            update = _low_rank(module, factors.pop(module), entry, tensors, config)
+        if match is not None or update is not None:
+            _require_untied(plain, entry, model_config)
+        parts.append(Part(plain.removeprefix(_PREFIX), MODEL + name, update))
+    lost = [f"{module}.weight" for module in factors] + [
+        plain for plain, name in whole.items() if _original_of(name) not in tensors
+    ]
+    if lost:
+        raise CheckpointError(
+            f"{lost[0]} shares its base weight with another tensor, so the model with the adapter in it has one tensor "
+            f"more than the base model: it cannot be merged here. {_REMEDY}"
+        )
+    return parts
+
+
+def _original_of(name: str) -> str:
+    """Name of the untrained copy of a tensor of a module that is trained whole."""
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
+
+
+def _require_one_adapter(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{ADAPTER_CONFIG_NAME} has peft_type {config.get('peft_type')!r}; only LORA is exported. Load the "
+            "checkpoint into the model with fullshard.load_checkpoint and save it with peft."
+        )
+    matches = [match for name in tensors if (match := _LORA.fullmatch(name) or _WHOLE.fullmatch(name)) is not None]
+    adapters = sorted({match["adapter"] for match in matches})
+    if len(adapters) != 1 or any(".token_adapter." in name for name in tensors):
+        what = f"adapters {', '.join(adapters)}" if len(adapters) != 1 else "single trained tokens (token_adapter)"
+        raise CheckpointError(
+            f"The checkpoint holds {what}; one LoRA adapter is exported. Load it into the model with "
+            "fullshard.load_checkpoint and save it with peft."
+        )
+
+
+def _require_plain_lora(config: Mapping[str, Any]) -> None:
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"The adapter trains biases (bias={config['bias']!r}), which only peft merges. {_REMEDY}")
+    special = sorted(name for name, value in config.items() if value and name not in _HARMLESS)
+    if special:
+        raise CheckpointError(
+            f"The adapter is more than W + scaling * B @ A ({', '.join(f'{n}={config[n]!r}' for n in special)}); only "
+            f"peft merges that. {_REMEDY}"
+        )
+
+
+def _factors(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, str]]:
+    """Names of the factors by module and kind.
+
+    Raises:
+        CheckpointError: A module has others than two.
+    """
+    factors: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        match = _LORA.fullmatch(name)
+        if match is not None:
+            factors.setdefault(match["module"], {})[match["kind"] + (".bias" if match["end"] == ".bias" else "")] = name
+    for module, found in factors.items():
+        if set(found) not in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
+            raise CheckpointError(f"{module} has {', '.join(sorted(found))}; A and B are merged, no other. {_REMEDY}")
+    return factors
+
+
+def _low_rank(
+    module: str,
+    found: Mapping[str, str],
+    base: TensorEntry,
+    tensors: Mapping[str, TensorEntry],
+    config: Mapping[str, Any],
+) -> LowRank:
+    """How the factors of one module are added to its weight.
+
+    Raises:
+        CheckpointError: Shapes do not fit, or say otherwise than the configuration.
+    """
+    a, b = (found[kind] for kind in sorted(found))
+    shapes = tensors[a].shape, tensors[b].shape
+    # An embedding's weight has a row for each input, as a layer's with fan_in_fan_out.
+    transposed = a.rpartition(".lora_")[2].startswith("embedding") or bool(config.get("fan_in_fan_out"))
+    fits = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][0] == shapes[1][1]
+    expected = None
+    if fits:
+        expected = (shapes[0][1], shapes[1][0]) if transposed else (shapes[1][0], shapes[0][1])
+    if expected != base.shape:
+        raise CheckpointError(
+            f"{module}: A {shapes[0]} and B {shapes[1]} do not make an update of its weight {base.shape} with "
+            f"fan_in_fan_out={config.get('fan_in_fan_out')}: it is no plain linear layer or embedding. {_REMEDY}"
+        )
+    scaling = _scaling(module.removeprefix(_PREFIX), shapes[0][0], config)
+    left, right = (a, b) if transposed else (b, a)
+    return LowRank(MODEL + left, MODEL + right, transposed, scaling)
+
+
+def _scaling(module: str, rank: int, config: Mapping[str, Any]) -> float:
+    """As peft computes it; the rank is the factors' own, whatever ``rank_pattern`` says."""
+    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
+    alpha = next(
+        (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)),
+        config["lora_alpha"],
+    )
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _require_untied(name: str, entry: TensorEntry, model_config: Mapping[str, Any]) -> None:
+    """A trained embedding whose values the head shares would train the head as well when it is merged."""
+    vocab_size = model_config.get("vocab_size")
+    tied = vocab_size is not None and model_config.get("tie_word_embeddings", True)
+    if tied and len(entry.shape) == 2 and entry.shape[0] == vocab_size:
+        raise CheckpointError(
+            f"The adapter trains {name} of shape {entry.shape}, and the model ties its embeddings "
+            f"(tie_word_embeddings): merged, a tied one would change with it. {_REMEDY}"
+        )

@@ -1,0 +1,64 @@
+"""A rank's random state as bytes: torch's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from fullshard.errors import CheckpointError
+
+
+def rng_bytes(device: torch.device) -> torch.Tensor:
+    """This rank's random state now.
+
+    Args:
+        device: What the rank computes on; on CUDA its generator is included.
+
+    Returns:
+        JSON as uint8, (bytes,), on the CPU.
+    """
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    values: dict[str, Any] = {
+        "torch": _encode(torch.get_rng_state()),
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+    }
+    if device.type == "cuda":
+        values["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+
+
+def restore_rng(state: torch.Tensor, device: torch.device) -> None:
+    """Go on drawing where :func:`rng_bytes` was called.
+
+    Args:
+        state: What that returned.
+        device: What this rank computes on.
+
+    Raises:
+        CheckpointError: It is not such a state.
+    """
+    try:
+        values = json.loads(bytes(state.tolist()))
+        torch.set_rng_state(_decode(values["torch"]))
+        version, keys, gauss = values["python"]
+        random.setstate((version, tuple(keys), gauss))
+        kind, words, *rest = values["numpy"]
+        np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+        if device.type == "cuda" and "cuda" in values:
+            torch.cuda.set_rng_state(_decode(values["cuda"]), device)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"The checkpoint's random state cannot be read: {error!r}.") from error
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

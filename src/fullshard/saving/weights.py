@@ -1,0 +1,234 @@
+"""Pretrained weights into a sharded model: each rank reads its own elements of Hugging Face's files, or torch's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint import WeightFiles
+from fullshard.engine import WantedTensor, load_weights, wanted_tensors
+from fullshard.errors import CheckpointError
+
+_SHOWN = 5
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class Pretrained:
+    """Weights on this rank's disk, for ``fully_shard(model, weights=Pretrained(path))``; every rank makes its own.
+
+    Names are the model's; a Hugging Face model's ``base_model_prefix`` may be there or not, and a tied tensor may have
+    any of its names. What the model ignores on purpose, such as buffers that it computes, may be in the files too.
+    Safetensors are read straight to their place: a rank reads the bytes of its shards and holds 16 MiB beside them.
+    ``.bin``, ``.pt`` and ``.pth`` files are mapped into memory: pages that a rank has read count as its memory until
+    the mapping goes with this object, up to the size of its shards once more. Those from before torch 1.6 cannot be
+    mapped: every rank reads all of them, with a warning.
+
+    Attributes:
+        path: Where the weights are.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Name the weights; nothing is read yet.
+
+        Args:
+            path: A local Hugging Face directory (safetensors first, then ``.bin``, one file or several with an index),
+                or one ``.safetensors``, ``.bin``, ``.pt`` or ``.pth`` file.
+        """
+        self.path = Path(path)
+        self._files: WeightFiles | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that this rank has read so far."""
+        return 0 if self._files is None else self._files.bytes_read
+
+    def names(self) -> list[str]:
+        """Names of the stored tensors, as the files have them.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        return list(self._open_files().tensors)
+
+    def open(self, model: nn.Module, wanted: list[WantedTensor]) -> FittedWeights:
+        """See :meth:`fullshard.engine.WeightSource.open`.
+
+        Raises:
+            CheckpointError: A file is missing or damaged, or names, shapes or dtypes do not fit the model.
+        """
+        files = self._open_files()
+        fit = _match(files, model, wanted)
+        problems = [*fit.name_problems(), *fit.shape_problems()]
+        if problems:
+            raise CheckpointError(
+                f"The weights in {self.path} do not fit {type(model).__name__}: {'; '.join(problems)}. Nothing was "
+                "changed. Build the model that was saved there (its config.json), or name other weights."
+            )
+        return FittedWeights(files, fit.found)
+
+    def misfit(self, model: nn.Module) -> str | None:
+        """Why the stored names are not the model's, or None; of shapes :meth:`open` tells. Any rank; changes nothing.
+
+        Args:
+            model: Not sharded.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        problems = _match(self._open_files(), model, wanted_tensors(model)).name_problems()
+        return "; ".join(problems) or None
+
+    def _open_files(self) -> WeightFiles:
+        if self._files is None:
+            self._files = WeightFiles(self.path)
+        return self._files
+
+
+class FittedWeights:
+    """Stored weights under the names of one model."""
+
+    def __init__(self, files: WeightFiles, found: dict[str, str]) -> None:
+        """Read from ``files``; ``found`` holds the stored name of each of the model's names."""
+        self._files = files
+        self._found = found
+
+    def has(self, name: str) -> bool:
+        """See :meth:`fullshard.engine.WeightReader.has`."""
+        return name in self._found
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """See :meth:`fullshard.engine.WeightReader.read`.
+
+        Raises:
+            CheckpointError: A file was changed, ends early, or cannot be read.
+        """
+        self._files.read(self._found[name], start, out)
+
+
+def load(model: nn.Module, path: str | Path) -> None:
+    """Replace the weights of a sharded model by pretrained ones, in place; every rank calls it.
+
+    Each rank reads its own elements into its shards, which optimizers go on knowing. See :class:`Pretrained`.
+
+    Args:
+        model: The sharded model.
+        path: A local Hugging Face directory, or one ``.safetensors``, ``.bin``, ``.pt`` or ``.pth`` file.
+
+    Raises:
+        ShardingError: The model is not sharded.
+        CheckpointError: The weights do not fit, and nothing was changed; or they cannot be read to their end, and part
+            of the model is new. On every rank, with the same text.
+    """
+    load_weights(model, Pretrained(path))
+
+
+@dataclass
+class _Fit:
+    """How stored tensors and a model's go together.
+
+    Attributes:
+        found: Stored name of each name of a tensor that was found.
+        missing: Names that no stored tensor has.
+        unexpected: Stored names that are not the model's.
+        differing: Names that are tied in the model, and whose stored tensors differ.
+        misshapen: What has another shape, or a dtype that is not converted.
+    """
+
+    found: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+    def name_problems(self) -> list[str]:
+        """What is wrong with names, in words."""
+        problems = []
+        if self.missing:
+            problems.append(f"{_names(self.missing)} missing")
+        if self.unexpected:
+            problems.append(f"{_names(self.unexpected)} not the model's")
+        if self.differing:
+            problems.append(
+                f"{_names(self.differing)} tied in the model but differently stored (tie_word_embeddings=False in its "
+                "config unties embeddings)"
+            )
+        return problems
+
+    def shape_problems(self) -> list[str]:
+        """What is wrong with shapes and dtypes, in words."""
+        return [f"{_names(self.misshapen)} of another shape or kind"] if self.misshapen else []
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return f"{len(names):,} tensor{'s' if len(names) > 1 else ''} ({shown}) {'are' if len(names) > 1 else 'is'}"
+
+
+def _match(files: WeightFiles, model: nn.Module, wanted: list[WantedTensor]) -> _Fit:
+    """Go through what is stored and what is wanted; reads values only where one tied tensor is stored twice."""
+    stored_as, unclaimed = _by_model_name(files.tensors, model, {name for one in wanted for name in one.names})
+    ignored = _ignored_names(model)
+    fit = _Fit(unexpected=[name for name in unclaimed if not ignored.search(name)])
+    optional = _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    for one in wanted:
+        stored = list(dict.fromkeys(stored_as[name] for name in one.names if name in stored_as))
+        if not stored:
+            if one.required and not (one.buffer and optional.search(one.names[0])):
+                fit.missing.append(one.names[0])
+            continue
+        fit.found |= dict.fromkeys(one.names, stored[0])
+        wrong = [text for name in stored if (text := _misshape(files, name, one)) is not None]
+        if wrong:
+            fit.misshapen += wrong[:1]
+        elif not all(files.equal(stored[0], other) for other in stored[1:]):
+            fit.differing.append(" = ".join(stored))
+    return fit
+
+
+def _by_model_name(stored: Iterable[str], model: nn.Module, names: set[str]) -> tuple[dict[str, str], list[str]]:
+    """The stored name of each of the model's names, with its base model's prefix or without; and what is left."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    stored = list(stored)
+    found = {name: name for name in stored if name in names}
+    unclaimed = []
+    for name in stored:
+        if name in found:
+            continue
+        renamed = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+        if renamed in names and renamed not in found:
+            found[renamed] = name
+        else:
+            unclaimed.append(name)
+    return found, unclaimed
+
+
+def _misshape(files: WeightFiles, name: str, one: WantedTensor) -> str | None:
+    """Why a stored tensor cannot become the model's, if so."""
+    stored = files.tensors[name]
+    if stored.shape != one.shape:
+        return f"{name}: {stored.shape} in the file, {one.shape} in the model"
+    if stored.dtype != one.dtype and not {stored.dtype, one.dtype} <= _FLOATS:
+        return f"{name}: {stored.dtype} in the file, {one.dtype} in the model"
+    return None
+
+
+def _ignored_names(model: nn.Module) -> re.Pattern[str]:
+    """What may be stored though it is not wanted: what the class names, and buffers that are computed, where ever."""
+    computed = set()
+    for path, module in model.named_modules():
+        owner = path.rpartition(".")[2]
+        for key in module._non_persistent_buffers_set:
+            # Old checkpoints have them in every layer, where the model has one for all.
+            computed.add(rf"(^|\.){re.escape(f'{owner}.{key}' if owner else key)}$")
+    return _any_of([*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *sorted(computed)])
+
+
+def _any_of(patterns: Any) -> re.Pattern[str]:
+    """One pattern that finds what any of them finds; nothing where there are none."""
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns or ()) or r"(?!)")

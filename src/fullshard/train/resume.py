@@ -1,0 +1,251 @@
+"""Where a run starts: anew, or at a checkpoint; and whether its settings are those the checkpoint was made with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint import find_checkpoints, read_completion, read_index, remove_checkpoint, write_text
+from fullshard.config import RunConfig
+from fullshard.errors import CheckpointError, ConfigError, DataError
+
+CHECKPOINTS_NAME = "checkpoints"
+FINISHED_NAME = "finished.json"
+"""In the directory of the checkpoints, of a run that came to its end."""
+
+GLOBAL_BATCH = "global batch (ranks x training.per_device_train_batch_size x training.gradient_accumulation_steps)"
+
+_FREE_SETTINGS = (
+    "output_dir",
+    "nproc",
+    "resume",
+    "sharding.",
+    "evaluation.num_samples_shown",
+    "training.per_device_",
+    "training.gradient_",
+    "training.eval_",
+    "training.logging_",
+    "training.save_",
+)
+"""How the settings begin that may change between a checkpoint and the run that goes on: with these the same rows make
+the same steps, and the same evaluation the same metric."""
+
+_MODEL_SETTINGS = ("model.", "global batch")
+"""How the settings begin without which a checkpoint cannot be gone on from at all."""
+
+_MODEL_FILES = ("*.safetensors", "*.bin", "*.model", "*.txt", "*config.json", "*token*.json", "*vocab*.json")
+_SAMPLE_BYTES = 1 << 20
+_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run starts.
+
+    Attributes:
+        settings: What decides the training, by dotted key; goes into its checkpoints.
+        path: The checkpoint to go on from; None: the run starts anew.
+        values: What the run put into that checkpoint.
+        doomed: Checkpoints to delete before the first step.
+        notes: What the user should know about this.
+    """
+
+    settings: Mapping[str, Any]
+    path: Path | None = None
+    values: Mapping[str, Any] | None = None
+    doomed: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def choose_origin(config: RunConfig, world_size: int) -> Origin:
+    """Find out where a run starts, and change nothing; on rank 0, under the lock on the checkpoints.
+
+    Args:
+        config: The run's settings.
+        world_size: Number of ranks.
+
+    Returns:
+        The origin.
+
+    Raises:
+        ConfigError: The settings are not those of the checkpoint.
+        CheckpointError: The checkpoint that was asked for, or every one there is, is not whole or not of a run.
+        DataError: A file that the settings name cannot be read.
+    """
+    settings = deciding_settings(config, world_size)
+    directory = Path(config.output_dir, CHECKPOINTS_NAME)
+    found = find_checkpoints(directory)
+    if config.resume == "never":
+        names = ", ".join(path.name for path in found)
+        notes = (f"resume=never: {names} in {directory} deleted",) if found else ()
+        return Origin(settings, doomed=tuple(found), notes=notes)
+    if isinstance(config.resume, Path):
+        return _at(config.resume, settings, directory, found)
+    if (directory / FINISHED_NAME).exists():
+        return Origin(
+            settings, doomed=tuple(found), notes=(f"{config.output_dir} holds a finished run: starting anew",)
+        )
+    if found:
+        return _where_it_was_cut_short(found[-1], settings)
+    _require_none_torn(directory)
+    return Origin(settings)
+
+
+def prepare(origin: Origin, config: RunConfig) -> None:
+    """Delete what the run must not find later: checkpoints of a run that it does not go on; on rank 0, under the lock.
+
+    Raises:
+        CheckpointError: The file system refused.
+    """
+    finished = Path(config.output_dir, CHECKPOINTS_NAME, FINISHED_NAME)
+    try:
+        # Killed in between, the next run must neither go on from a finished one nor take one that goes on for finished.
+        if origin.path is not None:
+            finished.unlink(missing_ok=True)
+        for path in origin.doomed:
+            remove_checkpoint(path)
+        finished.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"An earlier run's checkpoints could not be deleted: {error}.") from error
+
+
+def mark_finished(config: RunConfig, steps: int) -> None:
+    """Note that the run came to its end, so that the same command starts anew; on rank 0.
+
+    Raises:
+        CheckpointError: The file system refused.
+    """
+    write_text(Path(config.output_dir, CHECKPOINTS_NAME, FINISHED_NAME), json.dumps({"steps": steps}) + "\n")
+
+
+def global_batch(config: RunConfig, world_size: int) -> int:
+    """Rows of one optimizer step."""
+    settings = config.training
+    return world_size * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+
+
+def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """What decides the weights of each step and the metric of each evaluation, by dotted key; on one rank.
+
+    Files are what they hold, wherever they are.
+
+    Args:
+        config: The run's settings.
+        world_size: Number of ranks.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    flat = dict(_flatten(config.as_plain()))
+    settings = {key: value for key, value in flat.items() if not key.startswith(_FREE_SETTINGS)}
+    for key in ("data.train_file", "data.validation_file", "model.path"):
+        if settings[key] is not None:
+            settings[key] = _content(Path(settings[key]))
+    return {**settings, GLOBAL_BATCH: global_batch(config, world_size)}
+
+
+def _where_it_was_cut_short(path: Path, settings: Mapping[str, Any]) -> Origin:
+    """Go on from the newest checkpoint of this directory, with the same settings only."""
+    step, values = _read_values(path)
+    different = _differences(settings, values["settings"])
+    if different:
+        raise ConfigError(
+            f"The run in {path.parent.parent} was cut short and would go on from {path.name}, but these settings "
+            "are not those it was made with:\n"
+            + "\n".join(f"  {line}" for line in different.values())
+            + "\nTo go on, give the earlier settings back. To start anew, set resume=never, which deletes the "
+            f"checkpoints there, or another output_dir. To go on all the same, set resume={path}; the model and the "
+            "global batch must be the same even then."
+        )
+    torn = [other.name for other in sorted(path.parent.glob("step-*")) if other.name > path.name]
+    skipped = (f"{', '.join(torn)} skipped: not whole",) if torn else ()
+    return Origin(settings, path, values, notes=(f"going on after step {step:,} from {path}", *skipped))
+
+
+def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Path]) -> Origin:
+    """Go on from a checkpoint that the user names; of this directory's those after it are deleted."""
+    step, values = _read_values(path)
+    different = _differences(settings, values["settings"])
+    fatal = [line for key, line in different.items() if key.startswith(_MODEL_SETTINGS)]
+    if fatal:
+        raise ConfigError(
+            f"{path} is of another model or another global batch, and cannot be gone on from:\n"
+            + "\n".join(f"  {line}" for line in fatal)
+        )
+    notes = (f"going on after step {step:,} from {path}", *(f"changed: {line}" for line in different.values()))
+    mine = [other for other in found if other.resolve() == path.resolve()]
+    earlier = found[: found.index(mine[0]) + 1] if mine else []
+    return Origin(settings, path, values, tuple(other for other in found if other not in earlier), notes)
+
+
+def _read_values(path: Path) -> tuple[int, Mapping[str, Any]]:
+    """Step and values of a run's checkpoint."""
+    index = read_index(path)
+    if "settings" not in index.values:
+        raise CheckpointError(f"{path} was not saved by fullshard train: it does not say where the run was.")
+    return index.step, index.values
+
+
+def _require_none_torn(directory: Path) -> None:
+    """Starting anew because nothing is there is one thing, because all is damaged another."""
+    for path in sorted(directory.glob("step-*"), reverse=True):
+        try:
+            read_completion(path)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"No checkpoint in {directory} is whole. {error} resume=never starts anew."
+            ) from error
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
+    """For each setting that differs, by key, both values."""
+    return {
+        key: f"{key}: {_shown(now.get(key))}; in the checkpoint {_shown(then.get(key))}"
+        for key in [*now, *(key for key in then if key not in now)]
+        if now.get(key) != then.get(key)
+    }
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested settings by dotted key."""
+    flat: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        flat += _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return flat
+
+
+def _content(path: Path) -> str:
+    """A file's, or a model directory's, content in short."""
+    try:
+        if path.is_dir():
+            files = sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern)})
+            parts = [f"{file.name} {file.stat().st_size} {_sampled_hash(file)}" for file in files]
+            digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+            return f"{len(files)} files, {sum(file.stat().st_size for file in files):,} bytes, hash {digest[:16]}"
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return f"{path.stat().st_size:,} bytes, hash {digest[:16]}"
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
+
+
+def _sampled_hash(path: Path) -> str:
+    """Hash of a file, of a large one of 64 places in it: weights differ everywhere, and reading them all takes long."""
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= _SAMPLES * _SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for sample in range(_SAMPLES):
+                file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

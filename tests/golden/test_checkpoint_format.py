@@ -1,0 +1,123 @@
+"""A checkpoint that an earlier fullshard wrote is read for ever, on any number of ranks.
+
+``checkpoint_v1`` is of format version 1, written by two ranks. Its tensors hold what :func:`value` says, so nothing
+else is recorded. It is never written again; a new version of the format gets a directory of its own from a new
+:func:`write_golden`.
+"""
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import Checkpoints, fully_shard, load_checkpoint
+from fullshard.checkpoint import read_index
+from fullshard.checkpoint.verify import verify
+from fullshard.comm import run_ranks
+from support.states import rank_runs, whole
+
+GOLDEN = Path(__file__).parent / "checkpoint_v1"
+CHECKPOINT = GOLDEN / "step-00000007"
+NAMES = ("embed.weight", "scale", "out.weight", "out.bias", "low")
+STATE = ("exp_avg", "exp_avg_sq")
+
+
+class Small(nn.Module):
+    """A tied weight that both ranks hold rows of, a scalar, bf16, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 6)
+        self.scale = nn.Parameter(torch.tensor(0.0))
+        self.out = nn.Linear(6, 5)
+        self.low = nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
+        self.head = nn.Linear(6, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
+
+
+def value(name, numel, dtype):
+    """Elements of a stored tensor: small whole numbers, other ones for each name, exact in every dtype."""
+    kind = sum(name.encode()) % 50
+    return ((torch.arange(numel) * 3 + kind) % 101).to(dtype)
+
+
+def make(comm):
+    """The sharded model, whose shards hold nothing of what is read, and its optimizer after a step."""
+    model = Small()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    model = fully_shard(model, comm, wrap=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75), weight_decay=0.125)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def write_golden(directory):
+    """What wrote ``checkpoint_v1``; run by hand."""
+
+    def work(comm):
+        torch.manual_seed(0)
+        model, optimizer = make(comm)
+        for parameter in model.parameters():
+            meta, (low, high) = parameter.shard_meta, parameter.shard_meta.element_range
+            targets = {f"model/{meta.name}": parameter.data}
+            targets |= {f"optimizer/{meta.name}/{key}": optimizer.state[parameter][key] for key in STATE}
+            for name, target in targets.items():
+                full = value(name, prod(meta.global_shape), target.dtype)
+                target.view(-1).copy_(full[low:high])
+            optimizer.state[parameter]["step"].fill_(7)
+        model.seen.copy_(value("model/seen", 4, torch.int64))
+        with Checkpoints(directory, ranks=comm) as checkpoints:
+            checkpoints.save(
+                model,
+                optimizer,
+                step=7,
+                metric=0.5,
+                values={"epoch": 2, "loss": 0.1, "order": [3, 1, 2], "name": "ä"},
+                assets=lambda path: (path / "config.json").write_text('{"model_type": "small"}\n'),
+            )
+
+    run_ranks(2, work)
+    (directory / "lock").unlink()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_version_1_is_read_as_it_was_written(size):
+    def work(comm):
+        model, optimizer = make(comm)
+        restored = load_checkpoint(model, optimizer, CHECKPOINT)
+        assert (restored.step, restored.world_size, restored.metric) == (7, 2, 0.5)
+        assert restored.values == {"epoch": 2, "loss": 0.1, "order": [3, 1, 2], "name": "ä"}
+        assert restored.rng_restored == (size == 2)
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (0.25, (0.5, 0.75), 0.125)
+        return rank_runs(model, optimizer)
+
+    found = whole(run_ranks(size, work))
+    shapes = {"model/" + name: tensor for name, tensor in Small().state_dict().items() if name != "head.weight"}
+    assert {name for name in found if name.startswith("model/")} == set(shapes)
+    for name, tensor in shapes.items():
+        assert torch.equal(found[name], value(name, tensor.numel(), tensor.dtype)), name
+    for name in NAMES:
+        assert found[f"optimizer/{name}/step"].item() == 7
+        for key in STATE:
+            stored = f"optimizer/{name}/{key}"
+            like = shapes[f"model/{name}"]
+            assert torch.equal(found[stored], value(stored, like.numel(), like.dtype)), stored
+
+
+def test_version_1_is_whole_and_what_it_says_of_itself():
+    assert verify(GOLDEN).problems == 0
+    index = read_index(CHECKPOINT)
+    assert index.versions["fullshard"] == "0.1.0"
+    assert len(index.tensors["model/embed.weight"].pieces) == 2
+    assert '"version":1,' in (CHECKPOINT / "index.json").read_text()
+    assert sorted(path.name for path in CHECKPOINT.glob("shard-*")) == [
+        "shard-00000-of-00002.safetensors",
+        "shard-00001-of-00002.safetensors",
+    ]

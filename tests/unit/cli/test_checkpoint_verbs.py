@@ -1,0 +1,294 @@
+"""What export, verify and inspect say of checkpoints and models, and how they end."""
+
+import io
+import json
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fullshard import Checkpoints, fully_shard
+from fullshard.cli import main as cli
+from fullshard.cli import progress
+from fullshard.comm import run_ranks
+from fullshard.saving.full import write_assets
+from support.models import t5
+from support.parity import replicas
+from support.tiny_run import write_run_file
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A run's directory: two checkpoints of two ranks, the later one the worse, and the best model."""
+    run = tmp_path_factory.mktemp("runs") / "mine"
+    reference, models = replicas(t5, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with Checkpoints(run / "checkpoints", ranks=comm) as checkpoints:
+            for step in (10, 20):
+                checkpoints.save(
+                    model,
+                    optimizer,
+                    step=step,
+                    metric=1 / step,
+                    values={"epoch": step},
+                    assets=lambda directory: write_assets(model, directory),
+                )
+
+    run_ranks(2, work)
+    reference.save_pretrained(run / "best")
+    return run
+
+
+@pytest.fixture
+def run(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "mine")
+
+
+def call(capsys, *arguments):
+    """Exit code, standard output and standard error."""
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def flip(file):
+    """Damage the first tensor in a file, which is the model's."""
+    content = bytearray(file.read_bytes())
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1
+    file.write_bytes(content)
+
+
+def test_export_writes_what_was_asked_for_and_says_so(run, tmp_path, capsys):
+    target = tmp_path / "exported"
+    arguments = ("export", run, "-o", target, "--checkpoint", "best", "--dtype", "bf16", "--max-shard-size", "30KB")
+    code, out, err = call(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{target}: ")
+    assert "of step 10 " in out
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 1
+    assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.bfloat16}
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"ConfigError: {target} is not empty")
+
+
+def test_export_as_json(run, tmp_path, capsys):
+    code, out, err = call(capsys, "export", run / "checkpoints", "-o", tmp_path / "exported", "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert (result["step"], result["directory"]) == (20, str(tmp_path / "exported"))
+    assert result["files"] == sorted(os.listdir(tmp_path / "exported"))
+
+
+def test_export_of_weights_alone_says_what_is_missing(run, tmp_path, capsys):
+    shutil.rmtree(run / "checkpoints" / "step-00000020")
+    checkpoint = run / "checkpoints" / "step-00000010"
+    values = json.loads((checkpoint / "complete.json").read_text())
+    values["files"] = {name: size for name, size in values["files"].items() if not name.startswith("model/")}
+    (checkpoint / "complete.json").write_text(json.dumps(values))
+    shutil.rmtree(checkpoint / "model")
+    code, _, err = call(capsys, "export", run, "-o", tmp_path / "exported")
+    assert code == 0
+    assert "no config.json" in err
+
+
+def test_export_of_damage_ends_with_9(run, tmp_path, capsys):
+    flip(run / "checkpoints" / "step-00000020" / "shard-00001-of-00002.safetensors")
+    code, out, err = call(capsys, "export", run, "-o", tmp_path / "exported", "--json")
+    assert code == 9
+    assert err.startswith("CheckpointError: ")
+    assert json.loads(out)["error"]["exit_code"] == 9
+    assert not (tmp_path / "exported").exists()
+
+
+def test_verify_of_what_is_whole(run, capsys):
+    (run / "checkpoints" / "step-00000030.tmp").mkdir()
+    code, out, err = call(capsys, "verify", run)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.split(": ")[1].split(";")[0] for line in lines[:2]] == ["whole", "whole"]
+    assert "checksums agree" in lines[0]
+    assert lines[2].startswith(f"{run / 'best'}: whole as far as its structure tells, it has no checksums; ")
+    assert lines[3].startswith(f"note: {run / 'checkpoints' / 'step-00000030.tmp'} is being written")
+
+
+def test_verify_of_what_is_not(run, capsys):
+    flip(run / "checkpoints" / "step-00000010" / "shard-00000-of-00002.safetensors")
+    (run / "checkpoints" / "step-00000020" / "complete.json").unlink()
+    code, out, err = call(capsys, "verify", run)
+    assert code == 9
+    assert err == f"CheckpointError: 2 of 3 in {run} are not whole: 2 problems.\n"
+    assert out.count(": NOT WHOLE\n") == 2
+    assert "  shard-00000-of-00002.safetensors: bytes " in out
+    assert "  complete.json: is missing" in out
+    code, out, _ = call(capsys, "verify", run, "--json")
+    result = json.loads(out)
+    assert code == 9
+    assert not result["whole"]
+    assert [one["whole"] for one in result["checked"]] == [False, False, True]
+    assert [one["checked"] for one in result["checked"]] == ["checksums", "checksums", "structure"]
+    (problem,) = result["checked"][0]["problems"]
+    assert problem["file"] == "shard-00000-of-00002.safetensors"
+    assert problem["tensor"].startswith("model/")
+    assert 0 < problem["start"] < problem["stop"]
+
+
+def test_verify_of_nothing_ends_with_9(tmp_path, capsys):
+    code, _, err = call(capsys, "verify", tmp_path / "none")
+    assert code == 9
+    assert err.startswith("CheckpointError: There is no ")
+
+
+def test_inspect_of_a_checkpoint(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path = run / "checkpoints" / "step-00000010"
+    monkeypatch.chdir(run)
+    code, out, err = call(capsys, "inspect", path.relative_to(run))
+    assert (code, err) == (0, "")
+    assert max(len(line) for line in out.splitlines()) <= 80
+    monkeypatch.setenv("COLUMNS", "60")  # narrower than a name and what stands beside it
+    _, narrow, _ = call(capsys, "inspect", path)
+    tables = narrow[narrow.index("tensors by group") :].splitlines()
+    assert max(len(line) for line in tables) <= 60
+    folded = [line.split() for line in tables]
+    first = next(number for number, words in enumerate(folded) if words[:1] == ["model/decoder.block.0.layer.2.DenseR"])
+    assert folded[first + 1] == ["eluDense.wi.weight"]
+    words = [line.split() for line in out.splitlines()]
+    assert ["step:", "10"] in words
+    assert ["world", "size:", "2"] in words
+    assert ["metric:", "0.1"] in words
+    numel = sum(parameter.numel() for parameter in t5().parameters())
+    (model,) = [row for row in words if row and row[0] == "model"]
+    assert model[2:] == [f"{numel:,}", "float32", f"{numel * 4 / 1e6:,.2f}"]
+    assert any(row and row[0] == "optimizer" for row in words)
+    assert "model/encoder.block.0.layer.1.DenseReluDense.wi.weight" in out.replace("\n", "")
+    assert "shard-00001-of-00002.safetensors" in out
+
+
+def test_inspect_of_a_checkpoint_as_json(run, capsys):
+    path = run / "checkpoints" / "step-00000010"
+    code, out, _ = call(capsys, "inspect", path, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["kind"], found["step"], found["world_size"], found["metric"]) == ("checkpoint", 10, 2, 0.1)
+    assert found["values"] == {"epoch": 10}
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["tensors"]["model/shared.weight"] == {"dtype": "float32", "shape": [50, 32], "bytes": 6400}
+    assert set(found["groups"]) == {"model", "optimizer", "rank"}
+    assert found["groups"]["model"]["bytes"] == sum(parameter.nbytes for parameter in t5().parameters())
+    files = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
+    assert found["files"] == files
+
+
+def test_inspect_of_a_run_lists_what_is_whole_and_what_is_torn(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    (run / "checkpoints" / "step-00000020" / "complete.json").unlink()
+    (run / "checkpoints" / "step-00000030.tmp").mkdir()
+    code, out, err = call(capsys, "inspect", run)
+    assert (code, err) == (0, "")
+    rows = {words[0]: words[1:] for line in out.splitlines() if (words := line.split())}
+    assert rows["checkpoints/step-00000010"][:2] == ["10", "0.1"]
+    assert rows["checkpoints/step-00000010"][-1] == "whole"
+    assert rows["checkpoints/step-00000020"][-1] == "TORN"
+    assert rows["best"][-1] == "whole"
+    assert "complete.json is missing" in out
+    assert "step-00000030.tmp is being written" in out
+    code, out, _ = call(capsys, "inspect", run, "--json")
+    found = json.loads(out)
+    assert [(entry["step"], entry["whole"]) for entry in found["entries"]] == [(10, True), (20, False), (None, True)]
+    assert found["unfinished"] == [str(run / "checkpoints" / "step-00000030.tmp")]
+    code, out, _ = call(capsys, "inspect", run / "checkpoints", "--json")
+    assert len(json.loads(out)["entries"]) == 2
+
+
+def test_inspect_of_weights(run, capsys):
+    numel = sum(parameter.numel() for parameter in t5().parameters())
+    for path, kind in ((run / "best", "model"), (run / "best" / "model.safetensors", "weights")):
+        code, out, _ = call(capsys, "inspect", path, "--json")
+        found = json.loads(out)
+        assert (code, found["kind"]) == (0, kind)
+        assert found["groups"]["model"]["elements"] == numel
+        assert "model.safetensors" in found["files"]
+        assert call(capsys, "inspect", path)[0] == 0
+    assert json.loads(call(capsys, "inspect", run / "best", "--json")[1])["model_type"] == "t5"
+
+
+def test_inspect_of_a_torn_checkpoint_ends_with_9(run, capsys):
+    (run / "checkpoints" / "step-00000020" / "index.json").unlink()
+    code, _, err = call(capsys, "inspect", run / "checkpoints" / "step-00000020")
+    assert code == 9
+    assert "index.json has no bytes" in err
+
+
+@pytest.mark.parametrize("extra", [("--world-size", "2"), ("seed=3",)])
+def test_what_is_for_run_files_is_refused_elsewhere(extra, run, capsys):
+    code, _, err = call(capsys, "inspect", run, *extra)
+    assert code == 2
+    assert err.startswith(f"ConfigError: {run} is no run file; {extra[0]} is for")
+
+
+def test_inspect_of_a_run_file_is_as_before(tmp_path, capsys):
+    code, out, _ = call(capsys, "inspect", write_run_file(tmp_path), "seed=4", "--world-size", "4")
+    assert code == 0
+    assert "units over 4 ranks" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "x"],
+        ["export", "x", "-o", "y", "seed=3"],
+        ["export", "x", "-o", "y", "--merge", "--adapter"],
+        ["export", "x", "-o", "y", "--dtype", "int8"],
+        ["verify", "x", "seed=3"],
+        ["verify"],
+        ["inspect"],
+    ],
+)
+def test_wrong_command_lines_end_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: fullshard" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("total", "seconds", "terminal", "shown"),
+    [(1 << 30, 0.0, True, True), (1 << 20, 3.0, True, True), (1 << 20, 0.1, True, False), (1 << 30, 9.0, False, False)],
+)
+def test_a_bar_is_shown_on_a_terminal_for_what_takes_a_while(total, seconds, terminal, shown, monkeypatch):
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as many a build service does, whose logs are no terminals
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.ByteProgress("exporting") as tell:
+        now[0] += seconds
+        for done in (0, total // 8, total // 4):
+            tell(done, total)
+        tell(total // 2, total)
+    assert ("exporting" in stream.getvalue()) == shown
+    if shown and total == 1 << 30:
+        assert "0.5/1.1 GB" in stream.getvalue()
+        assert "/s" in stream.getvalue()
+
+
+def test_nothing_but_json_on_standard_output_and_no_bar_in_a_pipe(run, capsys):
+    _, out, err = call(capsys, "verify", run, "--json")
+    assert out.count("\n") == 1
+    assert err == ""

@@ -1,0 +1,53 @@
+"""What SIGTERM and Ctrl-C do to a rank that trains."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from fullshard.launch import signals
+from fullshard.launch.signals import StopSignals
+
+AGAIN = """
+import ctypes, os, signal, threading
+from fullshard.launch import signals
+
+def again():
+    while not stop.requested:
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+signals.SAME_WISH_SECONDS = 0.0
+with signals.StopSignals() as stop:
+    threading.Thread(target=again, daemon=True).start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time it waits for itself, in C, for ever
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def until_requested(stop):
+    while not stop.requested:
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_is_a_wish_and_its_echo_changes_nothing(number, monkeypatch):
+    monkeypatch.setattr(signals, "SAME_WISH_SECONDS", 1e9)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignals() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        until_requested(stop)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_one_more_ends_the_process_whatever_it_waits_for():
+    done = subprocess.run([sys.executable, "-c", AGAIN], check=False, timeout=100)
+    assert done.returncode == 130

@@ -1,0 +1,121 @@
+"""A run with model.path reads its weights shard by shard; where that cannot be, it says so and gives the same model."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fullshard import unsharded
+from fullshard.comm import run_ranks
+from fullshard.config import RunConfig
+from fullshard.errors import CheckpointError, ModelError
+from fullshard.models import load_model, load_tokenizer
+from fullshard.train import assemble as assembling
+from fullshard.train.assemble import assemble, make_model, make_tokenizer, read_train_rows
+from fullshard.train.inspection import inspect_units
+from support.tiny_run import settings
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run on the directory of a model, and that directory."""
+    values = settings(tmp_path)
+    made = RunConfig.model_validate(values)
+    tokenizer = make_tokenizer(made, read_train_rows(made))
+    make_model(made, tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return RunConfig.model_validate(values | {"model": {"path": str(tmp_path / "model")}}), tmp_path / "model"
+
+
+def rewrite(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def weights_by_rank(config, size=2):
+    def work(comm):
+        parts = assemble(config, comm)
+        with unsharded(parts.model):
+            return {n: p.detach().clone() for n, p in parts.model.named_parameters()}, parts.notes, parts.parameters
+
+    return run_ranks(size, work)
+
+
+def assert_loaded(results, directory):
+    expected = load_model(directory, load_tokenizer(directory))
+    for found, _, parameters in results:
+        assert parameters == sum(p.numel() for p in expected.parameters())
+        assert found.keys() == dict(expected.named_parameters()).keys()
+        assert all(torch.equal(found[name], p) for name, p in expected.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_read_by_shard_and_equal_from_pretrained(saved, dtype, monkeypatch, one_at_a_time):
+    config, directory = saved
+
+    def cast(tensors):
+        tensors.update({name: value.to(dtype) for name, value in tensors.items()})
+
+    rewrite(directory, cast)
+    expected = load_model
+    monkeypatch.setattr(assembling, "load_model", None)
+    results = weights_by_rank(config)
+    assert [notes for _, notes, _ in results] == [(), ()]
+    monkeypatch.setattr(assembling, "load_model", expected)
+    assert_loaded(results, directory)
+
+
+def old_names(tensors):
+    tensors["pooler.LayerNorm.gamma"] = torch.zeros(1)
+
+
+def left_over(tensors):
+    tensors["left.over"] = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (old_names, r"transformers converts 1 of its tensors \(pooler\.LayerNorm\.gamma, …\)"),
+        (left_over, r"1 tensor \(left\.over\) is not the model's"),
+    ],
+)
+def test_names_that_only_transformers_understands_are_loaded_whole_and_the_run_says_so(saved, change, reason):
+    config, directory = saved
+    rewrite(directory, change)
+    results = weights_by_rank(config, size=1)
+    assert_loaded(results, directory)
+    (note,) = results[0][1]
+    assert re.search(rf"model was loaded whole on every rank, not shard by shard: {reason}", note)
+
+
+def test_faults_are_errors_on_every_rank(saved, one_at_a_time):
+    config, directory = saved
+
+    def raised(error):
+        def work(comm):
+            with pytest.raises(error) as caught:
+                assemble(config, comm)
+            return str(caught.value)
+
+        texts = set(run_ranks(2, work))
+        assert len(texts) == 1
+        return texts.pop()
+
+    rewrite(directory, lambda tensors: tensors.update({"shared.weight": torch.zeros(3, 3)}))
+    assert "shared.weight: (3, 3) in the file, (60, 16) in the model" in raised(CheckpointError)
+    rewrite(directory, lambda tensors: tensors.pop("shared.weight"))
+    assert "are missing: decoder.embed_tokens.weight" in raised(ModelError)
+    (directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    assert "announces a header of 16 bytes, but has 10 in all" in raised(CheckpointError)
+    (directory / "model.safetensors").unlink()
+    assert "holds no weights" in raised(CheckpointError)
+
+
+def test_inspection_needs_no_weights(saved):
+    config, directory = saved
+    expected = inspect_units(config, 2)
+    (directory / "model.safetensors").unlink()
+    assert inspect_units(config, 2) == expected
