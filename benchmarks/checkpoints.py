@@ -11,6 +11,7 @@ import argparse
 import datetime
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -85,7 +86,7 @@ def meta_model(folder: Path) -> T5ForConditionalGeneration:
         return T5ForConditionalGeneration(T5Config.from_pretrained(folder / "model"))
 
 
-def write_model(folder: Path, *, small: bool) -> None:
+def write_model(folder: Path, small: bool) -> None:
     """A model directory to load from."""
     fixed: dict[str, Any] = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "tie_word_embeddings": True}
     with torch.device("meta"):
@@ -215,8 +216,10 @@ def sharded(comm: Comm, name: str, folder: Path) -> dict[str, float]:
         figures |= {f"stall_{number - 1}_s": stall, f"during_{number - 1}_step_s": during}
         figures |= {f"background_{number - 1}_extra_peak_bytes": watch.peak_bytes}
     saver.close()
-    files = [path for path in folder.rglob("*") if path.is_file() and "000003" in str(path)]
-    return figures | {"written_bytes": sum(path.stat().st_size for path in files)}
+    for number, key in ((1, "written_bytes"), (3, "background_written_bytes")):
+        files = [path for path in saver.path(number).rglob("*") if path.is_file()]
+        figures[key] = sum(path.stat().st_size for path in files)
+    return figures
 
 
 def reload(comm: Comm, name: str, folder: Path) -> dict[str, float]:
@@ -236,6 +239,9 @@ class _Ours:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         self.state = model, optimizer
         self.checkpoints = fullshard.Checkpoints(folder / "ours", keep_last=None)
+
+    def path(self, number: int) -> Path:
+        return self.checkpoints.directory / f"step-{number:08d}"
 
     def save(self, number: int) -> None:
         self.checkpoints.save(*self.state, step=number)
@@ -261,6 +267,9 @@ class _Torchs:
         self.future: Any = None
         self.group = dist.new_group(backend="gloo")
 
+    def path(self, number: int) -> Path:
+        return self.folder / f"theirs-{number:06d}"
+
     def state(self) -> dict[str, Any]:
         return {
             "model": get_model_state_dict(self.model),
@@ -268,17 +277,16 @@ class _Torchs:
         }
 
     def save(self, number: int) -> None:
-        dcp.save(self.state(), checkpoint_id=self.folder / f"theirs-{number:06d}")
+        dcp.save(self.state(), checkpoint_id=self.path(number))
 
     def start(self, number: int) -> None:
-        path = self.folder / f"theirs-{number:06d}"
-        self.future = dcp.async_save(self.state(), checkpoint_id=path, process_group=self.group)
+        self.future = dcp.async_save(self.state(), checkpoint_id=self.path(number), process_group=self.group)
 
     def wait(self) -> None:
         self.future.result()
 
     def load(self, number: int) -> None:
-        dcp.load(self.state(), checkpoint_id=self.folder / f"theirs-{number:06d}")
+        dcp.load(self.state(), checkpoint_id=self.path(number))
 
     def close(self) -> None:
         pass
@@ -303,8 +311,10 @@ def main() -> int:
     for number in range(args.rounds):
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
             folder = Path(scratch)
-            write_model(folder, small=args.small)
-            gc.collect()
+            # In a process of its own: what it frees would count as resident before each task.
+            writer = multiprocessing.get_context("fork").Process(target=write_model, args=(folder, args.small))
+            writer.start()
+            writer.join()
             for task, (work, names) in TASKS.items():
                 for name in names[number % len(names) :] + names[: number % len(names)]:
                     print(f"round {number + 1}, {task}, {name}", file=sys.stderr, flush=True)

@@ -106,7 +106,9 @@ def test_the_saved_model_gives_the_reported_loss(own_ranks):
 
 def test_the_same_run_twice_is_the_same_to_the_bit_whoever_launches_it(own_ranks, joined_ranks):
     runs = [directory for directory, _ in (own_ranks, joined_ranks)]
-    records = [read_jsonl(directory / "metrics.jsonl") for directory in runs]
+    # When a checkpoint is on the disk is a matter of time.
+    metrics = [read_jsonl(directory / "metrics.jsonl") for directory in runs]
+    records = [[record for record in some if record["kind"] != "checkpoint"] for some in metrics]
     for name in ("kind", "step", "loss", "grad_norm", "learning_rate", "tokens", "value", "is_best"):
         assert [record.get(name) for record in records[0]] == [record.get(name) for record in records[1]]
     ours, theirs = (load_file(directory / "model.safetensors") for directory in runs)

@@ -136,8 +136,8 @@ class CpuDevice:
         return tensor
 
     def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-        """See :meth:`Device.empty_host`."""
-        return torch.empty(numel, dtype=dtype)
+        """See :meth:`Device.empty_host`; on huge pages as in :meth:`take`."""
+        return self.empty(numel, dtype)
 
     def copy_to_host(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
         """See :meth:`Device.copy_to_host`: they are copied here and now."""

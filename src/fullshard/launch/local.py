@@ -113,7 +113,7 @@ def launch(command: Sequence[str], *, nproc: int) -> Failure | None:
                     rank.process.terminate()
                 threading.Thread(target=_watch, args=(rank, ended), daemon=True).start()
             for _ in ranks:
-                first = ended.get()
+                first = _next(ended)
                 code = first.process.returncode
                 if interrupts.asked and code in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE):
                     raise KeyboardInterrupt  # it does not train yet, or no longer
@@ -148,6 +148,13 @@ def _watch(rank: _Rank, ended: queue.SimpleQueue[_Rank]) -> None:
     """Report the end of a rank; a thread of its own for each."""
     rank.process.wait()
     ended.put(rank)
+
+
+def _next(ended: queue.SimpleQueue[_Rank]) -> _Rank:
+    """The next rank that ends. Looks up every second: a signal that comes just before a wait is heard after it only."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return ended.get(timeout=1.0)
 
 
 def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:

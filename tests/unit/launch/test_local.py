@@ -30,10 +30,10 @@ def meet(mode):
 """
 
 
-def script(tmp_path, text):
+def script(tmp_path, text, more=""):
     path = tmp_path / "rank.py"
     os.mkfifo(tmp_path / "fifo")
-    path.write_text(PRELUDE.format(fifo=str(tmp_path / "fifo")) + textwrap.dedent(text))
+    path.write_text((PRELUDE + more).format(fifo=str(tmp_path / "fifo")) + textwrap.dedent(text))
     return [sys.executable, str(path)]
 
 
@@ -159,16 +159,19 @@ def test_ctrl_c_and_sigterm_end_ranks_that_do_not_train_yet(tmp_path, number):
     assert not any(alive(pid) for pid in pids)
 
 
-SAVING = """
-def save(*_):
-    # What a rank that trains does on SIGTERM, and once only.
-    print("asked", flush=True)
-    if rank == 0:
-        stopped = {"stopped": True, "step": 3, "checkpoint": "c"}
-        fail("stopped after step 3", 1.0, 75, stopped)
-    sys.exit(75)
+ASKED = """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
-signal.signal(signal.SIGTERM, save)
+def asked():
+    # Waits for SIGTERM; unlike pause() it sees one that came before.
+    signal.sigwait([signal.SIGTERM])
+    print("asked", flush=True)
+
+def save():
+    asked()
+    if rank == 0:
+        fail("stopped after step 3", 1.0, 75, {{"stopped": True, "step": 3, "checkpoint": "c"}})
+    sys.exit(75)
 """
 
 
@@ -176,15 +179,15 @@ signal.signal(signal.SIGTERM, save)
 def test_the_first_signal_lets_all_ranks_save_and_leave(tmp_path, number, capfd):
     command = script(
         tmp_path,
-        SAVING
-        + f"""
-if rank == 1:
-    ready = meet("w")
-    os.kill(os.getppid(), {int(number)})
-else:
-    meet("r")
-signal.pause()
-""",
+        f"""
+        if rank == 1:
+            ready = meet("w")
+            os.kill(os.getppid(), {int(number)})
+        else:
+            meet("r")
+        save()
+        """,
+        ASKED,
     )
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     outcome = launch(command, nproc=2)
@@ -199,16 +202,16 @@ signal.pause()
 def test_a_rank_that_fails_while_saving_is_the_failure(tmp_path):
     command = script(
         tmp_path,
-        SAVING
-        + """
-if rank == 1:
-    signal.signal(signal.SIGTERM, lambda *_: fail("disk full", 2.0, 9))
-    ready = meet("w")
-    os.kill(os.getppid(), signal.SIGTERM)
-else:
-    meet("r")
-signal.pause()
-""",
+        """
+        if rank == 1:
+            ready = meet("w")
+            os.kill(os.getppid(), signal.SIGTERM)
+            asked()
+            fail("disk full", 2.0, 9)
+        meet("r")
+        save()
+        """,
+        ASKED,
     )
     outcome = launch(command, nproc=2)
     assert (outcome.exit_code, outcome.message) == (9, "disk full")
@@ -219,16 +222,19 @@ def test_the_second_signal_kills_ranks_that_take_their_time(tmp_path):
     command = script(
         tmp_path,
         f"""
-        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT) if rank == 1 else None)
         open(f"{tmp_path}/pid" + str(rank), "w").write(str(os.getpid()))
         if rank == 1:
             ready = meet("w")
             os.kill(os.getppid(), signal.SIGINT)
         else:
             meet("r")
+        asked()
+        if rank == 1:
+            os.kill(os.getppid(), signal.SIGINT)
         while True:
-            signal.pause()
+            asked()
         """,
+        ASKED,
     )
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -247,12 +253,12 @@ def test_a_rank_that_takes_the_first_sigterm_for_a_wish_is_told_again_after_a_fa
         if rank == 1:
             meet("r")
             fail("gone", 1.0, 9)
-        signals = []
-        signal.signal(signal.SIGTERM, lambda *_: signals.append(1) or (len(signals) == 2 and os._exit(130)))
         ready = meet("w")
-        while True:
-            signal.pause()
+        asked()
+        asked()
+        os._exit(130)
         """,
+        ASKED,
     )
     started = time.monotonic()
     assert launch(command, nproc=2).message == "gone"
