@@ -15,6 +15,7 @@ from fullshard.checkpoint.places import WEIGHT_SUFFIXES as WEIGHT_SUFFIXES
 from fullshard.checkpoint.places import Kind as Kind
 from fullshard.checkpoint.places import kind_of as kind_of
 from fullshard.checkpoint.reader import CheckpointReader as CheckpointReader
+from fullshard.checkpoint.reader import dtype_of as dtype_of
 from fullshard.checkpoint.store import DirectoryLock as DirectoryLock
 from fullshard.checkpoint.store import clear_leftovers as clear_leftovers
 from fullshard.checkpoint.store import find_checkpoints as find_checkpoints

@@ -61,22 +61,33 @@ def recover(final: Path) -> None:
     """Bring back what a killed writer left under the name ``.old``, and clear its leftovers; on one rank.
 
     Args:
-        final: The final name that was given to :func:`atomic_directory`. Nothing there and no leftovers is fine.
+        final: The final name, of :func:`atomic_directory` with links followed. Nothing there and no leftovers is fine.
 
     Raises:
         OSError: The file system refused.
     """
-    final = final.resolve()
     old = sibling(final, "old")
-    if old.exists():
+    if os.path.lexists(old):
         if final.exists():
-            shutil.rmtree(old)
+            delete(old)
         else:
             os.rename(old, final)
             fsync(final.parent)
     temporary = sibling(final, "tmp")
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    if os.path.lexists(temporary):
+        delete(temporary)
+
+
+def delete(directory: Path) -> None:
+    """Delete a directory; where it is a link to one, that link only: what it points to was put there by the user.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    if directory.is_symlink():
+        directory.unlink()
+    else:
+        shutil.rmtree(directory)
 
 
 def publish(source: Path, target: Path, *, entrances: Sequence[str], parts: str) -> None:
@@ -162,7 +173,8 @@ def commit(temporary: Path, final: Path) -> None:
     os.rename(temporary, final)
     fsync(final.parent)
     # The new directory is committed: what cannot be deleted now is no failure, the next writer tries again.
-    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        delete(old)
 
 
 def fsync(path: Path) -> None:

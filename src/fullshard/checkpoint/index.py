@@ -183,10 +183,13 @@ def require_covered(tensors: Mapping[str, TensorEntry], where: object) -> None:
         where: For the message.
 
     Raises:
-        CheckpointError: An element is missing or there twice.
+        CheckpointError: An element is missing or there twice, or a file lies elsewhere.
     """
     for name, entry in tensors.items():
         reached = 0
+        outside = [piece.file for piece in entry.pieces if "/" in piece.file]
+        if outside:
+            raise CheckpointError(f"{where}: {name} is said to be in {outside[0]}, which is no file of the checkpoint.")
         for piece in entry.pieces:
             if piece.start != reached or piece.stop <= piece.start:
                 break

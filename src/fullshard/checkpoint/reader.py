@@ -54,7 +54,7 @@ class CheckpointReader:
 
     def _read_overlap(self, entry: TensorEntry, stored: PieceEntry, piece: Piece) -> None:
         """Fill what ``piece`` and ``stored`` have in common, block by block of the latter."""
-        dtype = _dtype(entry)
+        dtype = dtype_of(entry)
         per_block = BLOCK_BYTES // dtype.itemsize
         low, high = max(stored.start, piece.start), min(stored.stop, piece.stop)
         direct = piece.tensor.dtype == dtype and piece.tensor.device.type == "cpu"
@@ -93,7 +93,12 @@ class CheckpointReader:
         return self._files[name]
 
 
-def _dtype(entry: TensorEntry) -> torch.dtype:
+def dtype_of(entry: TensorEntry) -> torch.dtype:
+    """The dtype that a tensor is stored in.
+
+    Raises:
+        CheckpointError: The index names none.
+    """
     found = getattr(torch, entry.dtype, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"The index names a dtype {entry.dtype!r} that this torch has not.")

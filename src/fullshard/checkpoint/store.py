@@ -18,13 +18,12 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import socket
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.atomic import fsync, recover, sibling, write_text
+from fullshard.checkpoint.atomic import delete, fsync, recover, sibling, write_text
 from fullshard.checkpoint.index import INDEX_NAME, Index, parse_index
 from fullshard.errors import CheckpointError
 
@@ -48,16 +47,24 @@ class Completion:
         metric: What ``keep_best`` compares; None when it was not given.
         index_sha256: Hash of the index file.
         files: Size in bytes of each other file, by its path inside the checkpoint.
+        serial: Its number among those saved in its directory: who goes back to an earlier step makes checkpoints that
+            are newer than those of later steps.
     """
 
     step: int
     metric: float | None
     index_sha256: str
     files: dict[str, int]
+    serial: int = 0
 
 
 def write_completion(path: Path, step: int, metric: float | None) -> None:
     """Mark a checkpoint as whole, after everything else in it is on the disk; on one rank.
+
+    Args:
+        path: Its directory while it is written, beside those that were saved before.
+        step: Optimizer steps taken.
+        metric: What ``keep_best`` compares.
 
     Raises:
         CheckpointError, OSError: The file system refused.
@@ -67,8 +74,9 @@ def write_completion(path: Path, step: int, metric: float | None) -> None:
         for found in sorted(path.rglob("*"))
         if found.is_file() and found.name != COMPLETE_NAME
     }
-    values = {"step": step, "metric": metric, "index_sha256": _sha256(path / INDEX_NAME), "files": files}
-    write_text(path / COMPLETE_NAME, json.dumps(values, indent=1) + "\n")
+    serial = 1 + max((read_completion(other).serial for other in find_checkpoints(path.parent)), default=0)
+    done = Completion(step, metric, _sha256(path / INDEX_NAME), files, serial)
+    write_text(path / COMPLETE_NAME, json.dumps(asdict(done), indent=1) + "\n")
 
 
 def read_completion(path: Path) -> Completion:
@@ -127,12 +135,12 @@ def read_index(path: Path) -> Index:
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoints in a directory by ascending step; torn ones are left out. Any rank.
+    """The whole checkpoints in a directory in the order they were saved in; torn ones are left out. Any rank.
 
     Args:
         directory: Where ``step-…`` directories lie; it need not exist.
     """
-    found: dict[int, Path] = {}
+    found: list[tuple[int, int, Path]] = []
     if not directory.is_dir():
         return []
     for path in directory.iterdir():
@@ -142,9 +150,8 @@ def find_checkpoints(directory: Path) -> list[Path]:
         if match is None or (name != path.name and (directory / name).exists()):
             continue
         with contextlib.suppress(CheckpointError):
-            read_completion(path)
-            found[int(match[1])] = path
-    return [found[step] for step in sorted(found)]
+            found.append((read_completion(path).serial, int(match[1]), path))
+    return [path for _, _, path in sorted(found)]
 
 
 def clear_leftovers(directory: Path) -> None:
@@ -163,7 +170,7 @@ def prune(directory: Path, *, keep_last: int | None, keep_best: int, newest: Pat
 
     Args:
         directory: Where they lie.
-        keep_last: How many of the highest steps are kept; None: all.
+        keep_last: How many of those saved last are kept; None: all.
         keep_best: How many of the highest metrics are kept beside them; of equal ones the later.
         newest: The one just committed, which is kept in any case.
 
@@ -188,11 +195,11 @@ def remove_checkpoint(path: Path) -> None:
         OSError: The file system refused.
     """
     doomed = sibling(path, "tmp")
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    if os.path.lexists(doomed):
+        delete(doomed)
     os.rename(path, doomed)
     fsync(path.parent)
-    shutil.rmtree(doomed)
+    delete(doomed)
 
 
 class DirectoryLock:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.atomic import commit, recover, sibling, write_text
+from fullshard.checkpoint.atomic import commit, sibling, write_text
 from fullshard.checkpoint.index import (
     INDEX_NAME,
     Index,
@@ -30,7 +30,7 @@ from fullshard.checkpoint.index import (
 )
 from fullshard.checkpoint.piece import Piece
 from fullshard.checkpoint.shard_file import shard_name, write_shard_file
-from fullshard.checkpoint.store import prune, step_directory, write_completion
+from fullshard.checkpoint.store import clear_leftovers, prune, step_directory, write_completion
 from fullshard.errors import CheckpointError
 
 _log = logging.getLogger("fullshard")
@@ -95,7 +95,7 @@ def begin(plan_directory: Path, step: int) -> None:
     """
     final = step_directory(plan_directory, step)
     try:
-        recover(final)
+        clear_leftovers(plan_directory)  # also of a save that has failed: they may be what fills the disk
         sibling(final, "tmp").mkdir()
     except OSError as error:
         raise _refused(final, error) from error
@@ -193,7 +193,7 @@ class Save:
         commit(plan.temporary, self.final)
         try:
             prune(plan.directory, keep_last=plan.keep.last, keep_best=plan.keep.best, newest=self.final)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _log.warning("%s is committed, but older checkpoints could not be deleted: %s", self.final, error)
 
     def _wait_for_part(self, rank: int) -> dict[str, Any]:

@@ -7,10 +7,11 @@ to a short exchange every second at the latest, says whether it is done, and goe
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from fullshard.errors import UserError
+from fullshard.errors import FullshardError, UserError
 
 T = TypeVar("T")
 
@@ -66,16 +67,25 @@ def together(ranks: ObjectExchange, action: Callable[[], T]) -> T:
 
     Raises:
         UserError: The first failing rank's.
+        FullshardError: Another rank failed by something else, which it raises itself; its traceback is in the text.
     """
-    problem: UserError | None = None
+    cause: Exception | None = None
+    told: UserError | str | None = None
     results: list[T] = []
     try:
         results.append(action())
     except UserError as error:
-        problem = error
-    problems = [other for other in ranks.all_gather_object(problem) if other is not None]
-    if problems:
-        raise problems[0] from problem
+        cause = told = error
+    except Exception as error:
+        cause, told = error, "".join(traceback.format_exception(error)).rstrip()
+    problems = ranks.all_gather_object(told)
+    if cause is not None and cause is not told:
+        raise cause
+    for rank, problem in enumerate(problems):
+        if isinstance(problem, str):
+            raise FullshardError(f"Rank {rank} failed:\n{problem}") from cause
+        if problem is not None:
+            raise problem from cause
     return results[0]
 
 
@@ -90,7 +100,7 @@ def together_in_background(ranks: ObjectExchange, action: Callable[[], T]) -> T:
         This rank's result.
 
     Raises:
-        UserError: The first failing rank's.
+        UserError, FullshardError: As there.
     """
     results: list[T] = []
     failures: list[BaseException] = []

@@ -40,6 +40,9 @@ AGAIN_SECONDS = 1.5
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+_LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER_PID"
+"""By which a rank sees that its launcher is gone already."""
+
 INTERRUPTED_EXIT_CODE = 130
 """What shells use for a command ended by Ctrl-C: 128 + SIGINT."""
 
@@ -134,6 +137,7 @@ def _start(command: Sequence[str], number: int, nproc: int, port: int, failure_p
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         FAILURE_FILE_VARIABLE: str(failure_path),
+        _LAUNCHER_VARIABLE: str(os.getpid()),
     }
     # Ranks that each start a thread for every core slow each other down many times over.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
@@ -256,5 +260,8 @@ def rank_command(module: str, arguments: Sequence[str]) -> list[str]:
 
 def end_with_launcher() -> None:
     """Have Linux end this rank when the launcher dies, however it dies: nobody else would. Called by a rank, first."""
-    if sys.platform == "linux" and FAILURE_FILE_VARIABLE in os.environ:
+    if sys.platform == "linux" and _LAUNCHER_VARIABLE in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        # It may have died while this rank was importing, which takes seconds; then no signal comes any more.
+        if os.getppid() != int(os.environ[_LAUNCHER_VARIABLE]):
+            os._exit(INTERRUPTED_EXIT_CODE)

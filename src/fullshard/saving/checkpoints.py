@@ -7,8 +7,10 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -35,6 +37,7 @@ from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, togeth
 from fullshard.engine import mesh_of, units, unreduced
 from fullshard.errors import CheckpointError
 from fullshard.policy import ShardingStrategy
+from fullshard.saving.background import LEAVE_SECONDS
 from fullshard.saving.full import write_assets
 from fullshard.saving.pieces import Stepping, Target, state_to_write
 from fullshard.saving.rng import restore_rng, rng_bytes
@@ -156,8 +159,12 @@ class Checkpoints:
         """Close; after an error without waiting for other ranks, who may not come."""
         if error is None:
             self.close()
-        else:
-            self._release()
+            return
+        if self._save is not None:
+            # The next run may begin when the lock is free: nothing may be written or committed any more.
+            self._save.cancel()
+            self._save.poll(LEAVE_SECONDS)
+        self._release()
 
     def save(  # noqa: PLR0913 (what is saved, and what is said about it)
         self,
@@ -181,8 +188,8 @@ class Checkpoints:
             optimizer: Over its parameters, or what ``step_in_backward`` returned; None: it is not saved.
             step: Optimizer steps taken; a checkpoint of the same step is replaced.
             values: What else is needed to go on (``scheduler.state_dict()``, ``scaler.state_dict()``, the position in
-                the data): anything that JSON can hold, the same on every rank; rank 0's is saved.
-            metric: For ``keep_best``: the higher the better.
+                the data): anything that JSON can hold, with texts as keys, the same on every rank; rank 0's is saved.
+            metric: For ``keep_best``: the higher the better; nan is as None.
             background: Copy this rank's part to host memory, in buffers that are kept for the next time, and return;
                 a thread writes it. An error is raised by the next ``save``, ``wait`` or ``close``.
             gradients: Save the shards' ``.grad`` as well, where gradients are being accumulated over several
@@ -200,7 +207,7 @@ class Checkpoints:
         together_in_background(self.ranks, lambda: self._begin(plan, assets or partial(write_assets, model)))
         together(self.ranks, lambda: _require_shared(plan))
         device = device_of(self.ranks.device)
-        pairs = self._host_copies(plan.pieces) if background else []
+        pairs = together(self.ranks, lambda: self._host_copies(plan.pieces)) if background else []
         ready = device.copy_to_host(pairs)
         if background:
             copies = (Piece(p.name, p.shape, p.start, host) for p, (host, _) in zip(plan.pieces, pairs, strict=True))
@@ -242,6 +249,9 @@ class Checkpoints:
 
         problems = [problem for problem in await_all(self.ranks, save.poll, hear) if problem]
         if problems:
+            # A thread that the disk holds up goes on some day: it must commit nothing, nor share its memory.
+            save.cancel()
+            self._host = {}
             raise CheckpointError(next((problem for problem in problems if problem != GIVEN_UP), GIVEN_UP))
         self._stall_seconds += time.monotonic() - started
         return self._report(save)
@@ -263,16 +273,22 @@ class Checkpoints:
         return SaveReport(save.final, save.plan.index.step, save.total_bytes, save.seconds, self._stall_seconds)
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint; torn ones are skipped. Every rank calls it and gets what rank 0 sees."""
+        """The whole checkpoint that was saved last, torn ones are skipped; every rank gets what rank 0 sees."""
         found = together_in_background(self.ranks, self._find)
         return self.ranks.all_gather_object(found[-1] if found else None)[0]
 
     def best(self) -> Path | None:
         """The whole checkpoint with the highest metric, of equal ones the newest; as :meth:`latest`."""
-        found = together_in_background(self.ranks, self._find)
-        judged = [(done.metric, done.step, path) for path in found for done in [read_completion(path)]]
-        judged = [one for one in judged if one[0] is not None]
-        return self.ranks.all_gather_object(max(judged, key=lambda one: one[:2])[2] if judged else None)[0]
+
+        def judge() -> Path | None:
+            judged = []
+            for path in self._find():
+                with suppress(CheckpointError):  # a save in the background may have deleted it by now
+                    done = read_completion(path)
+                    judged += [] if done.metric is None else [(done.metric, done.step, path)]
+            return max(judged, key=lambda one: one[:2])[2] if judged else None
+
+        return self.ranks.all_gather_object(together_in_background(self.ranks, judge))[0]
 
     def _find(self) -> list[Path]:
         """The whole checkpoints, on rank 0, whose view of the file system counts."""
@@ -341,10 +357,11 @@ class Checkpoints:
                 f"Gradients of {len(waiting)} units wait unreduced (no_sync or no_all_reduce), the first is "
                 f"{waiting[0]}; a checkpoint would lose them. Save after the optimizer's step."
             )
-        try:
-            plain = json.loads(json.dumps(dict(values)))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"values must be what JSON can hold: {error}.") from error
+        if not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"step is a number of optimizer steps, an int of at least 0; got {step!r}.")
+        if metric is not None:
+            metric = None if isnan(metric) else float(metric)
+        plain = _as_json(values)
         state = state_to_write(model, optimizer, gradients=gradients)
         rng = rng_bytes(self.ranks.device)
         state.pieces.append(Piece(_rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
@@ -424,8 +441,37 @@ def load_checkpoint(model: nn.Module, optimizer: Stepping | None, path: str | Pa
     rng = together_in_background(ranks, read)
     target.finish()
     if rng is not None:
-        restore_rng(rng, ranks.device)
+        together(ranks, lambda: restore_rng(rng, ranks.device))
     return Restored(path, index.step, index.world_size, index.values, index.metric, rng_restored=rng is not None)
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as they will be read back.
+
+    Raises:
+        CheckpointError: They would not be the same.
+    """
+    try:
+        plain = json.loads(json.dumps(dict(values)))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"values must be what JSON can hold: {error}.") from error
+    _require_text_keys("values", values)
+    return plain
+
+
+def _require_text_keys(where: str, value: Any) -> None:
+    """JSON makes texts of all keys: MultiStepLR would look for its milestones in vain, and go on without a word."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"{where} has the key {key!r}, and JSON has texts as keys only. Save list(d.items()) instead, and "
+                    "make it what it was after loading."
+                )
+            _require_text_keys(f"{where}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            _require_text_keys(f"{where}[{number}]", inner)
 
 
 def _rng_name(rank: int) -> str:

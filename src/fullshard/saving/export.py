@@ -22,6 +22,7 @@ from fullshard.checkpoint import (
     TensorSpec,
     WeightsWriter,
     atomic_directory,
+    dtype_of,
     find_checkpoints,
     kind_of,
     parse_size,
@@ -119,7 +120,7 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
             "directory, if there is one, is a model as Hugging Face reads it and needs no export."
         )
     if which is None or which == "latest":
-        return found[max(found)]
+        return list(found.values())[-1]  # saved last
     if which == "best":
         return _best(directory, found)
     if not which.isdecimal():
@@ -224,14 +225,14 @@ def _choose_parts(tensors: Mapping[str, TensorEntry], lora: str | None, assets: 
 
 
 def _spec(part: Part, entry: TensorEntry, dtype: str | None) -> TensorSpec:
-    own = getattr(torch, entry.dtype)
+    own = dtype_of(entry)
     return TensorSpec(part.name, entry.shape, getattr(torch, dtype) if dtype and own.is_floating_point else own)
 
 
 def _runs(source: CheckpointReader, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
     """A tensor's runs as they are exported: along the stored ones, so that each block is read once."""
     entry = source.entry(part.source)
-    dtype = getattr(torch, entry.dtype)
+    dtype = dtype_of(entry)
     summed = torch.promote_types(dtype, torch.float32)
     update = None if part.update is None else _Update(source, part.update, summed)
     numel = RUN_BYTES // (dtype if update is None else summed).itemsize

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint import Index, Piece, TensorEntry
+from fullshard.checkpoint import Index, Piece, TensorEntry, dtype_of
 from fullshard.engine import LocalTensor, local_tensors
 from fullshard.errors import CheckpointError
 from fullshard.optim import StepInBackward, local_state_key_is_elementwise, parameter_states
@@ -73,7 +74,8 @@ def state_to_write(model: nn.Module, optimizer: Stepping | None, *, gradients: b
 def _share(local: LocalTensor) -> tuple[int, int]:
     """Which of the elements it holds a rank writes: all, or its share where others hold copies of them."""
     numel = local.tensor.numel()
-    if local.replicas > 1 and numel < _SPLIT_NUMEL:
+    # The values of a buffer may be each rank's own (running statistics): some of each would be nobody's.
+    if local.replicas > 1 and (local.param is None or numel < _SPLIT_NUMEL):
         return (0, numel) if local.replica == 0 else (0, 0)
     return numel * local.replica // local.replicas, numel * (local.replica + 1) // local.replicas
 
@@ -163,7 +165,7 @@ class Target:
         self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._options: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        held = local_tensors(model)
+        held = [_as_saved(local, index) for local in local_tensors(model)]
         self._plan_model(held)
         for local in held:
             if local.param is not None:
@@ -192,6 +194,8 @@ class Target:
             names = [MODEL + name for name in (local.name, *local.aliases)]
             name = next((name for name in names if name in stored), None)
             stored.difference_update(names)
+            if name is None and prod(local.shape) == 0:
+                continue  # nothing was written
             if name is None:
                 missing.append(local.name)
             elif self.index.tensors[name].shape != local.shape:
@@ -229,12 +233,13 @@ class Target:
         for group in _groups(optimizer):
             names = [local_of(by_param, param).name for param in group["params"]]
             self._options.append((group, options_of(names, options)))
+        taken = {id(group): {**group, **saved_options} for group, saved_options in self._options}
         for param, state, group in parameter_states(optimizer):
             if param.numel():
                 local = local_of(by_param, param)
                 values: dict[str, Any] = dict(self.index.scalars.get(local.name, {}))
                 for key, entry in saved.get(local.name, {}).items():
-                    values[key] = self._plan_state(local, param, key, entry, (state.get(key), group))
+                    values[key] = self._plan_state(local, param, key, entry, (state.get(key), taken[id(group)]))
                 self._states.append((state, values))
 
     def _plan_state(
@@ -242,7 +247,7 @@ class Target:
     ) -> torch.Tensor:
         """The tensor that one value of a parameter's state is read into: the one that is there, if it fits."""
         current, group = now
-        dtype = getattr(torch, entry.dtype)
+        dtype = dtype_of(entry)
         elementwise = entry.shape == local.shape and not (key == "step" and entry.shape == ())
         if not elementwise and entry.shape != ():
             raise CheckpointError(
@@ -260,6 +265,13 @@ class Target:
         start = local.start if elementwise else 0
         self.pieces.append(Piece(f"{OPTIMIZER}{local.name}/{key}", entry.shape, start, tensor.view(-1)))
         return tensor
+
+
+def _as_saved(local: LocalTensor, index: Index) -> LocalTensor:
+    """The same, with that of its names first under which the checkpoint has it."""
+    names = (local.name, *local.aliases)
+    name = next((name for name in names if MODEL + name in index.tensors), local.name)
+    return replace(local, name=name, aliases=tuple(other for other in names if other != name))
 
 
 def options_of(names: list[str], options: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:

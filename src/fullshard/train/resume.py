@@ -179,7 +179,10 @@ def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Pa
     notes = (f"going on after step {step:,} from {path}", *(f"changed: {line}" for line in different.values()))
     mine = [other for other in found if other.resolve() == path.resolve()]
     earlier = found[: found.index(mine[0]) + 1] if mine else []
-    return Origin(settings, path, values, tuple(other for other in found if other not in earlier), notes)
+    doomed = tuple(other for other in found if other not in earlier)
+    if doomed:
+        notes = (*notes, f"{', '.join(other.name for other in doomed)} in {directory} deleted")
+    return Origin(settings, path, values, doomed, notes)
 
 
 def _read_values(path: Path) -> tuple[int, Mapping[str, Any]]:

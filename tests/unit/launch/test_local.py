@@ -266,14 +266,21 @@ def test_a_rank_that_takes_the_first_sigterm_for_a_wish_is_told_again_after_a_fa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_PDEATHSIG")
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+@pytest.mark.parametrize("still_imports", [False, True])
+def test_ranks_end_with_a_launcher_that_is_killed(still_imports, tmp_path):
     """The ranks hold the launcher's standard output; it reaches its end when the last of them is gone."""
     command = script(
         tmp_path,
-        """
+        f"""
         from fullshard.launch.local import end_with_launcher
-        end_with_launcher()
+        signal.alarm(20)
+        launcher = os.getppid()
+        if not {still_imports}:
+            end_with_launcher()
         print("ready", flush=True)
+        while os.getppid() == launcher:
+            signal.sigtimedwait([signal.SIGUSR1], 0.01)
+        end_with_launcher()
         signal.pause()
         """,
     )
@@ -283,7 +290,9 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
     )
     assert launcher.stdout.readline() == b"ready\n"
     launcher.kill()
+    started = time.monotonic()
     assert launcher.communicate()[0] == b""
+    assert time.monotonic() - started < 15.0
 
 
 def test_number_of_ranks(monkeypatch):
