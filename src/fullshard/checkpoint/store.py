@@ -93,9 +93,9 @@ def read_completion(path: Path) -> Completion:
     try:
         done = Completion(**json.loads((path / COMPLETE_NAME).read_text(encoding="utf-8")))
         wrong = [
-            f"{name} has {size_of(path / name)} bytes instead of {size:,}"
+            f"{name} is missing" if found == "no" else f"{name} has {found} bytes instead of {size:,}"
             for name, size in done.files.items()
-            if size_of(path / name) != f"{size:,}"
+            if (found := size_of(path / name)) != f"{size:,}"
         ]
         if not wrong and _sha256(path / INDEX_NAME) != done.index_sha256:
             wrong = [f"{INDEX_NAME} is not the one that was written"]

@@ -73,6 +73,10 @@ def run(options: argparse.Namespace) -> None:
     if options.path.is_dir() or options.path.name.endswith(WEIGHT_SUFFIXES):
         _show_contents(options)
         return
+    if not options.path.exists():
+        raise ConfigError(
+            f"There is no {options.path}. Name a run file, a run's directory, a checkpoint, or a model's directory."
+        )
     config = load_run(options.path, options.overrides)
     world_size = options.world_size or choose_nproc(config.nproc)
     table = load_program(UNITS_PROGRAM).inspect_units(config, world_size)

@@ -220,8 +220,8 @@ class RunConfig(Section):
     nproc: PositiveInt | None = None
     """Ranks on this machine; null: one for each GPU, or 2 on the CPU."""
     resume: Literal["auto", "never"] | Path = "auto"
-    """auto: go on where a run in output_dir was cut short; never: start anew and delete its checkpoints; or the path of
-    a checkpoint to go on from."""
+    """auto: go on where a run in output_dir was cut short; never: start anew and delete the checkpoints there; or the
+    path of a checkpoint to go on from. A run that is finished is replaced with never only."""
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig = TrainingConfig()

@@ -99,6 +99,11 @@ class BestModel:
 
         return self._comm.all_gather_object(together(self._comm, place))[0]
 
+    def discard(self) -> None:
+        """Delete it all: the run starts anew, and an earlier one's must not pass for its own; on rank 0."""
+        self._delete([self.directory])
+        self.clear()
+
     def clear(self) -> None:
         """Delete everything beside ``best/`` itself; any rank, rank 0 deletes."""
         if self._comm.rank == 0:

@@ -144,6 +144,8 @@ def _fit(run: _Run) -> RunSummary:
         torch.cuda.reset_peak_memory_stats(comm.device)
     notes = (*run.origin.notes, *_go_on(run))
     _on_first(comm, lambda: prepare(run.origin, config))
+    if run.origin.path is None:
+        _on_first(comm, run.best.discard)
     start = describe_start(run.parts, resumed_step=run.resumed_step, notes=notes)
     for sink in run.sinks:
         sink.start(start)

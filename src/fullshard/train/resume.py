@@ -86,8 +86,10 @@ def choose_origin(config: RunConfig, world_size: int) -> Origin:
     if isinstance(config.resume, Path):
         return _at(config.resume, settings, directory, found)
     if (directory / FINISHED_NAME).exists():
-        return Origin(
-            settings, doomed=tuple(found), notes=(f"{config.output_dir} holds a finished run: starting anew",)
+        further = f", resume={found[-1]} with more epochs to train on" if found else ""
+        raise ConfigError(
+            f"{config.output_dir} holds a finished run, which is not replaced by accident. Set another output_dir"
+            f"{further}, or resume=never to start anew, which deletes its checkpoints and in the end its model."
         )
     if found:
         return _where_it_was_cut_short(found[-1], settings)
@@ -168,6 +170,11 @@ def _where_it_was_cut_short(path: Path, settings: Mapping[str, Any]) -> Origin:
 
 def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Path]) -> Origin:
     """Go on from a checkpoint that the user names; of this directory's those after it are deleted."""
+    if not path.is_dir():
+        raise ConfigError(f"resume is auto, never or a checkpoint's directory; there is no {path}.")
+    inside = find_checkpoints(path)
+    if inside:
+        raise ConfigError(f"{path} holds several checkpoints; name one of them, such as resume={inside[-1]}.")
     step, values = _read_values(path)
     different = _differences(settings, values["settings"])
     fatal = [line for key, line in different.items() if key.startswith(_MODEL_SETTINGS)]

@@ -407,7 +407,7 @@ def corrupt(path, damage):
     ("damage", "words"),
     [
         ("flipped", "checksum"),
-        ("missing", "has no bytes instead of"),
+        ("missing", "00002.safetensors is missing"),
         ("cut", "bytes instead of"),
         ("index", "not the one that was written"),
         ("unmarked", "complete.json is missing"),

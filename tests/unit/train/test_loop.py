@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.data import read_rows
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.train import FileSink, best, loop, train
 from support.tiny_run import Memory, read_jsonl, settings
 
@@ -125,9 +125,10 @@ def test_evaluating_does_not_change_training(tmp_path):
 
 def test_a_run_over_an_earlier_one_replaces_it(tmp_path):
     first, _ = run(tmp_path, training__max_steps=2)
-    second, memory = run(tmp_path, training__max_steps=3)
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        run(tmp_path, training__max_steps=3)
+    second, memory = run(tmp_path, training__max_steps=3, resume="never")
     assert first.steps != second.steps
-    assert "holds a finished run" in memory.begun[0].notes[-2]
     assert "earlier run's model" in memory.begun[0].notes[-1]
     assert memory.begun[0].resumed_step == 0
     assert loss_of_saved(tmp_path / "out", second) == pytest.approx(second.loss, rel=1e-5)

@@ -340,11 +340,16 @@ def test_on_other_ranks_each_draws_its_own_numbers_again(tmp_path, one_at_a_time
     assert [report.loss for report in first.steps] == [report.loss for report in second.steps]
 
 
-def test_a_finished_run_starts_anew_and_its_checkpoints_go(tmp_path, uninterrupted):
+def test_a_finished_run_is_replaced_on_purpose_only_and_its_checkpoints_go(tmp_path, uninterrupted):
     run(tmp_path, training__save_strategy="steps", training__save_steps=1, training__max_steps=3, **OFTEN)
-    memory = run(tmp_path, **OFTEN)
+    model = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"holds a finished run.*resume=.*step-00000003 with more epochs.*resume=never"
+    ):
+        run(tmp_path, **OFTEN)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == model
+    memory = run(tmp_path, resume="never", **OFTEN)
     assert memory.begun[0].resumed_step == 0
-    assert f"{tmp_path / 'out'} holds a finished run: starting anew" in memory.begun[0].notes
     assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")] == [
         "step-00000004",
         "step-00000008",
@@ -359,6 +364,20 @@ def test_never_starts_anew_and_says_what_it_deletes(tmp_path, uninterrupted):
     directory = tmp_path / "out" / "checkpoints"
     assert f"resume=never: step-00000004, step-00000006 in {directory} deleted" in memory.begun[0].notes
     assert_same(tmp_path, uninterrupted)
+
+
+def test_an_earlier_runs_best_model_does_not_pass_for_that_of_a_new_run(tmp_path):
+    run_until_stopped(tmp_path, ("step", 5), **OFTEN)
+    assert (tmp_path / "out" / "best").is_dir()
+    run_until_stopped(tmp_path, ("step", 1), resume="never", **OFTEN)
+    assert not (tmp_path / "out" / "best").exists()
+
+
+@pytest.mark.parametrize(("resume", "text"), [("nevr", "auto, never or"), ("out/checkpoints", "name one of them")])
+def test_what_is_no_checkpoint_is_not_resumed_from(tmp_path, resume, text):
+    run_until_stopped(tmp_path, ("step", 5), **OFTEN)
+    with pytest.raises(ConfigError, match=text):
+        run(tmp_path, resume=tmp_path / resume, **OFTEN)
 
 
 def test_a_stop_says_how_to_go_on_where_the_same_command_would_not(tmp_path):
@@ -487,8 +506,6 @@ def test_torn_checkpoints_alone_are_an_error_and_not_a_new_run(tmp_path):
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     path = Path(run_until_stopped(tmp_path, None).checkpoint)
-    with pytest.raises(CheckpointError, match="is no directory"):
-        run(tmp_path, resume=str(tmp_path / "none"))
     shutil.copytree(path / "model", tmp_path / "model")
     with pytest.raises(CheckpointError, match="not a whole checkpoint"):
         run(tmp_path, resume=str(tmp_path / "model"))
