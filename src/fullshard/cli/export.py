@@ -81,10 +81,12 @@ def run(options: argparse.Namespace) -> None:
     checkpoint = program.choose_checkpoint(options.path, options.checkpoint)
     with ByteProgress("exporting") as progress:
         report = program.export(checkpoint, options.output, how, progress)
-    for note in report.notes:
+    newest = options.checkpoint in (None, "latest") and checkpoint != options.path
+    torn = program.torn_after(checkpoint) if newest else []
+    for note in [*report.notes, *(f"{name} is not whole and was passed over" for name in torn)]:
         print(f"fullshard: {note}", file=sys.stderr)
     if options.json:
         print(json.dumps(report.as_dict()))
     else:
         size = f"{report.tensors:,} tensors, {report.nbytes / 1e6:,.1f} MB"
-        print(f"{report.directory}: {size}, of step {report.step:,} ({report.checkpoint})")
+        print(f"{report.directory} written: {size}, of step {report.step:,} ({report.checkpoint})")

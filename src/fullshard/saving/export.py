@@ -131,6 +131,13 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
     return found[int(which)]
 
 
+def torn_after(checkpoint: Path) -> list[str]:
+    """Names of later checkpoints beside one that are not whole, and so were not chosen."""
+    whole = find_checkpoints(checkpoint.parent)
+    later = (path for path in sorted(checkpoint.parent.glob("step-*")) if path.name > checkpoint.name)
+    return [path.name for path in later if path not in whole and path.suffix == ""]
+
+
 def _best(directory: Path, found: Mapping[int, Path]) -> Path:
     judged = [(done.metric, done.step) for done in map(read_completion, found.values()) if done.metric is not None]
     if not judged:

@@ -72,7 +72,7 @@ def test_export_writes_what_was_asked_for_and_says_so(run, tmp_path, capsys):
     arguments = ("export", run, "-o", target, "--checkpoint", "best", "--dtype", "bf16", "--max-shard-size", "30KB")
     code, out, err = call(capsys, *arguments)
     assert (code, err) == (0, "")
-    assert out.startswith(f"{target}: ")
+    assert out.startswith(f"{target} written: ")
     assert "of step 10 " in out
     files = sorted(target.glob("*.safetensors"))
     assert len(files) > 1
@@ -80,6 +80,13 @@ def test_export_writes_what_was_asked_for_and_says_so(run, tmp_path, capsys):
     code, out, err = call(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"ConfigError: {target} is not empty")
+
+
+def test_export_says_which_torn_checkpoint_it_passed_over(run, tmp_path, capsys):
+    (run / "checkpoints" / "step-00000020" / "index.json").unlink()
+    code, out, err = call(capsys, "export", run, "-o", tmp_path / "exported")
+    assert (code, "of step 10 " in out) == (0, True)
+    assert "step-00000020 is not whole and was passed over" in err
 
 
 def test_export_as_json(run, tmp_path, capsys):
