@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from fullshard import Checkpoints, fully_shard, save
 from fullshard.checkpoint import atomic_directory, find_checkpoints, publish_model
 from fullshard.checkpoint.safetensors_reader import SafetensorsFile
