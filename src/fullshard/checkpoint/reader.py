@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,11 +20,10 @@ class CheckpointReader:
     block's memory.
     """
 
-    def __init__(self, path: Path, index: Index, told: Callable[[int], None] = lambda count: None) -> None:
-        """Read from the checkpoint directory ``path``; ``told`` is called with bytes read since its last call."""
+    def __init__(self, path: Path, index: Index) -> None:
+        """Read from the checkpoint directory ``path``."""
         self.path = path
         self.index = index
-        self._told = told
         self._files: dict[str, SafetensorsFile] = {}
 
     def entry(self, name: str) -> TensorEntry:
@@ -76,7 +74,6 @@ class CheckpointReader:
         if name not in file.tensors:
             raise CheckpointError(f"{file.path} lacks {name!r}, which the index says it holds: they are of two saves.")
         file.read(name, start, out)
-        self._told(out.nbytes)
         found = crc_of(out)
         if number >= len(stored.crcs) or found != stored.crcs[number]:
             expected = f"{stored.crcs[number]:08x}" if number < len(stored.crcs) else "nothing"
