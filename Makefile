@@ -12,11 +12,12 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
 
+# Two at a time; a file's tests share what they set up, so they stay together; those of processes, which take long, come first.
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(STAMP)
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -24,18 +25,13 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-bench: $(VENV)/.bench
+bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	touch $@
-
-# What the comparison needs beside: peft, for LoRA.
-$(VENV)/.bench: $(STAMP)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Two gloo ranks as forked processes: a scenario pays its imports once, each pair of ranks starts clean."""
+"""A few gloo ranks as forked processes: a scenario pays its imports once, each pair of ranks starts clean."""
 
 import json
 import multiprocessing
@@ -27,7 +27,12 @@ class RankFailed(Exception):
 
 
 def on_two_ranks(work: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-    """Run ``work(comm, *args)`` on two ranks and return what each returned, in rank order.
+    """See :func:`on_ranks`."""
+    return on_ranks(SIZE, work, *args, timeout_s=timeout_s)
+
+
+def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+    """Run ``work(comm, *args)`` on ``size`` ranks and return what each returned, in rank order.
 
     Raises:
         RankFailed: A rank failed; none is left running.
@@ -37,9 +42,9 @@ def on_two_ranks(work: Callable[..., Any], *args: Any, timeout_s: float) -> list
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes, pipes = [], []
-    for rank in range(SIZE):
+    for rank in range(size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, port, sender, work, args))
+        process = context.Process(target=_rank, args=(rank, size, port, sender, work, args))
         process.start()
         sender.close()
         processes.append(process)
@@ -81,10 +86,10 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[tuple[bool, Any]]:
     return [answers[index] for index in range(len(pipes))]
 
 
-def _rank(rank: int, port: int, sender: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(rank: int, size: int, port: int, sender: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     quiet()
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     try:
         comm = fullshard.init(timeout_s=60.0)

@@ -51,8 +51,12 @@ class MixedPrecision:
         buffer: Dtype that floating buffers are cast to, once, when the model is sharded.
         output: Dtype that floating outputs of the module that ``fully_shard`` was called on are cast to.
         cast_forward_inputs: Whether floating inputs of each unit are cast to ``param``.
+        cast_root_forward_inputs: The same of the root alone; None: as ``cast_forward_inputs``.
+        keep_low_precision_grads: Whether gradients of the shards stay in the dtype that they were added up in, for an
+            optimizer that takes them so; else they have the shard's dtype.
         keep_fp32: Modules that compute in float32 whatever ``param`` says: classes, class names, or the last part of
-            module names (``"wo"``). Their inputs are cast to float32, their outputs to ``param``.
+            module names (``"wo"``). Their inputs are cast to float32, their outputs to ``param``; gradients of their
+            parameters travel in float32 at least, and their buffers keep their dtype.
     """
 
     param: Any = None
@@ -62,6 +66,8 @@ class MixedPrecision:
     buffer: Any = None
     output: Any = None
     cast_forward_inputs: bool = True
+    cast_root_forward_inputs: bool | None = None
+    keep_low_precision_grads: bool = False
     keep_fp32: Any = ()
 
     def __post_init__(self) -> None:

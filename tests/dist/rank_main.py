@@ -110,6 +110,20 @@ def streaming(comm):
     return {"equal": equal, "names": sorted(names) == sorted(expected)}
 
 
+def exchange(comm):
+    """Parts of every size go where they belong, also while one exchange follows another."""
+    works = []
+    for numel in (0, 3, 1_000_000):
+        sent = [torch.full((numel + rank,), float(comm.rank + 10 * rank)) for rank in range(comm.size)]
+        received = [torch.empty(numel + comm.rank) for _ in range(comm.size)]
+        works.append((comm.exchange(received, sent), received, sent))
+    right = True
+    for work, received, _ in works:
+        work.wait()
+        right &= all(bool((part == rank + 10 * comm.rank).all()) for rank, part in enumerate(received))
+    return {"right": right}
+
+
 def mismatch(comm):
     """Ranks that run blocks in different orders are told, each of them."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """The forty behaviours on two real gloo processes; the hybrid ones on two replicas of one rank.
 
-All of them share one pair of processes, because starting it is what takes time.
+All of them share one pair of processes, because starting it is what takes time. On threads they run in every test run
+(``tests/sim/test_behaviours.py``).
 """
 
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from support.behaviours import BEHAVIOURS
 from support.processes import run_processes
 
-pytestmark = [pytest.mark.dist, pytest.mark.parity]
+pytestmark = [pytest.mark.dist, pytest.mark.parity, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

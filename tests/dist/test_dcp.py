@@ -21,6 +21,8 @@ ON_TWO = (
     "ours_in_torch_momentum",
     "torch_in_ours_momentum",
     "every_shape",
+    "rows_columns_and_blocks",
+    "unsharded_adafactor_in_ours",
     "tied_once",
     "copies",
     "stepping_in_backward",
@@ -51,7 +53,11 @@ def test_two_ranks(on_two, case):
 
 
 def test_three_ranks_that_split_rows_read_what_two_wrote(on_three):
-    assert on_three == ["wide"]
+    assert on_three["split"] == ["wide"]
+
+
+def test_gradients_of_three_ranks_are_added_in_their_order_for_each_of_them(on_three):
+    assert on_three["sums"] == [[True] * 4] * 3
 
 
 @pytest.mark.parametrize(("name", "written_by"), [("odd", "odd"), ("copies", "copies"), ("odd_of_three", "copies")])

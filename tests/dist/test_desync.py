@@ -121,8 +121,8 @@ def test_a_rank_that_ended_is_named_at_once(tmp_path, case, numel):
     outcome = first["outcomes"][case]
     assert outcome["seconds"] < 5
     assert re.match(
-        rf"ProcessGroupError: Rank 0 waited \d\.\d s in all-gather of {numel} float32 \(all-gather of unit blocks\.2\) and "
-        r"lost its connection to rank 1: that rank has ended or failed\. ",
+        rf"ProcessGroupError: Rank 0 waited \d\.\d s in all-gather of {numel} float32 \(all-gather of unit blocks\.2\) "
+        r"and lost its connection to rank 1: that rank has ended or failed\. ",
         outcome["text"],
     )
     assert outcome["then"] == ["ProcessGroupError"]

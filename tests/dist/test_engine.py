@@ -9,7 +9,7 @@ from support.processes import run_processes
 
 pytestmark = pytest.mark.dist
 
-CASES = "parity,memory,building,generation,streaming,mismatch"
+CASES = "parity,memory,building,generation,streaming,exchange,mismatch"
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,11 @@ def test_generation_under_sharding_equals_unsharded_generation(ranks):
 def test_the_streamed_model_equals_the_unsharded_one(ranks):
     for rank in ranks:
         assert rank["streaming"] == {"equal": True, "names": True}
+
+
+def test_exchanged_parts_arrive(ranks):
+    for rank in ranks:
+        assert rank["exchange"] == {"right": True}
 
 
 def test_ranks_in_different_orders_are_told_by_name(ranks):

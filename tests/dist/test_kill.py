@@ -1,4 +1,4 @@
-"""Nothing is lost: a save killed at any of its file operations, on any rank, leaves a whole checkpoint to go on from."""
+"""Nothing is lost: a save killed at any file operation, on any rank, leaves a whole checkpoint to go on from."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ from fullshard.checkpoint import DirectoryLock
 from support.processes import free_port
 from support.tiny_run import MODEL, read_jsonl, write_run_file
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
 FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
 CHANGES = {
@@ -121,7 +121,6 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_bit(tmp_path, uninter
     assert_same(tmp_path / "out", uninterrupted)
 
 
-@pytest.mark.slow
 def test_killed_refused_interrupted_and_stopped_by_one_rank_it_still_ends_the_same(tmp_path, uninterrupted):
     write_run_file(tmp_path, **CHANGES)
     # All processes are killed.

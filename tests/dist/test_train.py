@@ -1,4 +1,4 @@
-"""Whole training runs through the command line, on two gloo processes."""
+"""Whole training runs through the command line, on two gloo processes, which exchange matrices for Muon."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def environment(**changes):
 def own_ranks(tmp_path_factory):
     """A run that the program launches by itself."""
     directory = tmp_path_factory.mktemp("own")
-    run_file = write_run_file(directory)
+    run_file = write_run_file(directory, training__optimizer="muon")
     done = subprocess.run(
         [*FULLSHARD, "train", str(run_file), "--json"], capture_output=True, text=True, env=environment(), check=False
     )
@@ -43,7 +43,7 @@ def own_ranks(tmp_path_factory):
 def joined_ranks(tmp_path_factory):
     """The same run, its ranks started as torchrun starts them, with the same files in another place."""
     directory = tmp_path_factory.mktemp("joined")
-    run_file = write_run_file(directory)
+    run_file = write_run_file(directory, training__optimizer="muon")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -84,7 +84,7 @@ def test_json_on_standard_output_is_the_summary(own_ranks):
 
 def test_every_held_out_row_is_predicted_once(own_ranks):
     out, _ = own_ranks
-    sources = [record["source"] for record in read_jsonl(out / "predictions.jsonl")]
+    sources = [record["input"] for record in read_jsonl(out / "predictions.jsonl")]
     assert [source.split()[-1] for source in sources] == [str(row) for row in range(25, 32)]
 
 
@@ -94,8 +94,9 @@ def test_the_saved_model_gives_the_reported_loss(own_ranks):
     tokenizer = AutoTokenizer.from_pretrained(out)
     total = count = 0
     for row in read_jsonl(out / "predictions.jsonl"):
-        source = tokenizer(row["source"], return_tensors="pt", truncation=True, max_length=12).input_ids
-        labels = tokenizer(text_target=row["reference"], return_tensors="pt", truncation=True, max_length=8).input_ids
+        source = tokenizer(row["input"], return_tensors="pt", truncation=True, max_length=12).input_ids
+        target = row["references"][0]
+        labels = tokenizer(text_target=target, return_tensors="pt", truncation=True, max_length=8).input_ids
         with torch.no_grad():
             total += model(input_ids=source, labels=labels).loss.item() * labels.numel()
             written = model.generate(input_ids=source, max_new_tokens=4, do_sample=False)

@@ -9,10 +9,26 @@ from fullshard.cli.main import main
 HERE = Path(__file__).parent / "help"
 
 
-@pytest.mark.parametrize("verb", ["", "train", "inspect", "export", "verify"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "",
+        "train",
+        "launch",
+        "evaluate",
+        "predict",
+        "report",
+        "config",
+        "config convert",
+        "config check",
+        "inspect",
+        "export",
+        "verify",
+    ],
+)
 def test_help_is_as_it_was(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
-        main([verb, "--help"] if verb else ["--help"])
+        main([*verb.split(), "--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == (HERE / f"{verb or 'fullshard'}.txt").read_text()
+    assert capsys.readouterr().out == (HERE / f"{verb.replace(' ', '_') or 'fullshard'}.txt").read_text()

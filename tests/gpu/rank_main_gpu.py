@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fullshard
 from fullshard.comm import MemoryMeter, SoloComm
+from fullshard.engine import record
 from support.models import KINDS, batches, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
 from support.states import rank_runs
@@ -145,6 +146,26 @@ def memory(comm):
     }
 
 
+def trace(comm):
+    """Whether a recorded step has its events in order, and what its memory adds up to."""
+    torch.manual_seed(0)
+    model = fullshard.fully_shard(t5(), comm)
+    tokens = batches(1, 4)[0].to(comm.device)
+    for _ in range(2):
+        with record(model) as recorder:
+            seq2seq_loss(model, tokens).backward()
+        model.zero_grad()
+    forwards = [event for event in recorder.events if event.kind == "forward"]
+    gathers = [event for event in recorder.events if event.kind == "gather"]
+    in_time = (any(g.unit == f.unit and g.end_s <= f.start_s for g in gathers) for f in forwards)
+    return {
+        "gathered_in_time": comm.size == 1 or all(in_time),
+        "within": all(0 <= event.start_s <= event.end_s <= recorder.seconds for event in recorder.events),
+        "forwards": len(forwards),
+        "allocated": min(sample.allocated - sample.gathered - sample.gradient_buffers for sample in recorder.samples),
+    }
+
+
 def saving(comm):
     """Whether checkpoints, written at once and in the background, and full saves give back the bits on the device."""
     folder = Path(comm.all_gather_object(tempfile.mkdtemp())[0])
@@ -179,7 +200,7 @@ def saving(comm):
     return found
 
 
-CASES = (parity, strategies, bf16, offload, fp16, wide_sum, embedding, memory, saving)
+CASES = (parity, strategies, bf16, offload, fp16, wide_sum, embedding, memory, trace, saving)
 
 
 def main():

@@ -65,6 +65,15 @@ def test_peak_memory_is_bounded(ranks):
         assert figures["above_start"] <= figures["shards"] + 3 * figures["unit"] + (4 << 20), figures
 
 
+def test_a_recorded_step_has_its_events_in_order(ranks):
+    for rank in ranks:
+        figures = rank["trace"]
+        assert figures["gathered_in_time"], figures
+        assert figures["within"], figures
+        assert figures["forwards"] > 2, figures
+        assert figures["allocated"] > 0, figures
+
+
 def test_what_is_saved_comes_back_to_the_bit(ranks):
     for rank in ranks:
         assert all(rank["saving"].values()), rank["saving"]

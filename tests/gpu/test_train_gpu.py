@@ -13,11 +13,20 @@ from support.tiny_run import settings
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_uses_every_device_and_its_model_loads(precision, tmp_path):
+RUNS = {
+    "fp32": {},
+    "bf16": {"training__precision": "bf16"},
+    "fp16": {"training__precision": "fp16", "training__allow_fp16": True},
+    "packed": {"training__precision": "bf16", "training__packing": True, "training__fused_cross_entropy": True},
+    "compiled": {"training__torch_compile": True},
+}
+
+
+@pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
+def test_a_run_uses_every_device_and_its_model_loads(changes, tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    values = settings(tmp_path, training__precision=precision)
+    values = settings(tmp_path, **changes)
     values["nproc"] = None
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps(values))  # JSON is YAML
@@ -27,4 +36,5 @@ def test_a_run_uses_every_device_and_its_model_loads(precision, tmp_path):
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["device"] == "cuda"
     assert summary["world_size"] == torch.cuda.device_count()
+    assert json.loads((tmp_path / "out" / "trace.json").read_text())["device"] == "cuda"
     AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")

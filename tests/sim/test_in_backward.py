@@ -1,5 +1,6 @@
 """Optimizer steps inside backward: the run of an ordinary optimizer, without the gradients of a whole model."""
 
+import copy
 import math
 from functools import partial
 
@@ -73,7 +74,8 @@ def test_the_gradients_of_two_units_at_most_exist_at_once():
 
         class Watched(torch.optim.SGD):
             def step(self, closure=None):
-                seen.append(memory_summary(model)["gradients"])
+                if hasattr(self.param_groups[0]["params"][0], "shard_meta"):  # not the one on trial
+                    seen.append(memory_summary(model)["gradients"])
                 super().step(closure)
 
         steps = step_in_backward(model, lambda params: Watched(params, lr=0.1))
@@ -212,3 +214,15 @@ def test_what_needs_all_gradients_is_refused_on_every_rank_until_removed():
 def test_a_model_that_is_not_sharded_is_refused():
     with pytest.raises(ConfigError, match="no sharded trainable parameters"):
         step_in_backward(TinyLM(), AdamW)
+
+
+def test_several_sharded_models_in_one_are_refused_on_every_rank():
+    pair = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    parts = [pair, copy.deepcopy(pair)]
+
+    def work(comm):
+        both = torch.nn.ModuleList(fully_shard(part, comm, wrap=None) for part in parts[comm.rank])
+        with pytest.raises(ConfigError, match="2 parameters are called 'weight': they are of several sharded models"):
+            step_in_backward(both, AdamW)
+
+    run_ranks(2, work)

@@ -11,13 +11,13 @@ kind = sys.argv[1]
 real_step = loop.train_step
 
 
-def faulty_step(model, optimizer, micro_batches, comm, spec):
+def faulty_step(model, optimizer, micro_batches, comm, spec, scaler):
     """Two good steps, then rank 1 is gone while rank 0 waits for it in a collective."""
     if comm.rank == 1 and spec.step == 3:
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("the fault of rank 1")
-    return real_step(model, optimizer, micro_batches, comm, spec)
+    return real_step(model, optimizer, micro_batches, comm, spec, scaler)
 
 
 loop.train_step = faulty_step

@@ -5,6 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard
+from fullshard.optim.adafactor import Adafactor
+from fullshard.optim.adamw_8bit import AdamW8bit
 from support.states import rank_runs, whole
 
 
@@ -42,6 +44,16 @@ def odd(seed, mesh=None, **options):
 def adagrad(model, lr=1e-2):
     """It has state from the start, also where this rank holds nothing of a parameter, and counts no steps there."""
     return torch.optim.Adagrad(model.parameters(), lr=lr)
+
+
+def adafactor(model, lr=None):
+    """Its state is by rows and columns."""
+    return Adafactor(model.parameters(), beta1=0.9)
+
+
+def eight_bit(model, lr=1e-2):
+    """Its state is by blocks."""
+    return AdamW8bit(model.parameters(), lr=lr)
 
 
 def gathered(model, optimizer):

@@ -16,12 +16,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_processes(size, script, *args, timeout_s=240):
-    """Start ``size`` ranks of ``script`` and return what rank 0 printed after ``RESULT``."""
+def run_ranks(size, script, *args, cwd=None, timeout_s=240):
+    """Start ``size`` ranks of ``script``, as torchrun would on one machine; what each printed on stdout and stderr."""
     env = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1",
         "KINETO_LOG_LEVEL": "99",
         "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")]),
@@ -31,6 +32,7 @@ def run_processes(size, script, *args, timeout_s=240):
         subprocess.Popen(
             command,
             env=env | {"RANK": str(r), "LOCAL_RANK": str(r)},
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -46,5 +48,11 @@ def run_processes(size, script, *args, timeout_s=240):
             rank.kill()
     for number, (rank, (out, err)) in enumerate(zip(ranks, outputs, strict=True)):
         assert rank.returncode == 0, f"rank {number} ended with {rank.returncode}\n{out}\n{err}"
-    line = next(line for line in outputs[0][0].splitlines() if line.startswith("RESULT "))
+    return outputs
+
+
+def run_processes(size, script, *args, timeout_s=240):
+    """Start ``size`` ranks of ``script`` and return what rank 0 printed after ``RESULT``."""
+    out, _ = run_ranks(size, script, *args, timeout_s=timeout_s)[0]
+    line = next(line for line in out.splitlines() if line.startswith("RESULT "))
     return json.loads(line.removeprefix("RESULT "))

@@ -3,7 +3,7 @@
 import torch
 
 from fullshard.engine import local_tensors
-from fullshard.optim import local_state_key_is_elementwise, parameter_states
+from fullshard.optim.walk import parameter_states, part_of_state
 
 
 def rank_runs(model, optimizer=None):
@@ -17,10 +17,9 @@ def rank_runs(model, optimizer=None):
             if not param.numel() or not isinstance(value, torch.Tensor):
                 continue
             name = f"optimizer/{one.name}/{key}"
-            if local_state_key_is_elementwise(param, key, value):
-                runs.append((name, one.shape, one.start, value.detach().reshape(-1).clone()))
-            else:
-                runs.append((name, (), 0, value.reshape(1).clone()))
+            part = part_of_state(optimizer, param, key, value, one.name)
+            shape, start = ((), 0) if part is None else (part.shape, part.held[0])
+            runs.append((name, shape, start, value.detach().reshape(-1).clone()))
     return runs
 
 

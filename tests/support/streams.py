@@ -477,6 +477,10 @@ class CheckedComm:
         self.checker.name_after(shard, full)
         return work
 
+    def exchange(self, received, sent):
+        reads, writes = [(part, span(part)) for part in sent], [(part, span(part)) for part in received]
+        return self._run(lambda: self.inner.exchange(received, sent), "exchange", reads, writes)
+
     def all_reduce(self, tensor, op="sum"):
         operand = [(tensor, span(tensor))]
         return self._run(lambda: self.inner.all_reduce(tensor, op), "all-reduce", operand, operand)

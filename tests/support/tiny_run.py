@@ -44,6 +44,7 @@ def settings(directory, **changes):
             "validation_file": str(directory / "held_out.csv"),
             "source_column": "text",
             "target_column": "category",
+            "cache_dir": str(directory / "cache"),
             "max_source_length": 12,
             "max_target_length": 8,
         },
@@ -71,7 +72,7 @@ class Memory:
 
     def __init__(self):
         self.steps, self.evaluations, self.checkpoints = [], [], []
-        self.progress, self.begun, self.ended, self.closed = [], [], [], 0
+        self.progress, self.begun, self.ended, self.closed, self.traces = [], [], [], 0, []
 
     def start(self, run):
         self.begun.append(run)
@@ -87,6 +88,9 @@ class Memory:
 
     def checkpoint(self, report):
         self.checkpoints.append(report)
+
+    def trace(self, trace):
+        self.traces.append(trace)
 
     def finish(self, summary):
         self.ended.append(summary)

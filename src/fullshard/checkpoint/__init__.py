@@ -1,7 +1,9 @@
 """Files that survive a kill: atomic directories, sharded checkpoints, and the Hugging Face format, streamed."""
 
 from fullshard.checkpoint.atomic import atomic_directory as atomic_directory
+from fullshard.checkpoint.atomic import commit as commit
 from fullshard.checkpoint.atomic import recover as recover
+from fullshard.checkpoint.atomic import sibling as sibling
 from fullshard.checkpoint.atomic import write_text as write_text
 from fullshard.checkpoint.hf import SafetensorsWriter as SafetensorsWriter
 from fullshard.checkpoint.hf import TensorSpec as TensorSpec

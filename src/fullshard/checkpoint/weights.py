@@ -12,12 +12,17 @@ import torch
 
 from fullshard.checkpoint.atomic import publish
 from fullshard.checkpoint.hf import SafetensorsWriter, TensorSpec
+from fullshard.checkpoint.places import ADAPTER_NAME
 from fullshard.errors import ConfigError
 
 WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
-_ENTRANCES = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+_WEIGHTS = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_NAME)
+_ENTRANCES = (*_WEIGHTS, "adapter_config.json", "config.json", "generation_config.json")
+"""In the order in which they are taken away: weights first. A configuration of an adapter beside a whole model, or of a
+model beside an adapter, would be read as part of it."""
+
 _PARTS = "model-*-of-*.safetensors"
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
@@ -151,5 +156,5 @@ def publish_model(source: Path, target: Path) -> None:
 
 
 def holds_model(directory: Path) -> bool:
-    """Whether a directory holds a model's weights in Hugging Face's safetensors layout."""
-    return any((directory / name).exists() for name in _ENTRANCES)
+    """Whether a directory holds a model's weights in Hugging Face's safetensors layout, or an adapter's in peft's."""
+    return any((directory / name).exists() for name in _WEIGHTS)

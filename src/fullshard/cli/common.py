@@ -30,3 +30,11 @@ def load_program(name: str) -> ModuleType:
         name: Full name of the module.
     """
     return importlib.import_module(name)
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
+    return number

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import WEIGHT_SUFFIXES
-from fullshard.cli.common import load_program
+from fullshard.cli.common import load_program, positive
 from fullshard.cli.contents import draw
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
@@ -55,7 +55,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--world-size",
         metavar="N",
-        type=_positive,
+        type=positive,
         help="with a run file: ranks to shard over (default: as many as train would start)",
     )
     parser.set_defaults(run=run)
@@ -93,10 +93,3 @@ def _show_contents(options: argparse.Namespace) -> None:
         print(json.dumps(found.as_dict()))
     else:
         draw(found)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
-    return number

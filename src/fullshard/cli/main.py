@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fullshard.cli import export, inspect, train, verify
+from fullshard.cli import config, evaluate, export, inspect, launch, predict, train, verify
+from fullshard.cli import report as report_verb
 from fullshard.errors import FullshardError
 from fullshard.launch import INTERRUPTED_EXIT_CODE, Failure
 from fullshard.version import __version__
@@ -80,6 +81,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fullshard {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     train.add_parser(verbs)
+    launch.add_parser(verbs)
+    evaluate.add_parser(verbs)
+    predict.add_parser(verbs)
+    report_verb.add_parser(verbs)
+    config.add_parser(verbs)
     inspect.add_parser(verbs)
     export.add_parser(verbs)
     verify.add_parser(verbs)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from fullshard.cli.accelerate import add_config_file, file_overrides, require_one_machine
 from fullshard.cli.common import add_run_arguments, load_program
 from fullshard.config import load_run
 from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
@@ -20,12 +21,17 @@ metrics.jsonl and predictions.jsonl. Starts its own ranks; under torchrun it joi
 
 Ctrl-C or SIGTERM: the run saves a checkpoint after its step and leaves with exit code 75; a second one ends it at once.
 The same command goes on where a run was stopped or killed, with the same result; resume=never starts anew.
+
+With --config_file the sharding, precision and number of ranks are those of Accelerate's configuration file, as
+`accelerate config` or `fullshard config` wrote it. The run file may leave them out or say the same; what it says
+otherwise is an error, and what of the file has no effect is a warning.
 """
 
 EPILOG = """\
 examples:
   fullshard train examples/banking77_tiny.yaml
   fullshard train run.yaml training.learning_rate=1e-4 output_dir=runs/second
+  fullshard train run.yaml --config_file fsdp_config.yaml
   torchrun --nproc_per_node 4 -m fullshard.cli.main train run.yaml
 """
 
@@ -40,6 +46,7 @@ def add_parser(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_run_arguments(parser)
+    add_config_file(parser)
     parser.set_defaults(run=run)
 
 
@@ -56,10 +63,12 @@ def run(options: argparse.Namespace) -> Failure | None:
         UserError: The settings are wrong.
         SystemExit: Under torchrun, with the rank's exit code.
     """
-    arguments = [str(options.config), *options.overrides, *(["--json"] if options.json else [])]
+    overrides = [*options.overrides, *file_overrides(options)]
+    arguments = [str(options.config), *overrides, *(["--json"] if options.json else [])]
     if launched_elsewhere():
         sys.exit(load_program(RANK_PROGRAM).main(arguments))
-    config = load_run(options.config, options.overrides)
+    require_one_machine(options)
+    config = load_run(options.config, overrides)
     nproc = choose_nproc(config.nproc)
     # The ranks say nothing before their imports are done, which takes seconds.
     print(f"fullshard: starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)

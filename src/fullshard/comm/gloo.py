@@ -101,14 +101,22 @@ class ReadingWork:
     """A collective in which each rank reads what the others have from their memory."""
 
     def __init__(
-        self, comm: GlooComm, link: Link, call: Call, offered: torch.Tensor, take: Callable[[int, int], None]
+        self,
+        comm: GlooComm,
+        link: Link,
+        call: Call,
+        offered: torch.Tensor,
+        take: Callable[[int, int], None],
+        *,
+        in_order: bool = False,
     ) -> None:
-        """Offer ``offered``; ``take(rank, address)`` reads another rank's part."""
+        """Offer ``offered``; ``take(rank, address)`` reads another rank's part, in the order of ranks if so said."""
         self._comm = comm
         self._link = link
         self._call = call
         self._offered: torch.Tensor | None = offered  # alive until the others have read it
         self._take: Callable[[int, int], None] | None = take
+        self._peers = sorted(comm.peers) if in_order else comm.peers
         self._code = code_of(call)
         link.offer(call.seq, self._code, offered.data_ptr())
 
@@ -122,7 +130,7 @@ class ReadingWork:
         take, self._take = self._take, None
         if take is not None:
             with self._comm.waiting_in(self._call) as poll:
-                for peer in self._comm.peers:
+                for peer in self._peers:
                     take(peer, poll(peer, partial(self._link.find, peer, self._call.seq, self._code)))
             self._link.has_read(self._call.seq)
 
@@ -175,7 +183,10 @@ class GlooComm:
         return self._exchange(call, [(r, slices[r]) for r in self.peers], [(r, mine) for r in self.peers])
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
-        """See :meth:`Comm.reduce_scatter`: sends (size - 1) * S elements, holds (size - 2) * S of its own."""
+        """See :meth:`Comm.reduce_scatter`: sends (size - 1) * S elements, holds (size - 2) * S of its own.
+
+        Ranks are added in their order, whichever rank the element is for: no layout changes a sum's last bit.
+        """
         if not self.peers:
             shard.copy_(full)
             return DONE
@@ -183,11 +194,12 @@ class GlooComm:
         call = self._issue("reduce-scatter", full, bound=True)
         slices = full.view(self.size, -1)
         if link is not None:
-            return ReadingWork(self, link, call, full, self._adder(link, shard, full))
+            return ReadingWork(self, link, call, full, self._adder(link, shard, full), in_order=True)
         first, *rest = sorted(self.peers)
         received = {r: torch.empty_like(slices[0]) for r in rest}
         received[first] = shard if shard.dtype == full.dtype else torch.empty_like(slices[0])
-        terms = [slices[self.rank], *(received[r] for r in rest)]
+        received[self.rank] = slices[self.rank]
+        terms = [received[r] for r in range(self.size) if r != first]
 
         def add_terms() -> None:
             if received[first] is not shard:
@@ -239,6 +251,14 @@ class GlooComm:
         slices[self.rank].copy_(shard)
         return self._exchange(call, _to(self.peers, slices), [])
 
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """See :meth:`Comm.exchange`: a message for each tensor that is not empty."""
+        call = self._issue("exchange", bound=True)
+        if received[self.rank].numel():
+            received[self.rank].copy_(sent[self.rank])
+        receive = [(r, received[r]) for r in self.peers if received[r].numel()]
+        return self._exchange(call, receive, [(r, sent[r]) for r in self.peers if sent[r].numel()])
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`: lengths first, then everybody's bytes."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -259,18 +279,20 @@ class GlooComm:
         self._exchange(call, _to(self.peers, ticks), [(r, ticks[self.rank]) for r in self.peers]).wait()
 
     def _adder(self, link: Link, shard: torch.Tensor, full: torch.Tensor) -> Callable[[int, int], None]:
-        """What adds another rank's part to ``shard``; with the first one comes this rank's own."""
+        """What adds another rank's part to ``shard``, called in the order of ranks; this rank's own comes between."""
         mine = full.view(self.size, -1)[self.rank]
-        offset, first = self.rank * mine.nbytes, self.peers[0]
+        offset, first = self.rank * mine.nbytes, min(self.peers)
+        before_mine = max(first, self.rank - 1)
 
         def add(peer: int, address: int) -> None:
             if peer == first and shard.dtype == full.dtype:
                 link.read(peer, address + offset, shard)
+            else:
+                if peer == first:
+                    shard.zero_()
+                link.add(peer, address + offset, full.dtype, shard)
+            if peer == before_mine:
                 shard.add_(mine)
-                return
-            if peer == first:
-                shard.copy_(mine)
-            link.add(peer, address + offset, full.dtype, shard)
 
         return add
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ class Entry:
     """One collective as this rank issued it.
 
     Attributes:
-        collective: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``gather``,
+        collective: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``gather``, ``exchange``,
             ``all_gather_object`` or ``barrier``.
         sent_bytes: Bytes this rank must put on the wire under the cheapest known algorithm; 0 for objects and barriers.
     """
@@ -74,6 +75,11 @@ class RecordingComm:
         """See :meth:`Comm.gather`."""
         self._note("gather", 0 if self.rank == target else shard.nbytes)
         return self.inner.gather(shard, full, target)
+
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """See :meth:`Comm.exchange`."""
+        self._note("exchange", sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank))
+        return self.inner.exchange(received, sent)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`."""

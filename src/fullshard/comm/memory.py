@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import warnings
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,8 @@ def live_tensor_bytes() -> int:
             if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
                 continue
             storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            if storage.device.type == "cpu":  # a compiler's fake tensors have none, nor a number of bytes
+                storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -36,6 +38,11 @@ def device_memory_bytes(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """Tensor bytes on ``device`` by its caching allocator's count; None on the CPU, whose allocator keeps none."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 class MemoryMeter:
@@ -49,6 +56,7 @@ class MemoryMeter:
     Attributes:
         start_bytes: Tensor bytes live on entry.
         peak_bytes: Highest number of tensor bytes live at once, in total; set on exit.
+        timeline: On CPU, set on exit: when the count changed, as ``time.perf_counter`` says it, and the count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,6 +64,7 @@ class MemoryMeter:
         self.device = device
         self.start_bytes = 0
         self.peak_bytes = 0
+        self.timeline: list[tuple[float, int]] = []
 
     def __enter__(self) -> MemoryMeter:
         """Start measuring."""
@@ -65,6 +74,7 @@ class MemoryMeter:
             self.start_bytes = torch.cuda.memory_allocated(self.device)
             return self
         self.start_bytes = live_tensor_bytes()
+        self._epoch_s = time.time() - time.perf_counter()  # the profiler's clock tells the time of day
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
         return self
@@ -78,11 +88,11 @@ class MemoryMeter:
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
             return
         self._profile.__exit__(kind, error, trace)
-        live = peak = 0
         profiler: Any = self._profile.profiler
+        live = self.start_bytes
         for event in profiler.kineto_results.events():
             if event.name() == "[memory]":
                 live += event.nbytes()
-                peak = max(peak, live)
-        self.peak_bytes = self.start_bytes + peak
+                self.timeline.append((event.start_ns() / 1e9 - self._epoch_s, live))
+        self.peak_bytes = max([self.start_bytes, *(count for _, count in self.timeline)])
         del self._profile

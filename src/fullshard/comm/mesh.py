@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ class SoloComm:
         """See :meth:`Comm.gather`."""
         return DONE if full is None else _copy(full, shard)
 
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """See :meth:`Comm.exchange`."""
+        return _copy(received[0], sent[0])
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`."""
         return [value]
@@ -83,6 +88,11 @@ class Mesh:
             return self.shard.all_reduce(tensor, op)
         self.shard.all_reduce(tensor, op).wait()
         return self.replicate.all_reduce(tensor, op)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite ``tensor`` on all ranks with that of rank 0: over one axis, then the other. Blocks."""
+        self.replicate.broadcast(tensor).wait()
+        self.shard.broadcast(tensor).wait()
 
     def announce(self, what: str) -> None:
         """Say what the next collectives are for; shown when one does not complete."""
@@ -137,7 +147,7 @@ def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | Non
 
     Args:
         mesh: None (the default process group), a ``ProcessGroup``, a ``Comm`` or a 1-D ``DeviceMesh`` for one axis;
-            a 2-D ``DeviceMesh`` or a pair of Comms, ``(replicate, shard)``, for two.
+            a 2-D ``DeviceMesh`` or a pair of process groups or Comms, ``(replicate, shard)``, for two.
         strategy: NO_SHARD puts one axis to replicating, the hybrid ones need two axes, the others shard over the last.
         device: Device of the sharded model; None: this rank's accelerator if the group can use it, else CPU.
 
@@ -161,8 +171,9 @@ def _axes(mesh: object, device: torch.device | None) -> tuple[Comm | None, Comm]
     """The replicating axis, if there is one, and the sharding axis."""
     if isinstance(mesh, Comm):
         return None, mesh
-    if isinstance(mesh, tuple) and len(mesh) == 2 and all(isinstance(axis, Comm) for axis in mesh):
-        return mesh
+    if isinstance(mesh, tuple) and len(mesh) == 2 and all(isinstance(axis, (Comm, dist.ProcessGroup)) for axis in mesh):
+        replicate, shard = (axis if isinstance(axis, Comm) else comm_of_group(axis, device) for axis in mesh)
+        return replicate, shard
     if mesh is None:
         if not dist.is_available() or not dist.is_initialized():
             raise ProcessGroupError(
@@ -176,6 +187,6 @@ def _axes(mesh: object, device: torch.device | None) -> tuple[Comm | None, Comm]
         groups = [comm_of_group(mesh.get_group(axis), device) for axis in range(mesh.ndim)]
         return (None, groups[0]) if mesh.ndim == 1 else (groups[0], groups[1])
     raise ProcessGroupError(
-        "mesh must be None, a ProcessGroup, a DeviceMesh with 1 or 2 axes, a Comm or a pair of Comms; "
+        "mesh must be None, a ProcessGroup, a DeviceMesh with 1 or 2 axes, a Comm, or a pair of groups or Comms; "
         f"got {mesh if isinstance(mesh, DeviceMesh) else type(mesh)}."
     )

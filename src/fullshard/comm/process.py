@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from fullshard.comm.gloo import GlooComm
 from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
@@ -17,6 +18,9 @@ from fullshard.errors import ProcessGroupError
 # torch 2.13 renamed the flat collectives; the old names stay for older releases.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+TIMEOUT_S = 600.0
+"""Seconds after which a collective that other ranks never joined is an error, unless the caller says otherwise."""
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -60,6 +64,10 @@ class ProcessComm:
         slices[self.rank].copy_(shard)
         others = [r for r in range(self.size) if r != self.rank]
         return Works([dist.irecv(slices[r], group=self.group, group_src=r) for r in others])
+
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """See :meth:`Comm.exchange`."""
+        return dist.all_to_all(list(received), list(sent), group=self.group, async_op=True)  # type: ignore[return-value]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`."""
@@ -110,6 +118,16 @@ class FakeComm(ProcessComm):
             tensor.mul_(self.size)
         return DONE
 
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """See :meth:`Comm.exchange`: what equal ranks would get, and zeros where they would not give as much."""
+        for target in received:
+            given = sent[self.rank]
+            if given.numel() == target.numel():
+                target.copy_(given)
+            else:
+                target.zero_()
+        return DONE
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`: what equal ranks would get."""
         return [value] * self.size
@@ -130,7 +148,7 @@ def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm
     return GlooComm(group)
 
 
-def init_from_env(*, timeout_s: float = 600.0) -> Comm:
+def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
     """Join the group that torchrun's environment describes; once per process, on every rank.
 
     Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. With at least as many CUDA
@@ -158,6 +176,18 @@ def init_from_env(*, timeout_s: float = 600.0) -> Comm:
         return comm_of_group(_world(), device)
     dist.init_process_group("gloo", timeout=timeout)
     return comm_of_group(_world(), torch.device("cpu"))
+
+
+def join_alone(device: torch.device) -> Comm:
+    """The default process group; where there is none, one of this process alone is made first. Any rank.
+
+    Args:
+        device: What the ranks' collectives take tensors on.
+    """
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return comm_of_group(_world(), device)
 
 
 def _world() -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -72,6 +73,15 @@ class Comm(Protocol):
 
     def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
         """Fill ``full`` (size * S elements, given on rank ``target`` only) with every rank's ``shard`` (S elements)."""
+        ...
+
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """Give each rank ``r`` the tensor ``sent[r]``, and fill ``received[r]`` with what it gives this one.
+
+        Args:
+            received: One contiguous tensor a rank, of as many elements as that rank sends here.
+            sent: One contiguous tensor a rank; all of both are of one dtype. Empty ones cost nothing.
+        """
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from fullshard.comm.protocol import DONE, ReduceOp, Work
-from fullshard.errors import MismatchError
+from fullshard.errors import InvariantError, MismatchError
 
 T = TypeVar("T")
 
@@ -124,6 +124,22 @@ class ThreadComm:
                 torch.cat([s.reshape(-1) for s in shards], out=full)
 
         self._meet(f"gather of {shard.numel()} {shard.dtype} to {target}", shard, use, bound=True)
+        return DONE
+
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """See :meth:`Comm.exchange`."""
+
+        def use(by_rank: list[Sequence[torch.Tensor]]) -> None:
+            for target, given in zip(received, by_rank, strict=True):
+                source = given[self.rank]
+                if (target.shape, target.dtype) != (source.shape, source.dtype):
+                    raise InvariantError(
+                        f"an exchange brings {tuple(source.shape)} {source.dtype} where {tuple(target.shape)} "
+                        f"{target.dtype} was awaited"
+                    )
+                target.copy_(source)
+
+        self._meet("exchange", sent, use, bound=True)
         return DONE
 
     def all_gather_object(self, value: Any) -> list[Any]:

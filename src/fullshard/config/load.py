@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,19 +13,27 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from fullshard.config.names import other_name
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
 
-_FILE_KEYS = (("data", "train_file"), ("data", "validation_file"), ("model", "path"))
+_FILE_KEYS = (("data", "train_file"), ("data", "validation_file"))
 """Keys that name something to read."""
 
+_NAME_KEYS = (("data", "dataset_name"), ("model", "path"))
+"""Keys that name something to read, or something on the Hub."""
 
-def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+"""As huggingface_hub has it: a name, or an owner and a name."""
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = (), *, under: Mapping[str, Any] | None = None) -> RunConfig:
     """Read a run file. Every rank may call it; nothing but the file and what it points to is looked at.
 
     Args:
         path: The YAML file.
         overrides: Settings of the form ``section.key=value``, the value in YAML, applied over the file in order.
+        under: Nested settings that count where the file and the overrides have none.
 
     Returns:
         The configuration; files it names are absolute paths that exist.
@@ -33,18 +43,16 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             of range, contradicts another or names a file that does not exist. The message holds all problems.
     """
     path = Path(path)
-    values = _read_yaml(path)
-    for override in overrides:
-        _apply(values, override)
-    return check_run(values, path)
+    return check_run(_laid_over(under or {}, _read_yaml(path)), path, overrides)
 
 
-def check_run(values: Mapping[str, Any], path: Path) -> RunConfig:
+def check_run(values: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Turn the values of a run file into a configuration.
 
     Args:
         values: Nested settings, as YAML gives them.
         path: The run file, for messages and relative paths.
+        overrides: As by :func:`load_run`.
 
     Returns:
         The configuration, as by :func:`load_run`.
@@ -52,6 +60,9 @@ def check_run(values: Mapping[str, Any], path: Path) -> RunConfig:
     Raises:
         ConfigError: As by :func:`load_run`.
     """
+    values = copy.deepcopy(dict(values))
+    for override in overrides:
+        _apply(values, override)
     resolved, problems = _resolve_files(values, path.parent)
     try:
         run = RunConfig.model_validate(resolved)
@@ -95,6 +106,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+def _laid_over(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings, with those of ``under`` where ``values`` have none."""
+    merged = dict(values)
+    for key, value in under.items():
+        own = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            merged[key] = _laid_over(value, own)
+        elif key not in merged or (isinstance(value, Mapping) and own is None):
+            merged[key] = value
+    return merged
+
+
 def _apply(values: dict[str, Any], override: str) -> None:
     """Put one ``section.key=value`` into the settings, in place."""
     name, equals, text = override.partition("=")
@@ -120,17 +143,17 @@ def _resolve_files(values: Mapping[str, Any], directory: Path) -> tuple[dict[str
     """The settings with absolute paths to what exists, and a problem for each that does not."""
     resolved = dict(values)
     problems = []
-    for section, key in _FILE_KEYS:
+    for section, key in _FILE_KEYS + _NAME_KEYS:
         settings = resolved.get(section)
         if not isinstance(settings, Mapping) or not isinstance(settings.get(key), str):
             continue
         candidates = list(dict.fromkeys(Path(base, settings[key]).absolute() for base in (directory, Path.cwd())))
         found = next((candidate for candidate in candidates if candidate.exists()), None)
-        if found is None:
+        if found is not None:
+            resolved[section] = {**settings, key: str(found)}
+        elif (section, key) in _FILE_KEYS or not _HUB_ID.fullmatch(settings[key]):
             tried = " and ".join(str(candidate) for candidate in candidates)
             problems.append(f"{section}.{key}: {settings[key]!r} does not exist; tried {tried}")
-        else:
-            resolved[section] = {**settings, key: str(found)}
     return resolved, problems
 
 
@@ -139,7 +162,7 @@ def _explain(details: Any) -> str:
     key = ".".join(str(part) for part in details["loc"])
     kind = details["type"]
     if kind == "extra_forbidden":
-        return _explain_unknown(key)
+        return _explain_unknown(key, details["input"])
     if kind == "missing":
         return f"{key}: is required"
     message = details["msg"].removeprefix("Value error, ")
@@ -149,8 +172,10 @@ def _explain(details: Any) -> str:
     return f"{key}: expected {message}; got {details['input']!r}"
 
 
-def _explain_unknown(key: str) -> str:
-    """An unknown key and the nearest one that exists."""
+def _explain_unknown(key: str, value: Any) -> str:
+    """An unknown key, and what it is called here or the nearest one that exists."""
+    if (answer := other_name(key, value)) is not None:
+        return f"{key}: {answer}"
     known = list(_known_keys(RunConfig))
     section, _, name = key.rpartition(".")
     siblings = [other for other in known if other.rpartition(".")[0] == section]

@@ -1,14 +1,30 @@
 """Data: a file's rows, their token ids, and the batches that each rank sees."""
 
+from fullshard.data.budget import TokenPlan as TokenPlan
+from fullshard.data.cache import cached as cached
+from fullshard.data.cache import default_directory as default_directory
+from fullshard.data.cache import open_tokens as open_tokens
+from fullshard.data.cache import tokenize_to as tokenize_to
 from fullshard.data.collate import IGNORED_LABEL as IGNORED_LABEL
 from fullshard.data.collate import Batch as Batch
 from fullshard.data.collate import CollateSpec as CollateSpec
+from fullshard.data.collate import Packing as Packing
 from fullshard.data.collate import RowRef as RowRef
 from fullshard.data.collate import collate as collate
-from fullshard.data.sources import Example as Example
-from fullshard.data.sources import read_rows as read_rows
+from fullshard.data.examples import Example as Example
+from fullshard.data.examples import SourceSpec as SourceSpec
+from fullshard.data.examples import Split as Split
+from fullshard.data.examples import Table as Table
+from fullshard.data.inputs import read_inputs as read_inputs
+from fullshard.data.padding import padding_share as padding_share
+from fullshard.data.padding import step_sizes as step_sizes
+from fullshard.data.ragged import Ragged as Ragged
+from fullshard.data.sources import fingerprint as fingerprint
+from fullshard.data.sources import read_split as read_split
 from fullshard.data.stream import EpochPlan as EpochPlan
+from fullshard.data.stream import Plan as Plan
 from fullshard.data.stream import batches as batches
+from fullshard.data.stream import steps as steps
 from fullshard.data.tokenize import LengthStats as LengthStats
 from fullshard.data.tokenize import TokenizedSet as TokenizedSet
 from fullshard.data.tokenize import TokenizeSpec as TokenizeSpec

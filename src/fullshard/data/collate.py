@@ -1,13 +1,17 @@
-"""Rows of ids to one batch of tensors, padded to the longest row of the batch."""
+"""Rows of ids to one batch of tensors: padded to the longest row, or packed end to end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fullshard.data.pack import share_sequences
 from fullshard.data.tokenize import TokenizedSet
 
 IGNORED_LABEL = -100
@@ -34,26 +38,52 @@ class CollateSpec:
     Attributes:
         pad_token_id: Id put where there is no token; the attention mask is zero there.
         causal: Whether source and target are one sequence (decoder-only) rather than two (encoder-decoder).
+        packed: Whether rows are laid end to end in few sequences, instead of each padded to the longest.
     """
 
     pad_token_id: int
     causal: bool = False
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which row each position of a packed batch belongs to. Sizes: B sequences, S and T tokens as in :class:`Batch`.
+
+    Attributes:
+        segments_BS: int64, on the tokens of the n-th row of a sequence n, from 1; 0 on padding.
+        target_segments_BT: The same for the labels; of a causal model ``segments_BS`` itself.
+        positions_BS: int64, from 0 in each row.
+    """
+
+    segments_BS: Tensor
+    target_segments_BT: Tensor
+    positions_BS: Tensor
+
+    def to(self, device: torch.device | str) -> Packing:
+        """The same on a device; shared tensors stay shared."""
+        return _moved(self, ("segments_BS", "target_segments_BT", "positions_BS"), device)
 
 
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch of one rank. Sizes: B rows, S source (causal: joined) tokens, T label tokens, P prompt tokens.
 
+    Of a packed batch B counts sequences, and each holds the tokens of several rows.
+
     Attributes:
         input_ids_BS: int64. Encoder-decoder: sources; causal: source and target joined; padded on the right.
         attention_mask_BS: int64, 1 on tokens, 0 on padding.
-        labels_BT: int64 targets, -100 on padding, on fillers and, when causal (T = S), on the prompt.
+        labels_BT: int64 targets, -100 on padding, on fillers and, when causal (T = S), on the prompt. Packed and
+            causal, also on the first token of each row, which the row before it must not predict.
         prompt_ids_BP: int64, what generation starts from. Encoder-decoder: ``input_ids_BS`` itself; causal: the
-            prompts alone, padded on the left.
+            prompts alone, padded on the left. Packed: ``input_ids_BS``; nothing is generated from it.
         prompt_mask_BP: int64 mask of ``prompt_ids_BP``.
         target_tokens: Number of tokens that count in the loss: of all labels but -100, as the model shifts them.
+        tokens: Number of tokens of all rows but fillers, sources and targets.
         indices: Index of each row in the tokenized set.
         fillers: For each row, whether it counts in no loss and no metric.
+        packing: Which row each position belongs to; None: each row is a sequence of its own.
     """
 
     input_ids_BS: Tensor
@@ -62,14 +92,16 @@ class Batch:
     prompt_ids_BP: Tensor
     prompt_mask_BP: Tensor
     target_tokens: int
+    tokens: int
     indices: tuple[int, ...]
     fillers: tuple[bool, ...]
+    packing: Packing | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on a device; shared tensors stay shared."""
         names = ("input_ids_BS", "attention_mask_BS", "labels_BT", "prompt_ids_BP", "prompt_mask_BP")
-        moved = {id(tensor): tensor.to(device) for tensor in (getattr(self, name) for name in names)}
-        return replace(self, **{name: moved[id(getattr(self, name))] for name in names})
+        packing = None if self.packing is None else self.packing.to(device)
+        return replace(_moved(self, names, device), packing=packing)
 
 
 def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) -> Batch:
@@ -78,36 +110,86 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
     Args:
         rows: At least one row.
         tokenized: The set the rows are of.
-        spec: Padding and the kind of model.
+        spec: Padding or packing, and the kind of model.
 
     Returns:
-        The batch, every axis as long as its longest row.
+        The batch, every axis as long as its longest row, or its longest sequence when rows are packed.
     """
     sources = [tokenized.source_ids[row.index] for row in rows]
     targets = [tokenized.target_ids[row.index] for row in rows]
     # A filler has shape and attention like any row, so that no softmax is over nothing, but no label.
     labels = [
-        [IGNORED_LABEL] * len(target) if row.filler else target for row, target in zip(rows, targets, strict=True)
+        np.full(len(target), IGNORED_LABEL) if row.filler else target for row, target in zip(rows, targets, strict=True)
     ]
     if spec.causal:
-        joined = [source + target for source, target in zip(sources, targets, strict=True)]
-        labels = [[IGNORED_LABEL] * len(source) + label for source, label in zip(sources, labels, strict=True)]
-        input_ids, attention_mask = _pad(joined, spec.pad_token_id)
-        prompt_ids, prompt_mask = _pad(sources, spec.pad_token_id, left=True)
+        inputs = [np.concatenate(pair) for pair in zip(sources, targets, strict=True)]
+        labels = [
+            np.concatenate([np.full(len(source), IGNORED_LABEL), label])
+            for source, label in zip(sources, labels, strict=True)
+        ]
     else:
-        input_ids, attention_mask = _pad(sources, spec.pad_token_id)
-        prompt_ids, prompt_mask = input_ids, attention_mask
-    labels_BT, _ = _pad(labels, IGNORED_LABEL)
+        inputs = sources
+    fields = _packed(inputs, labels, spec) if spec.packed else _padded(inputs, labels, sources, spec)
+    real = [len(s) + len(t) for row, s, t in zip(rows, sources, targets, strict=True) if not row.filler]
     return Batch(
-        input_ids_BS=input_ids,
-        attention_mask_BS=attention_mask,
-        labels_BT=labels_BT,
-        prompt_ids_BP=prompt_ids,
-        prompt_mask_BP=prompt_mask,
-        target_tokens=_count_targets(labels_BT, causal=spec.causal),
+        **fields,
+        target_tokens=_count_targets(fields["labels_BT"], causal=spec.causal),
+        tokens=sum(real),
         indices=tuple(row.index for row in rows),
         fillers=tuple(row.filler for row in rows),
     )
+
+
+Rows = Sequence[NDArray[np.integer]]
+
+
+def _padded(inputs: Rows, labels: Rows, sources: Rows, spec: CollateSpec) -> dict[str, Any]:
+    """The tensors of a batch in which each row is a sequence."""
+    input_ids, attention_mask = _pad(inputs, spec.pad_token_id)
+    prompt_ids, prompt_mask = input_ids, attention_mask
+    if spec.causal:
+        prompt_ids, prompt_mask = _pad(sources, spec.pad_token_id, left=True)
+    return {
+        "input_ids_BS": input_ids,
+        "attention_mask_BS": attention_mask,
+        "labels_BT": _pad(labels, IGNORED_LABEL)[0],
+        "prompt_ids_BP": prompt_ids,
+        "prompt_mask_BP": prompt_mask,
+    }
+
+
+def _packed(inputs: Rows, labels: Rows, spec: CollateSpec) -> dict[str, Any]:
+    """The tensors of a batch in which a sequence holds several rows."""
+    if spec.causal:
+        for row in labels:
+            row[:1] = IGNORED_LABEL
+        sequences = share_sequences([[len(row)] for row in inputs])
+    else:
+        sequences = share_sequences([[len(row), len(label)] for row, label in zip(inputs, labels, strict=True)])
+    input_ids, attention_mask = _pad(_laid(inputs, sequences), spec.pad_token_id)
+    segments, _ = _pad([_segments(inputs, sequence) for sequence in sequences], 0)
+    positions, _ = _pad([np.concatenate([np.arange(len(inputs[row])) for row in rows]) for rows in sequences], 0)
+    target_segments = segments
+    if not spec.causal:
+        target_segments, _ = _pad([_segments(labels, sequence) for sequence in sequences], 0)
+    return {
+        "input_ids_BS": input_ids,
+        "attention_mask_BS": attention_mask,
+        "labels_BT": _pad(_laid(labels, sequences), IGNORED_LABEL)[0],
+        "prompt_ids_BP": input_ids,
+        "prompt_mask_BP": attention_mask,
+        "packing": Packing(segments, target_segments, positions),
+    }
+
+
+def _laid(rows: Rows, sequences: Sequence[Sequence[int]]) -> Rows:
+    """The rows of each sequence end to end."""
+    return [np.concatenate([rows[row] for row in sequence]) for sequence in sequences]
+
+
+def _segments(rows: Rows, sequence: Sequence[int]) -> NDArray[np.integer]:
+    """The number of the row within its sequence, from 1, for each of its tokens."""
+    return np.repeat(np.arange(1, len(sequence) + 1), [len(rows[row]) for row in sequence])
 
 
 def _count_targets(labels_BT: Tensor, *, causal: bool) -> int:
@@ -116,13 +198,19 @@ def _count_targets(labels_BT: Tensor, *, causal: bool) -> int:
     return int((counted != IGNORED_LABEL).sum())
 
 
-def _pad(rows: Sequence[Sequence[int]], value: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
+def _pad(rows: Rows, value: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
     """Rows as one int64 tensor (rows, longest row) and its mask of the same shape."""
     longest = max(len(row) for row in rows)
-    padded = torch.full((len(rows), longest), value, dtype=torch.int64)
-    mask = torch.zeros((len(rows), longest), dtype=torch.int64)
+    padded = np.full((len(rows), longest), value, np.int64)
+    mask = np.zeros((len(rows), longest), np.int64)
     for position, row in enumerate(rows):
         span = slice(longest - len(row), longest) if left else slice(0, len(row))
-        padded[position, span] = torch.tensor(row, dtype=torch.int64)
+        padded[position, span] = row
         mask[position, span] = 1
-    return padded, mask
+    return torch.from_numpy(padded), torch.from_numpy(mask)
+
+
+def _moved(holder: Any, names: Sequence[str], device: torch.device | str) -> Any:
+    """A frozen dataclass with the named tensors on a device; shared tensors stay shared."""
+    moved = {id(tensor): tensor.to(device) for tensor in (getattr(holder, name) for name in names)}
+    return replace(holder, **{name: moved[id(getattr(holder, name))] for name in names})

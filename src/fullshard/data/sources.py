@@ -1,194 +1,200 @@
-"""Rows of a user's file: CSV or JSON Lines in, examples with their line numbers out."""
+"""Rows of the user's data: files and datasets of every kind in, examples with their line numbers out."""
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
+from fullshard.data.arrow import DatasetRows, ParquetFile, open_dataset
+from fullshard.data.bad_rows import BadRows, UnusableRowError
+from fullshard.data.columns import Recipe, choose, choose_sources
+from fullshard.data.examples import Example, SourceSpec, Split, Table
+from fullshard.data.holdout import hold_out
+from fullshard.data.phrasebank import open_phrasebank
+from fullshard.data.tables import CsvFile, JsonFile, JsonLinesFile, Origin, unreadable
+from fullshard.data.wikihow import list_files, read_wikihow
 from fullshard.errors import DataError
 
-SUFFIXES = (".csv", ".jsonl")
-SHOWN_PROBLEMS = 5
-CELL_LIMIT_CHARACTERS = 2**31 - 1
-"""The csv module refuses cells above 131,072 characters unless told otherwise; articles can be longer."""
+FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
+"""Formats by suffix; all but Parquet may be gzipped, with .gz behind."""
+_RULES = 1
+"""Goes up when the same file and options give other rows than before, so that what was cached is not used."""
+_CHUNK_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class Example:
-    """One row of a data file.
+def read_split(spec: SourceSpec, split: Split) -> Table:
+    """The rows of one split. Any process may call it, alone.
 
-    Attributes:
-        source: The text the model reads, as the file has it.
-        target: The text the model is to write, as the file has it.
-        line: Line of the file that the row starts on, from 1; the header of a CSV is line 1.
-    """
-
-    source: str
-    target: str
-    line: int
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row before it is checked: its cells by column name, or why it could not be read."""
-
-    line: int
-    cells: dict[str, object]
-    problem: str | None = None
-
-
-def read_rows(path: str | Path, source_column: str, target_column: str) -> list[Example]:
-    """Read every row of a ``.csv`` or ``.jsonl`` file. Any rank may call it, alone.
-
-    Files are UTF-8, with or without a byte-order mark. Line breaks, quotes and delimiters inside quoted CSV cells are
-    kept as they are, and so is a JSON number: its text is what the file has. Empty lines are no rows.
+    Line breaks, quotes and delimiters inside cells are kept as they are, and so is a JSON number: its text is what the
+    file has. Empty lines are no rows.
 
     Args:
-        path: The file; its suffix says how it is read.
-        source_column: Name of the column (CSV) or key (JSON Lines) that holds the source text.
-        target_column: Name of the column or key that holds the target text.
+        spec: Where the rows come from.
+        split: ``train``, or ``validation`` for the held-out rows.
 
     Returns:
-        The rows in the order of the file.
+        The rows in the order of the data, at least one, and what the user should know of how they were read.
 
     Raises:
-        DataError: The file is missing, empty, not UTF-8 or of another format, a column does not exist (the message
-            lists those that do), or rows are bad (the message counts them and shows the first with their lines).
+        DataError: Something is missing, empty or of another format, columns cannot be told, or more rows are bad than
+            ``max_bad_rows`` (the message counts them and shows the first with their lines).
+        ConfigError: The template cannot be understood.
     """
-    path = Path(path)
-    text = _read_text(path)
-    if path.suffix.lower() == ".csv":
-        columns, rows = _csv_rows(path, text)
-    else:
-        columns, rows = _jsonl_rows(text)
-    wanted = (source_column, target_column)
-    _require_columns(path, columns, wanted, rows)
-    problems = [(row.line, problem) for row in rows if (problem := row.problem or _cell_problem(row, wanted))]
-    if problems:
-        raise DataError(_bad_rows_message(path, problems, len(rows)))
-    if not rows:
-        raise DataError(f"{path} has a header but no rows: at least one row below the header is needed.")
-    return [Example(str(row.cells[source_column]), str(row.cells[target_column]), row.line) for row in rows]
+    by_hash = _split_by_hash(spec)
+    if spec.format == "wikihow" and spec.dataset_name is None:
+        return read_wikihow(_file(spec, split), spec, split if by_hash else None)
+    origin = _open(spec, split)
+    table = _read_table(origin, spec)
+    return hold_out(table, spec.validation_fraction, split, origin.where) if by_hash else table
 
 
-def _read_text(path: Path) -> str:
-    """The whole file as text, without its byte-order mark."""
-    if path.suffix.lower() not in SUFFIXES:
-        kinds = " or ".join(SUFFIXES)
+def read_sources(spec: SourceSpec, split: Split) -> Table:
+    """The sources of a split's rows, in columns that are recognised by their names; any process, alone.
+
+    Returns:
+        The rows in order; their references are of no use.
+
+    Raises:
+        DataError: The table cannot be read or is empty, or it is not clear which columns are the source.
+    """
+    origin = _open(spec, split)
+    recipe = choose_sources(spec, origin.columns(), origin.where)
+    return _read_rows(origin, recipe, BadRows(origin.where), spec.max_bad_rows)
+
+
+def fingerprint(spec: SourceSpec, split: Split) -> str:
+    """A hash of what :func:`read_split` reads, for the keys of caches. Any process may call it, alone.
+
+    It depends on the bytes of the files, not on their names and places, and on every option that changes the rows.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Raises:
+        DataError: The data cannot be read.
+    """
+    by_hash = _split_by_hash(spec)
+    digest = blake2b(digest_size=16)
+    options: list[object] = [_RULES, spec.encoding, spec.source_column, spec.target_column, spec.target_lists]
+    options += [spec.template, spec.max_bad_rows, [split, spec.validation_fraction] if by_hash else None]
+    if _of_dataset(spec, split):
+        options += ["dataset", _open_dataset(spec, split).fingerprint]
+        digest.update(json.dumps(options).encode())
+        return digest.hexdigest()
+    path = _file(spec, split)
+    files = [path, *(list_files(path) if by_hash and spec.format == "wikihow" else ())]
+    options += [_format(path, spec), path.suffix.lower(), [file.name for file in files[1:]]]
+    digest.update(json.dumps(options).encode())
+    for file in files:
+        _hash_file(file, digest)
+    return digest.hexdigest()
+
+
+def _split_by_hash(spec: SourceSpec) -> bool:
+    """Whether both splits come out of the training rows; WikiHow's do by title, unless a file is given for each."""
+    own_rule = spec.format == "wikihow" and spec.dataset_name is None
+    return spec.validation_file is None and (own_rule or spec.validation_fraction > 0)
+
+
+def _of_dataset(spec: SourceSpec, split: Split) -> bool:
+    """Whether the rows of a split are a dataset's; a file of held-out rows comes before its own split."""
+    return spec.dataset_name is not None and (split == "train" or spec.validation_file is None)
+
+
+def _file(spec: SourceSpec, split: Split) -> Path:
+    """The file that holds the rows of a split."""
+    path = spec.train_file if split == "train" or _split_by_hash(spec) else spec.validation_file
+    if path is None:
+        key = "train_file" if split == "train" else "validation_file (or data.validation_fraction)"
+        raise DataError(f"There are no rows for {split}: set data.{key}.")
+    return path
+
+
+def _format(path: Path, spec: SourceSpec) -> str:
+    """How a file is read."""
+    if spec.format != "auto":
+        return spec.format
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower() if suffix == ".gz" else suffix
+    if inner not in FORMATS or (suffix, inner) == (".gz", ".parquet"):
         found = repr(path.suffix) if path.suffix else "no suffix"
-        raise DataError(f"{path}: a data file must end in {kinds}; got {found}. Convert it first.")
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"{path} cannot be read: {reason}. Give the path of an existing file.") from error
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        byte = raw[error.start]
-        raise DataError(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8. Save the file as UTF-8.") from error
-    if not text.strip():
-        raise DataError(f"{path} is empty ({len(raw)} bytes): at least one row is needed.")
-    return text
+        kinds = ", ".join(FORMATS)
+        raise DataError(f"{path}: a data file must end in {kinds} (or that and .gz); got {found}. Set data.format.")
+    return FORMATS[inner]
 
 
-def _csv_rows(path: Path, text: str) -> tuple[list[str], list[_Row]]:
-    """Header and rows of a CSV file; stops at a row whose quoting is broken, since nothing after it can be trusted."""
-    with _long_cells():
-        records = _csv_records(text)
-        header = next(records)
-        if header.problem:
-            raise DataError(f"{path}:{header.line}: the header cannot be read: {header.problem}.")
-        columns = [str(name) for name in header.cells.values()]
-        rows = []
-        for record in records:
-            cells = [str(cell) for cell in record.cells.values()]
-            problem = record.problem
-            if problem is None and len(cells) != len(columns):
-                problem = f"the row has {len(cells)} cells, the header {len(columns)}"
-            rows.append(_Row(record.line, dict(zip(columns, cells, strict=False)), problem))
-    return columns, rows
+def _open(spec: SourceSpec, split: Split) -> Origin:
+    """The table that holds the rows of a split."""
+    if _of_dataset(spec, split):
+        return _open_dataset(spec, split)
+    path = _file(spec, split)
+    match _format(path, spec):
+        case "csv":
+            return CsvFile(path, spec.encoding)
+        case "tsv":
+            return CsvFile(path, spec.encoding, delimiter="\t")
+        case "jsonl":
+            return JsonLinesFile(path, spec.encoding)
+        case "json":
+            return JsonFile(path, spec.encoding)
+        case "parquet":
+            return ParquetFile(path)
+        case _:
+            return open_phrasebank(path, spec.encoding)
 
 
-def _csv_records(text: str) -> Iterator[_Row]:
-    """Records of a CSV text, cells keyed by position; empty lines are left out."""
-    # Splitting on "\n" alone (csv does the rest) keeps "\r" and other line separators inside quoted cells.
-    reader = csv.reader((line + "\n" for line in text.split("\n")), strict=True)
-    line = 1
-    try:
-        for record in reader:
-            if record:
-                yield _Row(line, {str(position): cell for position, cell in enumerate(record)})
-            line = reader.line_num + 1
-    except csv.Error as error:
-        yield _Row(line, {}, f"the CSV is malformed from here on ({error})")
+def _open_dataset(spec: SourceSpec, split: Split) -> DatasetRows:
+    """The dataset's split that holds the rows of a split of ours."""
+    assert spec.dataset_name is not None
+    name = spec.train_split if split == "train" or spec.validation_fraction else spec.validation_split
+    if name is None:
+        raise DataError("There are no rows for validation: set data.validation_split or data.validation_fraction.")
+    return open_dataset(spec.dataset_name, spec.dataset_config_name, name)
 
 
-@contextmanager
-def _long_cells() -> Iterator[None]:
-    """Lift the csv module's limit on a cell's length and put it back."""
-    before = csv.field_size_limit(CELL_LIMIT_CHARACTERS)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+def _read_table(origin: Origin, spec: SourceSpec) -> Table:
+    """All rows of a table that can be used."""
+    bad = BadRows(origin.where)
+    columns = origin.columns()
+    if not columns:
+        total = _count_unreadable(origin, bad)
+        bad.settle(total, limit=0)  # no row could be read at all: the rows' own problems say more than their columns
+    recipe = choose(spec, columns, origin.where)
+    return _read_rows(origin, recipe, bad, spec.max_bad_rows)
 
 
-def _jsonl_rows(text: str) -> tuple[list[str], list[_Row]]:
-    """Keys that occur anywhere in a JSON Lines text, in order of appearance, and its rows."""
-    columns: dict[str, None] = {}
-    rows = []
-    for line, raw in enumerate(text.split("\n"), start=1):
-        if not raw.strip():
-            continue
+def _read_rows(origin: Origin, recipe: Recipe, bad: BadRows, limit: int) -> Table:
+    """What a recipe makes of a table's rows."""
+    examples: list[Example] = []
+    for row in origin.rows(recipe.columns):
         try:
-            # Numbers stay as they are written: 1.50 is not to become 1.5.
-            value = json.loads(raw, parse_int=str, parse_float=str)
-        except json.JSONDecodeError as error:
-            rows.append(_Row(line, {}, f"broken JSON: {error.msg} at column {error.colno}"))
-            continue
-        if not isinstance(value, dict):
-            rows.append(_Row(line, {}, f"the line holds a JSON {type(value).__name__}, not an object"))
-            continue
-        columns.update(dict.fromkeys(value))
-        rows.append(_Row(line, value))
-    return list(columns), rows
+            examples.append(recipe.example(row))
+        except UnusableRowError as problem:
+            bad.add(row.line, str(problem))
+    notes = (*origin.notes, *recipe.notes, *bad.settle(len(examples) + bad.count, limit))
+    if not examples:
+        found = f"{bad.count} rows, none of which can be used" if bad.count else "a header but no rows"
+        raise DataError("\n".join([f"{origin.where} has {found}: at least one row is needed.", *notes]))
+    return Table(examples, notes)
 
 
-def _require_columns(path: Path, columns: list[str], wanted: tuple[str, str], rows: list[_Row]) -> None:
-    """Raise when a wanted column does not exist or exists twice."""
-    if not columns and rows:
-        return  # no row could be read at all: the rows' own problems say more
-    listed = ", ".join(repr(name) for name in columns)
-    for name in wanted:
-        if columns.count(name) == 0:
-            raise DataError(f"{path} has no column {name!r}. Its columns: {listed}.")
-        if columns.count(name) > 1:
-            raise DataError(f"{path} has {columns.count(name)} columns named {name!r}: rename all but one.")
+def _count_unreadable(origin: Origin, bad: BadRows) -> int:
+    """Rows of a table without a readable one."""
+    total = 0
+    for row in origin.rows(()):
+        total += 1
+        if row.problem is not None:
+            bad.add(row.line, row.problem)
+    return total
 
 
-def _cell_problem(row: _Row, wanted: tuple[str, str]) -> str | None:
-    """What is wrong with the wanted cells of a row, or None."""
-    for name in wanted:
-        cell = row.cells.get(name)
-        if cell is None:
-            return f"column {name!r} is missing"
-        if not isinstance(cell, str):
-            return f"column {name!r} holds a {type(cell).__name__}, not text"
-        if not cell.strip():
-            return f"column {name!r} is empty"
-    return None
-
-
-def _bad_rows_message(path: Path, problems: list[tuple[int, str]], num_rows: int) -> str:
-    """The number of bad rows and the first few of them."""
-    lines = [f"{path}: {len(problems)} of {num_rows} rows cannot be used. Mend or remove them:"]
-    lines += [f"  {path}:{line}: {problem}" for line, problem in problems[:SHOWN_PROBLEMS]]
-    if len(problems) > SHOWN_PROBLEMS:
-        lines.append(f"  ... and {len(problems) - SHOWN_PROBLEMS} more")
-    return "\n".join(lines)
+def _hash_file(path: Path, digest: blake2b) -> None:
+    """Put a file's size and bytes into a hash."""
+    try:
+        digest.update(path.stat().st_size.to_bytes(8, "big"))
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise unreadable(path, error) from error

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fullshard.data.sources import Example
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.data.chat import encode_chats
+from fullshard.data.examples import Example
+from fullshard.data.ragged import Ragged
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+CHUNK_ROWS = 8192
+"""Rows that the tokenizer gets at once: enough for all of its threads, few enough that progress is seen."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +30,15 @@ class TokenizeSpec:
         max_target_length: Most tokens of a target, special tokens included; the rest is cut off.
         source_prefix: Text put before every source.
         causal: Whether source and target are one sequence (decoder-only) rather than two (encoder-decoder).
+        chat_template: Whether a causal model's source is put into the tokenizer's chat template; None: where it has
+            one.
     """
 
     max_source_length: int
     max_target_length: int
     source_prefix: str = ""
     causal: bool = False
+    chat_template: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -49,64 +60,181 @@ class LengthStats:
 
 @dataclass(frozen=True)
 class TokenizedSet:
-    """Token ids of every row, in the order of the examples.
+    """Token ids of every row, in the order of the examples; in memory, or mapped from the cache.
 
     Attributes:
-        source_ids: Ids of each source; for a causal model the prompt.
+        source_ids: Ids of each source; for a causal model the prompt. Given as lists, they are copied.
         target_ids: Ids of each target, end-of-sequence included.
         source_stats: Lengths of the sources.
         target_stats: Lengths of the targets.
     """
 
-    source_ids: list[list[int]]
-    target_ids: list[list[int]]
+    source_ids: Ragged
+    target_ids: Ragged
     source_stats: LengthStats
     target_stats: LengthStats
+
+    def __post_init__(self) -> None:
+        """Copy lists of rows into arrays."""
+        for name in ("source_ids", "target_ids"):
+            rows = getattr(self, name)
+            if not isinstance(rows, Ragged):
+                object.__setattr__(self, name, Ragged.from_rows(rows))
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.source_ids)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, source and target together."""
-        return tuple(len(source) + len(target) for source, target in zip(self.source_ids, self.target_ids, strict=True))
+        return self.source_ids.lengths + self.target_ids.lengths
 
 
-def tokenize(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> TokenizedSet:
-    """Turn examples into ids. Deterministic, so every rank may call it and get the same.
+@dataclass(frozen=True)
+class Encoded:
+    """One side of some rows: ids, and their lengths before truncation."""
+
+    ids: Ragged
+    full_lengths: NDArray[np.int64]
+
+
+@dataclass
+class LengthCounter:
+    """Statistics of one side, over chunks."""
+
+    limit: int
+    rows: int = 0
+    tokens: int = 0
+    longest: int = 0
+    truncated: int = 0
+
+    def add(self, part: Encoded) -> None:
+        """Count some rows."""
+        self.rows += len(part.ids)
+        self.tokens += len(part.ids.ids)
+        self.longest = max(self.longest, int(part.full_lengths.max()))
+        self.truncated += int((part.full_lengths > self.limit).sum())
+
+    def stats(self) -> LengthStats:
+        """What was counted."""
+        return LengthStats(self.tokens / self.rows, self.longest, self.truncated, self.limit)
+
+
+@dataclass
+class Counters:
+    """Statistics of both sides of a set."""
+
+    spec: TokenizeSpec
+    source: LengthCounter = field(init=False)
+    target: LengthCounter = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin at nothing."""
+        self.source = LengthCounter(self.spec.max_source_length)
+        self.target = LengthCounter(self.spec.max_target_length)
+
+    def add(self, source: Encoded, target: Encoded) -> None:
+        """Count some rows."""
+        self.source.add(source)
+        self.target.add(target)
+
+
+def tokenize(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    spec: TokenizeSpec,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TokenizedSet:
+    """Turn examples into ids, in memory. Deterministic, so every rank may call it and get the same.
 
     Encoder-decoder: sources and targets get the special tokens their tokenizer gives them (T5: an end-of-sequence token
-    after each). Causal: the prompt gets the special tokens the tokenizer gives a text, the target none but a final
-    end-of-sequence token; the two are joined when a batch is made.
+    after each). Causal without a chat template: the prompt gets the special tokens the tokenizer gives a text, the
+    target none but a final end-of-sequence token. With one: the prompt is the template of the user's turn up to where
+    the assistant writes, the target what the template has from there on. The two are joined when a batch is made.
 
     Args:
         examples: At least one row.
         tokenizer: Any Hugging Face tokenizer.
-        spec: Prefix, limits and whether the model is causal.
+        spec: Prefix, limits, whether the model is causal, and whether it chats.
+        progress: Told rows done and in all.
 
     Returns:
         Ids and length statistics.
 
     Raises:
-        DataError: There are no examples, or a limit leaves no room for a token of text.
+        DataError: There are no examples, a limit leaves no room for a token of text, or the chat template is missing or
+            cannot be used.
+    """
+    counters, parts = Counters(spec), []
+    for source, target in encode_chunks(examples, tokenizer, spec, progress):
+        counters.add(source, target)
+        parts.append((source.ids, target.ids))
+    return TokenizedSet(
+        source_ids=Ragged.joined([source for source, _ in parts]),
+        target_ids=Ragged.joined([target for _, target in parts]),
+        source_stats=counters.source.stats(),
+        target_stats=counters.target.stats(),
+    )
+
+
+def encode_chunks(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    spec: TokenizeSpec,
+    progress: Callable[[int, int], None],
+) -> Iterator[tuple[Encoded, Encoded]]:
+    """Sources and targets of a few thousand rows at a time; see :func:`tokenize`.
+
+    Raises:
+        DataError: See :func:`tokenize`.
     """
     if not examples:
         raise DataError("There are no rows to tokenize: at least one is needed.")
-    sources, source_stats = _encode(
-        [spec.source_prefix + example.source for example in examples], tokenizer, spec.max_source_length, "source"
-    )
-    targets = [example.target for example in examples]
-    if spec.causal:
-        target_ids, target_stats = _encode_completions(targets, tokenizer, spec.max_target_length)
-    else:
-        target_ids, target_stats = _encode(targets, tokenizer, spec.max_target_length, "target")
-    return TokenizedSet(sources, target_ids, source_stats, target_stats)
+    chats = uses_chat_template(tokenizer, spec)
+    progress(0, len(examples))
+    for start in range(0, len(examples), CHUNK_ROWS):
+        rows = examples[start : start + CHUNK_ROWS]
+        sources, targets = [spec.source_prefix + row.source for row in rows], [row.target for row in rows]
+        if chats:
+            prompts, completions = encode_chats(sources, targets, tokenizer, _limits(spec))
+            yield _encoded(*prompts), _encoded(*completions)
+        elif spec.causal:
+            source = _encode(sources, tokenizer, spec.max_source_length, "source")
+            yield source, _encode_completions(targets, tokenizer, spec.max_target_length)
+        else:
+            source = _encode(sources, tokenizer, spec.max_source_length, "source")
+            yield source, _encode(targets, tokenizer, spec.max_target_length, "target")
+        progress(min(start + CHUNK_ROWS, len(examples)), len(examples))
 
 
-def _encode(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int, side: str
-) -> tuple[list[list[int]], LengthStats]:
+def uses_chat_template(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> bool:
+    """Whether sources are put into the tokenizer's chat template.
+
+    Raises:
+        DataError: It is asked for, and there is none, or the model is an encoder-decoder.
+    """
+    if spec.chat_template is None:
+        return spec.causal and tokenizer.chat_template is not None
+    if spec.chat_template and not spec.causal:
+        raise DataError("data.chat_template: true is for causal models; this one is an encoder-decoder.")
+    if spec.chat_template and tokenizer.chat_template is None:
+        raise DataError(
+            "data.chat_template: true needs a tokenizer with a chat template; this one has none. Set it to null, or "
+            "save a template with the tokenizer."
+        )
+    return spec.chat_template
+
+
+def _limits(spec: TokenizeSpec) -> tuple[int, int]:
+    return spec.max_source_length, spec.max_target_length
+
+
+def _encoded(rows: Sequence[Sequence[int]], full_lengths: Sequence[int]) -> Encoded:
+    return Encoded(Ragged.from_rows(rows), np.asarray(full_lengths, np.int64))
+
+
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int, side: str) -> Encoded:
     """Ids with special tokens, cut to ``limit``; only texts that are too long are encoded twice."""
     _require_room(limit, tokenizer.num_special_tokens_to_add(), side)
     # verbose=False: the tokenizer would warn of the model's own limit, ours is counted and reported.
@@ -118,17 +246,15 @@ def _encode(
         cut = _call(tokenizer, keyword, [texts[row] for row in long_rows], truncation=True, max_length=limit)
         for row, row_ids in zip(long_rows, cut, strict=True):
             ids[row] = row_ids
-    return ids, _stats(ids, lengths, limit)
+    return _encoded(ids, lengths)
 
 
-def _encode_completions(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int
-) -> tuple[list[list[int]], LengthStats]:
+def _encode_completions(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
     """Ids without special tokens but a final end-of-sequence token, cut to ``limit`` with that token kept."""
     _require_room(limit, 1, "target")
     bare = _call(tokenizer, "text", texts, add_special_tokens=False, verbose=False)
     ids = [[*row[: limit - 1], tokenizer.eos_token_id] for row in bare]
-    return ids, _stats(ids, [len(row) + 1 for row in bare], limit)
+    return _encoded(ids, [len(row) + 1 for row in bare])
 
 
 def _call(tokenizer: PreTrainedTokenizerBase, keyword: str, texts: list[str], **options: Any) -> list[list[int]]:
@@ -144,13 +270,3 @@ def _require_room(limit: int, num_special: int, side: str) -> None:
             f"A max_{side}_length of {limit} leaves no room for text: the tokenizer adds {num_special} special tokens. "
             f"Use at least {num_special + 1}."
         )
-
-
-def _stats(ids: list[list[int]], full_lengths: list[int], limit: int) -> LengthStats:
-    """Statistics of rows whose lengths before truncation are given."""
-    return LengthStats(
-        mean=sum(len(row) for row in ids) / len(ids),
-        longest=max(full_lengths),
-        truncated=sum(length > limit for length in full_lengths),
-        limit=limit,
-    )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.lane import LaneState
+from fullshard.engine.names import plain_name
 from fullshard.engine.param import ShardedParam
 from fullshard.engine.precision import dtypes_of
 from fullshard.engine.unit import Unit
@@ -27,7 +28,7 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
     """
     replan = False
     for unit in units:
-        if unit.shown:
+        if unit.shown or unit.whole is not None:
             continue
         for lane in unit.lanes:
             members = [param for param in unit.params if param.state is lane]
@@ -56,8 +57,8 @@ def check_nothing_was_added(
     for name, param in (pair for module in modules for pair in module.named_parameters()):
         if id(param) not in known:
             raise ShardingError(
-                f"{name} was added to the model after fully_shard, so nothing would keep it equal on all ranks. "
-                "Add it before sharding, or name it in ignored_params."
+                f"{plain_name(name)} was added to the model after fully_shard, so nothing would keep it equal on all "
+                "ranks. Add it before sharding, or name it in ignored_params."
             )
 
 
@@ -109,7 +110,7 @@ def _retype(lane: LaneState, members: Sequence[ShardedParam], dtypes: object) ->
         local = param.local_view(lane.shard)
         local.copy_(value)
         param.shard.data = local
-        param.shard.grad = None if param.shard.grad is None else param.shard.grad.to(local.dtype)
+        param.shard.grad = None if param.shard.grad is None else param.shard.grad.to(lane.dtypes.grad or local.dtype)
         param.bind(trainable=param.trainable)
     lane.full.release()
 

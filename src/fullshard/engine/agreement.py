@@ -55,6 +55,15 @@ class Agreement:
         """The first pass is complete: later ones are compared as a whole, unless ``FULLSHARD_DEBUG`` is 1."""
         self.first_pass = self.every_pass
 
+    def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """For each of some questions, the same on every rank, whether any rank says yes; no communication for none."""
+        if not flags:
+            return []
+        message = torch.tensor(flags, dtype=torch.int64, device=self.mesh.device)
+        self.mesh.announce("whether shards have changed since they were gathered")
+        self.mesh.all_reduce(message, "max").wait()
+        return [count > 0 for count in message.tolist()]
+
     def after_backward(self, arrived: Sequence[bool], trace: int) -> list[bool] | None:
         """Exchange which parameters got a gradient, and the checksum of the step's order.
 

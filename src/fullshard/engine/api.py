@@ -17,11 +17,14 @@ from fullshard.engine.build import UnitBuilder, move_buffers
 from fullshard.engine.fill import fill, give_memory, open_weights
 from fullshard.engine.hooks import UnitHooks, keep_in_float32
 from fullshard.engine.identity import check_same_model
+from fullshard.engine.initial import FirstValues, Initializer
 from fullshard.engine.model_class import plain_class, sharded_class
+from fullshard.engine.names import plain_name
 from fullshard.engine.precision import dtypes_of
 from fullshard.engine.runtime import Runtime, attach, detach, is_sharded, runtime_of
 from fullshard.engine.source import WeightSource
 from fullshard.engine.table import UnitTable, unit_table
+from fullshard.engine.trace import Recorder
 from fullshard.engine.unit import Unit
 from fullshard.engine.wrap import (
     NoRepeatedBlocksError,
@@ -63,6 +66,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     ignored_params: Iterable[nn.Parameter] = (),
     device: torch.device | None = None,
     weights: WeightSource | None = None,
+    first_values: FirstValues | None = None,
 ) -> Any:
     """Shard ``model`` over the ranks of ``mesh``, in place. Every rank calls it, with the same model.
 
@@ -98,6 +102,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
             gathered or whole in memory on the way. Meant for a model on the meta device. Buffers that are not saved get
             their values from their modules. An ignored parameter with values keeps them where the source has none; one
             on the meta device is replaced by one with memory.
+        first_values: How units on the meta device are initialised, and whether all ranks take rank 0's values. Like
+            everything before the cut it is done unit by unit: one is whole in memory beside the shards, never two.
 
     Returns:
         The same object.
@@ -118,8 +124,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     _check_policy(policy, runtime_device)
     root, wrap = (model, wrap) if isinstance(model, nn.Module) else (nn.ModuleList(model), None)
     members = (root,) if isinstance(model, nn.Module) else tuple(model)
-    if weights is not None and root is not model:
-        raise ConfigError("weights= fills a whole model, and a list of modules is none: give it to the root's call.")
+    first = first_values or FirstValues()
+    _check_weights(weights, first_values, whole=root is model)
     if len(set(members)) < len(members):
         raise ShardingError("A list of modules that become one unit names one of them twice.")
     inner = _sharded_inside(root, ranks)
@@ -128,24 +134,26 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     specs, unwrapped = _specs(root, wrap, ignored, inner, policy)
     specs[0].modules = members
     check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
-    policies = (policy, prefetch, weights is not None)
-    check_same_model(ranks, specs, policies, __version__, compare_values=weights is None)
+    policies = (policy, prefetch, weights is not None, first.from_rank0)
+    check_same_model(ranks, specs, policies, __version__, compare_values=weights is None and not first.from_rank0)
     reader = None if weights is None else open_weights(root, ranks, weights, ignored)
     inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
     own = [module for module in root.modules() if id(module) not in inside]
     kept = [module for module in modules_kept(root, policy.precision.keep_fp32) if id(module) not in inside]
     kept_ids = frozenset(id(part) for module in kept for part in module.modules())
     account = Account()
-    builder = UnitBuilder(root, ranks, policy, account, runtime_device, kept_ids)
+    builder = UnitBuilder(ranks, policy, account, runtime_device, kept_ids)
+    initializer = Initializer(root, ranks, builder.device, first)
     if reader is not None:
         ignored = give_memory(root, ignored, builder.device, reader)
-        builder.initialize_rest()  # while parameters have no memory: their initial values cost nothing
+        initializer.prepare_rest()  # while parameters have no memory: their initial values cost nothing
     move_buffers(own, builder.device, None)
-    units = [builder.build(index, spec, values=reader is None) for index, spec in enumerate(specs)]
+    units = _build_units(specs, builder, None if reader is not None else initializer)
     if builder.device.type != "meta":
-        builder.initialize_rest()
-    move_buffers(own, builder.device, policy.precision.buffer)
-    keep_in_float32(kept, policy.precision)
+        initializer.prepare_rest()
+    initializer.share_buffers(own)
+    move_buffers((m for m in own if id(m) not in kept_ids), builder.device, policy.precision.buffer)
+    keep_in_float32(kept, policy.precision, units[0])
     for unit in units:
         unit.hooks = UnitHooks(unit, kept_ids)
         fused.install(unit.hooks)
@@ -179,6 +187,25 @@ def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingSt
     return strategy if after_forward else kept.get(strategy, strategy)
 
 
+def _check_weights(weights: WeightSource | None, first_values: FirstValues | None, *, whole: bool) -> None:
+    """Refuse a source of weights beside what it does not go with; ``whole``: a model is sharded, not a list."""
+    if weights is not None and not whole:
+        raise ConfigError("weights= fills a whole model, and a list of modules is none: give it to the root's call.")
+    if weights is not None and first_values is not None:
+        raise ConfigError("weights= gives the model all its values, so that first_values= has none to give: drop one.")
+
+
+def _build_units(specs: Sequence[UnitSpec], builder: UnitBuilder, initializer: Initializer | None) -> list[Unit]:
+    """Initialise and cut one unit after the other; no initializer: shards hold zeros, for a source to fill."""
+    others = frozenset(module for spec in specs for module in spec.modules)
+    units: list[Unit] = []
+    for index, spec in enumerate(specs):
+        if initializer is not None:
+            initializer.prepare_unit(index, spec, others)
+        units.append(builder.build(spec, values=initializer is not None))
+    return units
+
+
 def _as_prefetch(prefetch: BackwardPrefetch | Prefetch) -> Prefetch:
     return prefetch if isinstance(prefetch, Prefetch) else Prefetch(backward=prefetch)
 
@@ -187,6 +214,16 @@ def _check_policy(policy: UnitPolicy, device: Device) -> None:
     """Refuse what this device cannot do, before anything changes."""
     if policy.frozen not in FROZEN:
         raise ConfigError(f"frozen is one of {', '.join(FROZEN)}; got {policy.frozen!r}.")
+    for keyword, given, kind in (
+        ("mp_policy", policy.precision, MixedPrecision),
+        ("offload_policy", policy.offload, CPUOffload),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise ConfigError(
+                f"{keyword} is a fullshard.{kind.__name__}; got {type(given).__module__}.{type(given).__name__}. The "
+                "policies of torch's FSDP go to fullshard.compat.torch_fsdp, which has its fully_shard and its "
+                "FullyShardedDataParallel."
+            )
     if "bfloat16" in (policy.precision.param, policy.precision.reduce):
         native, why = device.supports_bf16()
         if not native and device.device.type == "cuda":
@@ -266,7 +303,7 @@ def _take_in(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Me
         return units
     paths: dict[int, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
-        paths.setdefault(id(module), []).append(path)
+        paths.setdefault(id(module), []).append(plain_name(path))
     order = {key: place for place, key in enumerate(paths)}
     for runtime in inner:
         for module in runtime.root.modules:
@@ -310,6 +347,23 @@ def memory_summary(model: nn.Module) -> dict[str, int]:
         "gathered_peak": runtime.account.peak["gathered"],
         "gradient_buffer_peak": runtime.account.peak["gradients"],
     }
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Recorder]:
+    """Record what the engine does: a step, or part of one; any rank, no communication.
+
+    Yields:
+        The recorder; its ``events`` and ``samples`` are there when the context is left.
+    """
+    runtime = runtime_of(model)
+    trace = Recorder(runtime.device.device, runtime.account, {u.name: u.gradient_bytes() for u in runtime.units})
+    runtime.watch(trace)
+    try:
+        yield trace
+    finally:
+        runtime.watch(None)
+        trace.stop()
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fullshard.comm import Device
@@ -13,6 +15,7 @@ class Account:
     Attributes:
         live: Bytes per kind now. Kinds: ``shards``, ``gathered``, ``gradients`` (unsharded, waiting for their reduce).
         peak: Highest ``live`` per kind.
+        watch: Called after each change while a step is recorded.
     """
 
     def __init__(self) -> None:
@@ -20,12 +23,15 @@ class Account:
         self.live: dict[str, int] = {"shards": 0, "gathered": 0, "gradients": 0}
         self.peak = dict(self.live)
         self.peak_total = 0
+        self.watch: Callable[[], None] | None = None
 
     def add(self, kind: str, nbytes: int) -> None:
         """Take (or with a negative number give back) ``nbytes`` of ``kind``."""
         self.live[kind] += nbytes
         self.peak[kind] = max(self.peak[kind], self.live[kind])
         self.peak_total = max(self.peak_total, sum(self.live.values()))
+        if self.watch is not None:
+            self.watch()
 
 
 class PermanentBuffer:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from fullshard.engine.param import ShardedParam
 from fullshard.engine.precision import Dtypes, dtypes_of, torch_dtype
 from fullshard.engine.unit import Unit
 from fullshard.engine.wrap import ParamSpec, UnitSpec, is_table
-from fullshard.errors import WrapError
 from fullshard.layout import Lane, plan_unit
 from fullshard.layout.sharded import ShardMeta
 from fullshard.policy import ShardingStrategy, UnitPolicy
@@ -26,7 +24,6 @@ class UnitBuilder:
 
     def __init__(
         self,
-        model: nn.Module,
         mesh: Mesh,
         policy: UnitPolicy,
         account: Account,
@@ -34,29 +31,20 @@ class UnitBuilder:
         kept: frozenset[int],
     ) -> None:
         """Units compute on ``device``; ``kept`` are the ids of the modules that compute in float32."""
-        self.model = model
         self.mesh = mesh
         self.policy = policy
         self.account = account
         self.runtime_device = device
         self.device = device.device
         self.kept = kept
-        self.seed: int | None = None
 
-    def build(self, index: int, spec: UnitSpec, *, values: bool) -> Unit:
+    def build(self, spec: UnitSpec, *, values: bool) -> Unit:
         """Make the unit: never more than its own parameters are in memory beside the shards made so far.
 
         Args:
-            index: Its place among the model's units.
             spec: Its modules and parameters.
-            values: Whether the shards get the parameters' values, or their initial ones; else they hold zeros, nothing
-                is initialised, and somebody fills them.
-
-        Raises:
-            WrapError: The unit is on the meta device and its modules cannot initialise themselves.
+            values: Whether the shards get the parameters' values; else they hold zeros, and somebody fills them.
         """
-        if values and any(param.param.is_meta for param in spec.params):
-            self._initialize(index, spec)
         cut = [piece for group in self._groups(spec) for piece in self._cut(group, values=values)]
         # From here on the unsharded values are not needed; their memory goes before the gathered buffer comes.
         for member in spec.params:
@@ -89,7 +77,7 @@ class UnitBuilder:
 
     def _host(self, piece: torch.Tensor) -> torch.Tensor:
         """A shard in host memory, if that is the policy."""
-        if self.policy.offload is None:
+        if self.policy.offload is None or piece.is_meta:
             return piece
         return self.runtime_device.pin(piece.cpu()) if self._pinned else piece.cpu()
 
@@ -121,79 +109,6 @@ class UnitBuilder:
             meta = ShardMeta(origin.names[0], origin.names[1:], shape, piece.lane, placement, piece.mesh.shard.rank)
             yield ShardedParam(meta, state, origin, trainable=piece.trainable)
 
-    # Initialisation without memory
-
-    def _initialize(self, index: int, spec: UnitSpec) -> None:
-        """Give the unit's meta parameters and buffers memory and their initial values, the same on every rank."""
-        if self.seed is None:
-            self.seed = int(self.mesh.all_gather_object(torch.initial_seed())[0])
-        owners: dict[int, nn.Module] = {}
-        for member in spec.params:
-            if not member.param.is_meta:
-                continue
-            member.param = nn.Parameter(torch.empty_like(member.param, device=self.device), member.param.requires_grad)
-            for module, key in member.slots:
-                module._parameters[key] = member.param
-                owners[id(module)] = module
-        devices = [self.device] if self.device.type == "cuda" else []
-        seed = self.seed
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            # A seed a unit, so that the values do not depend on how the model is cut up before this unit.
-            torch.manual_seed((seed + 7919 * index) % (1 << 63))
-            self._run_initializers(spec, list(owners.values()))
-
-    def _run_initializers(self, spec: UnitSpec, owners: list[nn.Module]) -> None:
-        owned = {id(m) for m in owners}
-        lacking = sorted({type(m).__name__ for m in owners if self._initializer(m) is None})
-        if lacking:
-            raise WrapError(
-                f"Unit {spec.name} is on the meta device, and {', '.join(lacking)} has no reset_parameters() to give "
-                "its parameters their first values. Add that method, or build the model on CPU."
-            )
-        everything = [module for member in spec.modules for module in member.modules()]
-        for module in reversed(everything):  # children first, as Module.apply does
-            wanted = owned if hasattr(self.model, "_init_weights") else {id(module)} & owned
-            if any(id(child) in wanted for child in module.modules()):
-                self._initialize_module(module)
-
-    def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
-        """What gives the module its first values: Hugging Face's way, or torch's."""
-        of_model = getattr(self.model, "_init_weights", None)
-        if of_model is not None:
-            return partial(of_model, module)
-        return getattr(module, "reset_parameters", None)
-
-    def _initialize_module(self, module: nn.Module) -> None:
-        """Give the module's meta buffers memory, and all it holds its first values.
-
-        Raises:
-            WrapError: A buffer is still unwritten then.
-        """
-        fresh: dict[str, torch.Tensor] = {}
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = fresh[key] = _marked_like(buffer, self.device)
-        initializer = self._initializer(module)
-        if initializer is not None:
-            initializer()
-        for key, marked in fresh.items():
-            if torch.equal(module._buffers[key].nan_to_num(7.0), _marked_like(marked, self.device).nan_to_num(7.0)):  # type: ignore[union-attr]
-                raise WrapError(
-                    f"Buffer {key} of {type(module).__name__} is on the meta device, and nothing gives it its values: "
-                    "set it in reset_parameters(), or build the model on CPU."
-                )
-
-    def initialize_rest(self) -> None:
-        """Give modules that own buffers only (rotary embeddings) their values, after all units are built.
-
-        Raises:
-            WrapError: Nothing gives a buffer its values.
-        """
-        with torch.no_grad():
-            for module in self.model.modules():
-                if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-                    self._initialize_module(module)
-
 
 def _copy_values(group: list[ParamSpec], lane: Lane, rank: int, shard: torch.Tensor) -> None:
     """Copy a rank's part of a lane's parameters into ``shard``, (shard_numel,)."""
@@ -204,15 +119,6 @@ def _copy_values(group: list[ParamSpec], lane: Lane, rank: int, shard: torch.Ten
         offset = placement.start + start - low
         if stop > start:
             shard[offset : offset + stop - start].copy_(source)
-
-
-def _marked_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a buffer, filled with what no initialiser writes: NaN, or the lowest integer (False for booleans)."""
-    if buffer.is_floating_point() or buffer.is_complex():
-        return torch.full_like(buffer, float("nan"), device=device)
-    return torch.full_like(
-        buffer, False if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min, device=device
-    )
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: str | None) -> None:

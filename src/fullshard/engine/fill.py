@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import Mesh, together_in_background
+from fullshard.engine.names import plain_name
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.source import WeightReader, WeightSource, wanted_tensors
 from fullshard.engine.state import left_out, local_tensors
@@ -42,7 +43,8 @@ def give_memory(
                 module._parameters[key] = made.setdefault(id(param), fresh)
         for key, buffer in module._buffers.items():
             kept = key not in module._non_persistent_buffers_set
-            if buffer is not None and buffer.is_meta and kept and reader.has(f"{path}.{key}" if path else key):
+            name = plain_name(f"{path}.{key}" if path else key)
+            if buffer is not None and buffer.is_meta and kept and reader.has(name):
                 module._buffers[key] = torch.empty_like(buffer, device=device)
     return frozenset(made.get(id(param), param) for param in ignored)
 
@@ -54,6 +56,8 @@ def fill(model: nn.Module, reader: WeightReader) -> None:
         UserError: Some rank could not read; on every rank, with the same text. What was read by then stays.
     """
     runtime = runtime_of(model)
+    for unit in runtime.units:
+        unit.fresh = False
     # Another thread issues its copies on another stream: only when this one has come to what the shards hold now.
     settled = runtime.device.copy_to_host(())
 

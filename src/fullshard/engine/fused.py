@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.engine.hooks import UnitHooks
 from fullshard.engine.param import CREATE_GRAPH_REFUSED, ShardedParam
 from fullshard.engine.torch_private import in_backward, will_execute
-from fullshard.engine.wrap import is_plain_embedding
+from fullshard.engine.wrap import is_plain_embedding, plain_type
 from fullshard.errors import ShardingError
 
 
@@ -168,7 +168,7 @@ def install(hooks: UnitHooks) -> None:
         for module, key in param.slots:
             if key != "weight" or "forward" in module.__dict__:
                 continue
-            if type(module) is nn.Linear:
+            if plain_type(module) is nn.Linear:
                 module.forward = _LinearSite(hooks, param, module)
             elif is_plain_embedding(module):
                 module.forward = _EmbeddingSite(hooks, param, module)

@@ -75,6 +75,13 @@ class UnitHooks:
         """Whether this unit's forward is the model's."""
         return self.unit is self.runtime.root
 
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether floating inputs are cast to the compute dtype."""
+        precision = self.unit.policy.precision
+        of_root = precision.cast_root_forward_inputs if self.is_root else None
+        return precision.cast_forward_inputs if of_root is None else of_root
+
     # Forward
 
     @untraced
@@ -83,14 +90,14 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather, cast the inputs, and mark them for the end of backward."""
         runtime, recompute = self.runtime, in_backward()
-        if self.passing and not recompute:
+        if self._steps_aside(recompute=recompute):
             return args, kwargs
         if not recompute:
             runtime.forward_event()
         if self.is_root and not recompute:
             args, kwargs = _to_device((args, kwargs), runtime.device.device)
         precision = self.unit.policy.precision
-        if precision.cast_forward_inputs and id(module) not in self.kept:
+        if self.casts_inputs and id(module) not in self.kept:
             args, kwargs = cast_floats((args, kwargs), precision.param)
         needs_node = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         if recompute:
@@ -98,6 +105,7 @@ class UnitHooks:
         if self.unit.group_call is not None and not self.unit.open_calls:  # a further module of the group
             runtime.close_groups(until=self.unit.group_call)
             self.unit.open_calls += 1
+            runtime.begins(self.unit, "forward")
             return args, kwargs
         runtime.close_groups()
         enclosed = bool(runtime.open_calls)
@@ -109,9 +117,21 @@ class UnitHooks:
         call, actions = runtime.schedule.forward_begins(self.unit.index, input_node=needs_node)
         runtime.open_calls.append(call)
         runtime.perform(actions)
+        runtime.begins(self.unit, "forward")
         if len(self.unit.modules) > 1 and enclosed:  # called directly, nothing tells whether another member follows
             self.unit.group_call, self.unit.group_needs_backward = call, False
         return self._mark_inputs(call, args, kwargs) if needs_node else (args, kwargs)
+
+    def _steps_aside(self, *, recompute: bool) -> bool:
+        """Whether this forward is part of a call that runs, or a plain module's.
+
+        Raises:
+            ShardingError: Only rank 0 has the parameters.
+        """
+        if self.unit.whole is not None:
+            self.unit.whole.require_here()
+            return True
+        return self.passing and not recompute
 
     def _recompute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, needs_node: bool
@@ -141,9 +161,10 @@ class UnitHooks:
     @untraced
     def after_forward(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Ask for a sign when backward comes back, then release the parameters."""
-        if in_backward() or self.passing:
+        if in_backward() or self.passing or self.unit.whole is not None:
             return None
         runtime, unit = self.runtime, self.unit
+        runtime.ends(unit, "forward")
         runtime.close_groups(until=unit.group_call)
         call = runtime.open_calls[-1]
         unit.open_calls -= 1
@@ -178,7 +199,7 @@ class UnitHooks:
     @untraced
     def after_failure(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
         """Called after every forward: of one that failed, leave no unit open and no full parameter visible."""
-        if in_backward() or self.passing:
+        if in_backward() or self.passing or self.unit.whole is not None:
             return
         if self.left:
             self.left = False
@@ -222,10 +243,12 @@ class UnitHooks:
             )
         self.runtime.backward_event()
         self.runtime.perform(self.runtime.schedule.backward_begins(call))
+        self.runtime.begins(self.unit, "backward")
 
     def backward_ends(self, call: Call) -> None:
         """Backward has left ``call``."""
         self.runtime.backward_event()
+        self.runtime.ends(self.unit, "backward")
         if not call.planned:  # of a reentrant checkpoint, which may hold several calls of the unit
             self.unit.recomputed -= 1
             if self.unit.recomputed > 0:
@@ -238,7 +261,7 @@ class UnitHooks:
     def guard(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
         """Gather on demand when a submodule is called outside its unit's forward (``generate`` calls the encoder)."""
         runtime, unit = self.runtime, self.unit
-        if unit.open_calls and unit.shown:
+        if (unit.open_calls and unit.shown) or self._steps_aside(recompute=True):
             return
         if in_backward():
             runtime.gather(unit, whole=True)
@@ -282,14 +305,14 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return map_tensors(value, lambda t: t if t.device == device else t.to(device, non_blocking=True))
 
 
-def keep_in_float32(modules: list[nn.Module], precision: MixedPrecision) -> None:
-    """Have ``modules`` take float32 and give the compute dtype."""
+def keep_in_float32(modules: list[nn.Module], precision: MixedPrecision, root: Unit) -> None:
+    """Have ``modules`` take float32 and give the compute dtype, unless the model of ``root`` runs as a plain one."""
 
     def to_float32(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return cast_floats((args, kwargs), "float32")
 
     def back(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        return cast_floats(output, precision.param)
+        return output if root.whole is not None else cast_floats(output, precision.param)
 
     for module in modules if precision.param is not None else ():
         module.register_forward_pre_hook(to_float32, with_kwargs=True)
@@ -302,10 +325,14 @@ class RootHeld:
     def __init__(self, runtime: Runtime) -> None:
         """Hold the root of ``runtime``."""
         self.runtime = runtime
+        self.plain = False  # the root shows full parameters already
 
     def __enter__(self) -> None:
         """Gather the root."""
         self.runtime.forward_event()
+        self.plain = self.runtime.root.whole is not None
+        if self.plain:
+            return
         if not self.runtime.root.held:
             self.runtime.root.reshard()  # what is gathered may be older than the shards
         self.runtime.gather(self.runtime.root)
@@ -313,5 +340,7 @@ class RootHeld:
 
     def __exit__(self, *_error: object) -> None:
         """Release it, unless another context holds it."""
+        if self.plain:
+            return
         self.runtime.root.held -= 1
         self.runtime.release(self.runtime.root)

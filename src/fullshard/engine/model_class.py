@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if runtime_of(self).root.held:  # inside unsharded(model) it is whole; views of it would not outlive that
             return {name: value.clone() for name, value in cls.state_dict(self, *args, **kwargs).items()}
+        if (others := runtime_of(self).state_dict) is not None:
+            return others[0](self, *args, **kwargs)
         raise ShardingError(
             f"state_dict() of a sharded {cls.__name__} would hold this rank's rows only. Write the whole model with "
             "fullshard.save(model, directory), or stream it with fullshard.full_tensors(model)."
@@ -38,6 +40,8 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
         assign: bool = False,  # noqa: FBT001, FBT002
     ) -> _IncompatibleKeys:
+        if (others := runtime_of(self).state_dict) is not None:
+            return others[1](self, state_dict, strict, assign)
         if assign:
             raise ShardingError(
                 "load_state_dict(assign=True) would replace the shards by full tensors. Leave out assign: each rank "
@@ -62,9 +66,28 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
+def root_held(model: nn.Module) -> RootHeld:
+    """Context in which a sharded model's root unit stays gathered between forwards; all ranks enter it together.
+
+    ``generate`` of a sharded model enters it by itself.
+    """
+    return RootHeld(runtime_of(model))
+
+
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that :func:`sharded_class` made ``cls`` of."""
     return cls.__mro__[1]
+
+
+def on_state_dict(model: nn.Module, make: Callable[..., dict[str, Any]], load: Callable[..., Any]) -> None:
+    """Have others answer for ``state_dict()`` and ``load_state_dict()`` of a sharded model; any rank, no communication.
+
+    Args:
+        model: A sharded model.
+        make: Called as ``make(model, *args, **kwargs)`` with the arguments of ``state_dict()``.
+        load: Called as ``load(model, state_dict, strict, assign)``.
+    """
+    runtime_of(model).state_dict = make, load
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
@@ -84,10 +107,20 @@ def register_forward_method(model: nn.Module, name: str) -> None:
     path, _, method = name.rpartition(".")
     try:
         module = model.get_submodule(path)
-        original = getattr(module, method)
     except AttributeError:
         raise ShardingError(f"{type(model).__name__} has no method {name} to register.") from None
-    hooks = _hooks_around(runtime, model, path)
+    wrap_forward_method(_hooks_around(runtime, model, path), module, method)
+
+
+def wrap_forward_method(hooks: UnitHooks, module: nn.Module, method: str) -> None:
+    """Do for one method of ``module`` what ``hooks`` do for forward.
+
+    Raises:
+        ShardingError: There is no such method.
+    """
+    original = getattr(module, method, None)
+    if original is None:
+        raise ShardingError(f"{type(module).__name__} has no method {method} to register.")
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -110,6 +110,8 @@ class ShardedParam:
         stepped: Whether gradient hooks of the shard were called in this backward.
         had_gradient: Whether the shard had a gradient when this backward began.
         address: Where ``shard`` must have its data, for noticing that somebody moved it.
+        as_gradient: What makes ``shard.grad`` of reduced rows, where somebody said; then a rank without rows gets one
+            too, without elements.
     """
 
     def __init__(self, meta: ShardMeta, state: LaneState, origin: Origin, *, trainable: bool) -> None:
@@ -122,6 +124,7 @@ class ShardedParam:
         self.shard = self._make_shard(origin.param, trainable=trainable)
         self.on_arrival: Callable[[ShardedParam], None] | None = None
         self.on_complete: Callable[[ShardedParam], None] | None = None
+        self.as_gradient: Callable[[ShardedParam, torch.Tensor], torch.Tensor] | None = None
         self.had_gradient = False
         self.arrived = False
         self.waiting = False
@@ -140,6 +143,8 @@ class ShardedParam:
         local = self.local_view(self.state.shard)
         if self.shard.data_ptr() != local.data_ptr() or self.shard.dtype != local.dtype:
             self.shard.data = local
+        if self.state.dtypes.grad is not None and self.shard.requires_grad:
+            self.shard.grad_dtype = self.state.dtypes.grad
         self.address = self.shard.data_ptr()
         self.accumulate: Node | None = None
         self.set_trainable(trainable=trainable)
@@ -207,13 +212,14 @@ class ShardedParam:
                 f"A gradient of {self.meta.name} arrived after its optimizer had stepped in this backward. Step in "
                 "backward does not work with this mix of checkpointed and plain calls of one module; step after it."
             )
-        if not self.has_rows or not self.trainable or not self.shard.requires_grad:
+        if not self.trainable or not self.shard.requires_grad:
+            return
+        if not self.has_rows and self.as_gradient is None:
             return  # torch's Adafactor divides by the number of rows; a parameter without a gradient is left out
         part = self.local_view(shard)
-        if part.dtype != self.shard.dtype:
-            part = part.to(self.shard.dtype)
+        part = part.to(self.state.dtypes.grad or self.shard.dtype)
         if self.shard.grad is None:
-            self.shard.grad = part
+            self.shard.grad = part if self.as_gradient is None else self.as_gradient(self, part)
         else:
             self.shard.grad.add_(part)
 

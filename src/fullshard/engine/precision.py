@@ -100,6 +100,7 @@ class Dtypes:
         compute: What it is gathered and computed in.
         reduce: What its gradient is collected and sent in.
         reduce_sum: What gradients of different ranks are added in.
+        grad: What the shard's gradient is kept in; None: the dtype of the shard.
     """
 
     master: torch.dtype
@@ -107,17 +108,23 @@ class Dtypes:
     compute: torch.dtype
     reduce: torch.dtype
     reduce_sum: torch.dtype
+    grad: torch.dtype | None = None
 
 
 def dtypes_of(policy: MixedPrecision, param: torch.Tensor, *, kept: bool) -> Dtypes:
     """The dtypes of ``param``; ``kept``: its module computes in float32 whatever the policy's compute dtype is."""
-    wanted = torch.float32 if kept and policy.param is not None else torch_dtype(policy.param)
+    kept = kept and policy.param is not None
+    wanted = torch.float32 if kept else torch_dtype(policy.param)
     compute = wanted if wanted is not None and param.is_floating_point() else param.dtype
     reduce = torch_dtype(policy.reduce) or param.dtype
+    reduce_sum = torch_dtype(policy.reduce_sum) or reduce
+    if kept:
+        reduce, reduce_sum = (torch.promote_types(one, torch.float32) for one in (reduce, reduce_sum))
     return Dtypes(
         master=param.dtype,
         shard=param.dtype if param.requires_grad else compute,
         compute=compute,
         reduce=reduce,
-        reduce_sum=torch_dtype(policy.reduce_sum) or reduce,
+        reduce_sum=reduce_sum,
+        grad=reduce_sum if policy.keep_low_precision_grads else None,
     )

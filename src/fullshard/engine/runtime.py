@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,8 @@ from fullshard.engine.agreement import Agreement
 from fullshard.engine.buffers import Account
 from fullshard.engine.param import ShardedParam
 from fullshard.engine.schedule import Action, Call, Schedule, Verb, no_graph
-from fullshard.engine.torch_private import call_after_backward
+from fullshard.engine.torch_private import call_after_backward, in_backward
+from fullshard.engine.trace import Kind, Recorder
 from fullshard.engine.unit import State, Unit
 from fullshard.engine.wrap import is_plain_embedding
 from fullshard.errors import MismatchError, ProcessGroupError, ShardingError, WrapError
@@ -32,6 +34,7 @@ class Runtime:
         device: What the units compute on.
         syncing: False inside ``no_sync``: gradients stay unsharded and are added up.
         across: False inside ``no_all_reduce``: gradients are added up inside the shard group only.
+        trace: Told what happens while a step is recorded.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class Runtime:
         self.device = device
         self.syncing = True
         self.across = True
+        self.trace: Recorder | None = None
         self.ignored = ignored
         self.unwrapped: WrapError | None = None  # why this is no whole model; nothing of the kind for most
+        self.state_dict: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # who answers in its place
         self.agreement = Agreement(mesh, [unit.name for unit in units])
         self.open_calls: list[Call] = []
         self._reducing: Unit | None = None
@@ -70,6 +75,7 @@ class Runtime:
             prefetch=prefetch,
             names=[unit.name for unit in units],
         )
+        self.follow_units()
 
     @property
     def root(self) -> Unit:
@@ -96,7 +102,7 @@ class Runtime:
         """Free the unit's full parameters, unless something wants them kept."""
         if unit.held:
             return
-        if unit.pinned:
+        if unit.pinned or (unit.keeps_after_backward and self._in_backward):
             unit.hide()
         else:
             unit.reshard()
@@ -114,7 +120,8 @@ class Runtime:
 
     def read_for_the_last_time(self, unit: Unit, param: ShardedParam) -> None:
         """Backward has used ``param``: give a table's memory back, before its gradient takes as much."""
-        if param.watched and param.reads == 0 and not param.plain_use and not unit.held and not unit.pinned:
+        wanted = unit.held or unit.pinned or unit.keeps_after_backward
+        if param.watched and param.reads == 0 and not param.plain_use and not wanted:
             unit.part_with(param)
 
     def _issue(self, unit: Unit, *, whole: bool = False) -> None:
@@ -123,11 +130,13 @@ class Runtime:
             unit.issue_gather()
 
     def _reduce(self, unit: Unit, *, final: bool) -> None:
-        if not self.syncing:
+        if not self.syncs(unit):
             return
+        if unit.index not in self.schedule.with_input_node:  # nothing else tells that its backward is over
+            self.ends(unit, "backward")
         self._finish_reducing()
         self.agreement.before("reduce-scatter", unit.index)
-        unit.issue_reduce(across=self.across, final=final)
+        unit.issue_reduce(across=self.across and unit.across, final=final)
         self._reducing = unit
 
     def _finish_reducing(self) -> None:
@@ -136,6 +145,49 @@ class Runtime:
             self.mesh.announce(f"reduce-scatter of unit {self._reducing.name}")
             self._reducing.finish_reduce()
             self._reducing = None
+
+    # What is said about single units after they were sharded
+
+    def follow_units(self) -> None:
+        """Take over which units stay after forward and what they gather ahead."""
+        for unit in self.units:
+            if unit.keeps_after_forward:
+                self.schedule.keeps_after_forward |= {unit.index} - self.schedule.unread
+            elif unit.keeps_after_forward is not None:
+                self.schedule.keeps_after_forward -= {unit.index}
+            for when, lists in (("forward", self.schedule.forward_lists), ("backward", self.schedule.backward_lists)):
+                if when in unit.ahead:
+                    lists[unit.index] = [one.index for one in unit.ahead[when] if one.runtime is self]
+
+    def syncs(self, unit: Unit) -> bool:
+        """Whether the gradients of ``unit`` are reduced."""
+        return self.syncing and unit.syncing
+
+    def unshard(self, unit: Unit) -> None:
+        """Start the gather of ``unit`` because the user asks; what is gathered is kept to the next pass."""
+        if not in_backward():
+            self.forward_event()
+            if not self.open_calls and not unit.held and not self._kept([unit]):
+                unit.reshard()  # what is gathered may be older than the shards
+        self._issue(unit)
+        unit.fresh = True
+
+    def reshard(self, unit: Unit) -> None:
+        """Free the full parameters of ``unit`` because the user asks.
+
+        Raises:
+            ShardingError: Its forward runs.
+        """
+        if unit.open_calls:
+            raise ShardingError(f"reshard() inside unit {unit.name}'s own forward would free what it computes with.")
+        unit.fresh = False
+        self.release(unit)
+
+    def _kept(self, units: Iterable[Unit]) -> list[Unit]:
+        """Those of ``units`` whose gathered parameters are to be kept and are still those of all ranks' shards."""
+        asked = [unit for unit in units if unit.fresh and not unit.held]
+        changed = self.agreement.on_any_rank([unit.has_changed() for unit in asked])
+        return [unit for unit, is_stale in zip(asked, changed, strict=True) if not is_stale]
 
     # Events
 
@@ -149,14 +201,19 @@ class Runtime:
         if self.unwrapped is not None:
             raise self.unwrapped
         self.open_calls.clear()
+        kept = self._kept(self.units)
         for unit in self.units:
             unit.open_calls, unit.group_call = 0, None
             # A wrong guess of the schedule, an exception, or a forward that saw no backward: what was gathered then may
             # be older than the shards by now.
-            self.release(unit)
+            if unit in kept:
+                unit.hide()
+            else:
+                self.release(unit)
+            unit.fresh = False
         if adopt_changes(self.units):
             self.replan()
-        if self.agreement.first_pass:
+        if self.agreement.first_pass and not any(unit.whole for unit in self.units):
             check_nothing_was_added(self.root.modules, self.all_params(), self.ignored)
         self.schedule.pass_begins()
 
@@ -258,45 +315,67 @@ class Runtime:
             if unit.holds_gradient:  # outside the plan, or late
                 self._reduce(unit, final=False)
         self._finish_reducing()
-        if self.syncing and self.across:
-            for unit in self.units:
+        for unit in self.units:
+            if self.syncs(unit) and self.across and unit.across:
                 unit.finish_partial()
         self.device.host_ready()
         for unit in self.units:
             unit.call_owed_hooks()
-        if self.syncing:
+        if any(map(self.syncs, self.units)):
             self._settle_unused()
         for unit in self.units:
-            unit.end_backward(synced=self.syncing)
+            self.ends(unit, "backward")
+            unit.note_gradients()
+            unit.end_backward(synced=self.syncs(unit))
             unit.pinned = False
+            unit.fresh = unit.keeps_after_backward
             self.release(unit)
         self.schedule.reset()
         self._in_backward = False
 
     def _settle_unused(self) -> None:
         """Take back the zero gradients of parameters that no rank used, as an unsharded run would leave them None."""
-        params = [param for _, param in self.all_params()]
-        used = self.agreement.after_backward([p.arrived or not p.trainable for p in params], self.schedule.trace)
+        params = list(self.all_params())
+        used = self.agreement.after_backward([p.arrived or not p.trainable for _, p in params], self.schedule.trace)
         if used is None:
             return
-        for param, is_used in zip(params, used, strict=True):
+        for (unit, param), is_used in zip(params, used, strict=True):
             if param.trainable and not param.arrived:
                 if not is_used and not param.had_gradient:
                     param.shard.grad = None
-                elif is_used and param.has_gradient_hooks:
+                elif is_used and param.has_gradient_hooks and self.syncs(unit):
                     param.call_gradient_hooks()
 
     def reset(self) -> None:
         """Drop everything a failed step left behind; shards and reduced gradients stay."""
         self.open_calls.clear()
+        self._in_backward = False
         for unit in self.units:
             unit.open_calls, unit.group_call = 0, None
             unit.drop_gradients()
-            unit.pinned = False
+            unit.pinned = unit.fresh = False
             self.release(unit)
         self._reducing = None
         self.schedule.reset()
-        self._in_backward = False
+
+    # The record of a step
+
+    def begins(self, unit: Unit, kind: Kind) -> None:
+        """Record, while a step is recorded, that ``unit`` begins something."""
+        if self.trace is not None:
+            self.trace.begin(unit.name, kind)
+
+    def ends(self, unit: Unit, kind: Kind) -> None:
+        """Record, while a step is recorded, that it is over."""
+        if self.trace is not None:
+            self.trace.end(unit.name, kind)
+
+    def watch(self, trace: Recorder | None) -> None:
+        """Tell ``trace`` what happens from now on; None: nobody is told."""
+        self.trace = trace
+        self.account.watch = None if trace is None else trace.sample
+        for unit in self.units:
+            unit.trace = trace
 
     # What other code asks
 
@@ -312,10 +391,38 @@ class Runtime:
 
 _ATTRIBUTE = "_fullshard_runtime"
 
+_HOMES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
+"""The sharded model that each module is a part of; weak on both sides, as a runtime holds its modules."""
+
 
 def attach(model: nn.Module, runtime: Runtime) -> None:
     """Make ``model`` a sharded model."""
     model.__dict__[_ATTRIBUTE] = runtime
+    for module in model.modules():
+        _HOMES[module] = weakref.ref(runtime)
+
+
+def sharded_roots(module: nn.Module) -> list[nn.Module]:
+    """The sharded models that ``module`` is, is a part of, or has inside, in tree order; any rank."""
+    found = (_HOMES.get(part) for part in module.modules())
+    runtimes = (reference() for reference in found if reference is not None)
+    return list({id(runtime): runtime.root.modules[0] for runtime in runtimes if runtime is not None}.values())
+
+
+def home_of(module: nn.Module) -> Runtime:
+    """The runtime of the one sharded model that ``module`` is, is a part of, or is a wrapper of.
+
+    Raises:
+        ShardingError: There is none, or there are several.
+    """
+    roots = sharded_roots(module)
+    if len(roots) != 1:
+        raise ShardingError(
+            f"{type(module).__name__} is no sharded model nor a part of one: call fully_shard(model) first."
+            if not roots
+            else f"{type(module).__name__} holds {len(roots)} sharded models; pass one of them."
+        )
+    return runtime_of(roots[0])
 
 
 def detach(model: nn.Module) -> None:

@@ -99,7 +99,7 @@ class Schedule:
         Args:
             trainable: Of each unit, whether it has gradients to reduce.
             root: Index of the root.
-            keeps_after_forward: Units whose parameters stay gathered between forward and backward.
+            keeps_after_forward: Units whose parameters stay gathered between forward and backward, beside the root.
             unread: Units whose backward needs no parameters, such as an embedding's.
             prefetch: What is gathered ahead, and when; None: the default.
             names: Of each unit, its name, for the lists of ``prefetch``.
@@ -109,8 +109,9 @@ class Schedule:
         """
         self.trainable = list(trainable)
         self.root = root
-        self.keeps_after_forward = frozenset(keeps_after_forward) - frozenset(unread)
         self.unread = frozenset(unread)
+        # The root's parameters are the first that backward needs.
+        self.keeps_after_forward = {root, *keeps_after_forward} - self.unread
         self.prefetch = prefetch or Prefetch()
         self.forward_lists = _by_index(self.prefetch.forward_lists, names)
         self.backward_lists = _by_index(self.prefetch.backward_lists, names)
@@ -208,8 +209,7 @@ class Schedule:
             call.planned = True
         else:
             self.events = [event for event in self.events if event[1] is not call]
-        # The root's parameters are the first that backward needs.
-        if needs_backward and (call.unit in self.keeps_after_forward or call.unit == self.root):
+        if needs_backward and call.unit in self.keeps_after_forward:
             return [(Verb.HIDE, call.unit)]
         return [self._reshard(call.unit)]
 

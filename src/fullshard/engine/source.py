@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from fullshard.engine.names import plain_name
+
 
 @dataclass
 class WantedTensor:
@@ -79,6 +81,7 @@ def wanted_tensors(model: nn.Module, left_out: frozenset[nn.Parameter] = frozens
 def _named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Every name of each parameter and persistent buffer, the tensor, and whether it is a buffer."""
     for path, module in model.named_modules(remove_duplicate=False):
+        path = plain_name(path)
         prefix = f"{path}." if path else ""
         for key, param in module._parameters.items():
             if param is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fullshard.engine.names import plain_name
 from fullshard.engine.param import ShardedParam
 from fullshard.engine.runtime import runtime_of
 from fullshard.engine.torch_private import in_backward
@@ -28,6 +29,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     runtime = runtime_of(model)
     if in_backward():
         raise ShardingError("unsharded(model) cannot be entered during backward: units come and go there.")
+    if any(unit.whole is not None for unit in runtime.units):
+        raise ShardingError("unsharded(model) cannot be entered while full parameters are on show already.")
     runtime.forward_event()
     for unit in runtime.units:
         if not unit.held and not unit.open_calls:
@@ -127,8 +130,8 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
 
 def left_out(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that are not sharded, by their first name."""
-    sharded = {id(one) for _, param in runtime_of(model).all_params() for one in (param.shard, param.full)}
-    return {name: param for name, param in model.named_parameters() if id(param) not in sharded}
+    sharded = {id(m._parameters.get(key)) for _, param in runtime_of(model).all_params() for m, key in param.slots}
+    return {plain_name(name): param for name, param in model.named_parameters() if id(param) not in sharded}
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -136,7 +139,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{path}.{key}" if path else key, buffer
+                yield plain_name(f"{path}.{key}" if path else key), buffer
 
 
 def load_full_state(

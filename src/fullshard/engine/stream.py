@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.lane import LaneState
+from fullshard.engine.names import plain_name
 from fullshard.engine.runtime import Runtime, runtime_of
 from fullshard.engine.state import left_out, persistent_buffers
 from fullshard.engine.unit import Unit
@@ -54,7 +55,7 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
         for key, identity, tensor in of_module:
             if tensor is not None:
                 tensors[identity] = tensor
-                names.setdefault(identity, []).append(f"{path}.{key}" if path else key)
+                names.setdefault(identity, []).append(plain_name(f"{path}.{key}" if path else key))
     found = []
     for identity, tensor in tensors.items():
         param = sharded.get(id(tensor))
@@ -64,7 +65,9 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
     return found
 
 
-def full_runs(model: nn.Module, limit_bytes: int = RUNS_BYTES, *, ahead: int = 0) -> Iterator[list[Run]]:
+def full_runs(
+    model: nn.Module, limit_bytes: int = RUNS_BYTES, *, ahead: int = 0, names: frozenset[str] | None = None
+) -> Iterator[list[Run]]:
     """Stream the whole model to rank 0 in runs of elements; every rank iterates, to the end or to the same step.
 
     A step is at most one gather. Steps take turns in ``ahead + 1`` buffers, so rank 0 never holds more than
@@ -75,6 +78,8 @@ def full_runs(model: nn.Module, limit_bytes: int = RUNS_BYTES, *, ahead: int = 0
         model: The sharded model.
         limit_bytes: Most bytes of all buffers.
         ahead: How many of the last steps' runs may still be in use when the next step is asked for.
+        names: First names of the tensors that are wanted, the same on every rank; others may come along, where they lie
+            beside them. None: all.
 
     Yields:
         On rank 0 the step's runs, each element once over all steps; elsewhere an empty list. Sharded parameters unit by
@@ -86,8 +91,12 @@ def full_runs(model: nn.Module, limit_bytes: int = RUNS_BYTES, *, ahead: int = 0
     host = _Host(8 * words, ahead + 1)
     for unit in runtime.units:
         for lane in unit.lanes:
-            yield from _lane_runs(runtime, unit, lane, host)
+            members = (param.meta.name for param in unit.params if param.state is lane)
+            if names is None or not names.isdisjoint(members):
+                yield from _lane_runs(runtime, unit, lane, host)
     for name, tensor in [*left_out(model).items(), *persistent_buffers(model)]:
+        if names is not None and name not in names:
+            continue
         for start, piece in _pieces(tensor.detach(), 0, host.step_bytes // tensor.dtype.itemsize):
             yield [(name, start, host.flat(piece))] if runtime.mesh.rank == 0 else []
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from fullshard.engine.lane import LaneState
 from fullshard.engine.param import COPY_REFUSED, CREATE_GRAPH_REFUSED, ShardedParam
 from fullshard.engine.reduce import PendingReduce, finish_partial, finish_reduce, start_reduce
 from fullshard.engine.schedule import Call
+from fullshard.engine.trace import Recorder, Transfer
 from fullshard.errors import InvariantError, ShardingError
 from fullshard.policy import UnitPolicy
 
@@ -27,6 +29,29 @@ class State(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The unit's modules show full parameters in the shards' dtype, and run as plain modules.
+
+    Attributes:
+        here: Whether they do on this rank, else on rank 0 only.
+    """
+
+    here: bool
+
+    def require_here(self) -> None:
+        """Refuse what needs the parameters where this rank has not got them.
+
+        Raises:
+            ShardingError: Only rank 0 has them.
+        """
+        if not self.here:
+            raise ShardingError(
+                "Only rank 0 has the full parameters here (rank0_only=True), so other ranks can neither run the model "
+                "nor read its state: do that on rank 0 alone, or on every rank with rank0_only=False."
+            )
 
 
 class Unit:
@@ -53,6 +78,17 @@ class Unit:
         casts_output: Whether ``fully_shard`` was called on it: its outputs get the policy's output dtype.
         group_call: Of a unit of several modules, the one call that spans them while it is open.
         group_needs_backward: Whether an output of that call requires grad.
+        trace: Told what happens while a step is recorded.
+        syncing: Whether its gradients are reduced; else they stay unsharded and are added up.
+        across: Whether its gradients are added up over replicas too.
+        divide: The summed gradients are divided by this; None: by the number of ranks.
+        keeps_after_forward: Whether it stays gathered between forward and backward; None: as its strategy says, and
+            as the root does.
+        keeps_after_backward: Whether it stays gathered from backward to the next forward, if the shards do not change.
+        ahead: Units to gather ahead when its ``"forward"`` or ``"backward"`` starts, where that was said.
+        fresh: Whether what is gathered is kept to the next pass, if the shards do not change.
+        whole: Set while the modules show full parameters that the unit did not gather itself.
+        on_reduced: Called with each lane's reduced gradient, (shard_numel,), to be changed in place.
     """
 
     def __init__(
@@ -89,6 +125,16 @@ class Unit:
         self.recomputed = 0
         self.group_call: Call | None = None
         self.group_needs_backward = False
+        self.trace: Recorder | None = None
+        self.whole: Whole | None = None
+        self.syncing = True
+        self.across = True
+        self.divide = policy.precision.divide
+        self.keeps_after_forward: bool | None = None
+        self.keeps_after_backward = False
+        self.ahead: dict[str, list[Unit]] = {}
+        self.fresh = False
+        self.on_reduced: Callable[[torch.Tensor], object] | None = None
         for param in params:
             param.show_shard()
         for lane in lanes:
@@ -98,7 +144,7 @@ class Unit:
         """Become part of a larger model: ``paths`` holds the names there of each module, by id."""
         self.name = " + ".join(paths[id(module)][0] for module in self.modules)
         for param in self.params:
-            names = [f"{path}.{key}" for module, key in param.slots for path in paths[id(module)]]
+            names = [f"{path}.{key}" if path else key for module, key in param.slots for path in paths[id(module)]]
             param.rename(names)
         for lane in self.lanes:
             lane.join(mesh, account)
@@ -130,19 +176,38 @@ class Unit:
         """A number that grows with each in-place change of a shard."""
         return sum(param.shard._version for param in self.params)
 
+    def has_changed(self) -> bool:
+        """Whether this rank's part of what is gathered is not what its shards hold now; True where nothing is.
+
+        Values are compared: fused optimizers and ``param.data`` leave a tensor's version as it is.
+        """
+        if self.state is State.SHARDED or self.parted or any(p.shard.data_ptr() != p.address for p in self.params):
+            return True
+        self._await_gather()
+        for lane in self.lanes:
+            low, high = lane.lane.shard_bounds(lane.mesh.shard.rank)
+            mine = lane.full.alias[low:high]
+            if not torch.equal(mine, lane.shard.to(mine)):
+                return True
+        return False
+
     def lacks(self, *, whole: bool) -> bool:
         """Whether a gather is due; ``whole``: also of lanes that were parted with."""
         return self.state is State.SHARDED or (whole and bool(self.parted))
 
     def issue_gather(self) -> None:
         """Start the all-gather of what is not there; nothing when it is under way or done."""
+        if self.state is not State.SHARDED and not self.parted:
+            return
+        if self.trace is not None:
+            self.trace.begin(self.name, "gather")
         if self.state is State.SHARDED:
             self._works = start_gather(self.lanes)
-        elif self.parted:
+        else:
             self.hide()
             self._works += start_gather(self.parted)
-        else:
-            return
+        if self.trace is not None:
+            self.trace.issued(self.name, "gather", self._works)
         self.parted = []
         self.state = State.GATHERING
 
@@ -158,10 +223,7 @@ class Unit:
         """Wait for the all-gather and show the full parameters; nothing when that is done."""
         if self.state is State.SHARDED:
             raise InvariantError(f"unit {self.name}: finish_gather in state {self.state}")
-        for work in self._works:
-            work.wait()
-        self._untaken += self._works
-        self._works = []
+        self._await_gather()
         self.state = State.GATHERED
         if not self.shown:
             self.shown = True
@@ -171,8 +233,7 @@ class Unit:
 
     def settle(self) -> None:
         """Wait until other ranks have read what this one gave to the all-gather: it may be changed or freed then."""
-        for work in self._untaken:
-            settle(work)
+        self._wait("gather", self._untaken, settle)
         self._untaken = []
 
     def hide(self) -> None:
@@ -186,16 +247,26 @@ class Unit:
         """Show the shards and free the gathered parameters; waits for a gather under way."""
         if self.state is State.SHARDED:
             return
-        for work in self._works:
-            work.wait()
-        self._untaken += self._works
-        self._works = []
+        self._await_gather()
         self.settle()
         self.hide()
         for lane in self.lanes:
             lane.full.release()
         self.parted = []
         self.state = State.SHARDED
+
+    def _await_gather(self) -> None:
+        self._wait("gather", self._works, lambda work: work.wait())
+        self._untaken += self._works
+        self._works = []
+
+    def _wait(self, kind: Transfer, works: Sequence[Work], how: Callable[[Work], None]) -> None:
+        """Apply ``how``, which waits, to ``works``."""
+        if self.trace is not None and works:
+            self.trace.wait(self.name, kind, works, how)
+            return
+        for work in works:
+            how(work)
 
     def write_back(self) -> None:
         """Take over into the shards, element by element, what differs from them in the gathered parameters.
@@ -273,7 +344,11 @@ class Unit:
         """
         self.finish_reduce()
         self._final = final
+        if self.trace is not None:
+            self.trace.begin(self.name, "reduce")
         self._pending = start_reduce(self.lanes, across=across)
+        if self.trace is not None:
+            self.trace.issued(self.name, "reduce", [one.work for one in self._pending])
         self._arrived = 0
         for param in self.params:
             param.waiting = False
@@ -281,18 +356,33 @@ class Unit:
     def finish_reduce(self) -> None:
         """Wait for the reduce-scatter and assign the gradients of the shards; nothing when none is under way."""
         pending, self._pending = self._pending, []
+        if self.trace is not None and pending:
+            self.trace.wait(self.name, "reduce", [one.work for one in pending], lambda work: work.wait())
         for one in pending:
-            self._take(one.state, finish_reduce(one, self.policy.precision.divide))
+            self._take(one.state, finish_reduce(one, self.divide))
+        self.note_gradients()
+
+    def gradient_bytes(self) -> int:
+        """Bytes that the gradients of its shards take on the device that it computes on."""
+        own = (param.shard.grad for param in self.params if not param.state.offloaded)
+        return sum(gradient.nbytes for gradient in own if gradient is not None)
+
+    def note_gradients(self) -> None:
+        """Record, while a step is recorded, what the gradients of its shards take."""
+        if self.trace is not None:
+            self.trace.gradients_take(self.name, self.gradient_bytes())
 
     def finish_partial(self) -> None:
         """Add up across replicas what backwards without that left behind; nothing where nothing was left."""
         for lane in self.lanes:
-            self._take(lane, finish_partial(lane, self.policy.precision.divide))
+            self._take(lane, finish_partial(lane, self.divide))
 
     def _take(self, lane: LaneState, shard: torch.Tensor | None) -> None:
         """Give a lane's reduced gradient to its parameters, and those that are complete to who waits for them."""
         if shard is None:
             return
+        if self.on_reduced is not None:
+            self.on_reduced(shard)
         mine = [param for param in self.params if param.state is lane]
         hooked = [param for param in mine if param.has_gradient_hooks]
         if lane.offloaded:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fullshard.engine.names import plain_name
 from fullshard.errors import WrapError
 from fullshard.policy import MinNumel, Named, TransformerBlocks, WrapPolicy
 
@@ -56,9 +57,14 @@ class UnitSpec:
         return sum(spec.param.numel() for spec in self.params if frozen_too or spec.param.requires_grad)
 
 
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``, without one that was put on top of it and changes nothing of its forward."""
+    return getattr(type(module), "_fullshard_plain_type", type(module))
+
+
 def is_plain_embedding(module: nn.Module) -> bool:
     """Whether the backward of ``module`` is a sum of rows, and needs no parameter."""
-    if type(module) is not nn.Embedding:
+    if plain_type(module) is not nn.Embedding:
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
@@ -66,7 +72,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
 def is_table(spec: ParamSpec) -> bool:
     """Whether the parameter is a large embedding, perhaps tied to linear heads, and nothing else."""
     modules = [module for module, key in spec.slots if key == "weight"]
-    known = all(is_plain_embedding(module) or type(module) is nn.Linear for module in modules)
+    known = all(is_plain_embedding(module) or plain_type(module) is nn.Linear for module in modules)
     embeds = any(is_plain_embedding(module) for module in modules)
     return len(modules) == len(spec.slots) and known and embeds and spec.param.numel() >= LARGE_NUMEL
 
@@ -118,7 +124,7 @@ def find_units(model: nn.Module, wrap: WrapPolicy) -> list[Found]:
     """
     if isinstance(wrap, Named):
         return _find_named(model, wrap)
-    return [(name, (module,)) for name, module in _find_modules(model, wrap)]
+    return [(plain_name(name), (module,)) for name, module in _find_modules(model, wrap)]
 
 
 def _find_modules(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Module]]:
@@ -238,7 +244,7 @@ def assign_parameters(model: nn.Module, found: list[Found], ignored: frozenset[n
             if param is None or param in ignored:
                 continue
             spec = specs.setdefault(id(param), ParamSpec(param))
-            spec.names.append(f"{path}.{key}" if path else key)
+            spec.names.append(plain_name(f"{path}.{key}" if path else key))
             if not any(m is module and k == key for m, k in spec.slots):
                 spec.slots.append((module, key))
             chains.setdefault(id(param), []).append(chain)
@@ -282,7 +288,7 @@ def modules_kept(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     inside: set[int] = set()
     matched: set[str] = set()
     for path, module in model.named_modules():
-        fits = {path.rpartition(".")[2], type(module).__name__} & set(names)
+        fits = {plain_name(path).rpartition(".")[2], type(module).__name__} & set(names)
         matched |= fits
         if fits and id(module) not in inside:
             kept.append(module)

@@ -87,7 +87,7 @@ def choose_nproc(requested: int | None) -> int:
     return requested
 
 
-def launch(command: Sequence[str], *, nproc: int) -> Failure | None:
+def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure | None:
     """Run a command as ``nproc`` ranks and wait for them; called once, in the launching process's main thread.
 
     The ranks inherit standard output and error.
@@ -96,6 +96,7 @@ def launch(command: Sequence[str], *, nproc: int) -> Failure | None:
         command: Program and arguments, the same for every rank. It must write its failure as
             :mod:`fullshard.launch.failure` says.
         nproc: Number of ranks, at least 1.
+        saves: Whether ranks that are told to stop save something first; else the first Ctrl-C ends them.
 
     Returns:
         None when every rank ended with exit code 0; else what rank 0 says when all were stopped and have saved, or the
@@ -106,7 +107,7 @@ def launch(command: Sequence[str], *, nproc: int) -> Failure | None:
     """
     ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, _Interrupts(ranks) as interrupts:
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, _Interrupts(ranks, saves=saves) as interrupts:
         port = _free_port()
         try:
             for number in range(nproc):
@@ -218,9 +219,10 @@ class _Interrupts:
         asked: Whether the ranks were asked to save and leave.
     """
 
-    def __init__(self, ranks: Sequence[_Rank]) -> None:
-        """Pass signals on to ``ranks``, which may still grow."""
+    def __init__(self, ranks: Sequence[_Rank], *, saves: bool = True) -> None:
+        """Pass signals on to ``ranks``, which may still grow; ``saves``: they save before they leave."""
         self.asked = False
+        self._saves = saves
         self._ranks = ranks
         self._before: dict[int, Any] = {}
 
@@ -242,6 +244,8 @@ class _Interrupts:
         self.asked = True
         for rank in self._ranks:
             rank.process.terminate()
+        if not self._saves:
+            return
         text = "fullshard: stopping after this step, with a checkpoint; once more to end at once without one\n"
         os.write(2, text.encode())  # print() may be what the signal interrupted
 

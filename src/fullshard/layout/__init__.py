@@ -9,3 +9,8 @@ from .plan import plan_unit as plan_unit
 from .reshard import Copy as Copy
 from .reshard import copy_list as copy_list
 from .sharded import ShardMeta as ShardMeta
+from .state import StatePart as StatePart
+from .state import along_rows as along_rows
+from .state import by_block as by_block
+from .state import elementwise as elementwise
+from .state import on_all_owners as on_all_owners

@@ -40,6 +40,11 @@ class ShardMeta:
         return self.lane.local_range(self.placement, self.rank)
 
     @property
+    def owners(self) -> range:
+        """The ranks that hold part of the parameter; they are consecutive."""
+        return self.lane.owners(self.placement)
+
+    @property
     def row_range(self) -> tuple[int, int] | None:
         """First and past-the-last row that this rank holds; None when the parameter is not split by whole rows."""
         if not self.placement.whole_rows:

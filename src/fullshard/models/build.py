@@ -45,7 +45,7 @@ SENTENCEPIECE_HINT = (
 )
 SHOWN_NAMES = 5
 
-_ONE_AT_A_TIME = threading.Lock()
+ONE_AT_A_TIME = threading.Lock()
 """transformers swaps methods of its classes while it loads a model, and what two threads swap stays swapped."""
 
 _SPECIAL_IDS = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
@@ -128,7 +128,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def build_model(
-    config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, *, model_class: ModelClass = "auto", seed: int
+    config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model_class: ModelClass = "auto",
+    attention: str | None = None,
+    seed: int,
 ) -> PreTrainedModel:
     """Build a model with new weights, on the CPU in fp32. Every rank that gives the same seed gets the same weights.
 
@@ -139,6 +144,7 @@ def build_model(
         config: ``model_type`` and any options of that type's Hugging Face configuration.
         tokenizer: The tokenizer the model is for.
         model_class: ``seq2seq``, ``causal``, or ``auto``: what the type is.
+        attention: How attention is computed, by transformers' name; None: as transformers chooses.
         seed: Seed of the weights.
 
     Returns:
@@ -146,22 +152,28 @@ def build_model(
 
     Raises:
         ModelError: The type or an option is unknown (the message names the nearest one), a value is not accepted, there
-            is no such class for the type, or the vocabulary is smaller than the tokenizer's.
+            is no such class for the type, the vocabulary is smaller than the tokenizer's, or the type has no such
+            attention.
     """
     hf_config = _make_config(config, tokenizer)
     auto_class = _auto_class(hf_config, model_class)
     _require_vocabulary(hf_config, tokenizer)
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+    _require_attention(hf_config, auto_class, attention)
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = auto_class.from_config(hf_config)
-        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+            model = auto_class.from_config(hf_config, attn_implementation=attention)
+        except (ImportError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise ModelError(f"No {hf_config.model_type} model can be built from this config: {error}") from error
     return model.train()
 
 
 def load_model(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, model_class: ModelClass = "auto"
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model_class: ModelClass = "auto",
+    attention: str | None = None,
 ) -> PreTrainedModel:
     """Load a model from a local Hugging Face directory, on the CPU in fp32. Any rank may call it.
 
@@ -171,6 +183,7 @@ def load_model(
         path: The directory, with ``config.json`` and weights.
         tokenizer: The tokenizer the model is used with.
         model_class: ``seq2seq``, ``causal``, or ``auto``: what the config says.
+        attention: How attention is computed, by transformers' name; None: as transformers chooses.
 
     Returns:
         The model, in training mode.
@@ -180,25 +193,31 @@ def load_model(
             silently be random), there is no such class for the type, or the vocabulary is smaller than the tokenizer's.
     """
     directory, hf_config, auto_class = _read_config(path, tokenizer, model_class)
+    _require_attention(hf_config, auto_class, attention)
     try:
         # Mismatched shapes are let through here to be reported below, with their names, like missing weights.
-        with _ONE_AT_A_TIME:
+        with ONE_AT_A_TIME:
             model, info = auto_class.from_pretrained(
                 directory,
                 config=hf_config,
                 dtype=torch.float32,
+                attn_implementation=attention,
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"The weights in {directory} cannot be loaded: {error}") from error
     _require_all_weights(directory, info)
     return model.train()
 
 
 def build_skeleton(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, model_class: ModelClass = "auto"
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model_class: ModelClass = "auto",
+    attention: str | None = None,
 ) -> PreTrainedModel:
     """Build the model of a local Hugging Face directory without its weights, on the meta device. Any rank may call it.
 
@@ -208,6 +227,7 @@ def build_skeleton(
         path: The directory, with ``config.json``.
         tokenizer: The tokenizer the model is used with.
         model_class: ``seq2seq``, ``causal``, or ``auto``: what the config says.
+        attention: How attention is computed, by transformers' name; None: as transformers chooses.
 
     Returns:
         The model, in training mode, its parameters fp32.
@@ -217,12 +237,13 @@ def build_skeleton(
             smaller than the tokenizer's.
     """
     directory, hf_config, auto_class = _read_config(path, tokenizer, model_class)
+    _require_attention(hf_config, auto_class, attention)
     try:
-        with _ONE_AT_A_TIME, torch.device("meta"):
-            model = auto_class.from_config(hf_config, dtype=torch.float32)
+        with ONE_AT_A_TIME, torch.device("meta"):
+            model = auto_class.from_config(hf_config, dtype=torch.float32, attn_implementation=attention)
         if model.can_generate():
             model.generation_config = _generation_config(directory)
-    except (OSError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+    except (ImportError, OSError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
         raise ModelError(f"The model in {directory} cannot be built: {error}") from error
     return model.train()
 
@@ -334,6 +355,23 @@ def _auto_class(hf_config: PreTrainedConfig, model_class: ModelClass) -> type[An
         remedy = f"Use class {' or '.join(fitting)}." if fitting else "It cannot be trained to write text."
         raise ModelError(f"Model type {hf_config.model_type} has no {model_class} model. {remedy}")
     return auto_class
+
+
+def _require_attention(hf_config: PreTrainedConfig, auto_class: type[Any], attention: str | None) -> None:
+    """Raise when the model's class does not offer a way to compute attention."""
+    if attention in (None, "eager"):
+        return
+    model_class = auto_class._model_mapping[type(hf_config)]
+    flags = {
+        "sdpa": "_supports_sdpa",
+        "flash_attention_2": "_supports_flash_attn",
+        "flex_attention": "_supports_flex_attn",
+    }
+    offered = ["eager", *(name for name, flag in flags.items() if getattr(model_class, flag, False))]
+    if attention not in offered:
+        raise ModelError(
+            f"{model_class.__name__} does not offer attn_implementation {attention!r}; it offers {', '.join(offered)}."
+        )
 
 
 def _require_vocabulary(hf_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

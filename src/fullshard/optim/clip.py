@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,11 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    model: nn.Module | Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; every rank calls it after backward.
 
@@ -31,7 +35,7 @@ def clip_grad_norm_(
     ask for the error; a :class:`~fullshard.optim.ShardedGradScaler` skips such a step by itself.
 
     Args:
-        model: A sharded model whose gradients are reduced.
+        model: A sharded model whose gradients are reduced, or parameters of such models, in one order on every rank.
         max_norm: Largest norm, above zero; infinity only measures and leaves every gradient as it is.
         norm_type: p, above zero, or infinity.
         error_if_nonfinite: Raise where the norm is not finite, with the gradients as they were.
@@ -47,11 +51,12 @@ def clip_grad_norm_(
     """
     if not max_norm > 0 or not norm_type > 0:
         raise ConfigError(f"max_norm and norm_type must be above zero; got {max_norm} and {norm_type}.")
-    sharded = [p for p in model.parameters() if hasattr(p, "shard_comm")]
+    params = list(model.parameters() if isinstance(model, nn.Module) else model)
+    sharded = [p for p in params if hasattr(p, "shard_comm")]
     if not sharded:
         raise ConfigError("clip_grad_norm_ found no sharded parameters: call fully_shard(model) first.")
     refuse_steps_in_backward(sharded, "clip_grad_norm_")
-    everywhere = [p for p in model.parameters() if not hasattr(p, "shard_comm")]  # left out of sharding: copies
+    everywhere = [p for p in params if not hasattr(p, "shard_comm")]  # left out of sharding: copies
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in sharded) else torch.float32
     norms = [_norm_over_ranks(comm, _grads(params), norm_type, dtype) for comm, params in _by_comm(sharded)]
     norms.append(_local_norm(_grads(everywhere), norm_type, norms[0]))
@@ -67,7 +72,8 @@ def clip_grad_norm_(
 
 
 def _grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    return [p.grad for p in params if p.grad is not None]
+    found = (p.grad.as_subclass(torch.Tensor) for p in params if p.grad is not None)  # compat's compute over ranks
+    return [grad for grad in found if grad.numel()]  # nothing has no largest element
 
 
 def _by_comm(params: Sequence[nn.Parameter]) -> list[tuple[Comm, list[nn.Parameter]]]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fullshard.comm import together
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
+from fullshard.optim.guard import refuse_equal_names, refuse_parts
+from fullshard.optim.shards import by_comm, meta_of
 
 
 class StepInBackward:
@@ -76,7 +80,10 @@ def step_in_backward(model: nn.Module, make_optimizer: Callable[[list[nn.Paramet
     - gradients are accumulated only inside ``no_sync(model)``: run all micro-batches but the last in it, and the
       backward of the last one, outside, steps with the sum;
     - a loss must not be scaled for float16: nothing takes the scale off again before the step;
-    - a loss that is not finite reaches the weights: look at it before ``backward()``.
+    - a loss that is not finite reaches the weights: look at it before ``backward()``;
+    - an optimizer whose ranks exchange something about a parameter (Adafactor or Muon of a matrix that is split over
+      ranks, 8-bit AdamW where blocks are) is refused: ranks that hold no rows do not step. Matrices that are whole on a
+      rank are fine.
 
     Parameters left out of sharding are left out here as well, and so is what is unfrozen later: they keep their
     gradients and need an optimizer.
@@ -90,18 +97,16 @@ def step_in_backward(model: nn.Module, make_optimizer: Callable[[list[nn.Paramet
         The optimizers.
 
     Raises:
-        ConfigError: The model has no sharded trainable parameters.
+        ConfigError: The model has no sharded trainable parameters, or several sharded models are in it whose
+            parameters have the same names, or a rank's optimizer cannot step its parameter alone; on every rank.
         ShardingError: Its parameters step in backward already.
     """
     params = [p for p in model.parameters() if p.requires_grad and hasattr(p, "shard_meta")]
     if not params:
         raise ConfigError("step_in_backward found no sharded trainable parameters: call fully_shard(model) first.")
     refuse_steps_in_backward(params, "step_in_backward")
-    optimizers = {
-        p.shard_meta.name: make_optimizer([p])  # type: ignore[attr-defined]
-        for p in params
-        if p.numel()
-    }
+    refuse_equal_names(params)
+    optimizers = _made_together(params, make_optimizer)
     handles: list[RemovableHandle] = []
     for param in params:
         # On the parameter, so that the hook holds nothing: Python's collector does not see through autograd's hooks.
@@ -109,6 +114,37 @@ def step_in_backward(model: nn.Module, make_optimizer: Callable[[list[nn.Paramet
         if param.numel():
             handles.append(param.register_post_accumulate_grad_hook(_step))
     return StepInBackward(params, optimizers, handles)
+
+
+def _made_together(
+    params: Sequence[nn.Parameter], make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
+) -> dict[str, Optimizer]:
+    """The optimizers of the parameters that this rank holds rows of; where one is refused, it is on every rank."""
+    optimizers: dict[str, Optimizer] = {}
+
+    def make(of_comm: Sequence[nn.Parameter]) -> None:
+        for param in of_comm:
+            if param.numel():
+                optimizers[meta_of(param).name] = made = make_optimizer([param])
+                refuse_parts(made)
+                _refuse_communication(made, param)
+
+    for comm, of_comm in by_comm(params):
+        together(comm, partial(make, of_comm))
+    return {meta_of(param).name: optimizers[meta_of(param).name] for param in params if param.numel()}
+
+
+def _refuse_communication(optimizer: Optimizer, param: nn.Parameter) -> None:
+    """Refuse an optimizer that says it exchanges something about this parameter with other ranks."""
+    communicates: Callable[[nn.Parameter], bool] | None = getattr(optimizer, "communicates", None)
+    if communicates is not None and communicates(param):
+        meta = meta_of(param)
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot step {meta.name}, {meta.global_shape}, in backward: {len(meta.owners)} "
+            f"of {meta.lane.world_size} ranks hold parts of it, which have to exchange sums in a step, and in backward "
+            "each rank steps for itself. Step after backward, or give make_optimizer an elementwise optimizer for it "
+            "(AdamW; look at param.shard_meta)."
+        )
 
 
 def _step(param: nn.Parameter) -> None:

@@ -36,10 +36,11 @@ from fullshard.checkpoint import (
 from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
 from fullshard.engine import mesh_of, units, unreduced
 from fullshard.errors import CheckpointError
+from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.policy import ShardingStrategy
 from fullshard.saving.background import LEAVE_SECONDS
 from fullshard.saving.full import write_assets
-from fullshard.saving.pieces import Stepping, Target, state_to_write
+from fullshard.saving.pieces import State, Stepping, Target, state_to_write
 from fullshard.saving.rng import restore_rng, rng_bytes
 from fullshard.version import __version__
 
@@ -176,6 +177,7 @@ class Checkpoints:
         metric: float | None = None,
         background: bool = False,
         gradients: bool = False,
+        average: ExponentialMovingAverage | None = None,
         assets: Callable[[Path], None] | None = None,
     ) -> None:
         """Save the whole training state as ``step-…``; every rank calls it, after the optimizer's step.
@@ -194,6 +196,7 @@ class Checkpoints:
                 a thread writes it. An error is raised by the next ``save``, ``wait`` or ``close``.
             gradients: Save the shards' ``.grad`` as well, where gradients are being accumulated over several
                 backwards; otherwise they are not.
+            average: The moving average of the model's weights to save as well; None: none is.
             assets: Called on rank 0 with a directory inside the checkpoint, to write small files into; None: a Hugging
                 Face model's configuration is written, which ``fullshard export`` needs beside the tensors.
 
@@ -203,7 +206,8 @@ class Checkpoints:
         """
         started = time.monotonic()
         self.wait()
-        plan = together(self.ranks, lambda: self._plan(model, optimizer, step, values, metric, gradients=gradients))
+        state = partial(state_to_write, model, optimizer, gradients=gradients, average=average)
+        plan = together(self.ranks, lambda: self._plan(model, state, step, values, metric))
         together_in_background(self.ranks, lambda: self._begin(plan, assets or partial(write_assets, model)))
         together(self.ranks, lambda: _require_shared(plan))
         device = device_of(self.ranks.device)
@@ -295,7 +299,12 @@ class Checkpoints:
         return find_checkpoints(self.directory) if self.ranks.rank == 0 else []
 
     def load(
-        self, model: nn.Module, optimizer: Stepping | None = None, *, path: str | Path | None = None
+        self,
+        model: nn.Module,
+        optimizer: Stepping | None = None,
+        *,
+        path: str | Path | None = None,
+        average: ExponentialMovingAverage | None = None,
     ) -> Restored | None:
         """Go on from a checkpoint of any world size and strategy; every rank calls it.
 
@@ -303,6 +312,7 @@ class Checkpoints:
             model: The sharded model; its shards and persistent buffers are filled in place.
             optimizer: Its state and options are set; None: they are left as they are.
             path: Which checkpoint; None: the newest whole one.
+            average: The moving average of the model's weights, filled in place; None: it is not read.
 
         Returns:
             What it held beside tensors; None when there is no checkpoint and no path was given.
@@ -312,7 +322,7 @@ class Checkpoints:
         """
         self.wait()
         chosen = self.latest() if path is None else Path(path)
-        return None if chosen is None else load_checkpoint(model, optimizer, chosen)
+        return None if chosen is None else load_checkpoint(model, optimizer, chosen, average=average)
 
     def close(self) -> None:
         """Wait for the background save and let the next run in; every rank calls it.
@@ -334,12 +344,10 @@ class Checkpoints:
     def _plan(
         self,
         model: nn.Module,
-        optimizer: Stepping | None,
+        state_of_rank: Callable[[], State],
         step: int,
         values: Mapping[str, Any],
         metric: float | None,
-        *,
-        gradients: bool,
     ) -> SavePlan:
         """What this rank writes.
 
@@ -362,7 +370,7 @@ class Checkpoints:
         if metric is not None:
             metric = None if isnan(metric) else float(metric)
         plain = _as_json(values)
-        state = state_to_write(model, optimizer, gradients=gradients)
+        state = state_of_rank()
         rng = rng_bytes(self.ranks.device)
         state.pieces.append(Piece(_rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
         versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -404,7 +412,9 @@ class Checkpoints:
         return pairs
 
 
-def load_checkpoint(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> Restored:
+def load_checkpoint(
+    model: nn.Module, optimizer: Stepping | None, path: str | Path, *, average: ExponentialMovingAverage | None = None
+) -> Restored:
     """Go on from a checkpoint of any world size and strategy; every rank calls it.
 
     Each rank reads the element ranges it holds and checks the checksum of every block it touches; beside the training
@@ -414,6 +424,7 @@ def load_checkpoint(model: nn.Module, optimizer: Stepping | None, path: str | Pa
         model: The sharded model; its shards and persistent buffers are filled in place.
         optimizer: Its state and options are set; None: they are left as they are.
         path: The checkpoint's directory.
+        average: The moving average of the model's weights, filled in place; None: it is not read.
 
     Returns:
         What it held beside tensors.
@@ -424,7 +435,8 @@ def load_checkpoint(model: nn.Module, optimizer: Stepping | None, path: str | Pa
     """
     ranks, path = mesh_of(model), Path(path)
     index = together_in_background(ranks, lambda: read_index(path))
-    target = together(ranks, lambda: Target(model, optimizer, index))
+    target = together(ranks, lambda: Target(model, optimizer, index, average))
+    together_in_background(ranks, lambda: target.compare(CheckpointReader(path, index)))
     same_size = index.world_size == ranks.size
 
     def read() -> torch.Tensor | None:

@@ -1,7 +1,6 @@
 """torch's distributed-checkpoint format (DCP): what torch's ``fully_shard`` writes and reads, written and read here.
 
-A shard is a run of rows or elements, uneven over ranks, which torch's DTensor cannot say. DCP asks any tensor that has
-three methods which boxes of the whole it holds: :class:`_Shard` answers.
+What a rank holds of a tensor is told to DCP by :class:`fullshard.saving.shard_tensor.ShardTensor`.
 """
 
 from __future__ import annotations
@@ -18,25 +17,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fullshard.comm import Mesh, together
-from fullshard.engine import LocalTensor, local_tensors, mesh_of
+from fullshard.engine import LocalTensor, local_tensors, mesh_of, plain_name
 from fullshard.errors import CheckpointError
-from fullshard.layout import boxes
-from fullshard.optim import StepInBackward, load_parameter_states, local_state_key_is_elementwise
+from fullshard.optim import load_parameter_states
+from fullshard.optim.walk import require_same_values
+from fullshard.saving.full_optimizer import named_groups
 from fullshard.saving.optimizer_state import Stepped, saved_options, stepped
 from fullshard.saving.pieces import Stepping
+from fullshard.saving.shard_tensor import part_or_whole, state_as_part
 
 _MARKER = ".metadata"
 """The file that torch writes last."""
@@ -80,7 +74,7 @@ def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> 
 
     state = together(mesh, prepare)
     if optimizer is not None:
-        state["optim"]["param_groups"] = _groups(mesh, model, optimizer)
+        state["optim"]["param_groups"] = named_groups(model, optimizer)
     with _our_errors(f"The distributed checkpoint {path} cannot be written"):
         save(state, storage_writer=_Writer(path, _names(model)), no_dist=mesh.size == 1)
 
@@ -113,44 +107,34 @@ def load_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> 
         values = together(mesh, saved.optimizer_values)
         _read(mesh, path, values)
         loaded = together(mesh, lambda: saved.states(stepped(model, optimizer), values, tensors))
+        saved.compare(mesh)
     _read(mesh, path, tensors)
     if optimizer is not None:
         load_parameter_states(optimizer, loaded)
 
 
-class _Shard(torch.Tensor):
-    """A tensor of the whole's shape, without its memory, that tells DCP what this rank holds of it, and where."""
+def save_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) -> None:
+    """Write an optimizer alone, under ``optimizer`` as Accelerate names it; else as :func:`save_dcp`, every rank."""
+    path, mesh = Path(path), mesh_of(model)
+    _require_default_group(mesh)
+    state: dict[str, Any] = together(mesh, lambda: {"optimizer": {"state": _states(stepped(model, optimizer))}})
+    state["optimizer"]["param_groups"] = named_groups(model, optimizer)
+    with _our_errors(f"The distributed checkpoint {path} cannot be written"):
+        save(state, storage_writer=_Writer(path, {}), no_dist=mesh.size == 1)
 
-    flat: torch.Tensor
-    start: int
 
-    @staticmethod
-    def of(shape: Sequence[int], start: int, flat: torch.Tensor) -> _Shard:
-        """The elements ``flat``, (numel,), from element ``start`` on, of a whole of ``shape``."""
-        shard = flat.new_empty(()).expand(tuple(shape)).as_subclass(_Shard)
-        shard.flat, shard.start = flat, start
-        return shard
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.flat)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._boxes()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        box = next(box for box in self._boxes() if box.offsets == index.offset)
-        return self.flat[box.start - self.start :][: box.numel].view(box.sizes)
-
-    def _boxes(self) -> list[Any]:
-        return boxes(self.shape, self.start, self.start + self.flat.numel())
+def load_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) -> None:
+    """Fill an optimizer alone; else as :func:`load_dcp`, every rank."""
+    path, mesh = Path(path), mesh_of(model)
+    _require_default_group(mesh)
+    saved = together(mesh, lambda: _Saved(path))
+    values = together(mesh, saved.optimizer_values)
+    _read(mesh, path, values)
+    tensors: dict[str, Any] = {}
+    loaded = together(mesh, lambda: saved.states(stepped(model, optimizer), values, tensors))
+    saved.compare(mesh)
+    _read(mesh, path, tensors)
+    load_parameter_states(optimizer, loaded)
 
 
 class _Writer(FileSystemWriter):
@@ -201,13 +185,14 @@ class _Saved:
         self.state: dict[str, dict[str, str]] = {}
         self.groups: dict[int, dict[str, str]] = {}
         self.unknown: list[str] = []
+        self._constants: dict[str, torch.Tensor] = {}
         for key, place in (metadata.planner_data or {}).items():
             match place:
                 case ("model", str(name)):
                     self.model[name] = key
-                case ("optim", "state", str(name), str(what)):
+                case ("optim" | "optimizer", "state", str(name), str(what)):
                     self.state.setdefault(name, {})[what] = key
-                case ("optim", "param_groups", int(number), str(what)):
+                case ("optim" | "optimizer", "param_groups", int(number), str(what)):
                     self.groups.setdefault(number, {})[what] = key
                 case _:
                     self.unknown.append(key)
@@ -263,7 +248,7 @@ class _Saved:
                 f"get_optimizer_state_dict gives it without flatten_optimizer_state_dict{hint}. Load the model alone "
                 "with optimizer=None."
             )
-        nested = [key for key in self.unknown if key.startswith("optim.")]
+        nested = [key for key in self.unknown if key.startswith(("optim.", "optimizer."))]
         if nested:
             raise CheckpointError(
                 f"Optimizer state can be cut where it is a tensor or one value for each parameter; {nested[0]} of the "
@@ -292,19 +277,47 @@ class _Saved:
             group = {what: values[key] for what, key in keys.items()}
             options |= dict.fromkeys(group["params"], group)
         return [
-            (self._state(one, values, tensors), its_options)
+            (self._state(one, its_options, values, tensors), its_options)
             for one, its_options in zip(own, saved_options(own, options), strict=True)
         ]
 
-    def _state(self, one: Stepped, values: Mapping[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    def compare(self, mesh: Mesh) -> None:
+        """Read what must be saved as the optimizer has it, before anything is read into place; every rank calls it.
+
+        Raises:
+            CheckpointError: It is something else; on every rank.
+        """
+        if not any(mesh.all_gather_object(bool(self._constants))):
+            return
+        found = {key: torch.empty_like(known, device="cpu") for key, known in self._constants.items()}
+        _read(mesh, self.path, found)
+
+        def judge() -> None:
+            for key, known in self._constants.items():
+                require_same_values(key, found[key], known)
+
+        together(mesh, judge)
+
+    def _state(
+        self, one: Stepped, options: Mapping[str, Any], values: Mapping[str, Any], tensors: dict[str, Any]
+    ) -> dict[str, Any]:
+        keys = self.state.get(one.saved_name(self.state), {})
+        entries = {what: self.entries[key] for what, key in keys.items()}
+        of_tensors = {what: entry for what, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        for what, entry in of_tensors.items():
+            one.part_of_saved(what, entry.size)
+        kinds = {what: of_tensors[what].properties.dtype if what in of_tensors else values[keys[what]] for what in keys}
+        constants = one.require_same_kind(options, kinds)
         if not one.param.numel():  # its steps would not be counted on
             return one.state
         state: dict[str, Any] = {}
-        for what, key in self.state.get(one.saved_name(self.state), {}).items():
-            entry = self.entries[key]
-            if isinstance(entry, TensorStorageMetadata):
-                state[what], elementwise = one.room(what, entry.size, entry.properties.dtype)
-                tensors[key] = _as_torch_has_it(one.local, state[what]) if elementwise else state[what]
+        for what, key in keys.items():
+            if what in constants:
+                # One tensor may be every parameter's: it is compared and kept, never read into.
+                state[what] = self._constants[key] = constants[what]
+            elif what in of_tensors:
+                state[what], part = one.room(what, of_tensors[what].size, of_tensors[what].properties.dtype)
+                tensors[key] = state[what] if part is None else state_as_part(part, state[what])
             else:
                 state[what] = values[key]
         return state
@@ -312,9 +325,7 @@ class _Saved:
 
 def _as_torch_has_it(local: LocalTensor, tensor: torch.Tensor) -> torch.Tensor:
     """What DCP is given for a tensor with an element for each that this rank holds: it reads and writes that memory."""
-    if tuple(tensor.shape) == local.shape:
-        return tensor.detach()
-    return _Shard.of(local.shape, local.start, tensor.detach().view(-1))
+    return part_or_whole(local.shape, local.start, tensor.detach().view(-1))
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
@@ -323,7 +334,7 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and key not in module._non_persistent_buffers_set:
-                names.setdefault(id(tensor), []).append(f"{path}.{key}" if path else key)
+                names.setdefault(id(tensor), []).append(plain_name(f"{path}.{key}" if path else key))
     return {of_tensor[0]: of_tensor for of_tensor in names.values()}
 
 
@@ -331,63 +342,16 @@ def _states(own: Sequence[Stepped]) -> dict[str, dict[str, Any]]:
     """The optimizer's state by parameter and key.
 
     Raises:
-        CheckpointError: A tensor of it is neither by element nor one number.
+        CheckpointError: It is not known of a tensor what part of the unsharded optimizer's it is.
     """
     states: dict[str, dict[str, Any]] = {}
     for one in own:
         # A rank without elements of a parameter does not count its steps.
         for what, value in one.state.items() if one.param.numel() else ():
-            if local_state_key_is_elementwise(one.param, what, value):
-                value = _as_torch_has_it(one.local, value)
-            elif isinstance(value, torch.Tensor) and value.ndim > 0:
-                raise CheckpointError(
-                    f"Optimizer state can be cut where it is one number or has the parameter's shape; {what!r} of "
-                    f"{one.local.name} has shape {tuple(value.shape)} and this rank's shard {tuple(one.param.shape)}. "
-                    "Use an optimizer whose state is by element, or save the model alone with optimizer=None."
-                )
+            part = one.part(what, value)
+            value = value if part is None else state_as_part(part, value)
             states.setdefault(one.local.name, {})[what] = value
     return states
-
-
-def _groups(mesh: Mesh, model: nn.Module, optimizer: Stepping) -> list[dict[str, Any]]:
-    """The optimizer's groups with names for parameters; every rank calls it and gets the same.
-
-    Optimizers that step in backward have one parameter each, of which this rank may hold nothing: those with the same
-    hyperparameters are one group.
-    """
-    by_id = {id(one.param): one.local.name for one in stepped(model, optimizer)}
-    if not isinstance(optimizer, StepInBackward):
-        return [
-            {**group, "params": [by_id[id(param)] for param in group["params"]]} for group in optimizer.param_groups
-        ]
-    mine = {
-        by_id[id(param)]: {key: value for key, value in group.items() if key != "params"}
-        for one in optimizer.optimizers.values()
-        for group in one.param_groups
-        for param in group["params"]
-    }
-    options = {name: group for of_rank in mesh.all_gather_object(mine) for name, group in of_rank.items()}
-    groups: list[dict[str, Any]] = []
-    for name in (local.name for local in local_tensors(model) if local.name in options):
-        like = next((group for group in groups if _same(group, options[name])), None)
-        if like is None:
-            groups.append({**options[name], "params": [name]})
-        else:
-            like["params"].append(name)
-    return groups
-
-
-def _same(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether a group has these hyperparameters."""
-
-    def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: value.tolist() if isinstance(value, torch.Tensor) else value
-            for key, value in values.items()
-            if key not in ("params", "param_names")
-        }
-
-    return plain(group) == plain(options)
 
 
 def _read(mesh: Mesh, path: Path, wanted: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from fullshard.checkpoint import (
 )
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.policy import dtype_name
-from fullshard.saving.lora import ADAPTER_CONFIG_NAME, LowRank, Part, adapter_parts, holds_lora, merged_parts
+from fullshard.saving.lora import ADAPTER_CONFIG_NAME, LowRank, Part, adapter_parts, holds_adapter, merged_parts
 from fullshard.saving.pieces import MODEL
 
 RUN_BYTES = 16 << 20
@@ -211,13 +211,13 @@ def _choose_parts(tensors: Mapping[str, TensorEntry], lora: str | None, assets: 
     """What is exported, in the order of the index."""
     if not tensors:
         raise CheckpointError("The checkpoint holds no tensors of a model.")
-    if not holds_lora(tensors):
+    if not holds_adapter(tensors):
         if lora is not None:
-            raise ConfigError(f"--{lora} is for a model with a LoRA adapter; this checkpoint has none. Leave it out.")
+            raise ConfigError(f"--{lora} is for a model with an adapter; this checkpoint has none. Leave it out.")
         return [Part(name, MODEL + name) for name in tensors]
     if lora is None:
         raise ConfigError(
-            "The checkpoint's model has a LoRA adapter. Choose --merge (the base model with the adapter in it) or "
+            "The checkpoint's model has an adapter. Choose --merge (the base model with the adapter in it) or "
             "--adapter (the adapter alone, for peft)."
         )
     config = _read_json(assets / ADAPTER_CONFIG_NAME)

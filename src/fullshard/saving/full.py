@@ -13,12 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import TensorSpec, WeightsWriter, atomic_directory, parse_size
+from fullshard.checkpoint import (
+    ADAPTER_NAME,
+    SafetensorsWriter,
+    TensorSpec,
+    WeightsWriter,
+    atomic_directory,
+    parse_size,
+)
 from fullshard.comm import Mesh, await_all
 from fullshard.engine import RUNS_BYTES, Run, SavedTensor, full_runs, mesh_of, saved_tensors
 from fullshard.errors import CheckpointError
 from fullshard.policy import dtype_name
 from fullshard.saving.background import BackgroundWriter
+from fullshard.saving.lora import adapter_names
 
 _STREAM_BYTES = RUNS_BYTES * 3 // 4
 """Of the stream's buffers; the rest is left for casts."""
@@ -38,6 +46,9 @@ def save(
 ) -> None:
     """Write the whole model's weights, and of a Hugging Face model its configuration; every rank calls it.
 
+    Of a model with an adapter by ``peft`` only the adapter is written, as peft does it: ``adapter_model.safetensors``
+    and ``adapter_config.json``, for ``PeftModel.from_pretrained(base, directory)``.
+
     Afterwards ``from_pretrained(directory)`` loads a Hugging Face model. The files are those of ``save_pretrained``:
     ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``; they hold each
     parameter once, under its first name, and the persistent buffers. Rank 0 writes, in a thread; beside its shards it
@@ -55,12 +66,13 @@ def save(
     Raises:
         ShardingError: The model is not sharded.
         ConfigError: ``dtype`` is no floating dtype, or ``max_shard_size`` no size.
-        CheckpointError: Rank 0 could not write; on every rank, with the same text. What was there before is untouched.
+        CheckpointError: Rank 0 could not write, or there is more than one adapter; on every rank, with the same text.
+            What was there before is untouched.
     """
     mesh = mesh_of(model)
     plan = _plan(model, dtype, parse_size(max_shard_size))
     if mesh.rank != 0:
-        problem = _stream(model, mesh, None, None)
+        problem = _stream(model, mesh, plan, None, None)
         if problem:
             raise CheckpointError(problem)
         return
@@ -71,7 +83,7 @@ def save(
             if progress is not None:
                 progress(writer.done_bytes, plan.total_bytes)
 
-        problem = _stream(model, mesh, writer, told)
+        problem = _stream(model, mesh, plan, writer, told)
     if problem:
         raise CheckpointError(problem) from writer.failure
 
@@ -101,10 +113,21 @@ def write_assets(model: Any, directory: Path, *, tokenizer: Any = None, dtype: t
         config.save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
-    for adapter in getattr(model, "active_adapters", ()) if hasattr(model, "peft_config") else ():
-        model.peft_config[adapter].save_pretrained(directory)
+    _write_adapter_config(model, directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+
+
+def _write_adapter_config(model: Any, directory: Path) -> None:
+    for adapter in _adapters(model):
+        config = copy.copy(model.peft_config[adapter])
+        config.inference_mode = True  # as peft writes it
+        config.save_pretrained(directory)
+
+
+def _adapters(model: Any) -> list[str]:
+    """Names of the adapters in use; none of a model that is not peft's."""
+    return list(model.active_adapters) if hasattr(model, "peft_config") else []
 
 
 @dataclass(frozen=True)
@@ -112,13 +135,15 @@ class _Plan:
     """What is written.
 
     Attributes:
-        specs: Every tensor, a tied one once, with its dtype in the file.
+        specs: What is written under each tensor's first name in the model, a tied one once, with its dtype in the file.
+        adapter: Whether that is an adapter alone.
         dtype: Of floating tensors in the files; None: each one's own.
         max_file_bytes: Most bytes of tensors in a file.
         parameters: Elements of the model's parameters.
     """
 
-    specs: list[TensorSpec]
+    specs: dict[str, TensorSpec]
+    adapter: bool
     dtype: torch.dtype | None
     max_file_bytes: int
     parameters: int
@@ -126,43 +151,61 @@ class _Plan:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors in the files."""
-        return sum(spec.size_bytes for spec in self.specs)
+        return sum(spec.size_bytes for spec in self.specs.values())
 
 
-def _plan(model: nn.Module, dtype: torch.dtype | str | None, max_file_bytes: int) -> _Plan:
+def _plan(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -> _Plan:
     name = dtype_name(dtype)
     wanted: torch.dtype | None = None if name is None else getattr(torch, name)
 
+    saved = saved_tensors(model)
+    names = {tensor.names[0]: tensor.names[0] for tensor in saved}
+    adapters = _adapters(model)
+    if adapters:
+        names = adapter_names(names, model.peft_config[adapters[0]].to_dict())
+    saved = [tensor for tensor in saved if tensor.names[0] in names]
+
     def spec(tensor: SavedTensor) -> TensorSpec:
         cast = wanted if tensor.dtype.is_floating_point else None
-        return TensorSpec(tensor.names[0], tensor.shape, cast or tensor.dtype)
+        return TensorSpec(names[tensor.names[0]], tensor.shape, cast or tensor.dtype)
 
-    saved = saved_tensors(model)
     parameters = sum(prod(tensor.shape) for tensor in saved if tensor.is_parameter)
-    return _Plan([spec(tensor) for tensor in saved], wanted, max_file_bytes, parameters)
+    specs = {tensor.names[0]: spec(tensor) for tensor in saved}
+    return _Plan(specs, bool(adapters), wanted, max_file_bytes, parameters)
 
 
 @contextmanager
 def _open_directory(model: Any, directory: Path, tokenizer: Any, plan: _Plan) -> Iterator[Callable[[list[Run]], int]]:
     """A directory that is there when this is left without an error; gives what writes runs and returns their bytes."""
-    specs = {spec.name: spec for spec in plan.specs}
+    specs, ordered = plan.specs, list(plan.specs.values())
     with atomic_directory(directory) as temporary:
-        write_assets(model, temporary, tokenizer=tokenizer, dtype=plan.dtype)
-        files = WeightsWriter(temporary, plan.specs, max_file_bytes=plan.max_file_bytes, parameters=plan.parameters)
+        if plan.adapter:
+            _write_adapter_config(model, temporary)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
+            files = SafetensorsWriter(temporary / ADAPTER_NAME, ordered)
+        else:
+            write_assets(model, temporary, tokenizer=tokenizer, dtype=plan.dtype)
+            files = WeightsWriter(temporary, ordered, max_file_bytes=plan.max_file_bytes, parameters=plan.parameters)
         with files:
 
             def write(runs: list[Run]) -> int:
-                for name, start, flat in runs:
-                    files.write_run(name, start, flat)
-                return sum(flat.numel() * specs[name].dtype.itemsize for name, _, flat in runs)
+                wanted = [run for run in runs if run[0] in specs]
+                for name, start, flat in wanted:
+                    files.write_run(specs[name].name, start, flat)
+                return sum(flat.numel() * specs[name].dtype.itemsize for name, _, flat in wanted)
 
             yield write
 
 
 def _stream(
-    model: nn.Module, mesh: Mesh, writer: BackgroundWriter[list[Run]] | None, told: Callable[[], None] | None
+    model: nn.Module,
+    mesh: Mesh,
+    plan: _Plan,
+    writer: BackgroundWriter[list[Run]] | None,
+    told: Callable[[], None] | None,
 ) -> str:
-    """Send the model to rank 0's ``writer``, and wait until it is on the disk.
+    """Send what is planned to rank 0's ``writer``, and wait until it is on the disk.
 
     Returns:
         What went wrong on rank 0, the same on every rank; ``""`` if nothing.
@@ -179,7 +222,7 @@ def _stream(
 
         return await_all(mesh, poll)[0]
 
-    for runs in full_runs(model, _STREAM_BYTES, ahead=_WAITING):
+    for runs in full_runs(model, _STREAM_BYTES, ahead=_WAITING, names=frozenset(plan.specs)):
         if writer is not None:
             writer.give(runs)
         problem = agree(writer.room if writer else None)

@@ -1,8 +1,10 @@
-"""peft's names in a checkpoint: which tensors are the adapter, and how they merge into the base model.
+"""peft's names: which tensors of a model are its adapter, and how LoRA's merge into the base model.
 
 A layer of ``base_model.model.decoder.q`` with LoRA is stored as ``decoder.q.base_layer.weight`` and
 ``decoder.q.lora_A.default.weight``, ``decoder.q.lora_B.default.weight``; an embedding as ``lora_embedding_A.default``;
-a module that is trained whole as ``head.original_module.weight`` and ``head.modules_to_save.default.weight``.
+a module that is trained whole as ``head.original_module.weight`` and ``head.modules_to_save.default.weight``. A vector
+of IA3 is ``q.ia3_l.default``; those of prompt and prefix tuning, outside of the base model, are
+``prompt_encoder.default.embedding.weight``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ ADAPTER_CONFIG_NAME = "adapter_config.json"
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)\.(?P<adapter>[^.]+)(?P<end>\.weight|\.bias)?")
 _WHOLE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<end>.+)")
+_VECTORS = re.compile(r"(?P<module>.+)\.(?P<kind>ia3_l)\.(?P<adapter>[^.]+)")
+_PROMPT = re.compile(r"prompt_encoder\.(?P<adapter>[^.]+)\.embedding\.weight")
+_ADAPTERS = {"LORA", "IA3", "PROMPT_TUNING", "PREFIX_TUNING"}
 _FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
 
 _REMEDY = "Export it with --adapter and merge it with peft (PeftModel.from_pretrained(…).merge_and_unload())."
@@ -71,9 +76,14 @@ class Part:
     update: LowRank | None = None
 
 
-def holds_lora(names: Iterable[str]) -> bool:
-    """Whether tensors of a model have the names that peft gives them."""
-    return any((match := _LORA.fullmatch(name)) is not None and match["kind"] in _FACTORS for name in names)
+def holds_adapter(names: Iterable[str]) -> bool:
+    """Whether tensors of a model have the names that peft gives those of an adapter."""
+    return any(_VECTORS.fullmatch(name) or _PROMPT.fullmatch(name) or _is_factor(name) for name in names)
+
+
+def _is_factor(name: str) -> bool:
+    match = _LORA.fullmatch(name)
+    return match is not None and match["kind"] in _FACTORS
 
 
 def adapter_parts(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> list[Part]:
@@ -84,24 +94,45 @@ def adapter_parts(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any])
         config: The adapter's configuration.
 
     Raises:
-        CheckpointError: It is more, or other, than one LoRA adapter.
+        CheckpointError: It is more than one adapter, or of a kind that is not exported.
     """
-    _require_one_adapter(tensors, config)
-    parts = []
-    for name in tensors:
-        lora, whole = _LORA.fullmatch(name), _WHOLE.fullmatch(name)
-        if lora is not None:
-            # peft leaves the end out of DoRA's magnitudes.
-            end = "" if lora["kind"] == "lora_magnitude_vector" else lora["end"] or ""
-            saved = f"{lora['module']}.{lora['kind']}{end}"
-        elif whole is not None:
-            saved = f"{whole['module']}.{whole['end']}"
-        elif name.endswith(".bias") and config.get("bias") == "all":
-            saved = name
-        else:
-            continue
-        parts.append(Part(_PREFIX + saved.removeprefix(_PREFIX), MODEL + name))
-    return parts
+    return [Part(saved, MODEL + name) for name, saved in adapter_names(tensors, config).items()]
+
+
+def adapter_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """What peft calls an adapter's tensors in ``adapter_model.safetensors``, by their names in the model.
+
+    Args:
+        names: Of the whole model's tensors.
+        config: The adapter's configuration.
+
+    Raises:
+        CheckpointError: It is more than one adapter, or of a kind that is not exported.
+    """
+    names = list(names)
+    _require_one_adapter(names, config)
+    found = {}
+    for name in names:
+        saved = _saved_name(name, config)
+        if saved is not None:
+            found[name] = saved if _PROMPT.fullmatch(name) else _PREFIX + saved.removeprefix(_PREFIX)
+    return found
+
+
+def _saved_name(name: str, config: Mapping[str, Any]) -> str | None:
+    """Without the adapter's name; None: it is the base model's."""
+    lora, whole, vectors = (pattern.fullmatch(name) for pattern in (_LORA, _WHOLE, _VECTORS))
+    if _PROMPT.fullmatch(name):
+        return "prompt_embeddings"
+    if vectors is not None:
+        return f"{vectors['module']}.{vectors['kind']}"
+    if lora is not None:
+        # peft leaves the end out of DoRA's magnitudes.
+        end = "" if lora["kind"] == "lora_magnitude_vector" else lora["end"] or ""
+        return f"{lora['module']}.{lora['kind']}{end}"
+    if whole is not None:
+        return f"{whole['module']}.{whole['end']}"
+    return name if name.endswith(".bias") and config.get("bias") == "all" else None
 
 
 def merged_parts(
@@ -150,23 +181,28 @@ def _original_of(name: str) -> str:
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
 
 
-def _require_one_adapter(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> None:
-    if config.get("peft_type") != "LORA":
+def _require_one_adapter(names: Iterable[str], config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") not in _ADAPTERS:
         raise CheckpointError(
-            f"{ADAPTER_CONFIG_NAME} has peft_type {config.get('peft_type')!r}; only LORA is exported. Load the "
-            "checkpoint into the model with fullshard.load_checkpoint and save it with peft."
+            f"{ADAPTER_CONFIG_NAME} has peft_type {config.get('peft_type')!r}; {', '.join(sorted(_ADAPTERS))} are "
+            "saved. Load the checkpoint into the model with fullshard.load_checkpoint and save it with peft."
         )
-    matches = [match for name in tensors if (match := _LORA.fullmatch(name) or _WHOLE.fullmatch(name)) is not None]
+    names = list(names)
+    matches = [
+        match for name in names for pattern in (_LORA, _WHOLE, _VECTORS, _PROMPT) if (match := pattern.fullmatch(name))
+    ]
     adapters = sorted({match["adapter"] for match in matches})
-    if len(adapters) != 1 or any(".token_adapter." in name for name in tensors):
+    if len(adapters) != 1 or any(".token_adapter." in name for name in names):
         what = f"adapters {', '.join(adapters)}" if len(adapters) != 1 else "single trained tokens (token_adapter)"
         raise CheckpointError(
-            f"The checkpoint holds {what}; one LoRA adapter is exported. Load it into the model with "
+            f"The model holds {what}; one adapter is saved. Load the checkpoint into it with "
             "fullshard.load_checkpoint and save it with peft."
         )
 
 
 def _require_plain_lora(config: Mapping[str, Any]) -> None:
+    if config["peft_type"] != "LORA":
+        raise CheckpointError(f"The adapter has peft_type {config['peft_type']!r}; only LORA is merged here. {_REMEDY}")
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"The adapter trains biases (bias={config['bias']!r}), which only peft merges. {_REMEDY}")
     special = sorted(name for name, value in config.items() if value and name not in _HARMLESS)

@@ -15,11 +15,22 @@ from torch import nn
 from fullshard.comm import together
 from fullshard.engine import LocalTensor, local_tensors, mesh_of
 from fullshard.errors import CheckpointError
-from fullshard.optim import load_parameter_states, local_state_key_is_elementwise, parameter_states
+from fullshard.layout import StatePart
+from fullshard.optim.walk import (
+    load_parameter_states,
+    parameter_states,
+    part_of_saved,
+    part_of_state,
+    require_same_kind,
+)
 from fullshard.saving.pieces import Stepping, by_parameter, local_of, options_of
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names that Hugging Face's Trainer (transformers 5) keeps from weight decay, in lower case."""
+
+_QUANTISED = "__bnb_optimizer_quant_state__"
+
+UnshardedState = Mapping[str, Any] | str | Path
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -33,19 +44,34 @@ class Stepped:
         param: The Parameter.
         state: Its state now, the optimizer's own.
         group: Its group, the optimizer's own.
+        optimizer: The optimizer, where there is one.
     """
 
     local: LocalTensor
     param: nn.Parameter
     state: dict[str, Any]
     group: dict[str, Any]
+    optimizer: Stepping | None
 
     def saved_name(self, known: Mapping[str, Any]) -> str:
         """The name under which something of it is ``known``: the first one where nothing is."""
         names = (self.local.name, *self.local.aliases)
         return next((name for name in names if name in known), names[0])
 
-    def room(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    def part(self, key: str, value: Any) -> StatePart | None:
+        """As :func:`part_of_state` of a value of its state now."""
+        return part_of_state(self.optimizer, self.param, key, value, self.local.name)
+
+    def part_of_saved(self, key: str, shape: Sequence[int]) -> StatePart | None:
+        """As :func:`part_of_saved` of a tensor of an unsharded optimizer's state."""
+        return part_of_saved(self.optimizer, self.param, key, shape, self.local.name)
+
+    def require_same_kind(self, options: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """As :func:`fullshard.optim.walk.require_same_kind` of what was saved of it."""
+        entry = (self.param, self.state, self.group)
+        return require_same_kind(self.optimizer, entry, options, saved, self.local.name)
+
+    def room(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, StatePart | None]:
         """Where a saved tensor of the parameter's state goes: the tensor that is there, or a new one.
 
         Args:
@@ -54,17 +80,18 @@ class Stepped:
             dtype: Its dtype there.
 
         Returns:
-            The tensor, and whether it has this rank's elements (else it is one number, 0-d).
+            The tensor, and which part of the saved one it is to hold; None: it is one number, 0-d.
 
         Raises:
-            CheckpointError: It is neither by element nor one number.
+            CheckpointError: It does not fit the optimizer's state of this parameter.
         """
-        if not is_elementwise(self.local.name, self.local.shape, key, shape):
-            return torch.empty((), dtype=dtype), False
+        part = self.part_of_saved(key, shape)
+        if part is None:
+            return torch.empty((), dtype=dtype), None
         current: Any = self.state.get(key)
-        if local_state_key_is_elementwise(self.param, key, current) and current.dtype == dtype:
-            return current, True
-        return torch.empty_like(self.param, dtype=dtype, requires_grad=False), True
+        if isinstance(current, torch.Tensor) and (tuple(current.shape), current.dtype) == (part.local_shape, dtype):
+            return current, part
+        return torch.empty(part.local_shape, dtype=dtype, device=self.param.device), part
 
 
 def stepped(model: nn.Module, optimizer: Stepping) -> list[Stepped]:
@@ -75,7 +102,8 @@ def stepped(model: nn.Module, optimizer: Stepping) -> list[Stepped]:
     """
     by_param = by_parameter(local_tensors(model))
     return [
-        Stepped(local_of(by_param, param), param, state, group) for param, state, group in parameter_states(optimizer)
+        Stepped(local_of(by_param, param), param, state, group, optimizer)
+        for param, state, group in parameter_states(optimizer)
     ]
 
 
@@ -101,59 +129,40 @@ def saved_options(own: Sequence[Stepped], options: Mapping[str, Mapping[str, Any
     return [{key: value for key, value in chosen[id(one.group)].items() if key not in _NOT_OPTIONS} for one in own]
 
 
-def is_elementwise(name: str, whole: Sequence[int], key: str, shape: Sequence[int]) -> bool:
-    """Whether a saved tensor of a parameter's state has an element for each of the parameter's; else it is one number.
-
-    Args:
-        name: The parameter's.
-        whole: Shape of the unsharded parameter.
-        key: Name of the tensor in the state.
-        shape: Its shape in the unsharded state.
-
-    Raises:
-        CheckpointError: It is neither.
-    """
-    if tuple(shape) == tuple(whole) and (len(shape) > 0 or key != "step"):
-        return True
-    if len(shape) > 0:
-        raise CheckpointError(
-            f"Optimizer state can be cut where it is one number or has the parameter's shape; {key!r} of {name} has "
-            f"shape {tuple(shape)} and the parameter {tuple(whole)}. Either the state is of other parameters, or in "
-            "another order, or of an optimizer whose state is not by element."
-        )
-    return False
-
-
 def load_optimizer_state(
     model: nn.Module,
     optimizer: Stepping,
-    state: Mapping[str, Any] | str | Path,
+    state: UnshardedState | Sequence[UnshardedState],
     *,
     names: Sequence[Sequence[str]] | None = None,
 ) -> None:
     """Take over the state of an optimizer of the unsharded model; every rank calls it, with the same arguments.
 
-    Each rank copies the elements it holds. The hyperparameters of the groups (``lr``, ``betas``, …) are taken over too.
-    A ``state_dict()`` numbers parameters; which those are is known, in this order, from
+    Each rank copies what it holds: elements, and rows, columns and blocks where ``optimizer`` says so. The
+    hyperparameters of the groups (``lr``, ``betas``, …) are taken over too. A ``state_dict()`` numbers parameters;
+    which those are is known, in this order, from
 
     - names in place of numbers, as torch's ``get_optimizer_state_dict(full_state_dict=True)`` gives;
     - ``names``;
     - the groups' ``param_names``, which torch writes for optimizers that were made from ``named_parameters()``;
     - the order of ``model.named_parameters()``, all or the trainable ones, for one group;
-    - the order of Hugging Face's Trainer, first what has weight decay, then what has none, for two groups.
+    - the order of Hugging Face's Trainer, first what has weight decay, then what has none, for two groups;
+    - the groups of ``optimizer``, and their order.
 
     State of parameters that ``optimizer`` does not step is not read.
 
     Args:
         model: A sharded model.
-        optimizer: Over its parameters, a torch optimizer of the same class, or what ``step_in_backward`` returned.
+        optimizer: Over its parameters, a torch optimizer of the same class, the one of :mod:`fullshard.optim` that has
+            its state, or what ``step_in_backward`` returned.
         state: What ``state_dict()`` gave, or a file of ``torch.save`` with it, such as Trainer's ``optimizer.pt``: each
-            rank maps it into memory and reads only its elements.
+            rank maps it into memory and reads only what it holds. Several, of optimizers whose parameters ``optimizer``
+            steps together (torch's Muon and AdamW), as a list: their groups follow each other.
         names: The parameters of each group, in order.
 
     Raises:
-        CheckpointError: The file cannot be read, names or shapes do not fit, or the state is neither by element nor
-            one number. On every rank, with the same text; nothing has changed then.
+        CheckpointError: The file cannot be read, or names or shapes do not fit. On every rank, with the same text;
+            nothing has changed then.
     """
     plan = together(mesh_of(model), lambda: _plan(model, optimizer, state, names))
     with torch.no_grad():
@@ -173,43 +182,63 @@ class _Plan:
 def _plan(
     model: nn.Module,
     optimizer: Stepping,
-    state: Mapping[str, Any] | str | Path,
+    state: UnshardedState | Sequence[UnshardedState],
     names: Sequence[Sequence[str]] | None,
 ) -> _Plan:
+    saved = [_state_dict(one) for one in ([state] if isinstance(state, (Mapping, str, Path)) else state)]
+    groups = [(of_one["state"], group) for of_one in saved for group in of_one["param_groups"]]
+    own = stepped(model, optimizer)
+    values: dict[str, Mapping[str, Any]] = {}
+    options: dict[str, Mapping[str, Any]] = {}
+    names = _names_of_groups(model, own, [group for _, group in groups], names)
+    for (states, group), of_group in zip(groups, names, strict=True):
+        for name, number in zip(of_group, group["params"], strict=True):
+            options[name], values[name] = group, _unnested(states.get(number, {}))
+    _check(model, own, values)
+    plan = _Plan([], [])
+    for one, its_options in zip(own, saved_options(own, options), strict=True):
+        of_param = values.get(one.saved_name(values), {})
+        constant = one.require_same_kind(its_options, of_param)
+        # What this rank holds nothing of stays as it is: its steps would not be counted on.
+        new = one.state
+        if one.param.numel():
+            new = constant | {k: _place(plan, one, k, v) for k, v in of_param.items() if k not in constant}
+        plan.loaded.append((new, its_options))
+    return plan
+
+
+def _state_dict(state: UnshardedState) -> Mapping[str, Any]:
+    """What was given, or what the file holds.
+
+    Raises:
+        CheckpointError: It is no optimizer's state.
+    """
     saved = _read(Path(state)) if isinstance(state, (str, Path)) else state
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
         raise CheckpointError(
             "An optimizer's state_dict() has the keys 'state' and 'param_groups'; this is a "
             f"{type(saved).__name__}{f' with {sorted(map(str, saved))[:5]}' if isinstance(saved, Mapping) else ''}."
         )
-    groups = saved["param_groups"]
-    values: dict[str, Mapping[str, Any]] = {}
-    options: dict[str, Mapping[str, Any]] = {}
-    for group, of_group in zip(groups, _names_of_groups(model, groups, names), strict=True):
-        for name, number in zip(of_group, group["params"], strict=True):
-            options[name], values[name] = group, saved["state"].get(number, {})
-    _check(model, values)
-    own = stepped(model, optimizer)
-    plan = _Plan([], [])
-    for one, its_options in zip(own, saved_options(own, options), strict=True):
-        of_param = values.get(one.saved_name(values), {})
-        # What this rank holds nothing of stays as it is: its steps would not be counted on.
-        new = (
-            {key: _place(plan, one, key, value) for key, value in of_param.items()} if one.param.numel() else one.state
-        )
-        plan.loaded.append((new, its_options))
-    return plan
+    return saved
+
+
+def _unnested(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parameter's state without the box in which bitsandbytes hides quantised tensors from FSDP."""
+    return {**{key: value for key, value in values.items() if key != _QUANTISED}, **values.get(_QUANTISED, {})}
 
 
 def _place(plan: _Plan, one: Stepped, key: str, value: Any) -> Any:
     """What the optimizer is given for one saved value; what a tensor is filled from is noted in the plan."""
     if not isinstance(value, torch.Tensor):
         return value
-    target, elementwise = one.room(key, value.shape, value.dtype)
-    start, numel = one.local.start, one.local.tensor.numel()
-    source = value.detach().reshape(-1)[start : start + numel].view(target.shape) if elementwise else value.detach()
-    plan.copies.append((target, source))
+    target, part = one.room(key, value.shape, value.dtype)
+    plan.copies.append((target, value.detach() if part is None else cut(value, part)))
     return target
+
+
+def cut(whole: torch.Tensor, part: StatePart) -> torch.Tensor:
+    """This rank's part of a whole tensor of state: a view."""
+    return whole.detach().reshape(-1)[slice(*part.held)].view(part.local_shape)
 
 
 def _read(path: Path) -> Any:
@@ -225,7 +254,10 @@ def _read(path: Path) -> Any:
 
 
 def _names_of_groups(
-    model: nn.Module, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]] | None
+    model: nn.Module,
+    own: Sequence[Stepped],
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]] | None,
 ) -> Sequence[Sequence[str]]:
     """The parameters of each group, by name, in order.
 
@@ -235,7 +267,7 @@ def _names_of_groups(
     sizes = [len(group["params"]) for group in groups]
     if any(isinstance(one, str) for group in groups for one in group["params"]):
         return [group["params"] for group in groups]
-    guesses = list(_guesses(model, len(groups)))
+    guesses = [*_guesses(model, len(groups)), _groups_of(own)]
     if names is None and all("param_names" in group for group in groups):
         names = [group["param_names"] for group in groups]
     if names is None:
@@ -243,7 +275,7 @@ def _names_of_groups(
     if names is None:
         raise CheckpointError(
             f"The optimizer state has groups of {sizes} parameters without names; the model's would be "
-            f"{' or '.join(str([len(one) for one in guess]) for guess in guesses) or 'one group or two'}. Give the "
+            f"{' or '.join(dict.fromkeys(str([len(one) for one in guess]) for guess in guesses))}. Give the "
             "names of each group's parameters: load_optimizer_state(..., names=[[...], ...])."
         )
     if [len(one) for one in names] != sizes:
@@ -252,6 +284,14 @@ def _names_of_groups(
             f"{[len(one) for one in names]}. Give one list of names for each group, in the order of its parameters."
         )
     return names
+
+
+def _groups_of(own: Sequence[Stepped]) -> list[list[str]]:
+    """The names of each group of the sharded optimizer; nothing is known of a group without parameters here."""
+    groups: dict[int, list[str]] = {}
+    for one in own:
+        groups.setdefault(id(one.group), []).append(one.local.name)
+    return list(groups.values())
 
 
 def _guesses(model: nn.Module, count: int) -> Iterator[list[list[str]]]:
@@ -266,28 +306,24 @@ def _guesses(model: nn.Module, count: int) -> Iterator[list[list[str]]]:
         yield [[name for name in trainable if name not in plain], [name for name in trainable if name in plain]]
 
 
-def _check(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare all that was saved with the model, also what other ranks hold, so that every rank finds the same.
+def _check(model: nn.Module, own: Sequence[Stepped], values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare all that was saved with model and optimizer, also what other ranks hold: every rank finds the same.
 
     Raises:
-        CheckpointError: A name is unknown, or a tensor has neither its parameter's shape nor is one number.
+        CheckpointError: A name is unknown, or a tensor does not fit its parameter's state.
     """
-    shapes = {
-        name: local.shape
-        for local in local_tensors(model)
-        if local.param is not None
-        for name in (local.name, *local.aliases)
-    }
-    unknown = [name for name in values if name not in shapes]
+    stepping = {name: one for one in own for name in (one.local.name, *one.local.aliases)}
+    known = {name for local in local_tensors(model) if local.param is not None for name in (local.name, *local.aliases)}
+    unknown = [name for name in values if name not in known]
     if unknown:
         raise CheckpointError(
             f"The optimizer state is of {len(unknown)} parameters that the model does not have: "
             f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}. Give the model's names with names=."
         )
-    for name, of_param in values.items():
-        for key, value in of_param.items():
+    for name, one in ((name, stepping[name]) for name in values if name in stepping):
+        for key, value in values[name].items():
             if isinstance(value, torch.Tensor):
-                is_elementwise(name, shapes[name], key, value.shape)
+                one.part_of_saved(key, value.shape)
             elif isinstance(value, (list, tuple, dict)):
                 raise CheckpointError(
                     f"Optimizer state can be cut where it is a tensor or one value; {key!r} of {name} is a "

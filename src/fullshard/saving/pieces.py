@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint import Index, Piece, TensorEntry, dtype_of
-from fullshard.engine import LocalTensor, local_tensors
+from fullshard.checkpoint import CheckpointReader, Index, Piece, TensorEntry, dtype_of
+from fullshard.engine import LocalTensor, local_tensors, mesh_of
 from fullshard.errors import CheckpointError
-from fullshard.optim import StepInBackward, local_state_key_is_elementwise, parameter_states
+from fullshard.layout import StatePart
+from fullshard.optim.average import ExponentialMovingAverage
+from fullshard.optim.in_backward import StepInBackward
+from fullshard.optim.walk import (
+    parameter_states,
+    part_of_saved,
+    part_of_state,
+    require_same_kind,
+    require_same_values,
+)
 
 Stepping = torch.optim.Optimizer | StepInBackward
 
-MODEL, OPTIMIZER, GRADIENT = "model/", "optimizer/", "gradient/"
+MODEL, OPTIMIZER, GRADIENT, AVERAGE = "model/", "optimizer/", "gradient/", "average/"
+
+UPDATES = "averaged"
+"""How often the average of the weights was updated."""
 
 _SPLIT_NUMEL = 1 << 14
 """Elements from which on the ranks that hold copies of a tensor write a share each."""
@@ -38,13 +51,20 @@ class State:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def state_to_write(model: nn.Module, optimizer: Stepping | None, *, gradients: bool) -> State:
+def state_to_write(
+    model: nn.Module,
+    optimizer: Stepping | None,
+    *,
+    gradients: bool,
+    average: ExponentialMovingAverage | None = None,
+) -> State:
     """What this rank writes of a training state; together the ranks write each element once. No communication.
 
     Args:
         model: A sharded model.
         optimizer: Over its parameters; None: it is not written.
         gradients: Whether ``.grad`` of the shards is written too.
+        average: The average of the weights that is written too; None: none is.
 
     Returns:
         Views of the memory that training uses.
@@ -55,25 +75,29 @@ def state_to_write(model: nn.Module, optimizer: Stepping | None, *, gradients: b
     state = State()
     held = local_tensors(model)
     for local in held:
-        low, high = _share(local)
+        low, high = _share(local, local.tensor.numel())
         if high > low:
             state.pieces.append(Piece(MODEL + local.name, local.shape, local.start + low, local.tensor[low:high]))
             if gradients and local.param is not None and local.param.grad is not None:
                 part = local.param.grad.detach().reshape(-1)[low:high]
                 state.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start + low, part))
+            if average is not None and local.name in average.averages:
+                part = average.averages[local.name].reshape(-1)[low:high]
+                state.pieces.append(Piece(AVERAGE + local.name, local.shape, local.start + low, part))
+    if average is not None and mesh_of(model).rank == 0:
+        state.pieces.append(Piece(UPDATES, (), 0, torch.tensor([average.updates])))
     if optimizer is not None:
         by_param = by_parameter(held)
         for param, values, _ in parameter_states(optimizer):
             local = local_of(by_param, param)
-            for key, value in values.items():
-                _add_state(state, local, param, key, value)
+            for key, value in values.items() if param.numel() else ():
+                _add_state(state, local, key, value, part_of_state(optimizer, param, key, value, local.name))
         state.groups = [_group_as_plain(group, by_param) for group in _groups(optimizer)]
     return state
 
 
-def _share(local: LocalTensor) -> tuple[int, int]:
-    """Which of the elements it holds a rank writes: all, or its share where others hold copies of them."""
-    numel = local.tensor.numel()
+def _share(local: LocalTensor, numel: int) -> tuple[int, int]:
+    """Which of ``numel`` elements a rank writes: all, or its share where others hold copies of them."""
     # The values of a buffer may be each rank's own (running statistics): some of each would be nobody's.
     if local.replicas > 1 and (local.param is None or numel < _SPLIT_NUMEL):
         return (0, numel) if local.replica == 0 else (0, 0)
@@ -124,26 +148,21 @@ def _require_plain(what: str, value: Any) -> None:
         raise CheckpointError(f"The {what} is a {type(value).__name__}; checkpoints hold numbers, texts and tensors.")
 
 
-def _add_state(state: State, local: LocalTensor, param: nn.Parameter, key: str, value: Any) -> None:
-    """Add one value of a parameter's optimizer state to what this rank writes."""
-    low, high = _share(local)
+def _add_state(state: State, local: LocalTensor, key: str, value: Any, part: StatePart | None) -> None:
+    """Add one value of a parameter's optimizer state, of which it is a ``part``, to what this rank writes."""
     name = f"{OPTIMIZER}{local.name}/{key}"
-    if local_state_key_is_elementwise(param, key, value):
+    if part is not None:
+        start, stop = part.written
+        low, high = _share(local, stop - start)
         if high > low:
-            state.pieces.append(Piece(name, local.shape, local.start + low, value.detach().reshape(-1)[low:high]))
-        return
-    first = local.start == 0 and local.replica == 0 and param.numel() > 0
-    if isinstance(value, torch.Tensor):
-        if value.ndim > 0:
-            raise CheckpointError(
-                f"The optimizer keeps {key!r} of shape {tuple(value.shape)} for {local.name}, whose rows here have "
-                f"shape {tuple(param.shape)}: state that is neither by element nor one number cannot be cut yet."
-            )
-        if first:
+            run = value.detach().reshape(-1)[start - part.held[0] :][low:high]
+            state.pieces.append(Piece(name, part.shape, start + low, run))
+    elif local.start == 0 and local.replica == 0:
+        if isinstance(value, torch.Tensor):
             state.pieces.append(Piece(name, (), 0, value.detach().reshape(1)))
-    elif first:
-        _require_plain(f"state {key!r} of {local.name}", value)
-        state.scalars.setdefault(local.name, {})[key] = value
+        else:
+            _require_plain(f"state {key!r} of {local.name}", value)
+            state.scalars.setdefault(local.name, {})[key] = value
 
 
 class Target:
@@ -153,14 +172,22 @@ class Target:
         pieces: What is read from the files.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Stepping | None, index: Index) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Stepping | None,
+        index: Index,
+        average: ExponentialMovingAverage | None = None,
+    ) -> None:
         """Plan what is read; nothing is changed yet.
 
         Raises:
-            CheckpointError: Names or shapes do not fit, or there is no optimizer's state though one is to be loaded.
+            CheckpointError: Names or shapes do not fit, or there is no optimizer's state, or no average of the weights,
+                though one is to be loaded.
         """
         self.index = index
         self.pieces: list[Piece] = []
+        self._constants: list[tuple[Piece, torch.Tensor]] = []
         self._copies: list[LocalTensor] = []
         self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._options: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
@@ -172,6 +199,19 @@ class Target:
                 self._plan_gradient(local, local.param)
         if optimizer is not None:
             self._plan_optimizer(optimizer, by_parameter(held))
+        self._average, self._updates = average, torch.zeros(1, dtype=torch.int64)
+        if average is not None:
+            self._plan_average(average, held)
+
+    def compare(self, reader: CheckpointReader) -> None:
+        """Read what must be saved as this optimizer has it; on every rank before anything is read into place.
+
+        Raises:
+            CheckpointError: It is something else, or the file is damaged.
+        """
+        for piece, known in self._constants:
+            reader.read(piece)
+            require_same_values(piece.name.removeprefix(OPTIMIZER), piece.tensor.view(known.shape), known)
 
     def finish(self) -> None:
         """Everything was read: hand it over."""
@@ -185,6 +225,8 @@ class Target:
             _take_options(group, options)
         for param, gradient in self._gradients:
             param.grad = gradient
+        if self._average is not None:
+            self._average.updates = int(self._updates)
 
     def _plan_model(self, held: list[LocalTensor]) -> None:
         """Names must fit exactly, a tied parameter under any of its names."""
@@ -221,6 +263,24 @@ class Target:
         else:
             self._gradients.append((param, None))
 
+    def _plan_average(self, average: ExponentialMovingAverage, held: list[LocalTensor]) -> None:
+        if UPDATES not in self.index.tensors:
+            raise CheckpointError(
+                "The checkpoint was saved without an average of the weights: load it without average."
+            )
+        self.pieces.append(Piece(UPDATES, (), 0, self._updates))
+        names = {name: local for local in held for name in (local.name, *local.aliases)}
+        for name, tensor in average.averages.items():
+            local = names[name]
+            if not tensor.numel():
+                continue
+            if AVERAGE + local.name not in self.index.tensors:
+                raise CheckpointError(
+                    f"The average of the weights that was saved is not of {name}, which was frozen then. Make the "
+                    "average of the parameters of then."
+                )
+            self.pieces.append(Piece(AVERAGE + local.name, local.shape, local.start, tensor.view(-1)))
+
     def _plan_optimizer(self, optimizer: Stepping, by_param: Mapping[int, LocalTensor]) -> None:
         if not self.index.groups:
             raise CheckpointError("The checkpoint was saved without an optimizer: load it with optimizer=None.")
@@ -233,38 +293,51 @@ class Target:
         for group in _groups(optimizer):
             names = [local_of(by_param, param).name for param in group["params"]]
             self._options.append((group, options_of(names, options)))
-        taken = {id(group): {**group, **saved_options} for group, saved_options in self._options}
-        for param, state, group in parameter_states(optimizer):
-            if param.numel():
-                local = local_of(by_param, param)
-                values: dict[str, Any] = dict(self.index.scalars.get(local.name, {}))
-                for key, entry in saved.get(local.name, {}).items():
-                    values[key] = self._plan_state(local, param, key, entry, (state.get(key), taken[id(group)]))
-                self._states.append((state, values))
+        taken = {id(group): saved_options for group, saved_options in self._options}
+        for entry in parameter_states(optimizer):
+            name = local_of(by_param, entry[0]).name
+            self._plan_state(optimizer, entry, taken[id(entry[2])], name, saved.get(name, {}))
 
     def _plan_state(
-        self, local: LocalTensor, param: nn.Parameter, key: str, entry: TensorEntry, now: tuple[Any, Mapping[str, Any]]
-    ) -> torch.Tensor:
-        """The tensor that one value of a parameter's state is read into: the one that is there, if it fits."""
-        current, group = now
-        dtype = dtype_of(entry)
-        elementwise = entry.shape == local.shape and not (key == "step" and entry.shape == ())
-        if not elementwise and entry.shape != ():
-            raise CheckpointError(
-                f"State {key!r} of {local.name} has shape {entry.shape}, the parameter {local.shape}."
-            )
-        shape = param.shape if elementwise else torch.Size(())
+        self,
+        optimizer: Stepping,
+        entry: tuple[nn.Parameter, dict[str, Any], dict[str, Any]],
+        options: Mapping[str, Any],
+        name: str,
+        saved: Mapping[str, TensorEntry],
+    ) -> None:
+        """Plan one parameter's state, of which the checkpoint has the tensors ``saved`` under ``name``."""
+        param, state, group = entry
+        parts = {key: part_of_saved(optimizer, param, key, one.shape, name) for key, one in saved.items()}
+        values: dict[str, Any] = dict(self.index.scalars.get(name, {}))
+        kinds = values | {key: dtype_of(one) for key, one in saved.items()}
+        constants = require_same_kind(optimizer, entry, options, kinds, name)
+        if not param.numel():
+            return
+        taken = {**group, **options}
         # As torch's own load_state_dict: counters live on the CPU but for optimizers that step in one kernel.
-        on_device = elementwise or group.get("fused") or group.get("capturable")
-        device = param.device if on_device else torch.device("cpu")
-        fits = isinstance(current, torch.Tensor) and (current.shape, current.dtype) == (shape, dtype)
-        if fits and current.device == device and current.is_contiguous():
-            tensor = current
-        else:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-        start = local.start if elementwise else 0
-        self.pieces.append(Piece(f"{OPTIMIZER}{local.name}/{key}", entry.shape, start, tensor.view(-1)))
-        return tensor
+        one_kernel = taken.get("fused") or taken.get("capturable")
+        for key, part in parts.items():
+            dtype, start = dtype_of(saved[key]), 0 if part is None else part.held[0]
+            piece = partial(Piece, f"{OPTIMIZER}{name}/{key}", saved[key].shape, start)
+            if key in constants:
+                # One tensor may be every parameter's: it is compared and kept, never read into.
+                values[key] = constants[key]
+                self._constants.append((piece(torch.empty_like(constants[key], dtype=dtype).view(-1)), constants[key]))
+            else:
+                device = param.device if part is not None or one_kernel else torch.device("cpu")
+                values[key] = room = _room(state.get(key), part, dtype, device)
+                self.pieces.append(piece(room.view(-1)))
+        self._states.append((state, values))
+
+
+def _room(current: Any, part: StatePart | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The tensor that one value of a parameter's state is read into: the one that is there, if it fits."""
+    shape = () if part is None else part.local_shape
+    fits = isinstance(current, torch.Tensor) and (tuple(current.shape), current.dtype) == (shape, dtype)
+    if fits and current.device == device and current.is_contiguous():
+        return current
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _as_saved(local: LocalTensor, index: Index) -> LocalTensor:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint import holds_model
-from fullshard.data import TokenizedSet
 from fullshard.engine import memory_summary, units
 from fullshard.train.assemble import Assembly
+from fullshard.train.optimizers import held_state_bytes, optimizer_title
 from fullshard.train.record import Record
-from fullshard.train.reports import RankMemory, RunStart, RunSummary
+from fullshard.train.reports import EndedBy, RankMemory, RunStart, RunSummary
 from fullshard.version import __version__
 
 
@@ -26,9 +26,6 @@ def describe_start(parts: Assembly, *, resumed_step: int, notes: Sequence[str]) 
         resumed_step: Steps taken before; 0 when it starts anew.
         notes: What is to be said about that.
     """
-    lengths = _length_notes("training", parts.train_set)
-    if parts.evaluation is not None:
-        lengths += _length_notes("held-out", parts.evaluation.tokenized)
     earlier: tuple[str, ...] = ()
     if holds_model(Path(parts.config.output_dir)):
         earlier = (f"{parts.config.output_dir} holds an earlier run's model, which this run's replaces at the end",)
@@ -39,21 +36,27 @@ def describe_start(parts: Assembly, *, resumed_step: int, notes: Sequence[str]) 
         total_steps=parts.schedule.total_steps,
         steps_per_epoch=parts.schedule.steps_per_epoch,
         parameters=parts.parameters,
+        optimizer=optimizer_title(parts.config.training.optimizer),
         train_rows=len(parts.train_set),
-        validation_rows=0 if parts.evaluation is None else len(parts.evaluation.tokenized),
+        validation_rows=0 if parts.evaluation is None else len(parts.evaluation.rows.tokenized),
         unit_table=str(units(parts.model)),
-        notes=(*parts.notes, *lengths, *notes, *earlier),
+        config=parts.config.as_plain(),
+        versions=_versions(),
+        padding_share=parts.padding_share,
+        flops=parts.flops,
+        notes=(*parts.notes, *notes, *earlier),
         resumed_step=resumed_step,
     )
 
 
-def summarise(parts: Assembly, record: Record, train_seconds: float) -> RunSummary:
+def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: EndedBy) -> RunSummary:
     """The outcome; every rank calls it, and gets every rank's memory.
 
     Args:
         parts: The run's parts.
         record: What was done.
         train_seconds: Wall time of the whole run.
+        ended_by: What ended the run.
     """
     assert record.last is not None, "a run has at least one step"
     best, last = record.best, record.last
@@ -75,39 +78,34 @@ def summarise(parts: Assembly, record: Record, train_seconds: float) -> RunSumma
         world_size=parts.comm.size,
         device=parts.comm.device.type,
         parameters=parts.parameters,
+        optimizer=optimizer_title(parts.config.training.optimizer),
         memory=tuple(parts.comm.all_gather_object(_memory(parts, record))),
         output_dir=str(parts.config.output_dir),
         config=parts.config.as_plain(),
-        versions={
-            "fullshard": __version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
-        },
+        versions=_versions(),
+        ended_by=ended_by,
+        skipped_steps=record.skipped_steps,
+        metrics={} if best is None else best.metrics,
+        baselines={} if best is None else best.baselines,
+        confusion=None if best is None else best.confusion,
         predictions=() if best is None else best.predictions,
     )
 
 
-def _length_notes(name: str, tokenized: TokenizedSet) -> tuple[str, ...]:
-    """One line on a set's lengths, and one for each side that truncation cut."""
-    sides = (("source", tokenized.source_stats), ("target", tokenized.target_stats))
-    means = ", ".join(f"{side} {stats.mean:.1f} tokens (longest {stats.longest})" for side, stats in sides)
-    cut = [
-        f"{stats.truncated:,} {name} {side}s were cut to {stats.limit} tokens (data.max_{side}_length)"
-        for side, stats in sides
-        if stats.truncated
-    ]
-    return (f"{name}: {len(tokenized):,} rows, mean {means}", *cut)
+def _versions() -> dict[str, str]:
+    """Of what the result depends on."""
+    packages = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
+    return {"fullshard": __version__, "python": platform.python_version(), **packages}
 
 
 def _memory(parts: Assembly, record: Record) -> RankMemory:
     held = memory_summary(parts.model)
-    states = parts.optimizer.state.values()
     device = parts.comm.device
     return RankMemory(
         rank=parts.comm.rank,
         parameters=held["parameters"],
         gradients=held["gradients"],
-        optimizer=sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor)),
+        optimizer=held_state_bytes(parts.optimizer),
         gathered_peak=held["gathered_peak"],
         gradient_buffer_peak=held["gradient_buffer_peak"],
         peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else record.peak_bytes,

@@ -9,30 +9,37 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from fullshard.checkpoint import publish_model, read_completion, step_directory
-from fullshard.comm import Comm, MemoryMeter, together_in_background
+from fullshard.comm import Comm, together_in_background
 from fullshard.config import RunConfig
-from fullshard.data import Batch, EpochPlan, RowRef, TokenizedSet, batches
+from fullshard.data import Batch, step_sizes, steps
 from fullshard.errors import ConfigError, RunStopped
 from fullshard.saving import Checkpoints, SaveReport, save
 from fullshard.saving.full import write_assets
 from fullshard.train.assemble import Assembly, assemble
 from fullshard.train.best import BestModel
 from fullshard.train.describe import describe_start, summarise
+from fullshard.train.ending import any_rank, count_stale, ends_early
 from fullshard.train.evaluate import evaluate
+from fullshard.train.metrics import is_better
+from fullshard.train.modelling import make_objective
+from fullshard.train.plan import group_size
+from fullshard.train.prepare import Prepared
 from fullshard.train.record import Record
-from fullshard.train.reports import CheckpointReport, EvaluationReport, RunSummary, StepReport
+from fullshard.train.reports import CheckpointReport, EndedBy, EvaluationReport, RunSummary, StepReport
 from fullshard.train.resume import CHECKPOINTS_NAME, Origin, choose_origin, mark_finished, prepare
+from fullshard.train.schedule import learning_rate
 from fullshard.train.sinks import Sink
 from fullshard.train.step import StepSpec, train_step
 from fullshard.train.stop import StopRequest
+from fullshard.train.trace import traced_step
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class _Run:
         record: What was done.
         resumed_step: Steps taken before the checkpoint that it goes on from; 0 when it started anew.
         saved: The step and the path of the newest checkpoint.
+        ended_by: What ended it.
     """
 
     parts: Assembly
@@ -79,13 +87,14 @@ class _Run:
     record: Record = field(default_factory=Record)
     resumed_step: int = 0
     saved: tuple[int, Path | None] = (0, None)
+    ended_by: EndedBy = "steps"
 
     @property
     def group_rows(self) -> int:
-        """Rows that are grouped by length together: those of a micro-batch over all ranks, where the run began."""
+        """What a run that goes on with other ranks must know of this one's plan."""
         if self.origin.values is not None:
             return self.origin.values["group_rows"]
-        return self.parts.comm.size * self.parts.config.training.per_device_train_batch_size
+        return group_size(self.parts.config, self.parts.comm.size)
 
     @property
     def train_seconds(self) -> float:
@@ -97,7 +106,13 @@ class _StopWishedError(Exception):
     """Ranks agreed in the middle of an evaluation to stop."""
 
 
-def train(config: RunConfig, comm: Comm, sinks: Sequence[Sink] = (), stop: StopRequest | None = None) -> RunSummary:
+def train(
+    config: RunConfig,
+    comm: Comm,
+    sinks: Sequence[Sink] = (),
+    stop: StopRequest | None = None,
+    prepared: Prepared | None = None,
+) -> RunSummary:
     """Do a whole run: assemble it, train, evaluate, keep the best model, publish it; on every rank together.
 
     Afterwards ``output_dir`` holds the best model by the task's metric on the held-out rows (the last one when the run
@@ -110,6 +125,8 @@ def train(config: RunConfig, comm: Comm, sinks: Sequence[Sink] = (), stop: StopR
         comm: The ranks.
         sinks: Told everything as it happens; given on rank 0 only.
         stop: Whether this rank is asked to stop; None: it never is.
+        prepared: Tokenizer and token ids, from :func:`~fullshard.train.prepare.prepare` on this rank, best before the
+            ranks know each other: it may take long. None: made here.
 
     Returns:
         The summary, the same on every rank but for the times.
@@ -123,7 +140,8 @@ def train(config: RunConfig, comm: Comm, sinks: Sequence[Sink] = (), stop: StopR
         # Takes the lock on the directory: nothing of another run is touched before.
         with Checkpoints(directory, ranks=comm, keep_last=config.training.save_total_limit) as checkpoints:
             origin = _on_first(comm, lambda: choose_origin(config, comm.size))
-            parts = assemble(config, comm)
+            group = None if origin.values is None else origin.values["group_rows"]
+            parts = assemble(config, comm, prepared, group=group)
             best = BestModel(Path(config.output_dir), comm)
             return _fit(_Run(parts, origin, checkpoints, best, sinks, stop or StopRequest()))
     finally:
@@ -153,6 +171,10 @@ def _fit(run: _Run) -> RunSummary:
     with run.stop:
         _catch_up(run)
         for due in _steps(run):
+            early = _ends_early(run)
+            if early is not None:
+                run.ended_by = early
+                break
             report = _take_step(run, due, metered=due.place.step == heaviest)
             if report.stop_requested:
                 _leave(run, due.place.step)
@@ -160,8 +182,17 @@ def _fit(run: _Run) -> RunSummary:
             if _checkpoint_is_due(run, due.place):
                 _save(run, due.place.step, None if evaluation is None else evaluation.value)
             _tell_of(run, run.checkpoints.committed())
+        if run.ended_by != "steps":
+            _round_off(run)
     _tell_of(run, run.checkpoints.wait())
     return _finish(run)
+
+
+def _ends_early(run: _Run) -> EndedBy | None:
+    """Whether the run ends before its next step; every rank gets the same. A run has at least one step."""
+    if run.record.last is None:
+        return None
+    return ends_early(run.parts.config.training, run.record, run.train_seconds, run.parts.comm)
 
 
 def _go_on(run: _Run) -> tuple[str, ...]:
@@ -186,17 +217,28 @@ def _go_on(run: _Run) -> tuple[str, ...]:
         )
     if not restored.rng_restored:
         torch.manual_seed(_seed_of(parts.config.seed, comm.rank, restored.step))
+    if parts.scaler is not None and origin.values["scaler"] is not None:
+        parts.scaler.load_state_dict(origin.values["scaler"])
     run.record = Record.from_values(origin.values["record"], rank=comm.rank, world_size=comm.size)
     run.resumed_step = restored.step
     if restored.path.parent.resolve() == run.checkpoints.directory.resolve():
         run.saved = (restored.step, restored.path)
+    return _take_up_best(run, restored.step)
+
+
+def _take_up_best(run: _Run, step: int) -> tuple[str, ...]:
+    """Go on with the best model so far, if it is there and can be compared with those to come."""
     best = run.record.best
-    if run.best.restore(restored.step, best):
+    if best is None:
         return ()
+    why = "was evaluated with other settings"
+    if run.origin.comparable:
+        if run.best.restore(step, best):
+            return ()
+        why = "is no longer there"
     # Where it is due, the evaluation after this step is made again.
-    run.record.best, run.record.evaluated_step = None, 0
-    assert best is not None, "no best model is always found"
-    return (f"the best model so far, of step {best.step:,}, is no longer there: the best from here on is kept",)
+    run.record.best, run.record.evaluated_step, run.record.stale_evaluations = None, 0, 0
+    return (f"the best model so far, of step {best.step:,}, {why}: the best from here on is kept",)
 
 
 def _seed_of(seed: int, rank: int, step: int) -> int:
@@ -211,6 +253,17 @@ def _catch_up(run: _Run) -> None:
         _evaluate(run, place)
 
 
+def _round_off(run: _Run) -> None:
+    """Evaluate and save after the last step of a run that ends early, as after the last step of all."""
+    settings, last = run.parts.config.training, run.record.last
+    if last is None:
+        return
+    if run.parts.evaluation is not None and run.record.evaluated_step != last.step:
+        _evaluate(run, _place_after(run, last.step))
+    if settings.save_strategy != "no" and run.saved[0] != last.step:
+        _save(run, last.step)
+
+
 def _take_step(run: _Run, due: _StepInput, *, metered: bool) -> StepReport:
     """One optimizer step, reported."""
     parts, record = run.parts, run.record
@@ -218,22 +271,29 @@ def _take_step(run: _Run, due: _StepInput, *, metered: bool) -> StepReport:
     spec = StepSpec(
         step=due.place.step,
         epoch=due.place.epoch,
-        learning_rate=settings.learning_rate * parts.schedule.factor(due.place.step - 1),
+        learning_rate=learning_rate(settings, parts.schedule, due.place.step, record.skipped_steps),
         max_grad_norm=settings.max_grad_norm,
         causal=parts.collate.causal,
         stop=run.stop.requested,
+        objective=make_objective(parts.config),
+        on_nonfinite=settings.on_nonfinite,
+        precision=settings.precision,
     )
-    # CUDA's allocator keeps its own peak over the whole run; on the CPU listening costs time, so one step is measured.
-    meter = MemoryMeter(parts.comm.device) if metered and parts.comm.device.type == "cpu" else None
-    if meter is not None:
-        parts.optimizer.zero_grad()  # or the last step's gradients, freed inside, would count to the end
-    with meter or nullcontext():
-        report = train_step(parts.model, parts.optimizer, due.micro_batches, parts.comm, spec)
-    if meter is not None:
-        record.peak_bytes = meter.peak_bytes
+
+    def take() -> StepReport:
+        return train_step(parts.model, parts.optimizer, due.micro_batches, parts.comm, spec, parts.scaler)
+
+    if metered:
+        report, trace = traced_step(parts.model, parts.optimizer, parts.comm, take)
+        record.peak_bytes = trace.ranks[parts.comm.rank].peak_bytes
+        for sink in run.sinks:
+            sink.trace(trace)
+    else:
+        report = take()
     record.last = report
     record.tokens += report.tokens
     record.step_seconds += report.seconds
+    record.skipped_steps += report.skipped
     for sink in run.sinks:
         sink.step(report)
     return report
@@ -251,7 +311,7 @@ def _evaluate(run: _Run, place: _Place) -> EvaluationReport:
     def progress(done: int, total: int) -> None:
         for sink in run.sinks:
             sink.evaluating(done, total)
-        if done < total and _agree_to_stop(run):
+        if done < total and any_rank(parts.comm, run.stop.requested):
             raise _StopWishedError
 
     try:
@@ -268,8 +328,8 @@ def _evaluate(run: _Run, place: _Place) -> EvaluationReport:
         _leave(run, place.step)
     record.evaluation_seconds += report.seconds
     record.evaluated_step = place.step
-    best = record.best
-    is_best = best is None or (report.value, -report.loss) > (best.value, -best.loss)
+    record.stale_evaluations = count_stale(record, report, parts.config.training.early_stopping_threshold)
+    is_best = record.best is None or _beats(report, record.best)
     if is_best:
         run.best.keep(parts.model, parts.tokenizer, report)
         record.best = report
@@ -278,11 +338,11 @@ def _evaluate(run: _Run, place: _Place) -> EvaluationReport:
     return report
 
 
-def _agree_to_stop(run: _Run) -> bool:
-    """Whether any rank is asked to stop; every rank calls it and gets the same answer."""
-    wish = torch.tensor(int(run.stop.requested), device=run.parts.comm.device)
-    run.parts.comm.all_reduce(wish, "max").wait()
-    return bool(wish)
+def _beats(report: EvaluationReport, best: EvaluationReport) -> bool:
+    """Of equal metrics the lower loss is the better."""
+    if report.value == best.value:
+        return report.loss < best.loss
+    return is_better(report.metric, report.value, best.value)
 
 
 def _save(run: _Run, step: int, metric: float | None = None, *, background: bool = True) -> None:
@@ -294,6 +354,7 @@ def _save(run: _Run, step: int, metric: float | None = None, *, background: bool
         "settings": run.origin.settings,
         "group_rows": run.group_rows,
         "total_steps": parts.schedule.total_steps,
+        "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
         "record": run.record.as_values(train_seconds=run.train_seconds, peaks=peaks),
     }
     started = time.monotonic()
@@ -356,7 +417,7 @@ def _finish(run: _Run) -> RunSummary:
         save(parts.model, kept, tokenizer=parts.tokenizer)
     # In the background: where there are no hard links it copies whole files.
     _on_first(comm, lambda: publish_model(kept, Path(config.output_dir)))
-    summary = summarise(parts, run.record, run.train_seconds)
+    summary = summarise(parts, run.record, run.train_seconds, run.ended_by)
     for sink in run.sinks:
         sink.finish(summary)
     run.best.clear()
@@ -372,15 +433,14 @@ def _on_first(comm: Comm, action: Callable[[], Any]) -> Any:
 
 def _steps(run: _Run) -> Iterator[_StepInput]:
     """The steps that are left with this rank's micro-batches, made as they are needed."""
-    parts, settings = run.parts, run.parts.config.training
+    parts = run.parts
     per_epoch, total = parts.schedule.steps_per_epoch, parts.schedule.total_steps
-    accumulation = settings.gradient_accumulation_steps
+    collate = replace(parts.collate, packed=parts.config.training.packing)
     first_epoch, taken = divmod(run.resumed_step, per_epoch)
-    for epoch in range(first_epoch, settings.num_train_epochs):
+    for epoch in range(first_epoch, ceil(total / per_epoch)):
         start = taken if epoch == first_epoch else 0
-        plan = _plan(run, epoch)
-        stream = batches(parts.train_set, plan, parts.comm.rank, parts.collate, start=start * accumulation)
-        for step, micro_batches in enumerate(_chunks(stream, accumulation), start=epoch * per_epoch + start + 1):
+        stream = steps(parts.train_set, parts.plan.for_epoch(epoch), parts.comm.rank, collate, start=start)
+        for step, micro_batches in enumerate(stream, start=epoch * per_epoch + start + 1):
             if step > total:
                 return
             yield _StepInput(_place_after(run, step), micro_batches)
@@ -389,32 +449,6 @@ def _steps(run: _Run) -> Iterator[_StepInput]:
 def _place_after(run: _Run, step: int) -> _Place:
     per_epoch = run.parts.schedule.steps_per_epoch
     return _Place(step, step / per_epoch, step % per_epoch == 0)
-
-
-def _chunks(stream: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    """Neighbours together; the last chunk may be shorter."""
-    chunk: list[Batch] = []
-    for batch in stream:
-        chunk.append(batch)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
-
-
-def _plan(run: _Run, epoch: int) -> EpochPlan:
-    parts, settings = run.parts, run.parts.config.training
-    grouped = settings.train_sampling_strategy == "group_by_length"
-    return EpochPlan(
-        num_rows=len(parts.train_set),
-        world_size=parts.comm.size,
-        batch_size=settings.per_device_train_batch_size,
-        seed=parts.config.seed,
-        epoch=epoch,
-        lengths=parts.train_set.lengths if grouped else None,
-        group_rows=run.group_rows,
-    )
 
 
 def _evaluation_is_due(run: _Run, place: _Place) -> bool:
@@ -453,17 +487,8 @@ def _heaviest_step(run: _Run) -> int:
         return 0
     epoch, taken = divmod(run.resumed_step, parts.schedule.steps_per_epoch)
     before = epoch * parts.schedule.steps_per_epoch
-    accumulation = parts.config.training.gradient_accumulation_steps
-    sizes = [0] * min(parts.schedule.steps_per_epoch, parts.schedule.total_steps - before)
-    for number, rows in enumerate(_plan(run, epoch).micro_batches(0)):
-        step = number // accumulation
-        if step < len(sizes):
-            sizes[step] = max(sizes[step], _padded_tokens(rows, parts.train_set))
-    later = range(taken or 1, len(sizes)) or range(taken, len(sizes))
+    left = min(parts.schedule.steps_per_epoch, parts.schedule.total_steps - before)
+    causal, packed = parts.collate.causal, parts.config.training.packing
+    sizes = step_sizes(parts.plan.for_epoch(epoch), parts.train_set, 0, causal=causal, packed=packed)
+    later = range(taken or 1, left) or range(taken, left)
     return before + 1 + max(later, key=sizes.__getitem__) if later else 0
-
-
-def _padded_tokens(rows: Sequence[RowRef], tokenized: TokenizedSet) -> int:
-    longest_source = max(len(tokenized.source_ids[row.index]) for row in rows)
-    longest_target = max(len(tokenized.target_ids[row.index]) for row in rows)
-    return len(rows) * (longest_source + longest_target)

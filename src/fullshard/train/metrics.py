@@ -1,18 +1,74 @@
-"""Scores of written text, and what a prediction without any model would score."""
+"""Scores of written text, and what predictions without any model would score.
+
+Shares and F-measures go from 0 to 1, and so do BLEU and chrF, which sacrebleu gives from 0 to 100. Perplexity is what
+it is.
+"""
 
 from __future__ import annotations
 
+import importlib
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-from rouge_score.rouge_scorer import RougeScorer
+from fullshard.config.evaluation import Metric
+from fullshard.errors import ConfigError
 
-MetricName = Literal["exact_match", "rougeL"]
+OTHER = "(other)"
+"""What a confusion matrix calls text that is no label."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_LABEL_METRICS = ("exact_match", "accuracy")
+_LOSS_METRICS = ("perplexity",)
+
+References = Sequence[Sequence[str]]
+"""For each row its right answers, at least one."""
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Which label was written for which.
+
+    Attributes:
+        labels: The label set; one further index, ``len(labels)``, stands for text that is no label.
+        cells: Index of the right label, index of the written one, and the number of such rows; of cells that are not
+            empty, in order of the indices.
+    """
+
+    labels: tuple[str, ...]
+    cells: tuple[tuple[int, int, int], ...]
+
+    def name(self, index: int) -> str:
+        """The label of an index."""
+        return self.labels[index] if index < len(self.labels) else OTHER
+
+    def matrix(self) -> list[list[int]]:
+        """Counts by right label (row) and written label (column); the last column is text that is no label."""
+        counts = [[0] * (len(self.labels) + 1) for _ in self.labels]
+        for right, written, rows in self.cells:
+            counts[right][written] = rows
+        return counts
+
+    def mistakes(self) -> list[tuple[str, str, int]]:
+        """Right label, written label, rows: the most frequent first, right answers left out."""
+        wrong = [cell for cell in self.cells if cell[0] != cell[1]]
+        return [(self.name(right), self.name(written), rows) for right, written, rows in sorted(wrong, key=_by_rows)]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What predictions score.
+
+    Attributes:
+        values: For each metric its value.
+        confusion: With accuracy, which label was written for which; else None.
+    """
+
+    values: Mapping[str, float]
+    confusion: Confusion | None = None
 
 
 @dataclass(frozen=True)
@@ -21,54 +77,193 @@ class Baseline:
 
     Attributes:
         name: What they are.
-        value: Their score, from 0 to 1.
+        value: Their score, in the metric's own range.
     """
 
     name: str
     value: float
 
 
-def score(metric: MetricName, predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Score predictions against references.
+def score(
+    metrics: Sequence[Metric], predictions: Sequence[str], references: References, *, labels: Collection[str] = ()
+) -> Scores:
+    """Score predictions against references; any rank, alone.
+
+    ``exact_match``: share of predictions equal to a reference of their row, runs of white space counted as one space.
+    ``accuracy``: the same share, with a confusion matrix over the labels. ``rouge1``, ``rouge2``, ``rougeL``,
+    ``rougeLsum``: mean F-measure as rouge-score computes it, words stemmed, against the best of a row's references;
+    for rougeLsum a sentence is a line. ``bleu``, ``chrf``: of all rows together as sacrebleu computes them.
 
     Args:
-        metric: ``exact_match``: share of predictions equal to their reference, runs of white space counted as one
-            space. ``rougeL``: mean F-measure of the longest common subsequence of words, stemmed, as ``rouge-score``
-            computes it.
+        metrics: Names; perplexity, which needs no text, is left out.
         predictions: At least one text.
-        references: As many texts.
+        references: As many rows.
+        labels: The label set; references that are not in it are added to it.
 
     Returns:
-        From 0 to 1.
+        The values.
+
+    Raises:
+        ConfigError: sacrebleu is asked for and missing.
+        ValueError: There are more or fewer references than predictions.
     """
-    pairs = list(zip(predictions, references, strict=True))
-    if metric == "exact_match":
-        return sum(p.split() == r.split() for p, r in pairs) / len(pairs)
-    scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    return sum(scorer.score(r, p)["rougeL"].fmeasure for p, r in pairs) / len(pairs)
+    if len(predictions) != len(references):
+        raise ValueError(f"{len(predictions)} predictions for {len(references)} rows of references.")
+    values: dict[str, float] = {}
+    confusion = None
+    if any(name in _LABEL_METRICS for name in metrics):
+        share = _exact_match(predictions, references)
+        values |= {name: share for name in metrics if name in _LABEL_METRICS}
+    if "accuracy" in metrics:
+        confusion = _confusion(predictions, references, labels)
+    rouge = [name for name in metrics if name.startswith("rouge")]
+    if rouge:
+        values |= _rouge(rouge, predictions, references)
+    values |= {name: _corpus(name, predictions, references) for name in ("bleu", "chrf") if name in metrics}
+    return Scores({name: values[name] for name in metrics if name in values}, confusion)
 
 
-def baseline(
-    metric: MetricName, train_targets: Sequence[str], sources: Sequence[str], references: Sequence[str]
-) -> Baseline:
-    """Score what one would predict without a model.
+def baselines(
+    metrics: Sequence[Metric],
+    sources: Sequence[str],
+    references: References,
+    *,
+    majority: str | None,
+    lead_sentences: int = 1,
+) -> dict[str, Baseline]:
+    """Score what one would predict without a model; any rank, alone.
 
     Args:
-        metric: ``exact_match``: the most frequent training target for every row (of equally frequent ones the first in
-            the file). ``rougeL``: the first sentence of each row's own source.
-        train_targets: Targets of the training rows.
+        metrics: Names. ``exact_match`` and ``accuracy``: the most frequent training target for every row; rouge, bleu
+            and chrf: the first sentences of each row's own source; perplexity has none.
         sources: Sources of the held-out rows.
-        references: Targets of the held-out rows.
+        references: Their references.
+        majority: The most frequent training target; None: not known, and what needs it has no baseline.
+        lead_sentences: Number of first sentences.
 
     Returns:
-        The name of the baseline and its score.
+        For each metric that has one, its baseline.
+
+    Raises:
+        ConfigError: sacrebleu is asked for and missing.
     """
-    if metric == "exact_match":
-        majority = Counter(train_targets).most_common(1)[0][0]
-        return Baseline(f"always {majority!r}", score(metric, [majority] * len(references), references))
-    return Baseline("first sentence", score(metric, [lead_sentence(source) for source in sources], references))
+    text_metrics: list[Metric] = [name for name in metrics if name not in _LABEL_METRICS + _LOSS_METRICS]
+    label_metrics = [name for name in metrics if name in _LABEL_METRICS]
+    found: dict[str, Baseline] = {}
+    if label_metrics and majority is not None:
+        share = _exact_match([majority] * len(references), references)
+        found |= {name: Baseline(f"always {majority!r}", share) for name in label_metrics}
+    if text_metrics:
+        name = "first sentence" if lead_sentences == 1 else f"first {lead_sentences} sentences"
+        scores = score(text_metrics, [lead(source, lead_sentences) for source in sources], references)
+        found |= {metric: Baseline(name, value) for metric, value in scores.values.items()}
+    return found
 
 
-def lead_sentence(text: str) -> str:
-    """The first sentence of a text: up to the first full stop, exclamation or question mark before white space."""
-    return _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
+def perplexity(loss: float) -> float:
+    """The exponential of a mean loss per target token; infinite where that is no float64."""
+    return math.exp(loss) if loss < 709 else math.inf
+
+
+def needs_text(metrics: Sequence[Metric]) -> bool:
+    """Whether any of the metrics is of written text, and not of the loss alone."""
+    return any(name not in _LOSS_METRICS for name in metrics)
+
+
+def higher_is_better(metric: str) -> bool:
+    """Whether a higher value is the better one."""
+    return metric not in _LOSS_METRICS
+
+
+def is_better(metric: str, value: float, than: float) -> bool:
+    """Whether a value is better than another one, and not equal."""
+    return value > than if higher_is_better(metric) else value < than
+
+
+def format_metric(metric: str, value: float) -> str:
+    """A value as people read it: a share in percent, perplexity as a number."""
+    return f"{value:,.3f}" if metric in _LOSS_METRICS else f"{value:.2%}"
+
+
+def require_packages(metrics: Sequence[Metric]) -> None:
+    """Raise now, and not after hours, when a metric's package is missing.
+
+    Raises:
+        ConfigError: It is missing.
+    """
+    for name in metrics:
+        if name.startswith("rouge"):
+            _package("rouge_score.rouge_scorer", "rouge-score", name)
+        elif name in ("bleu", "chrf"):
+            _package("sacrebleu.metrics", "sacrebleu", name)
+
+
+def sentences(text: str) -> list[str]:
+    """A text's sentences: each up to a full stop, exclamation or question mark before white space."""
+    return _SENTENCE_END.split(text.strip())
+
+
+def lead(text: str, count: int) -> str:
+    """The first sentences of a text, joined by spaces."""
+    return " ".join(sentences(text)[:count])
+
+
+def _by_rows(cell: tuple[int, int, int]) -> tuple[int, int, int]:
+    return (-cell[2], cell[0], cell[1])
+
+
+def _plain(text: str) -> str:
+    """A text in which runs of white space are one space."""
+    return " ".join(text.split())
+
+
+def _exact_match(predictions: Sequence[str], references: References) -> float:
+    hits = (_plain(text) in {_plain(one) for one in right} for text, right in zip(predictions, references, strict=True))
+    return sum(hits) / len(predictions)
+
+
+def _confusion(predictions: Sequence[str], references: References, labels: Collection[str]) -> Confusion:
+    """Of several references the written one is the right one, else the first."""
+    held_out = (one for right in references for one in right)
+    names = tuple(dict.fromkeys(_plain(text) for text in (*labels, *held_out)))
+    index = {name: position for position, name in enumerate(names)}
+    cells: Counter[tuple[int, int]] = Counter()
+    for text, right in zip(predictions, references, strict=True):
+        written = _plain(text)
+        answers = [_plain(one) for one in right]
+        answer = written if written in answers else answers[0]
+        cells[index[answer], index.get(written, len(names))] += 1
+    return Confusion(names, tuple((answer, written, rows) for (answer, written), rows in sorted(cells.items())))
+
+
+def _rouge(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
+    scorer = _package("rouge_score.rouge_scorer", "rouge-score", names[0]).RougeScorer(list(names), use_stemmer=True)
+    # Only rougeLsum looks at lines.
+    prepare = _line_by_line if "rougeLsum" in names else str
+    sums = dict.fromkeys(names, 0.0)
+    for text, right in zip(predictions, references, strict=True):
+        scores = scorer.score_multi([prepare(one) for one in right], prepare(text))
+        for name in names:
+            sums[name] += float(scores[name].fmeasure)
+    return {name: total / len(predictions) for name, total in sums.items()}
+
+
+def _line_by_line(text: str) -> str:
+    return "\n".join(sentences(text))
+
+
+def _corpus(metric: str, predictions: Sequence[str], references: References) -> float:
+    metrics = _package("sacrebleu.metrics", "sacrebleu", metric)
+    scorer = metrics.BLEU(force=True) if metric == "bleu" else metrics.CHRF()
+    # sacrebleu wants a text for each row from the first references, the second ones, ..., and None where there is none.
+    width = max(len(right) for right in references)
+    streams = [[right[i] if i < len(right) else None for right in references] for i in range(width)]
+    return scorer.corpus_score(list(predictions), streams).score / 100
+
+
+def _package(module: str, package: str, metric: str) -> Any:
+    """A module that is slow to import and needed for some metrics only."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"The metric {metric} needs {package}: pip install {package}.") from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fullshard.train.reports import EvaluationReport, Prediction, StepReport
+from fullshard.train.reports import EvaluationReport, StepReport
 
 
 @dataclass
@@ -22,6 +22,8 @@ class Record:
         step_seconds: Wall time of all steps.
         evaluation_seconds: Wall time of all evaluations.
         peak_bytes: Peak memory of this rank in the measured step; 0 before that.
+        stale_evaluations: Evaluations since the last one that was better, by early stopping's threshold.
+        skipped_steps: Steps that were left out because loss or gradient was no finite number.
     """
 
     last: StepReport | None = None
@@ -32,6 +34,8 @@ class Record:
     step_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     peak_bytes: int = 0
+    stale_evaluations: int = 0
+    skipped_steps: int = 0
 
     def as_values(self, *, train_seconds: float, peaks: Sequence[int]) -> dict[str, Any]:
         """JSON-able.
@@ -52,13 +56,11 @@ class Record:
             world_size: Number of ranks now; ranks that hold other shards than those of the checkpoint measure anew.
         """
         last, best, peaks = values["last"], values["best"], values["peak_bytes"]
-        if best is not None:
-            best = {**best, "predictions": tuple(Prediction(**one) for one in best["predictions"])}
         return cls(
             **{
                 **values,
                 "last": None if last is None else StepReport(**last),
-                "best": None if best is None else EvaluationReport(**best),
+                "best": None if best is None else EvaluationReport.from_values(best),
                 "peak_bytes": peaks[rank] if len(peaks) == world_size else 0,
             }
         )

@@ -25,17 +25,38 @@ _FREE_SETTINGS = (
     "resume",
     "sharding.",
     "evaluation.num_samples_shown",
+    "data.cache_dir",
     "training.per_device_",
     "training.gradient_",
+    "training.early_stopping_",
     "training.eval_",
     "training.logging_",
+    "training.max_train_minutes",
+    "training.report_to",
+    "training.run_name",
     "training.save_",
 )
 """How the settings begin that may change between a checkpoint and the run that goes on: with these the same rows make
 the same steps, and the same evaluation the same metric."""
 
-_MODEL_SETTINGS = ("model.", "global batch")
+_STATE_SETTINGS = ("model.", "global batch", "training.optimizer")
 """How the settings begin without which a checkpoint cannot be gone on from at all."""
+
+_EVALUATION_SETTINGS = frozenset(
+    (
+        "data.max_eval_samples",
+        "data.validation_file",
+        "data.validation_fraction",
+        "data.validation_split",
+        "evaluation.length_penalty",
+        "evaluation.max_new_tokens",
+        "evaluation.metric",
+        "evaluation.min_new_tokens",
+        "evaluation.no_repeat_ngram_size",
+        "evaluation.num_beams",
+    )
+)
+"""Where one of these has changed, evaluations from before cannot be compared with those to come."""
 
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.model", "*.txt", "*config.json", "*token*.json", "*vocab*.json")
 _SAMPLE_BYTES = 1 << 20
@@ -50,6 +71,7 @@ class Origin:
         settings: What decides the training, by dotted key; goes into its checkpoints.
         path: The checkpoint to go on from; None: the run starts anew.
         values: What the run put into that checkpoint.
+        comparable: Whether the evaluations before that checkpoint were made as those to come.
         doomed: Checkpoints to delete before the first step.
         notes: What the user should know about this.
     """
@@ -57,6 +79,7 @@ class Origin:
     settings: Mapping[str, Any]
     path: Path | None = None
     values: Mapping[str, Any] | None = None
+    comparable: bool = True
     doomed: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -125,9 +148,10 @@ def mark_finished(config: RunConfig, steps: int) -> None:
 
 
 def global_batch(config: RunConfig, world_size: int) -> int:
-    """Rows of one optimizer step."""
+    """Rows of one optimizer step; with a token budget its tokens, padding included."""
     settings = config.training
-    return world_size * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    each = settings.per_device_train_batch_tokens or settings.per_device_train_batch_size
+    return world_size * each * settings.gradient_accumulation_steps
 
 
 def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
@@ -142,11 +166,15 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     Raises:
         DataError: A file cannot be read.
     """
-    flat = dict(_flatten(config.as_plain()))
+    flat = config.as_flat()
     settings = {key: value for key, value in flat.items() if not key.startswith(_FREE_SETTINGS)}
     for key in ("data.train_file", "data.validation_file", "model.path"):
-        if settings[key] is not None:
+        # A model on the Hub is what its id says.
+        if settings[key] is not None and Path(settings[key]).exists():
             settings[key] = _content(Path(settings[key]))
+    dataset = settings["data.dataset_name"]
+    if dataset is not None and Path(dataset).is_dir():
+        settings["data.dataset_name"] = _dataset_content(Path(dataset))
     return {**settings, GLOBAL_BATCH: global_batch(config, world_size)}
 
 
@@ -160,8 +188,8 @@ def _where_it_was_cut_short(path: Path, settings: Mapping[str, Any]) -> Origin:
             "are not those it was made with:\n"
             + "\n".join(f"  {line}" for line in different.values())
             + "\nTo go on, give the earlier settings back. To start anew, set resume=never, which deletes the "
-            f"checkpoints there, or another output_dir. To go on all the same, set resume={path}; the model and the "
-            "global batch must be the same even then."
+            f"checkpoints there, or another output_dir. To go on all the same, set resume={path}; the model, the "
+            "optimizer and the global batch must be the same even then."
         )
     torn = [other.name for other in sorted(path.parent.glob("step-*")) if other.name > path.name]
     skipped = (f"{', '.join(torn)} skipped: not whole",) if torn else ()
@@ -177,11 +205,12 @@ def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Pa
         raise ConfigError(f"{path} holds several checkpoints; name one of them, such as resume={inside[-1]}.")
     step, values = _read_values(path)
     different = _differences(settings, values["settings"])
-    fatal = [line for key, line in different.items() if key.startswith(_MODEL_SETTINGS)]
+    fatal = [line for key, line in different.items() if key.startswith(_STATE_SETTINGS)]
     if fatal:
         raise ConfigError(
-            f"{path} is of another model or another global batch, and cannot be gone on from:\n"
+            f"{path} is of another model, optimizer or global batch, and cannot be gone on from:\n"
             + "\n".join(f"  {line}" for line in fatal)
+            + "\nGive the earlier settings back, or start anew from its weights: fullshard export, then model.path."
         )
     notes = (f"going on after step {step:,} from {path}", *(f"changed: {line}" for line in different.values()))
     mine = [other for other in found if other.resolve() == path.resolve()]
@@ -189,7 +218,7 @@ def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Pa
     doomed = tuple(other for other in found if other not in earlier)
     if doomed:
         notes = (*notes, f"{', '.join(other.name for other in doomed)} in {directory} deleted")
-    return Origin(settings, path, values, doomed, notes)
+    return Origin(settings, path, values, _EVALUATION_SETTINGS.isdisjoint(different), doomed, notes)
 
 
 def _read_values(path: Path) -> tuple[int, Mapping[str, Any]]:
@@ -197,7 +226,9 @@ def _read_values(path: Path) -> tuple[int, Mapping[str, Any]]:
     index = read_index(path)
     if "settings" not in index.values:
         raise CheckpointError(f"{path} was not saved by fullshard train: it does not say where the run was.")
-    return index.step, index.values
+    # From before there was a choice.
+    settings = {"training.optimizer": "adamw", **index.values["settings"]}
+    return index.step, {**index.values, "settings": settings}
 
 
 def _require_none_torn(directory: Path) -> None:
@@ -224,14 +255,6 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else str(value)
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested settings by dotted key."""
-    flat: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        flat += _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return flat
-
-
 def _content(path: Path) -> str:
     """A file's, or a model directory's, content in short."""
     try:
@@ -245,6 +268,15 @@ def _content(path: Path) -> str:
         return f"{path.stat().st_size:,} bytes, hash {digest[:16]}"
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
+
+
+def _dataset_content(directory: Path) -> str:
+    """What datasets' save_to_disk noted of a dataset's splits: their files, and a hash of what they came from."""
+    try:
+        noted = [file.read_bytes() for file in sorted(directory.glob("**/state.json"))]
+    except OSError as error:
+        raise DataError(f"{directory} cannot be read: {error}.") from error
+    return f"{len(noted)} splits, hash {hashlib.sha256(b''.join(noted)).hexdigest()[:16]}"
 
 
 def _sampled_hash(path: Path) -> str:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
+
+from fullshard.config import RunConfig
+from fullshard.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -11,7 +16,8 @@ class Schedule:
     """Factor on the learning rate for each optimizer step.
 
     Attributes:
-        kind: ``linear``: from 1 after warm-up down to 0 after the last step. ``step``: times ``gamma`` every
+        kind: ``linear``: from 1 after warm-up down to 0 after the last step. ``cosine``: the same along half a cosine,
+            as Hugging Face's ``get_cosine_schedule_with_warmup``. ``step``: times ``gamma`` every
             ``step_epochs`` epochs, as torch's ``StepLR`` stepped once an epoch. ``constant``: 1.
         total_steps: Optimizer steps of the run.
         steps_per_epoch: Optimizer steps of one epoch.
@@ -20,7 +26,7 @@ class Schedule:
         gamma: Factor of each decay of ``step``.
     """
 
-    kind: Literal["linear", "step", "constant"]
+    kind: Literal["linear", "cosine", "step", "constant"]
     total_steps: int
     steps_per_epoch: int
     warmup_steps: int = 0
@@ -38,8 +44,48 @@ class Schedule:
         """
         if step < self.warmup_steps:
             return step / self.warmup_steps
+        left = max(0.0, (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps))
         if self.kind == "linear":
-            return max(0.0, (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps))
+            return left
+        if self.kind == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
         if self.kind == "step":
             return self.gamma ** (step // self.steps_per_epoch // self.step_epochs)
         return 1.0
+
+
+def make_schedule(config: RunConfig, steps_per_epoch: int) -> Schedule:
+    """The learning rate factor of each step, and with it the number of steps.
+
+    Args:
+        config: The run's settings.
+        steps_per_epoch: Optimizer steps of each epoch: its plan's ``num_steps``.
+    """
+    settings = config.training
+    total_steps = ceil(steps_per_epoch * settings.num_train_epochs)
+    if settings.max_steps is not None:
+        total_steps = min(total_steps, settings.max_steps)
+    warmup = settings.warmup_steps
+    return Schedule(
+        kind=settings.lr_scheduler_type,
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=ceil(warmup * total_steps) if warmup < 1 else int(warmup),
+        step_epochs=settings.lr_step_size,
+        gamma=settings.lr_gamma,
+    )
+
+
+def learning_rate(settings: TrainingConfig, schedule: Schedule, step: int, skipped: int) -> float:
+    """The learning rate of one step.
+
+    Args:
+        settings: The run's; with ``learning_rate: null`` Adafactor takes relative steps of its own (arXiv:1804.04235,
+            section 8), of which this is the size before each parameter's scale.
+        schedule: Factors of the steps.
+        step: Number of the step, from 1.
+        skipped: Steps before it that were left out, which Adafactor does not count.
+    """
+    if settings.learning_rate is None:
+        return min(1e-2, 1.0 / math.sqrt(step - skipped))
+    return settings.learning_rate * schedule.factor(step - 1)

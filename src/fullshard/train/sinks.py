@@ -6,7 +6,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
 
@@ -17,14 +16,21 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from fullshard.checkpoint import write_text
+from fullshard.config import SUMMARY_NAME
 from fullshard.errors import CheckpointError
+from fullshard.train.flops import Flops
+from fullshard.train.metrics import format_metric
 from fullshard.train.reports import CheckpointReport, EvaluationReport, RunStart, RunSummary, StepReport
+from fullshard.train.trace import TRACE_NAME, StepTrace
 
 T = TypeVar("T")
 
 METRICS_NAME = "metrics.jsonl"
-SUMMARY_NAME = "summary.json"
+RUN_NAME = "run.json"
 PREDICTIONS_NAME = "predictions.jsonl"
+
+CELL_CHARACTERS = 200
+"""Most characters of a text in the table of samples."""
 
 PLAIN_LINES = 20
 """Step lines a run prints where there is no terminal to draw a bar on."""
@@ -53,6 +59,10 @@ class Sink(Protocol):
         """A checkpoint is on the disk; steps may have been taken since."""
         ...
 
+    def trace(self, trace: StepTrace) -> None:
+        """One step was recorded: what every unit did when, and what memory was taken by."""
+        ...
+
     def finish(self, summary: RunSummary) -> None:
         """The run is over and the model is saved; called once."""
         ...
@@ -63,13 +73,14 @@ class Sink(Protocol):
 
 
 class FileSink:
-    """``metrics.jsonl`` line by line while the run goes on; ``summary.json`` and ``predictions.jsonl`` at its end."""
+    """``run.json``, then ``metrics.jsonl`` line by line, at the end ``summary.json`` and ``predictions.jsonl``."""
 
     def __init__(self, output_dir: Path, *, logging_steps: int = 1) -> None:
         """Write into ``output_dir``: one line for every ``logging_steps``-th step, each evaluation and checkpoint."""
         self.output_dir = output_dir
         self.logging_steps = logging_steps
         self._metrics: TextIO | None = None
+        self._flops: Flops | None = None
         self._total_steps = 0
 
     def start(self, run: RunStart) -> None:
@@ -81,7 +92,9 @@ class FileSink:
             CheckpointError: The directory cannot be written to.
         """
         self._total_steps = run.total_steps
+        self._flops = run.flops
         self._metrics = self._tried(lambda: self._open(run.resumed_step))
+        write_text(self.output_dir / RUN_NAME, json.dumps(run.as_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def step(self, report: StepReport) -> None:
         """Append the step, if it is one that is logged.
@@ -90,7 +103,8 @@ class FileSink:
             CheckpointError: The disk refused.
         """
         if report.step % self.logging_steps == 0 or report.step == self._total_steps:
-            self._append(report.as_dict())
+            mfu = {} if self._flops is None else {"mfu": self._flops.utilisation(report)}
+            self._append({**report.as_dict(), **mfu})
 
     def evaluating(self, done: int, total: int) -> None:
         """Nothing: a file shows no progress."""
@@ -111,13 +125,21 @@ class FileSink:
         """
         self._append(report.as_dict())
 
+    def trace(self, trace: StepTrace) -> None:
+        """Write the trace beside the metrics.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        write_text(self.output_dir / TRACE_NAME, json.dumps(trace.as_dict()) + "\n")
+
     def finish(self, summary: RunSummary) -> None:
         """Write predictions and summary; the summary last, as a sign that the run is whole.
 
         Raises:
             CheckpointError: The disk refused.
         """
-        lines = [json.dumps(asdict(prediction), ensure_ascii=False) + "\n" for prediction in summary.predictions]
+        lines = [json.dumps(prediction.as_dict(), ensure_ascii=False) + "\n" for prediction in summary.predictions]
         if lines:
             write_text(self.output_dir / PREDICTIONS_NAME, "".join(lines))
         write_text(self.output_dir / SUMMARY_NAME, json.dumps(summary.as_dict(), indent=2, ensure_ascii=False) + "\n")
@@ -130,7 +152,8 @@ class FileSink:
 
     def _open(self, resumed_step: int) -> TextIO:
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        for name in (SUMMARY_NAME, PREDICTIONS_NAME):
+        # A run that goes on need not record a step again.
+        for name in (SUMMARY_NAME, PREDICTIONS_NAME, *(() if resumed_step else (TRACE_NAME,))):
             (self.output_dir / name).unlink(missing_ok=True)
         path = self.output_dir / METRICS_NAME
         write_text(path, _records_until(resumed_step, path))
@@ -162,18 +185,20 @@ class ConsoleSink:
         self._task = TaskID(0)
         self._total_steps = 0
         self._resumed_step = 0
+        self._validation_rows = 0
         self._started = 0.0
 
     def start(self, run: RunStart) -> None:
         """Say what is about to be trained on what."""
         ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
-        self._print(f"{run.parameters:,} parameters, sharded over {ranks} on {run.device}")
+        self._print(f"{run.parameters:,} parameters, sharded over {ranks} on {run.device}; {run.optimizer}")
         self._print(run.unit_table)
         for note in run.notes:
             self._print(note)
         self._print(f"{run.total_steps:,} steps, {run.steps_per_epoch:,} an epoch; writing to {run.output_dir}")
         self._total_steps = run.total_steps
         self._resumed_step = run.resumed_step
+        self._validation_rows = run.validation_rows
         self._started = time.monotonic()
         if self.console.is_terminal:
             columns = (BarColumn(bar_width=8), TextColumn("{task.description}", markup=False))
@@ -197,10 +222,11 @@ class ConsoleSink:
             self._progress.update(self._task, description=f"evaluating: batch {done}/{total}")
 
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
-        """Print the metric beside its baseline."""
+        """Print every metric, beside its baseline where there is one."""
+        metrics = ", ".join(_beside(name, value, report.baselines.get(name)) for name, value in report.metrics.items())
         self._print(
-            f"epoch {report.epoch:.2f}: held-out loss {report.loss:.4f}, {report.metric} {report.value:.2%} "
-            f"(baseline {report.baseline:.2%}) in {report.seconds:.1f} s{', best so far: saved' if is_best else ''}"
+            f"epoch {report.epoch:.2f}: held-out loss {report.loss:.4f}, {metrics} in {report.seconds:.1f} s"
+            f"{', best so far: saved' if is_best else ''}"
         )
 
     def checkpoint(self, report: CheckpointReport) -> None:
@@ -209,6 +235,9 @@ class ConsoleSink:
             f"checkpoint of step {report.step:,} saved ({format_bytes(report.nbytes)} in {report.seconds:.1f} s)"
         )
 
+    def trace(self, trace: StepTrace) -> None:
+        """Nothing: ``fullshard report`` draws it."""
+
     def finish(self, summary: RunSummary) -> None:
         """Print samples, memory and the result."""
         self.close()
@@ -216,13 +245,24 @@ class ConsoleSink:
             self.console.print(_sample_table(summary, self.samples))
         self.console.print(_memory_table(summary))
         self._print(
-            f"trained {summary.steps:,} steps in {_duration(summary.train_seconds)} "
+            f"trained {summary.steps:,} steps with {summary.optimizer} in {_duration(summary.train_seconds)} "
             f"(evaluation {_duration(summary.evaluation_seconds)}), {summary.tokens_per_second:,.0f} tokens/s"
         )
-        if summary.metric is not None:
+        if summary.ended_by != "steps":
+            reason = {
+                "time": "its time was up (training.max_train_minutes)",
+                "early_stopping": "evaluations got no better (training.early_stopping_patience)",
+            }[summary.ended_by]
+            self._print(f"ended after step {summary.steps:,} of {self._total_steps:,}: {reason}")
+        if summary.skipped_steps:
+            self._print(f"{summary.skipped_steps:,} steps were left out: loss or gradient was no finite number")
+        if summary.metric is not None and summary.value is not None:
+            basis = ""
+            if summary.baseline is not None:
+                basis = f"; baseline ({summary.baseline_name}) {format_metric(summary.metric, summary.baseline)}"
             self._print(
-                f"{summary.metric} {summary.value:.2%} on {len(summary.predictions):,} held-out rows, after step "
-                f"{summary.best_step:,}; baseline ({summary.baseline_name}) {summary.baseline:.2%}"
+                f"{summary.metric} {format_metric(summary.metric, summary.value)} on {self._validation_rows:,} "
+                f"held-out rows, after step {summary.best_step:,}{basis}"
             )
         self._print(f"model saved in {summary.output_dir}")
 
@@ -236,14 +276,21 @@ class ConsoleSink:
         """One line that fits a terminal of 80 columns beside a short bar; the metrics file has the rest."""
         seconds_a_step = (time.monotonic() - self._started) / (report.step - self._resumed_step)
         left = seconds_a_step * (self._total_steps - report.step)
+        memory = max((report.memory_bytes, *report.memory_bytes_per_rank))
         return (
             f"step {report.step}/{self._total_steps}  loss {report.loss:.4f}  "
-            f"{report.tokens_per_second:,.0f} tokens/s  {format_bytes(report.memory_bytes)}  {_duration(left)} left"
+            f"{report.tokens_per_second:,.0f} tokens/s  {format_bytes(memory)}  {_duration(left)} left"
+            f"{'  SKIPPED' if report.skipped else ''}"
         )
 
     def _print(self, text: str) -> None:
         """Print above the bar, as it is: no markup, no wrapping where there is no terminal to wrap for."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _beside(metric: str, value: float, baseline: float | None) -> str:
+    basis = "" if baseline is None else f" (baseline {format_metric(metric, baseline)})"
+    return f"{metric} {format_metric(metric, value)}{basis}"
 
 
 def _records_until(step: int, path: Path) -> str:
@@ -285,8 +332,14 @@ def _sample_table(summary: RunSummary, samples: int) -> Table:
     count = min(samples, rows)
     for position in range(count):
         shown = summary.predictions[position * rows // count]
-        table.add_row(escape(shown.source), escape(shown.prediction), escape(shown.reference))
+        cells = (shown.source, shown.prediction, "\n".join(shown.references))
+        table.add_row(*(escape(_shortened(cell)) for cell in cells))
     return table
+
+
+def _shortened(text: str) -> str:
+    """The files have all of it; a terminal is to show several rows at once."""
+    return text if len(text) <= CELL_CHARACTERS else f"{text[:CELL_CHARACTERS]}…"
 
 
 def _memory_table(summary: RunSummary) -> Table:

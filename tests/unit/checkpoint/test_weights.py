@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM
 
-from fullshard.checkpoint import TensorSpec, WeightsWriter, holds_model, parse_size
+from fullshard.checkpoint import TensorSpec, WeightsWriter, holds_model, parse_size, publish_model
 from fullshard.errors import CheckpointError, ConfigError
 from support.models import bart, gpt2, t5, t5_untied
 
@@ -95,3 +95,19 @@ def test_sizes_are_read_as_hugging_face_reads_them(size, nbytes):
 def test_what_is_no_size_is_refused(size):
     with pytest.raises(ConfigError, match="such as '5GB'"):
         parse_size(size)
+
+
+def test_a_model_leaves_nothing_of_an_adapter_beside_itself_and_the_other_way_round(tmp_path):
+    whole = ("config.json", "generation_config.json", "model.safetensors")
+    adapter = ("adapter_config.json", "adapter_model.safetensors")
+    target = tmp_path / "run"
+    target.mkdir()
+    (target / "metrics.jsonl").touch()
+    for number, names in enumerate((whole, adapter, whole)):
+        source = tmp_path / str(number)
+        source.mkdir()
+        for name in names:
+            (source / name).write_text(str(number))
+        publish_model(source, target)
+        assert {path.name for path in target.iterdir()} == {*names, "metrics.jsonl"}
+        assert holds_model(target)

@@ -28,6 +28,9 @@ def test_a_fake_group_is_one_process_of_a_large_world(group):
     comm.announce("all-gather of unit blocks.3")
     comm.all_gather(torch.zeros(1024), torch.zeros(2)).wait()
     comm.reduce_scatter(torch.zeros(2), torch.zeros(1024)).wait()
+    received = [torch.ones(1 if rank else 2) for rank in range(512)]
+    comm.exchange(received, [torch.full((2,), 5.0)] * 512).wait()
+    assert (received[0].tolist(), received[1].tolist()) == ([5.0, 5.0], [0.0])  # nobody gives what is not asked for
     comm.barrier()
     assert len(comm.all_gather_object("a")) == 512
 
@@ -47,6 +50,8 @@ def test_one_rank_of_gloo_waits_for_nobody(group):
     assert torch.equal(total, torch.ones(100_000))
     comm.broadcast(full).wait()
     comm.gather(shard, full).wait()
+    comm.exchange([full], [3 * shard]).wait()
+    assert torch.equal(full, 3 * shard)
     comm.barrier()
     assert comm.all_gather_object("a") == ["a"]
 

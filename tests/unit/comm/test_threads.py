@@ -24,11 +24,15 @@ def collectives(comm):
     comm.broadcast(told, source=comm.size - 1).wait()
     gathered = torch.empty(2 * comm.size) if comm.rank == 0 else None
     comm.gather(shard, gathered).wait()
+    # Rank r gives r of its own number to each rank before it and nothing to those after it.
+    sent = [torch.full((comm.rank if r <= comm.rank else 0,), float(comm.rank)) for r in range(comm.size)]
+    received = [torch.empty(r if comm.rank <= r else 0) for r in range(comm.size)]
+    comm.exchange(received, sent).wait()
     comm.barrier()
     return {
         "full": full.tolist(), "in_place": in_place.tolist(), "reduced": reduced.item(), "total": total.item(),
         "largest": largest.item(), "told": told.item(), "gathered": None if gathered is None else gathered.tolist(),
-        "objects": comm.all_gather_object({"rank": comm.rank}),
+        "exchanged": [part.tolist() for part in received], "objects": comm.all_gather_object({"rank": comm.rank}),
     }  # fmt: skip
 
 
@@ -41,6 +45,7 @@ def test_every_collective(size):
         assert got["total"] == sum(range(size))
         assert got["largest"] == got["told"] == size - 1
         assert got["gathered"] == (got["full"] if rank == 0 else None)
+        assert got["exchanged"] == [[float(r)] * r if rank <= r else [] for r in range(size)]
         assert got["objects"] == [{"rank": r} for r in range(size)]
 
 
@@ -109,7 +114,7 @@ def test_the_ledger_counts_what_is_sent():
 
     names, sent = run_ranks(2, work)[1]
     assert names == [
-        "all_gather", "all_gather", "reduce_scatter", "all_reduce", "all_reduce", "broadcast", "gather", "barrier",
-        "all_gather_object",
+        "all_gather", "all_gather", "reduce_scatter", "all_reduce", "all_reduce", "broadcast", "gather",
+        "exchange", "barrier", "all_gather_object",
     ]  # fmt: skip
-    assert sent == [8, 4, 4, 8, 8, 8, 8, 0, 0]
+    assert sent == [8, 4, 4, 8, 8, 8, 8, 4, 0, 0]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config import load_run
+from fullshard.config import RunConfig, load_run
 from fullshard.errors import ConfigError
 
 
@@ -99,18 +99,53 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
     [
         (
             "training.num_train_epochs=five",
-            "training.num_train_epochs: expected a valid integer, unable to parse string as an integer; got 'five'",
+            "training.num_train_epochs: expected a valid number, unable to parse string as a number; got 'five'",
         ),
         ("training.learning_rate=-1", "training.learning_rate: expected greater than 0; got -1"),
         ("training.learning_rate=.nan", "training.learning_rate: expected a finite number; got nan"),
         ("training.adam_beta1=1.0", "training.adam_beta1: expected less than 1; got 1.0"),
         ("training.eval_strategy=daily", "training.eval_strategy: expected 'epoch', 'steps' or 'no'; got 'daily'"),
-        ("evaluation.metric=bleu", "evaluation.metric: expected 'exact_match' or 'rougeL'; got 'bleu'"),
+        (
+            "evaluation.metric=f1",
+            "evaluation.metric: expected 'exact_match', 'accuracy', 'rouge1', 'rouge2', 'rougeL', 'rougeLsum', 'bleu', "
+            "'chrf' or 'perplexity'; got 'f1'",
+        ),
         ("data.source_column=3", "data.source_column: expected a valid string; got 3"),
-        ("data.source_column=null", "data.source_column: expected a valid string; got None"),
-        ("sharding.wrap=T5Block", "sharding.wrap: expected auto, none or a list of class names such as [T5Block]; "
-         "got 'T5Block'"),
-        ("sharding.wrap=[]", "sharding.wrap: expected auto, none or a list of class names such as [T5Block]; got []"),
+        ("training.warmup_steps=1.5", "training.warmup_steps: expected a whole number of steps, or a share of all "
+         "steps below 1; got 1.5"),
+        ("training.evaluation_strategy=steps", "training.evaluation_strategy: is called training.eval_strategy here; "
+         "write training.eval_strategy: steps"),
+        ("training.warmup_ratio=0.1", "training.warmup_ratio: is called training.warmup_steps here; "
+         "write training.warmup_steps: 0.1"),
+        ("training.optim=adamw_torch_fused", "training.optim: is called training.optimizer here; "
+         "write training.optimizer: adamw"),
+        ("training.optim=paged_adamw_8bit", "training.optim: is called training.optimizer here; "
+         "write training.optimizer: adamw_8bit"),
+        ("training.optim=lion_32bit", "training.optim: is called training.optimizer here, and there is no lion_32bit: "
+         "it is one of adafactor, adamw, adamw_8bit, adamw_bf16, muon"),
+        ("training.optimizer=sgd", "training.optimizer: expected 'adamw', 'adafactor', 'muon', 'adamw_8bit' or "
+         "'adamw_bf16'; got 'sgd'"),
+        ("training={optimizer: adafactor, adam_beta2: 0.999, adam_epsilon: 1e-8}", "training: optimizer: adafactor "
+         "does not use adam_beta2 and adam_epsilon; leave that out, or take it back with training.adam_beta2=null on "
+         "the command line"),
+        ("training.learning_rate=null", "training: learning_rate: null is for optimizer: adafactor, which has steps of "
+         "its own; got adamw"),
+        ("training={optimizer: adafactor, learning_rate: null}", "training: learning_rate: null leaves the learning "
+         "rate to adafactor, so that no schedule applies: set lr_scheduler_type: constant and warmup_steps: 0; got "
+         "linear and 0"),
+        ("training={optimizer: adafactor, learning_rate: null, lr_scheduler_type: constant, warmup_steps: 0.1}",
+         "training: learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: set "
+         "lr_scheduler_type: constant and warmup_steps: 0; got constant and 0.1"),
+        ("training.fp16=true", "training.fp16: is not an option here; write training.precision: fp16, or bf16, "
+         "which T5 needs"),
+        ("model.adapter={type: ia3, r: 4}", "model.adapter: r is an option of lora and dora; got type: ia3"),
+        ("model.adapter={target_modules: q}", "model.adapter.target_modules: expected all-linear or a list of module "
+         "names such as [q, v]; got 'q'"),
+        ("data.template='{a}'", "data: template and source_column both say what the source is; give one"),
+        ("sharding.wrap=T5Block", "sharding.wrap: expected auto, none, a list of class names such as [T5Block] or a "
+         "number of parameters such as 100000000; got 'T5Block'"),
+        ("sharding.wrap=0", "sharding.wrap: expected auto, none, a list of class names such as [T5Block] or a "
+         "number of parameters such as 100000000; got 0"),
         ("model.path=.", "model: exactly one of path and config must be given; got both"),
         ("model.config=null", "model: exactly one of path and config must be given; got neither"),
         ("model.tokenizer=null", "model: config needs a tokenizer section beside it, such as tokenizer: "
@@ -124,11 +159,13 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
          "got save_strategy: steps, save_steps: None"),
         ("training.save_steps=5", "training: save_strategy: steps and save_steps go together; "
          "got save_strategy: epoch, save_steps: 5"),
+        ("evaluation={min_new_tokens: 9, max_new_tokens: 4}", "evaluation: min_new_tokens must be at most "
+         "max_new_tokens; got 9 and 4"),
         ("training.save_total_limit=0", "training.save_total_limit: expected greater than 0; got 0"),
         ("resume=no", "resume: expected auto, never or the path of a checkpoint; got False"),
         ("resume=''", "resume: expected auto, never or the path of a checkpoint; got ''"),
-        ("data.validation_file=null", "training.eval_strategy: epoch needs data.validation_file; "
-         "give one, or set training.eval_strategy: no"),
+        ("data.validation_file=null", "training.eval_strategy: epoch needs held-out rows: give "
+         "data.validation_file or data.validation_fraction, or set training.eval_strategy: no"),
     ],
 )  # fmt: skip
 def test_wrong_value_names_key_expectation_and_value(run_file, override, problem):
@@ -196,10 +233,15 @@ def test_file_that_is_nowhere_lists_both_places(run_file, tmp_path, monkeypatch)
 def test_model_path_is_resolved_like_a_file(run_file, tmp_path):
     (tmp_path / "model").mkdir()
     overrides = ["model.config=null", "model.tokenizer=null"]
-    assert load_run(run_file, [*overrides, "model.path=model"]).model.path == tmp_path / "model"
-    assert problems(run_file, *overrides, "model.path=t5-small")[1].startswith(
-        f"model.path: 't5-small' does not exist; tried {tmp_path / 't5-small'}"
+    assert load_run(run_file, [*overrides, "model.path=model"]).model.path == str(tmp_path / "model")
+    assert problems(run_file, *overrides, "model.path=./t5-small")[1].startswith(
+        f"model.path: './t5-small' does not exist; tried {tmp_path / 't5-small'}"
     )
+
+
+def test_what_may_be_on_the_hub_is_left_as_it_is(run_file):
+    overrides = ["model.config=null", "model.tokenizer=null", "model.path=google-t5/t5-small"]
+    assert load_run(run_file, overrides).model.path == "google-t5/t5-small"
 
 
 def test_key_given_twice(tmp_path):
@@ -225,3 +267,17 @@ def test_unreadable_content(tmp_path, content, rule):
 def test_missing_run_file(tmp_path):
     with pytest.raises(ConfigError, match=r"The run file .*no\.yaml cannot be read"):
         load_run(tmp_path / "no.yaml")
+
+
+def test_an_optimizer_takes_its_own_options_only_and_nothing_else_is_recorded(run_file):
+    adam = ["training.adam_beta1=0.8", "training.adam_beta2=0.95", "training.adam_epsilon=1e-6"]
+    for name in ("adamw", "muon", "adamw_8bit", "adamw_bf16"):
+        training = load_run(run_file, [f"training.optimizer={name}", *adam]).as_plain()["training"]
+        assert (training["optimizer"], training["adam_beta1"], training["adam_epsilon"]) == (name, 0.8, 1e-6)
+    run = load_run(run_file, ["training.optimizer=adafactor", "training.weight_decay=0.1"])
+    assert not any(key.startswith("training.adam_") for key in run.as_flat())
+    assert RunConfig.model_validate(run.as_plain()) == run
+    taken_back = load_run(run_file, ["training.adam_beta2=0.5", "training.adam_beta2=null"])
+    assert taken_back == load_run(run_file)
+    own = ["training.learning_rate=null", "training.lr_scheduler_type=constant"]
+    assert load_run(run_file, ["training.optimizer=adafactor", *own]).training.learning_rate is None

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from fullshard.config import load_run
 from fullshard.config.schema import RunConfig, TrainingConfig
+from fullshard.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "banking77_tiny.yaml"
 
@@ -60,3 +61,10 @@ def test_the_example_run_file_loads():
     assert run.data.train_file.is_file()
     assert run.data.validation_file.is_file()
     assert run.nproc is None
+
+
+def test_rows_are_held_out_in_one_way_only(run_file):
+    data = "data={dataset_name: rows/of, validation_fraction: 0.1, validation_split: "
+    with pytest.raises(ConfigError, match="validation_fraction holds out training rows; it does not go with valid"):
+        load_run(run_file, [data + "test}"])
+    assert load_run(run_file, [data + "null}"]).data.validation_fraction == 0.1

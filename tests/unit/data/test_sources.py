@@ -1,11 +1,17 @@
 """Rows come out of a file exactly as they are in it, and every fault names its line."""
 
 import csv
+import gzip
+import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
-from fullshard.data.sources import Example, read_rows
+from fullshard.data import Example, SourceSpec, fingerprint, read_split
 from fullshard.errors import DataError
+
+ADVICE = "Mend or remove them, or raise data.max_bad_rows (now 0) to skip them:"
 
 
 def write(path, content):
@@ -13,9 +19,17 @@ def write(path, content):
     return path
 
 
-def message(path, source="text", target="label"):
+def read_rows(path, source="text", target="label", **options):
+    return read_split(SourceSpec(train_file=path, source_column=source, target_column=target, **options), "train")
+
+
+def rows_of(path, **options):
+    return read_rows(path, **options).examples
+
+
+def message(path, **options):
     with pytest.raises(DataError) as caught:
-        read_rows(path, source, target)
+        read_rows(path, **options)
     return str(caught.value)
 
 
@@ -24,27 +38,28 @@ def test_csv_keeps_quotes_commas_newlines_and_other_columns_out(tmp_path):
         tmp_path / "rows.csv",
         'id,text,label\n1,"a ""quoted"" word, and a comma",x\n2,"two\nlines",y\n\n3,"crlf\r\ninside\u2028sep",z\n',
     )
-    assert read_rows(path, "text", "label") == [
-        Example('a "quoted" word, and a comma', "x", 2),
-        Example("two\nlines", "y", 3),
-        Example("crlf\r\ninside\u2028sep", "z", 6),
+    assert rows_of(path) == [
+        Example('a "quoted" word, and a comma', ("x",), 2),
+        Example("two\nlines", ("y",), 3),
+        Example("crlf\r\ninside\u2028sep", ("z",), 6),
     ]
 
 
 def test_csv_with_windows_line_ends_and_byte_order_mark(tmp_path):
     path = write(tmp_path / "rows.CSV", b"\xef\xbb\xbftext,label\r\nhello,a\r\nworld,b\r\n")
-    assert [(row.source, row.target) for row in read_rows(path, "text", "label")] == [("hello", "a"), ("world", "b")]
+    assert [(row.source, row.target) for row in rows_of(path)] == [("hello", "a"), ("world", "b")]
 
 
 def test_csv_without_a_final_newline(tmp_path):
-    assert read_rows(write(tmp_path / "rows.csv", "text,label\na,b"), "text", "label") == [Example("a", "b", 2)]
+    assert rows_of(write(tmp_path / "rows.csv", "text,label\na,b")) == [Example("a", ("b",), 2)]
 
 
 def test_csv_cell_longer_than_the_csv_modules_limit(tmp_path):
     limit = csv.field_size_limit()
     article = "word " * 40_000
+    assert limit < len(article)
     path = write(tmp_path / "rows.csv", f"text,label\n{article},b\n")
-    assert read_rows(path, "text", "label")[0].source == article
+    assert rows_of(path)[0].source == article
     assert csv.field_size_limit() == limit
 
 
@@ -61,7 +76,7 @@ def test_column_that_is_there_twice(tmp_path):
 def test_bad_csv_rows_are_counted_and_located(tmp_path):
     path = write(tmp_path / "rows.csv", 'text,label\n"two\nlines",ok\nonly one\na,b,c\n  ,x\na,\n')
     assert message(path).splitlines() == [
-        f"{path}: 4 of 5 rows cannot be used. Mend or remove them:",
+        f"{path}: 4 of 5 rows cannot be used. {ADVICE}",
         f"  {path}:4: the row has 1 cells, the header 2",
         f"  {path}:5: the row has 3 cells, the header 2",
         f"  {path}:6: column 'text' is empty",
@@ -97,18 +112,14 @@ def test_empty_file(tmp_path, content, size, suffix):
 
 def test_header_without_rows(tmp_path):
     path = write(tmp_path / "rows.csv", "text,label\n")
-    assert message(path) == f"{path} has a header but no rows: at least one row below the header is needed."
+    assert message(path) == f"{path} has a header but no rows: at least one row is needed."
 
 
 def test_missing_file_and_unknown_format(tmp_path):
     assert message(tmp_path / "no.csv").startswith(f"{tmp_path / 'no.csv'} cannot be read: No such file")
-    assert "must end in .csv or .jsonl; got '.xlsx'" in message(write(tmp_path / "rows.xlsx", "x"))
-    assert "must end in .csv or .jsonl; got no suffix" in message(write(tmp_path / "rows", "x"))
-
-
-def test_file_that_is_not_utf8_names_the_line(tmp_path):
-    path = write(tmp_path / "rows.csv", b"text,label\na,b\ncaf\xe9,c\n")
-    assert message(path) == f"{path}:3: byte 0xe9 is not UTF-8. Save the file as UTF-8."
+    kinds = "must end in .csv, .tsv, .jsonl, .json, .parquet (or that and .gz)"
+    assert f"{kinds}; got '.xlsx'. Set data.format." in message(write(tmp_path / "rows.xlsx", "x"))
+    assert f"{kinds}; got no suffix" in message(write(tmp_path / "rows", "x"))
 
 
 def test_jsonl(tmp_path):
@@ -116,12 +127,12 @@ def test_jsonl(tmp_path):
         tmp_path / "rows.jsonl",
         b'\xef\xbb\xbf{"text": "a\\nb \xe2\x80\xa8", "label": "x", "id": 1}\r\n\n{"label": "y", "text": "\\u00e9"}\n',
     )
-    assert read_rows(path, "text", "label") == [Example("a\nb \u2028", "x", 1), Example("\u00e9", "y", 3)]
+    assert rows_of(path) == [Example("a\nb \u2028", ("x",), 1), Example("\u00e9", ("y",), 3)]
 
 
 def test_a_json_number_is_its_text_as_in_csv(tmp_path):
     path = write(tmp_path / "rows.jsonl", '{"text": 1.50, "label": -3}\n{"text": "a", "label": 1e5}\n')
-    assert read_rows(path, "text", "label") == [Example("1.50", "-3", 1), Example("a", "1e5", 2)]
+    assert rows_of(path) == [Example("1.50", ("-3",), 1), Example("a", ("1e5",), 2)]
 
 
 def test_bad_jsonl_rows_are_counted_and_located(tmp_path):
@@ -130,7 +141,7 @@ def test_bad_jsonl_rows_are_counted_and_located(tmp_path):
         '{"text": "a", "label": "b"}\n{"text": "a",\n[1]\n{"text": "a"}\n{"text": true, "label": "b"}\n',
     )
     assert message(path).splitlines() == [
-        f"{path}: 4 of 5 rows cannot be used. Mend or remove them:",
+        f"{path}: 4 of 5 rows cannot be used. {ADVICE}",
         f"  {path}:2: broken JSON: Expecting property name enclosed in double quotes at column 14",
         f"  {path}:3: the line holds a JSON list, not an object",
         f"  {path}:4: column 'label' is missing",
@@ -147,3 +158,192 @@ def test_jsonl_without_one_readable_row_says_so(tmp_path):
     path = write(tmp_path / "rows.jsonl", "text,label\n")
     assert "1 of 1 rows cannot be used" in message(path)
     assert "broken JSON" in message(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.tsv", 'text\tlabel\na, b\tx\n"tab\there\nand ""line"""\ty\n'),
+        ("rows.json", json.dumps([{"text": "a, b", "label": "x"}, {"text": 'tab\there\nand "line"', "label": "y"}])),
+        (
+            "rows.json",
+            json.dumps(
+                {"v": 1, "data": [{"text": "a, b", "label": "x"}, {"text": 'tab\there\nand "line"', "label": "y"}]}
+            ),
+        ),
+        ("rows.json", json.dumps({"text": ["a, b", 'tab\there\nand "line"'], "label": ["x", "y"]})),
+        ("rows.json", json.dumps({"text": {"0": "a, b", "1": 'tab\there\nand "line"'}, "label": {"0": "x", "1": "y"}})),
+    ],
+    ids=["tsv", "list", "one-list", "columns", "pandas"],
+)
+def test_every_format_gives_the_same_rows(tmp_path, name, content):
+    rows = rows_of(write(tmp_path / name, content))
+    assert [(row.source, row.target) for row in rows] == [("a, b", "x"), ('tab\there\nand "line"', "y")]
+    assert [row.line for row in rows] == ([2, 3] if name.endswith("tsv") else [1, 2])
+
+
+def test_gzipped_files_are_read_by_the_suffix_inside(tmp_path):
+    csv_path = write(tmp_path / "rows.csv.gz", gzip.compress(b"text,label\na,b\n"))
+    jsonl_path = write(tmp_path / "rows.jsonl.gz", gzip.compress(b'{"text": "a", "label": "b"}\n'))
+    assert rows_of(csv_path) == [Example("a", ("b",), 2)]
+    assert rows_of(jsonl_path) == [Example("a", ("b",), 1)]
+    assert "cannot be read" in message(write(tmp_path / "cut.csv.gz", csv_path.read_bytes()[:-4]))
+    assert "cannot be read" in message(write(tmp_path / "no.csv.gz", "text,label\n"))
+
+
+def test_a_given_format_goes_before_the_suffix(tmp_path):
+    path = write(tmp_path / "rows.dat", "text\tlabel\na\tb\n")
+    assert rows_of(path, format="tsv") == [Example("a", ("b",), 2)]
+
+
+def test_json_lines_called_json_are_told_so_and_other_json_is_refused(tmp_path):
+    lines = write(tmp_path / "lines.json", '{"text": "a", "label": "b"}\n{"text": "c", "label": "d"}\n')
+    assert "set data.format: jsonl" in message(lines)
+    assert len(rows_of(lines, format="jsonl")) == 2
+    assert "is not valid JSON" in message(write(tmp_path / "broken.json", "{"))
+    assert "nested too deep" in message(write(tmp_path / "deep.json", "[" * 100_000))
+    assert "holds neither a list of objects" in message(write(tmp_path / "odd.json", '{"a": [1, 2], "b": [1]}'))
+    assert "holds no rows" in message(write(tmp_path / "none.json", "[]"))
+
+
+def test_bad_items_of_a_json_list_are_counted(tmp_path):
+    path = write(tmp_path / "rows.json", b'[{"text": "a", "label": "b"}, 3, {"text": "caf\xe9", "label": "c"}]')
+    text = message(path)
+    assert "2 of 3 rows cannot be used" in text
+    assert f"{path}:2: the item is a JSON str, not an object" in text
+    assert f"{path}:3: byte 0xe9 is not UTF-8" in text
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_bytes_that_are_no_text_make_one_row_bad_and_leave_the_others(tmp_path, name):
+    if name.endswith("csv"):
+        content = b'text,label\na,b\n"caf\xe9\nau lait",c\nd,e\n'
+    else:
+        content = b'\n{"text": "a", "label": "b"}\n{"text": "caf\xe9", "label": "c"}\n{"text": "d", "label": "e"}\n'
+    path = write(tmp_path / name, content)
+    table = read_rows(path, max_bad_rows=1)
+    assert [(row.source, row.target) for row in table.examples] == [("a", "b"), ("d", "e")]
+    assert table.examples[1].line == (5 if name.endswith("csv") else 4)
+    assert table.notes[0].splitlines() == [
+        f"{path}: 1 of 3 rows were skipped (data.max_bad_rows: 1):",
+        f"  {path}:3: byte 0xe9 is not UTF-8: save the file as UTF-8, or set data.encoding to what it is",
+    ]
+    assert "now 0) to skip them" in message(path)
+    assert len(rows_of(path, encoding="iso-8859-1")) == 3
+
+
+def test_other_encodings_and_their_byte_order_marks(tmp_path):
+    path = write(tmp_path / "rows.csv", "text,label\ncafé,b\n".encode("utf-16"))
+    assert rows_of(path, encoding="utf-16") == [Example("café", ("b",), 2)]
+    assert "is no encoding that Python knows" in message(path, encoding="utf-99")
+    assert "the header cannot be read: byte 0xff is not UTF-8" in message(path)
+    assert "cannot be decoded as utf-16" in message(
+        write(tmp_path / "cut.csv", path.read_bytes() + b"a"), encoding="utf-16"
+    )
+
+
+def test_half_a_character_in_json_is_a_bad_row(tmp_path):
+    path = write(tmp_path / "rows.jsonl", '{"text": "\\ud83d", "label": "b"}\n')
+    assert "column 'text': \\ud83d is half of a character" in message(path)
+
+
+def test_bad_rows_up_to_the_limit_are_skipped_and_shown_one_more_ends_it(tmp_path):
+    path = write(
+        tmp_path / "rows.jsonl", '{"text": "a", "label": "b"}\n{"text": ""}\n{broken\n{"text": "c", "label": null}\n'
+    )
+    table = read_rows(path, max_bad_rows=3)
+    assert table.examples == [Example("a", ("b",), 1)]
+    assert [f":{line}:" in table.notes[0] for line in (1, 2, 3, 4)] == [False, True, True, True]
+    assert "3 of 4 rows cannot be used" in message(path, max_bad_rows=2)
+    assert "max_bad_rows (now 2)" in message(path, max_bad_rows=2)
+
+
+def test_skipping_every_row_leaves_nothing_to_read(tmp_path):
+    path = write(tmp_path / "rows.csv", "text,label\na\nb\n")
+    assert "has 2 rows, none of which can be used" in message(path, max_bad_rows=9)
+
+
+def test_broken_quotes_end_the_run_whatever_the_limit(tmp_path):
+    path = write(tmp_path / "rows.csv", 'text,label\na,b\n"closed"then more,b\nc,d\n')
+    assert f"{path}:3: the CSV is malformed from here on" in message(path, max_bad_rows=99)
+
+
+def test_lists_are_joined_in_the_source_and_are_references_in_the_target(tmp_path):
+    path = write(
+        tmp_path / "rows.jsonl",
+        '{"text": ["One.", "", "Two\\nlines."], "label": ["x", " ", "y", "x"]}\n{"text": "a", "label": ["only"]}\n',
+    )
+    assert rows_of(path) == [Example("One. Two\nlines.", ("x", "y"), 1), Example("a", ("only",), 2)]
+    assert rows_of(path, target_lists="join")[0].references == ("x y x",)
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("[]", "column 'label' is empty"),
+        ('["a", null]', "column 'label' holds a list with nothing"),
+        ('[["a"]]', "column 'label' holds a list with a list, not text"),
+        ('{"a": 1}', "column 'label' holds a dict, not text"),
+        ("NaN", "column 'label' holds nan, not text"),
+    ],
+)
+def test_cells_that_hold_no_text_are_bad_rows(tmp_path, cell, problem):
+    path = write(tmp_path / "rows.jsonl", f'{{"text": "a", "label": {cell}}}\n')
+    assert problem in message(path)
+
+
+def spec_with_rows(tmp_path, count=400, **options):
+    path = write(tmp_path / "rows.csv", "text,label\n" + "".join(f"row {n},{n % 3}\n" for n in range(count)))
+    return SourceSpec(train_file=path, **options)
+
+
+def test_held_out_rows_are_the_same_in_every_run_and_are_not_trained_on(tmp_path):
+    spec = spec_with_rows(tmp_path, validation_fraction=0.1)
+    train, held_out = read_split(spec, "train"), read_split(spec, "validation")
+    assert [row.line for row in held_out.examples][:4] == [6, 11, 53, 55]
+    assert sorted(row.line for row in train.examples + held_out.examples) == list(range(2, 402))
+    assert len(held_out.examples) == pytest.approx(40, abs=15)
+    assert f"{len(held_out.examples)} of 400 rows are held out" in held_out.notes[-1]
+    fewer = read_split(replace(spec, validation_fraction=0.05), "validation").examples
+    assert {row.line for row in fewer} < {row.line for row in held_out.examples}
+
+
+def test_a_fraction_that_leaves_one_side_empty_is_refused(tmp_path):
+    spec = spec_with_rows(tmp_path, count=3, validation_fraction=0.001)
+    with pytest.raises(DataError, match="leaves 3 rows for training and 0 held out"):
+        read_split(spec, "train")
+
+
+def test_validation_rows_come_from_their_own_file(tmp_path):
+    spec = spec_with_rows(tmp_path, count=3)
+    with pytest.raises(DataError, match=r"no rows for validation: set data.validation_file"):
+        read_split(spec, "validation")
+    other = write(tmp_path / "other.jsonl", '{"text": "a", "label": "b"}\n')
+    assert read_split(replace(spec, validation_file=other), "validation").examples == [Example("a", ("b",), 1)]
+
+
+def test_the_fingerprint_is_of_the_bytes_and_the_options_not_of_the_place(tmp_path):
+    spec = spec_with_rows(tmp_path, count=3)
+    here = fingerprint(spec, "train")
+    (tmp_path / "copy").mkdir()
+    copied = replace(spec, train_file=tmp_path / "copy" / "other.csv")
+    shutil.copy(spec.train_file, copied.train_file)
+    assert fingerprint(copied, "train") == here
+    changed = {
+        fingerprint(replace(spec, **{name: value}), "train")
+        for name, value in [
+            ("format", "tsv"),
+            ("encoding", "utf-16"),
+            ("source_column", "text"),
+            ("target_column", "text"),
+            ("target_lists", "join"),
+            ("template", "{text}"),
+            ("max_bad_rows", 1),
+            ("validation_fraction", 0.5),
+        ]
+    } | {here, fingerprint(replace(spec, validation_fraction=0.5), "validation")}
+    assert len(changed) == 10
+    copied.train_file.write_bytes(spec.train_file.read_bytes().replace(b"row 2", b"row 3"))
+    assert fingerprint(copied, "train") != here
+    with pytest.raises(DataError, match="cannot be read"):
+        fingerprint(replace(spec, train_file=tmp_path / "no.csv"), "train")

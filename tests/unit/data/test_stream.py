@@ -11,8 +11,8 @@ from torch.utils.data import DistributedSampler
 
 from fullshard.data import stream
 from fullshard.data.collate import CollateSpec
-from fullshard.data.sources import Example
-from fullshard.data.stream import EpochPlan, batches
+from fullshard.data.examples import Example
+from fullshard.data.stream import EpochPlan, batches, row_refs
 from fullshard.data.tokenize import TokenizeSpec, tokenize
 from fullshard.errors import DataError
 
@@ -168,7 +168,7 @@ def test_more_ranks_than_rows_get_fillers_alone():
 
 
 def test_skipping_gives_what_not_skipping_gives_and_makes_nothing_before(t5_like, monkeypatch):
-    tokenized = tokenize([Example("a " * (n % 5 + 1), "label", n) for n in range(11)], t5_like, TokenizeSpec(8, 8))
+    tokenized = tokenize([Example("a " * (n % 5 + 1), ("label",), n) for n in range(11)], t5_like, TokenizeSpec(8, 8))
     plan = EpochPlan(11, 2, batch_size=2, seed=1, lengths=tokenized.lengths)
     everything = [batch.indices for batch in batches(tokenized, plan, 1, CollateSpec(pad_token_id=0))]
     made = []
@@ -195,7 +195,7 @@ def test_rank_must_exist(rank):
 
 
 def test_batches_follow_the_plan_and_leave_the_global_random_state_alone(t5_like):
-    tokenized = tokenize([Example("a " * (n + 1), "label", n) for n in range(7)], t5_like, TokenizeSpec(8, 8))
+    tokenized = tokenize([Example("a " * (n + 1), ("label",), n) for n in range(7)], t5_like, TokenizeSpec(8, 8))
     plan = EpochPlan(7, 2, batch_size=3, seed=1, training=False)
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -209,6 +209,15 @@ def test_batches_follow_the_plan_and_leave_the_global_random_state_alone(t5_like
 
 
 def test_plan_for_another_set(t5_like):
-    tokenized = tokenize([Example("a", "label", 2)], t5_like, TokenizeSpec(8, 8))
+    tokenized = tokenize([Example("a", ("label",), 2)], t5_like, TokenizeSpec(8, 8))
     with pytest.raises(DataError, match="The plan is for 3 rows, the set has 1"):
         next(batches(tokenized, EpochPlan(3, 1, 1), 0, CollateSpec(pad_token_id=0)))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3, 20])
+def test_steps_are_the_micro_batches_in_their_order(accumulation):
+    plan = EpochPlan(50, 2, batch_size=4, seed=1, lengths=tuple(range(50)), accumulation=accumulation)
+    for rank in range(2):
+        of_steps = [row_refs(places) for step in range(plan.num_steps) for places in plan.step_places(step, rank)]
+        assert of_steps == plan.micro_batches(rank)
+    assert all(len(plan.step_places(step, 0)) == accumulation for step in range(plan.num_steps - 1))

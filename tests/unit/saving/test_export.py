@@ -295,7 +295,7 @@ def test_lora_is_not_exported_by_accident(tmp_path):
         export(checkpoint, tmp_path / "exported", ExportOptions())
     save_checkpoint(1, t5, tmp_path / "plain")
     for lora in ("merge", "adapter"):
-        with pytest.raises(ConfigError, match=f"--{lora} is for a model with a LoRA adapter"):
+        with pytest.raises(ConfigError, match=f"--{lora} is for a model with an adapter"):
             export(tmp_path / "plain" / "step-00000001", tmp_path / "exported", ExportOptions(lora=lora))
 
 

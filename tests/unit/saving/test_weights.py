@@ -13,7 +13,7 @@ from transformers import GPT2Model, LlamaConfig, LlamaForCausalLM
 from fullshard import CPUOffload, MixedPrecision, ShardingStrategy, full_tensors, fully_shard, memory_summary, unsharded
 from fullshard.checkpoint import safetensors_reader
 from fullshard.comm import run_ranks
-from fullshard.engine import build
+from fullshard.engine import initial
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ShardingError
 from fullshard.saving import Pretrained, load
 from support.models import TinyLM, bart, batches, causal_loss, gpt2, lm_loss, lm_with_frozen_parts, seq2seq_loss, t5
@@ -144,7 +144,7 @@ def test_tables_that_no_file_holds_are_computed(tmp_path):
 def test_no_parameter_is_initialised_and_nothing_is_gathered(kind, tmp_path, monkeypatch):
     write(seeded(MODELS[kind]), tmp_path)
     models = skeletons(MODELS[kind], 2)
-    monkeypatch.setattr(build.UnitBuilder, "_initialize", None)
+    monkeypatch.setattr(initial.Initializer, "prepare_unit", None)
     real = []
     for model in models:
         init = model._init_weights

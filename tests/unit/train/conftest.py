@@ -4,16 +4,16 @@ import threading
 
 import pytest
 
-from fullshard.train import assemble
+from fullshard.train import modelling
 
 
 @pytest.fixture
 def one_at_a_time(monkeypatch):
     """Have threads build their models one after the other, so that all get the same weights."""
-    lock, make_model = threading.Lock(), assemble.make_model
+    lock, make_model = threading.Lock(), modelling.make_model
 
     def locked(*args):
         with lock:
             return make_model(*args)
 
-    monkeypatch.setattr(assemble, "make_model", locked)
+    monkeypatch.setattr(modelling, "make_model", locked)

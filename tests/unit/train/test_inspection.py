@@ -1,13 +1,18 @@
 """The unit table without ranks is the table that ranks print."""
 
+import sys
+
 import pytest
 
 from fullshard import units
 from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
-from fullshard.errors import WrapError
-from fullshard.train.assemble import assemble, make_model, make_tokenizer, read_train_rows
-from fullshard.train.inspection import inspect_units
+from fullshard.errors import UserError, WrapError
+from fullshard.train import prepare
+from fullshard.train.assemble import assemble
+from fullshard.train.inspection import dry_run, inspect_units
+from fullshard.train.modelling import make_model
+from fullshard.train.prepare import prepare_tokenizer
 from support.tiny_run import MODEL, settings
 
 
@@ -34,7 +39,7 @@ def test_a_model_too_large_for_this_machine_takes_no_memory(tmp_path):
 
 def test_a_directory_is_read(tmp_path):
     settings_ = config(tmp_path)
-    tokenizer = make_tokenizer(settings_, read_train_rows(settings_))
+    tokenizer = prepare_tokenizer(settings_)
     make_model(settings_, tokenizer).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     table = inspect_units(config(tmp_path, model={"path": str(tmp_path / "model")}), 2)
@@ -44,3 +49,36 @@ def test_a_directory_is_read(tmp_path):
 def test_wrapping_errors_come_out(tmp_path):
     with pytest.raises(WrapError, match="T5Block"):
         inspect_units(config(tmp_path, sharding__wrap=["T5Blok"]), 2)
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16}
+BART |= {"decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+
+
+@pytest.mark.parametrize("model", [LLAMA, BART], ids=["llama", "bart"])
+def test_buffers_without_values_are_laid_out_too(tmp_path, model):
+    found = dry_run(config(tmp_path, model={"config": model, "tokenizer": {"vocab_size": 60}}), 2)
+    assert found.total_steps == 4
+    assert "all is ready" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"evaluation__metric": "accuracy"}, "accuracy is for label sets"),
+        ({"training__packing": True, "model": {"config": BART, "tokenizer": {"vocab_size": 60}}}, "training.packing"),
+        ({"training__report_to": ["wandb"]}, "wandb, which is not installed"),
+    ],
+    ids=["metric", "packing", "tracker"],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse_before_its_first_step(tmp_path, changes, problem, monkeypatch):
+    monkeypatch.setattr(prepare, "MOST_LABELS", 1)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=problem):
+        dry_run(config(tmp_path, **changes), 2)
+
+
+def test_shards_in_host_memory_are_laid_out_as_others(tmp_path):
+    assert inspect_units(config(tmp_path, sharding__cpu_offload=True), 2) == inspect_units(config(tmp_path), 2)

@@ -9,7 +9,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
-from fullshard.data import read_rows
+from fullshard.data import SourceSpec, read_split
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.train import FileSink, best, loop, train
 from support.tiny_run import Memory, read_jsonl, settings
@@ -51,9 +51,9 @@ def test_a_run_from_start_to_end(tmp_path):
     assert [(report.step, report.path) for report in memory.checkpoints] == [
         (step, str(out / "checkpoints" / f"step-{step:08d}")) for step in (4, 8)
     ]
-    assert [p["reference"] for p in read_jsonl(out / "predictions.jsonl")] == [p.reference for p in summary.predictions]
-    held_out = read_rows(tmp_path / "held_out.csv", "text", "category")
-    assert [(p.source, p.reference) for p in summary.predictions] == [(row.source, row.target) for row in held_out]
+    assert read_jsonl(out / "predictions.jsonl") == [p.as_dict() for p in summary.predictions]
+    held_out = read_split(SourceSpec(train_file=tmp_path / "held_out.csv"), "train").examples
+    assert [(p.source, p.references) for p in summary.predictions] == [(row.source, row.references) for row in held_out]
 
 
 def test_the_saved_model_is_the_best_and_gives_the_loss_that_was_reported(tmp_path):
@@ -69,7 +69,7 @@ def loss_of_saved(directory, summary):
     total = count = 0
     for row in summary.predictions:
         source = tokenizer(row.source, return_tensors="pt", truncation=True, max_length=12).input_ids
-        labels = tokenizer(text_target=row.reference, return_tensors="pt", truncation=True, max_length=8).input_ids
+        labels = tokenizer(text_target=row.references[0], return_tensors="pt", truncation=True, max_length=8).input_ids
         with torch.no_grad():
             total += model(input_ids=source, labels=labels).loss.item() * labels.numel()
         count += labels.numel()
@@ -165,3 +165,9 @@ def test_a_causal_model_with_bf16_and_checkpointing_learns(tmp_path):
     assert summary.metric == "rougeL"
     assert summary.baseline_name == "first sentence"
     assert len(summary.predictions) == 7
+
+
+def test_a_run_has_a_step_however_short_its_time(tmp_path):
+    summary, memory = run(tmp_path, training__max_train_minutes=1e-7)
+    assert (summary.steps, summary.ended_by) == (1, "time")
+    assert [report.step for report, _ in memory.evaluations] == [1]

@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import datasets
 import pytest
 from safetensors.torch import load_file
 
@@ -15,7 +16,8 @@ from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError, RunStopped
 from fullshard.saving import Checkpoints
-from fullshard.train import FileSink, StopRequest, loop, step, train
+from fullshard.train import FileSink, StopRequest, loop, step, trace, train
+from fullshard.train.resume import deciding_settings
 from support.tiny_run import MODEL, Memory, read_jsonl, settings, write_rows
 
 STEPS = 8
@@ -101,7 +103,7 @@ def files(directory):
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != "lock"}
 
 
-TIMES = ("seconds", "tokens_per_second", "memory_bytes")
+TIMES = ("seconds", "tokens_per_second", "memory_bytes", "memory_bytes_per_rank")
 
 
 def without_times(record):
@@ -133,10 +135,13 @@ def _unmetered():
     """The memory meter is slow, and listens to the whole process, so that only one rank of it can measure."""
 
     class Meter(contextlib.nullcontext):
-        peak_bytes = 1
+        peak_bytes, start_bytes, timeline = 1, 0, ()
+
+        def __init__(self, device):
+            super().__init__()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "MemoryMeter", Meter)
+        patch.setattr(trace, "MemoryMeter", Meter)
         yield
 
 
@@ -428,7 +433,7 @@ def test_settings_that_decide_training_must_be_the_checkpoints(tmp_path):
         "6; in the checkpoint 4",
         "seed: 4; in the checkpoint 3",
         "training.learning_rate: 0.5; in the checkpoint 0.01",
-        "training.num_train_epochs: 3; in the checkpoint 2",
+        "training.num_train_epochs: 3.0; in the checkpoint 2.0",
     ]
     assert "resume=never" in lines[-1]
     assert "another output_dir" in lines[-1]
@@ -518,3 +523,29 @@ def test_a_second_run_on_one_directory_touches_nothing(tmp_path):
     with Checkpoints(tmp_path / "out" / "checkpoints", ranks=comm), pytest.raises(CheckpointError, match="Another run"):
         run(tmp_path)
     assert files(tmp_path / "out") == found
+
+
+def test_a_best_model_by_another_metric_is_not_compared_with_those_to_come(tmp_path):
+    run(tmp_path, training__num_train_epochs=1)
+    (checkpoint,) = find_checkpoints(tmp_path / "out" / "checkpoints")
+    memory = run(tmp_path, resume=str(checkpoint), evaluation__metric="perplexity")
+    assert any("was evaluated with other settings" in note for note in memory.begun[0].notes)
+    (summary,) = memory.ended
+    losses = {report.step: report.loss for report, _ in memory.evaluations}
+    assert sorted(losses) == [4, 8], "the evaluation after the checkpoint's step is made again"
+    assert (summary.metric, summary.best_step) == ("perplexity", min(losses, key=losses.__getitem__))
+
+
+def test_a_saved_dataset_is_what_it_holds_wherever_it_is(tmp_path):
+    def deciding(name, texts):
+        rows = datasets.Dataset.from_dict({"text": texts, "label": ["a"] * len(texts)})
+        if not (tmp_path / name).exists():
+            datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / name)
+        data = {"dataset_name": str(tmp_path / name)}
+        return deciding_settings(RunConfig.model_validate({**settings(tmp_path), "data": data}), 1)
+
+    first = deciding("one", ["a", "b"])
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert deciding("two", []) == first
+    shutil.rmtree(tmp_path / "one")
+    assert deciding("one", ["c", "d", "e"]) != first

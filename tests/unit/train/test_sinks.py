@@ -22,7 +22,7 @@ from fullshard.train.sinks import ConsoleSink, FileSink, format_bytes
 from support.tiny_run import read_jsonl
 
 MIB = 1 << 20
-PREDICTIONS = tuple(Prediction(f"source [bold]{i}", f"predicted {i}", f"reference {i}") for i in range(10))
+PREDICTIONS = tuple(Prediction(f"source [bold]{i}", f"predicted {i}", (f"reference {i}",)) for i in range(10))
 START = RunStart(
     output_dir="out",
     world_size=2,
@@ -30,9 +30,13 @@ START = RunStart(
     total_steps=50,
     steps_per_epoch=25,
     parameters=1234567,
+    optimizer="AdamW",
     train_rows=800,
     validation_rows=10,
     unit_table="the unit table",
+    config={"seed": 1},
+    versions={"torch": "2"},
+    padding_share=0.125,
     notes=("5 sources were cut [x]",),
 )
 
@@ -60,6 +64,9 @@ EVALUATION = EvaluationReport(
     value=0.625,
     baseline=0.0125,
     baseline_name="always 'x'",
+    metrics={"exact_match": 0.625, "perplexity": 1.284},
+    baselines={"exact_match": 0.0125},
+    confusion=None,
     predictions=PREDICTIONS,
     seconds=3.0,
 )
@@ -84,10 +91,16 @@ def summary(**changes):
         "world_size": 2,
         "device": "cpu",
         "parameters": 1234567,
+        "optimizer": "Adafactor",
         "output_dir": "out",
         "config": {"seed": 1},
         "versions": {"torch": "2"},
         "memory": (RankMemory(0, 5 * MIB, 5 * MIB, 10 * MIB, MIB, MIB, 90 * MIB), RankMemory(1, 1, 2, 3, 4, 5, 6)),
+        "ended_by": "steps",
+        "skipped_steps": 0,
+        "metrics": {"exact_match": 0.625, "perplexity": 1.284},
+        "baselines": {"exact_match": 0.0125},
+        "confusion": None,
         "predictions": PREDICTIONS,
     }
     return RunSummary(**(values | changes))
@@ -123,7 +136,7 @@ def test_files_hold_steps_evaluations_predictions_and_summary(tmp_path):
     assert records[2]["nbytes"] == 12 * MIB
     assert "stop_requested" not in records[0]
     predictions = read_jsonl(tmp_path / "out" / "predictions.jsonl")
-    assert predictions[3] == {"source": "source [bold]3", "prediction": "predicted 3", "reference": "reference 3"}
+    assert predictions[3] == {"input": "source [bold]3", "prediction": "predicted 3", "references": ["reference 3"]}
     assert len(predictions) == 10
     result = json.loads((tmp_path / "out" / "summary.json").read_text())
     expected = {"metric": "exact_match", "value": 0.625, "baseline": 0.0125, "train_seconds": 83.0, "world_size": 2}
@@ -143,9 +156,10 @@ def test_metrics_are_on_disk_after_each_step(tmp_path):
 
 def test_an_earlier_runs_results_do_not_pass_for_this_one(tmp_path):
     run_through(FileSink(tmp_path))
+    (tmp_path / "trace.json").write_text("{}")
     sink = FileSink(tmp_path)
     sink.start(START)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     sink.close()
 
@@ -159,7 +173,8 @@ def test_a_run_that_goes_on_keeps_the_metrics_up_to_its_step_and_appends(tmp_pat
     sink.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "st')  # a killed run's last line
-    (tmp_path / "summary.json").write_text("{}")
+    for name in ("summary.json", "trace.json"):
+        (tmp_path / name).write_text("{}")
     sink = FileSink(tmp_path)
     sink.start(dataclasses.replace(START, resumed_step=2))
     sink.step(step(3, loss=0.125))
@@ -169,6 +184,7 @@ def test_a_run_that_goes_on_keeps_the_metrics_up_to_its_step_and_appends(tmp_pat
         ("step", 1), ("step", 2), ("evaluation", 2), ("step", 3)
     ]  # fmt: skip
     assert records[-1]["loss"] == 0.125
+    assert (tmp_path / "trace.json").exists(), "the step that was recorded is not recorded again"
     assert not (tmp_path / "summary.json").exists()
 
 
@@ -202,16 +218,16 @@ def test_plain_lines_are_few_and_complete():
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == [f"{n}/50" for n in [1, *range(2, 51, 2)]]
     assert steps[-1] == "step 50/50  loss 0.0200  800 tokens/s  300.0 MiB  0 s left"
-    assert "1,234,567 parameters, sharded over 2 ranks on cpu" in lines
+    assert "1,234,567 parameters, sharded over 2 ranks on cpu; AdamW" in lines
     assert "the unit table" in lines
     assert "5 sources were cut [x]" in lines
 
 
 def test_the_end_shows_result_samples_and_memory():
     text = console_output(terminal=False)
-    assert "epoch 1.00: held-out loss 0.2500, exact_match 62.50% (baseline 1.25%) in 3.0 s, best so far: saved" in text
+    assert "epoch 1.00: held-out loss 0.2500, exact_match 62.50% (baseline 1.25%), perplexity 1.28" in text
     assert "exact_match 62.50% on 10 held-out rows, after step 25; baseline (always 'x') 1.25%" in text
-    assert "trained 50 steps in 1 min 23 s (evaluation 6 s), 2,500 tokens/s" in text
+    assert "trained 50 steps with Adafactor in 1 min 23 s (evaluation 6 s), 2,500 tokens/s" in text
     for shown in (0, 3, 6):  # spread over the rows
         assert f"source [bold]{shown}" in text
         assert f"predicted {shown}" in text

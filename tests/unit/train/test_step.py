@@ -1,15 +1,18 @@
 """Laws of one step: the loss is the global mean per target token, however rows are dealt to ranks and micro-batches."""
 
 import copy
+import json
 import math
 
 import pytest
 import torch
 
-from fullshard import fully_shard, unsharded
+from fullshard import MixedPrecision, fully_shard, unsharded
 from fullshard.comm import run_ranks
 from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.errors import TrainingError
+from fullshard.models import Objective, fuse_head
+from fullshard.optim import ShardedGradScaler
 from fullshard.train.step import StepSpec, loss_sum, train_step
 from support.models import gpt2, t5
 
@@ -132,6 +135,152 @@ def test_a_loss_that_is_no_number_stops_every_rank_before_the_weights_change(siz
     assert texts[0].startswith("Step 7: the loss is nan")
     assert "those of step 6" in texts[0]
     assert "0.5" in texts[0]
+
+
+def test_the_error_names_rows_and_parameters_and_advises_fp32_only_where_it_is_not():
+    torch.manual_seed(0)
+    models = [t5() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        batches, texts = [batch_of([comm.rank]), batch_of([2 + comm.rank])], []
+        for precision in ("fp32", "bf16"):
+            # one parameter's gradient is spoilt after backward, where a hook sees it
+            bad = model.get_parameter("encoder.final_layer_norm.weight")
+            handle = bad.register_post_accumulate_grad_hook(lambda p: p.grad.fill_(math.inf) if p.numel() else None)
+            with pytest.raises(TrainingError) as caught:
+                train_step(model, optimizer, batches, comm, spec(precision=precision))
+            handle.remove()
+            texts.append(str(caught.value))
+        return texts
+
+    (full, half), other = run_ranks(2, work)
+    assert other == [full, half]
+    assert "rank 0: 0, 2; rank 1: 1, 3." in full
+    assert "not finite in 1 parameters: encoder.final_layer_norm.weight." in full
+    assert "precision=fp32" not in full
+    assert "training.precision=fp32 (it is bf16)" in half
+
+
+def test_a_step_that_is_not_finite_is_left_out_on_every_rank_and_counted():
+    torch.manual_seed(0)
+    models = [t5() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        bad = model.get_parameter("encoder.final_layer_norm.weight")
+        handle = bad.register_post_accumulate_grad_hook(lambda p: p.grad.fill_(math.nan) if p.numel() else None)
+        reports = []
+        for step in (1, 2):
+            before = [p.detach().clone() for p in model.parameters()]
+            reports.append(
+                train_step(model, optimizer, [batch_of([comm.rank])], comm, spec(step=step, on_nonfinite="skip"))
+            )
+            same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert same == (step == 1)
+            assert (step == 1) == all(p.grad is None for p in model.parameters())
+            assert (step == 1) == (not optimizer.state)
+            handle.remove()
+        return reports
+
+    for reports in run_ranks(2, work):
+        assert [report.skipped for report in reports] == [True, False]
+        assert math.isfinite(reports[0].loss)
+        assert math.isnan(reports[0].grad_norm)
+
+
+def test_training_smooths_labels_and_evaluation_does_not():
+    torch.manual_seed(0)
+    model = t5()
+    objective = Objective(label_smoothing=0.2, z_loss=0.1)
+    with torch.no_grad():
+        plain = loss_sum(model, batch_of(range(4)), causal=False).item()
+        smoothed = loss_sum(model, batch_of(range(4)), causal=False, objective=objective).item()
+    report, _ = one_step(copy.deepcopy(model), *alone(), spec(objective=objective))
+    assert report.loss == pytest.approx(smoothed / TARGET_TOKENS, rel=1e-6)
+    assert report.loss > 1.05 * plain / TARGET_TOKENS
+
+
+@pytest.mark.parametrize("make", [t5, gpt2])
+def test_a_fused_head_takes_the_same_steps(make):
+    torch.manual_seed(0)
+    model = make()
+    causal = not model.config.is_encoder_decoder
+    deal = [batch_of([0, 1], causal=causal), batch_of([2, 3], causal=causal)]
+    models = [copy.deepcopy(model) for _ in range(4)]
+    for fused in models[2:]:
+        fuse_head(fused)
+    step_spec = spec(causal=causal)
+    plain, fused = (
+        run_ranks(2, lambda comm, two=two: one_step(two[comm.rank], comm, [deal[comm.rank]], step_spec))
+        for two in (models[:2], models[2:])
+    )
+    for (report, weights), (expected, theirs) in zip(fused, plain, strict=True):
+        assert report.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        for name, weight in theirs.items():
+            assert torch.allclose(weights[name], weight, atol=2e-4), name
+
+
+def test_every_rank_tells_the_memory_of_all():
+    torch.manual_seed(0)
+    models = [t5() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    first, second = run_ranks(2, lambda comm: one_step(models[comm.rank], comm, [batch_of([0])], spec())[0])
+    assert first.memory_bytes_per_rank == second.memory_bytes_per_rank
+    assert len(first.memory_bytes_per_rank) == 2
+    assert all(0 < nbytes <= first.memory_bytes for nbytes in first.memory_bytes_per_rank)
+
+
+def fp16(model, comm):
+    return fully_shard(model, comm, mp_policy=MixedPrecision(param="float16", reduce="float32"))
+
+
+def test_in_fp16_an_overflow_is_left_out_and_halves_the_scale_and_training_goes_on():
+    torch.manual_seed(0)
+    models = [gpt2() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def work(comm):
+        model = fp16(models[comm.rank], comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        scaler = ShardedGradScaler("cpu", init_scale=2.0**30)
+        batches, reports = [batch_of([2 * comm.rank, 2 * comm.rank + 1], causal=True)], []
+        for step in range(1, 25):
+            reports.append(train_step(model, optimizer, batches, comm, spec(step=step, causal=True), scaler))
+        restored = ShardedGradScaler("cpu")
+        restored.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+        assert restored.get_scale() == scaler.get_scale()
+        return reports
+
+    first, second = run_ranks(2, work)
+    assert [r.skipped for r in first] == [r.skipped for r in second]
+    skipped = sum(report.skipped for report in first)
+    assert 0 < skipped < 20
+    assert [r.loss_scale for r in first[: skipped + 1]] == [2.0 ** (30 - n) for n in range(skipped + 1)]
+    assert first[0].loss == first[skipped].loss
+    assert first[-1].loss < first[0].loss
+
+
+def test_in_fp16_a_loss_that_is_no_number_still_stops():
+    torch.manual_seed(0)
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(math.nan)
+
+    def work(comm):
+        sharded = fp16(model, comm)
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1.0)
+        with pytest.raises(TrainingError, match="the loss is nan"):
+            train_step(
+                sharded, optimizer, [batch_of([0], causal=True)], comm, spec(causal=True), ShardedGradScaler("cpu")
+            )
+
+    run_ranks(1, work)
 
 
 def test_a_rank_with_fillers_alone_changes_nothing():

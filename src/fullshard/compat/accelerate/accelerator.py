@@ -1,0 +1,310 @@
+"""``Accelerator``: the accelerate library's, with fullshard where that has FSDP.
+
+What the library does where it trains with FSDP, and what is done about it here:
+
+=====================================  ==================================================================
+``__init__`` makes torch's plugin      never: it is told that there is no FSDP, and learns of ours after
+``prepare``, ``prepare_model``         ours, with the library's checks and its autocast around ``forward``
+``no_sync``, ``accumulate``            the engine's ``no_sync``
+``clip_grad_norm_``                    ours, over shards, of any parameters
+``clip_grad_value_``                   the library's for one process: clipping by element needs no other rank
+``unwrap_model``                       knows our wrapper
+``get_state_dict``, ``save_model``     streamed to the first rank
+``save_state``, ``load_state``         models and optimizers ours, the rest the library's
+=====================================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.comm import join_alone
+from fullshard.compat.accelerate import saving
+from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
+from fullshard.compat.accelerate.sharding import blocks_of, is_sharded, know_ranks, shard, unwrapped, upcast_trainable
+from fullshard.engine import full_state_dict, no_sync
+from fullshard.errors import ConfigError
+from fullshard.optim import Places, ShardedGradScaler, clip_grad_norm_, repoint
+
+_library: Any = accelerate  # its annotations do not know what is never None here
+_FSDP = DistributedType.FSDP
+_USE_FSDP = "ACCELERATE_USE_FSDP"
+_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
+_OTHERS_BY_ENVIRONMENT = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+
+
+class Accelerator(_library.Accelerator):
+    """Accelerate's object whose models are sharded by fullshard.
+
+    It shards always, also where the library would not: as ``fsdp_plugin`` says, else as the ``FSDP_*`` environment
+    does, else with the plugin's defaults. One process is a world of one rank. Everything else is the library's, of
+    which this is a subclass, and documented there. Started by torchrun, ``accelerate launch`` or ``fullshard launch``,
+    on GPUs or, without any or with ``cpu=True``, on CPUs.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the library's arguments; ``fsdp_plugin`` is :class:`FullyShardedDataParallelPlugin` of this package.
+
+        Raises:
+            ConfigError: Another way of sharding is asked for, or fp8; or the plugin is of another package, or another
+                one than that of an earlier Accelerator of this process.
+        """
+        given = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs).arguments
+        given.pop("self")
+        _refuse_others(given)
+        plugin = _plugin(given.pop("fsdp_plugin", None))
+        if not torch.cuda.is_available():
+            given["cpu"] = True  # else the library takes torchrun's ranks for single processes
+        with _without_fsdp():
+            super().__init__(**given)
+        if self.mixed_precision == "fp8":
+            raise ConfigError("mixed_precision is no, bf16 or fp16; fp8 is not supported.")
+        if self.ddp_handler is not None:
+            warnings.warn("DistributedDataParallelKwargs has no effect: models are sharded, not DDP's.", stacklevel=2)
+        os.environ[_USE_FSDP] = "true"
+        self._ranks = join_alone(self.device)
+        for state in (PartialState._shared_state, AcceleratorState._shared_state):
+            state["distributed_type"] = _FSDP
+        self.state.fsdp_plugin = plugin
+        if self.mixed_precision != "no":
+            plugin.set_mixed_precision(self.mixed_precision)
+        self.native_amp = self.mixed_precision != "no"
+        self.scaler = None
+        if self.mixed_precision == "fp16":
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler = ShardedGradScaler(self.device.type, **options)
+        self._places: list[Places] = []
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Shard models, point optimizers at the shards, prepare loaders and schedules as the library does; every rank.
+
+        In any order. Several models and optimizers are possible, and each can be prepared by itself: an optimizer
+        before or after its model.
+
+        Raises:
+            ConfigError: An optimizer has parameters that no prepared model has.
+        """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ConfigError(f"device_placement has {len(device_placement)} entries for {len(args)} objects.")
+        place = device_placement or [None] * len(args)
+        result = list(args)
+        for models in (True, False):
+            for index, one in enumerate(args):
+                if isinstance(one, nn.Module) is models:
+                    result[index] = self._prepare_one(one, first_pass=True, device_placement=place[index])
+        result = [self._prepare_one(one, device_placement=where) for one, where in zip(result, place, strict=True)]
+        prepared = [*self._dataloaders, *self._models, *self._optimizers, *self._schedulers]
+        for one in result:
+            if any(one is other for other in prepared):
+                one._is_accelerate_prepared = True
+        return tuple(result) if len(result) > 1 else result[0]
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,  # noqa: FBT001 (Accelerate's signature)
+        evaluation_mode: bool = False,  # noqa: FBT001, FBT002
+    ) -> nn.Module:
+        """Shard one model; every rank calls it. A model that is sharded already is only taken note of.
+
+        Args:
+            model: The model.
+            device_placement: Of an ``evaluation_mode`` model: whether it moves to the device; None: yes.
+            evaluation_mode: Leave the model unsharded.
+
+        Returns:
+            The wrapper (``fsdp_version=1``) or the model (2).
+        """
+        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
+            place = self.device_placement if device_placement is None else device_placement
+            return super().prepare_model(model, device_placement=place, evaluation_mode=evaluation_mode)
+        plugin = self.state.fsdp_plugin
+        self._places.append(Places(model))
+        inner = unwrapped(model)
+        ready = is_sharded(model)
+        if not ready and self.mixed_precision != "no":
+            upcast_trainable(model, tell=self.is_main_process)
+        with self._compiling_blocks(model, plugin, ready=ready):
+            super().prepare_model(inner, device_placement=False, evaluation_mode=True)
+        sharded = model if ready else shard(inner, plugin, self._ranks)
+        self._models[-1] = sharded
+        know_ranks(unwrapped(sharded), writes=self.is_main_process)
+        for optimizer in self._optimizers:
+            self._repoint(optimizer.optimizer, prepared_before=True)
+        sharded._is_accelerate_prepared = True  # type: ignore[assignment]
+        return sharded
+
+    @contextmanager
+    def _compiling_blocks(
+        self, model: nn.Module, plugin: FullyShardedDataParallelPlugin, *, ready: bool
+    ) -> Iterator[None]:
+        """Have units compiled one by one where the library would compile around the sharding."""
+        dynamo = self.state.dynamo_plugin
+        none = type(dynamo.backend).NO
+        if dynamo.backend == none:
+            yield
+            return
+        blocks = [] if ready else blocks_of(model, plugin)
+        if not blocks:
+            raise ConfigError(
+                "A dynamo backend compiles the model's units one by one, and there are none: set the plugin's "
+                "auto_wrap_policy, or compile blocks yourself with module.compile() before prepare."
+            )
+        options = {key: value for key, value in dynamo.to_kwargs().items() if key != "use_regional_compilation"}
+        for block in blocks:
+            block.compile(**options)
+        backend, dynamo.backend = dynamo.backend, none
+        try:
+            yield
+        finally:
+            dynamo.backend = backend
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:  # noqa: FBT001
+        """Point an optimizer at the shards of the prepared models, and wrap it as the library does; every rank."""
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            self._repoint(optimizer, prepared_before=False)
+            device_placement = False  # its state is where the shards are
+        return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    def _repoint(self, optimizer: Optimizer, *, prepared_before: bool) -> None:
+        """Point an optimizer at shards, unless its model is not prepared yet."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        known = [param for param in params if any(place.now_of(param) is not None for place in self._places)]
+        if known and (len(known) == len(params) or not prepared_before):
+            repoint(optimizer, self._places)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate gradients of ``model`` without communication; all ranks enter it together."""
+        inner = unwrapped(model)
+        if not is_sharded(inner):
+            yield
+            return
+        with no_sync(inner):
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Scale the gradients of ``parameters`` so that their norm over all ranks is at most ``max_norm``; every rank.
+
+        Args:
+            parameters: All parameters of a model, or some, of one model or several.
+            max_norm: Largest norm.
+            norm_type: p, above zero, or infinity.
+
+        Returns:
+            The norm before clipping.
+        """
+        self.unscale_gradients()
+        return clip_grad_norm_(_as_list(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each element of the gradients of ``parameters`` to ``[-clip_value, clip_value]``; every rank."""
+        self.unscale_gradients()
+        torch.nn.utils.clip_grad_value_(_as_list(parameters), clip_value)
+
+    def unwrap_model(
+        self,
+        model: nn.Module,
+        keep_fp32_wrapper: bool = True,  # noqa: FBT001, FBT002 (Accelerate's signature)
+        keep_torch_compile: bool = True,  # noqa: FBT001, FBT002
+    ) -> nn.Module:
+        """The module inside the wrappers; it is sharded still."""
+        return super().unwrap_model(unwrapped(model), keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002
+        """The whole model's state, on the CPU of the first rank, ``{}`` on others; every rank calls it."""
+        inner = unwrapped(model)
+        if is_sharded(inner):
+            return full_state_dict(inner)
+        return (self.unwrap_model(model) if unwrap else model).state_dict()
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
+        """Write models, optimizers, schedules, loaders, random states and registered objects; every rank calls it.
+
+        Under ``SHARDED_STATE_DICT`` in torch's distributed format, which another number of ranks can read; under
+        ``FULL_STATE_DICT`` in one file each, which any number of ranks can read.
+
+        Raises:
+            CheckpointError: A file cannot be written; on every rank.
+        """
+        return saving.save_state(self, output_dir, safe_serialization=safe_serialization, options=kwargs)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Take over what ``save_state`` wrote; every rank calls it, with the models and optimizers prepared.
+
+        Raises:
+            CheckpointError: It cannot be read or does not fit; on every rank.
+        """
+        saving.load_state(self, input_dir, load_kwargs, kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Refused.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "LOMO looks at whole gradients in backward, which a sharded model does not keep. To step in backward use "
+            "fullshard.step_in_backward(model, make_optimizer)."
+        )
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget all that was prepared."""
+        self._places = []
+        return super().free_memory(*objects)
+
+
+def _as_list(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _plugin(given: Any) -> FullyShardedDataParallelPlugin:
+    """The plugin to use: the one given, that of an earlier Accelerator, or the environment's."""
+    earlier = AcceleratorState._shared_state.get("fsdp_plugin")
+    if given is not None and not isinstance(given, FullyShardedDataParallelPlugin):
+        raise ConfigError(
+            "fsdp_plugin is a FullyShardedDataParallelPlugin of fullshard.compat.accelerate; got "
+            f"{type(given).__name__} of {type(given).__module__}. Change that import too."
+        )
+    if earlier is not None and given is not None and given is not earlier:
+        raise ConfigError("This process has an Accelerator with another fsdp_plugin; all of a process share one.")
+    return earlier or given or FullyShardedDataParallelPlugin()
+
+
+def _refuse_others(given: dict[str, Any]) -> None:
+    asked = [f"{name}=" for name in _OTHERS if given.get(name) is not None]
+    asked += [what for name, what in _OTHERS_BY_ENVIRONMENT.items() if os.environ.get(name, "false").lower() == "true"]
+    if asked:
+        raise ConfigError(
+            f"fullshard's Accelerator shards by itself and does not take {', '.join(asked)}. Leave that out; for "
+            "copies of a model sharded inside each machine use sharding_strategy='HYBRID_SHARD'."
+        )
+
+
+@contextmanager
+def _without_fsdp() -> Iterator[None]:
+    """Hide from the library that FSDP is asked for."""
+    before = os.environ.pop(_USE_FSDP, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_USE_FSDP] = before

@@ -1,0 +1,412 @@
+"""``FullyShardedDataParallelPlugin``: the fields, defaults and environment variables of Accelerate's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fullshard.compat.torch_fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from fullshard.compat.torch_fsdp.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.compat.torch_fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from fullshard.errors import ConfigError, WrapError
+
+E = TypeVar("E", bound=Enum)
+
+_DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_POLICIES = {
+    "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
+    "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
+    "NO_WRAP": None,
+}
+_CONFIGS = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig, {"rank0_only": True}),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig, {}),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig, {}),
+}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """How models that ``Accelerator.prepare`` gets are sharded.
+
+    A field that is not given is read from its ``FSDP_*`` environment variable, as ``accelerate launch`` and ``fullshard
+    launch`` set them, and else has Accelerate's default. Values of ``torch.distributed.fsdp`` are understood too.
+
+    Attributes:
+        fsdp_version: 1 (a wrapper around the model) or 2 (the model itself is changed). ``FSDP_VERSION``; 1.
+        sharding_strategy: Number, word or member. ``FSDP_SHARDING_STRATEGY``; FULL_SHARD. Of version 1.
+        reshard_after_forward: Version 2: True or False, ``FSDP_RESHARD_AFTER_FORWARD``; True. Version 1: a sharding
+            strategy, used where ``sharding_strategy`` is not given.
+        backward_prefetch: Number, word or member. ``FSDP_BACKWARD_PREFETCH``; none. Of version 1.
+        mixed_precision_policy: ``"bf16"``, ``"fp16"``, ``"fp32"``, a dict of dtypes, ``MixedPrecision`` (1) or
+            ``MixedPrecisionPolicy`` (2); else that of ``Accelerator(mixed_precision=…)``.
+        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy of
+            ``fullshard.compat.torch_fsdp.wrap`` or ``torch.distributed.fsdp.wrap``. ``FSDP_AUTO_WRAP_POLICY``; no_wrap.
+        cpu_offload: Whether shards, gradients and the optimizer's state live in host memory: a bool, ``CPUOffload`` (1)
+            or an ``OffloadPolicy`` (2). ``FSDP_OFFLOAD_PARAMS``; False.
+        ignored_modules: Modules left unsharded, or a regular expression for their names. ``FSDP_IGNORED_MODULES``.
+        state_dict_type: Number, word or member. ``FSDP_STATE_DICT_TYPE``; FULL_STATE_DICT (1), SHARDED_STATE_DICT (2).
+        state_dict_config: Settings of the model's state dict; by its type.
+        optim_state_dict_config: Settings of the optimizer's state dict; by its type.
+        limit_all_gathers: Without effect: memory that is gathered into is bounded always.
+        use_orig_params: Without effect: parameters are the original ones always. ``FSDP_USE_ORIG_PARAMS``.
+        param_init_fn: How modules on the meta device get memory and values. Of version 1.
+        sync_module_states: Take parameters and buffers of rank 0. ``FSDP_SYNC_MODULE_STATES``; False. Of version 1.
+        forward_prefetch: Gather ahead in forward. ``FSDP_FORWARD_PREFETCH``; False. Of version 1.
+        activation_checkpointing: Compute the units' activations again in backward. ``FSDP_ACTIVATION_CHECKPOINTING``.
+        activation_checkpointing_offload: Their inputs wait in host memory. ``FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD``.
+        cpu_ram_efficient_loading: Only the first process has the pretrained weights: those of the others are taken from
+            it when the model is prepared. ``FSDP_CPU_RAM_EFFICIENT_LOADING``; False.
+        transformer_cls_names_to_wrap: Of transformer_based_wrap; else the model's own ``_no_split_modules``.
+            ``FSDP_TRANSFORMER_CLS_TO_WRAP``, with commas.
+        min_num_params: Of size_based_wrap. ``FSDP_MIN_NUM_PARAMS``; 0.
+    """
+
+    fsdp_version: Any = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: Any = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        """Read the environment, and turn words and numbers into what they mean.
+
+        Raises:
+            ConfigError: A value is none of those that the field takes; the message names them.
+        """
+        self.fsdp_version = _whole_number("fsdp_version", self.fsdp_version, "FSDP_VERSION", 1)
+        if self.fsdp_version not in (1, 2):
+            raise ConfigError(f"fsdp_version is 1 or 2; got {self.fsdp_version}.")
+        if self.fsdp_version == 1:
+            self._read_version_1()
+        else:
+            self._read_version_2()
+        self.set_cpu_offload()
+        self.set_state_dict_type()
+        self._read_wrapping()
+        self._read_loading_and_checkpointing()
+        if self.mixed_precision_policy is not None:
+            self._read_mixed_precision()
+        if not self.limit_all_gathers:
+            _without_effect("limit_all_gathers=False", "gathered memory is bounded by the units in use always")
+
+    @property
+    def _mixed_precision_class(self) -> type[Any]:
+        return MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+
+    def _read_version_1(self) -> None:
+        strategy = self.sharding_strategy
+        if strategy is None:  # Accelerate drops reshard_after_forward here; whoever gives it means it
+            strategy = self.reshard_after_forward
+        if isinstance(strategy, bool):
+            raise ConfigError(
+                f"reshard_after_forward={strategy} is of fsdp_version=2; version 1 takes sharding_strategy="
+                f"{'FULL_SHARD' if strategy else 'SHARD_GRAD_OP'}."
+            )
+        strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD") if strategy is None else strategy
+        self.sharding_strategy = _member("sharding_strategy", ShardingStrategy, strategy)
+        if self.reshard_after_forward is not None:
+            self.reshard_after_forward = self.sharding_strategy
+        prefetch = _or_env(self.backward_prefetch, "FSDP_BACKWARD_PREFETCH", None)
+        none = prefetch is None or str(prefetch).upper() in ("NO_PREFETCH", "NONE", "3")
+        self.backward_prefetch = None if none else _member("backward_prefetch", BackwardPrefetch, prefetch)
+        self.use_orig_params = _flag("use_orig_params", self.use_orig_params, "FSDP_USE_ORIG_PARAMS")
+        self.sync_module_states = _flag("sync_module_states", self.sync_module_states, "FSDP_SYNC_MODULE_STATES")
+        self.forward_prefetch = _flag("forward_prefetch", self.forward_prefetch, "FSDP_FORWARD_PREFETCH")
+
+    def _read_version_2(self) -> None:
+        for field, why in (
+            ("sharding_strategy", "reshard_after_forward says it"),
+            ("backward_prefetch", "the next unit is gathered before the current one's backward always"),
+            ("use_orig_params", "parameters are the original ones always"),
+            ("param_init_fn", "modules on the meta device initialise themselves, as they are sharded"),
+            ("sync_module_states", "ranks that hold different values are told"),
+            ("forward_prefetch", "the next unit is gathered ahead in forward always"),
+        ):
+            if getattr(self, field) is not None:
+                _without_effect(f"{field} with fsdp_version=2", why)
+                setattr(self, field, None)
+        value = _or_env(self.reshard_after_forward, "FSDP_RESHARD_AFTER_FORWARD", "true")
+        self.reshard_after_forward = _flag("reshard_after_forward", value, "")
+
+    def _read_wrapping(self) -> None:
+        policy = _or_env(self.auto_wrap_policy, "FSDP_AUTO_WRAP_POLICY", "")
+        self.asked_for_one_unit = str(policy).upper() == "NO_WRAP"
+        policy = policy or "NO_WRAP"
+        if isinstance(policy, str):
+            if policy.upper() not in _POLICIES:
+                raise ConfigError(
+                    f"auto_wrap_policy is {', '.join(map(str.lower, _POLICIES))} or a policy; got {policy!r}."
+                )
+            policy = _POLICIES[policy.upper()]
+        self.auto_wrap_policy = policy
+        if policy is transformer_auto_wrap_policy:
+            names = _or_env(self.transformer_cls_names_to_wrap, "FSDP_TRANSFORMER_CLS_TO_WRAP", None)
+            names = names.split(",") if isinstance(names, str) else names
+            self.transformer_cls_names_to_wrap = None if names is None else [n.strip() for n in names if n.strip()]
+        elif policy is size_based_auto_wrap_policy:
+            number = _whole_number("min_num_params", self.min_num_params, "FSDP_MIN_NUM_PARAMS", 0)
+            self.min_num_params = number
+        self.ignored_modules = _or_env(self.ignored_modules, "FSDP_IGNORED_MODULES", None)
+
+    def _read_loading_and_checkpointing(self) -> None:
+        self.activation_checkpointing = _flag(
+            "activation_checkpointing", self.activation_checkpointing, "FSDP_ACTIVATION_CHECKPOINTING"
+        )
+        self.activation_checkpointing_offload = _flag(
+            "activation_checkpointing_offload",
+            self.activation_checkpointing_offload,
+            "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        )
+        if self.activation_checkpointing_offload and not (self.activation_checkpointing and self.fsdp_version == 2):
+            raise ConfigError(
+                "activation_checkpointing_offload=True takes activation_checkpointing=True and fsdp_version=2."
+            )
+        given = self.cpu_ram_efficient_loading
+        self.cpu_ram_efficient_loading = _flag("cpu_ram_efficient_loading", given, "FSDP_CPU_RAM_EFFICIENT_LOADING")
+        if given is not None:  # transformers' from_pretrained looks here
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(self.cpu_ram_efficient_loading)
+        if self.fsdp_version == 1 and self.cpu_ram_efficient_loading:
+            self.sync_module_states = True
+
+    def _read_mixed_precision(self) -> None:
+        policy = self.mixed_precision_policy
+        if isinstance(policy, str):
+            self.set_mixed_precision(policy, override=True)
+        elif isinstance(policy, Mapping):
+            self.set_mixed_precision(policy)
+        elif not isinstance(policy, self._mixed_precision_class):
+            self.mixed_precision_policy = _like(policy, self._mixed_precision_class)
+        self.validate_mixed_precision_policy()
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose what ``state_dict()`` and ``save_state`` give, such as ``"FULL_STATE_DICT"`` before the last save.
+
+        Settings that were not given, or are of another type, become those of the type.
+
+        Raises:
+            ConfigError: It is no type, or LOCAL_STATE_DICT with version 2.
+        """
+        default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+        value = _or_env(state_dict_type or self.state_dict_type, "FSDP_STATE_DICT_TYPE", default)
+        self.state_dict_type = _member("state_dict_type", StateDictType, value)
+        if self.fsdp_version == 2 and self.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise ConfigError("fsdp_version=2 takes FULL_STATE_DICT or SHARDED_STATE_DICT, not LOCAL_STATE_DICT.")
+        model, optim, rank0 = _CONFIGS[self.state_dict_type]
+        local = self.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        self.state_dict_config = _settings(self.state_dict_config, model, {"offload_to_cpu": not local, **rank0})
+        self.optim_state_dict_config = _settings(
+            self.optim_state_dict_config, optim, {"offload_to_cpu": not local, **rank0}
+        )
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Give a policy named by a word what it needs of ``model``: its blocks' classes, or the smallest size.
+
+        Raises:
+            WrapError: The model has no module of one of the classes; the message has those that it has several of.
+        """
+        if self.auto_wrap_policy is transformer_auto_wrap_policy:
+            if self.transformer_cls_names_to_wrap is None:
+                self.transformer_cls_names_to_wrap = _own_block_classes(model)
+            classes = {self.get_module_class_from_name(model, name) for name in self.transformer_cls_names_to_wrap}
+            self.auto_wrap_policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        elif self.auto_wrap_policy is size_based_auto_wrap_policy:
+            size = self.min_num_params or 0
+            self.auto_wrap_policy = (
+                functools.partial(size_based_auto_wrap_policy, min_num_params=size) if size > 0 else None
+            )
+
+    @staticmethod
+    def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module]:
+        """The class called ``name`` of a module inside ``module``.
+
+        Raises:
+            WrapError: There is none.
+        """
+        classes = [type(inner) for inner in module.modules()]
+        found = next((cls for cls in classes if cls.__name__ == name), None)
+        if found is None:
+            repeated = sorted(
+                {c.__name__ for c in classes if classes.count(c) > 1 and not c.__module__.startswith("torch.")}
+            )
+            raise WrapError(
+                f"transformer_cls_names_to_wrap names {name}, and {type(module).__name__} has no such module. Classes "
+                f"that it has several of: {', '.join(repeated) or 'none but torch own'}."
+            )
+        return found
+
+    def set_mixed_precision(
+        self,
+        mixed_precision: Any,
+        buffer_autocast: bool = False,  # noqa: FBT001, FBT002 (Accelerate's signature)
+        override: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Set the dtypes of parameters, gradients and buffers (1) or outputs (2), if none are set or ``override``.
+
+        Args:
+            mixed_precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or a dtype; with a dict in ``mixed_precision_policy``
+                that one is used.
+            buffer_autocast: Buffers stay in float32.
+            override: Also where a policy is set.
+
+        Raises:
+            ConfigError: It is none of those.
+        """
+        policy = self.mixed_precision_policy
+        last = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
+        if isinstance(policy, Mapping) and not override:
+            keys = ["param_dtype", "reduce_dtype", last]
+            wrong = [f"{key}={value}" for key, value in policy.items() if value not in _DTYPES.values()]
+            wrong += [f"no {key}" for key in keys if key not in policy] + [key for key in policy if key not in keys]
+            if wrong:
+                raise ConfigError(
+                    f"mixed_precision_policy is a dict of {', '.join(keys)}, each of torch.float16, torch.bfloat16 or "
+                    f"torch.float32; this one has {', '.join(wrong)}."
+                )
+            self.mixed_precision_policy = self._mixed_precision_class(**policy)
+            return
+        dtype = _DTYPES.get(mixed_precision, mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
+        if dtype not in _DTYPES.values():
+            raise ConfigError(f"mixed_precision is one of {', '.join(_DTYPES)}; got {mixed_precision!r}.")
+        if override or policy is None:
+            third = torch.float32 if buffer_autocast and self.fsdp_version == 1 else dtype
+            self.mixed_precision_policy = self._mixed_precision_class(
+                param_dtype=dtype, reduce_dtype=dtype, **{last: third}
+            )
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Check the policy's class.
+
+        Raises:
+            ConfigError: It is not the version's.
+        """
+        if not isinstance(self.mixed_precision_policy, self._mixed_precision_class):
+            raise ConfigError(
+                f"mixed_precision_policy is a {self._mixed_precision_class.__name__} with fsdp_version="
+                f"{self.fsdp_version}; got {self.mixed_precision_policy!r}."
+            )
+
+    def set_cpu_offload(self) -> None:
+        """Turn a bool, and what torch has for it, into the version's policy.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        value = self.cpu_offload
+        if value is None or isinstance(value, (bool, str)):
+            value = _flag("cpu_offload", value, "FSDP_OFFLOAD_PARAMS")
+        name = type(value).__name__
+        offloads = (
+            value if isinstance(value, bool) else bool(getattr(value, "offload_params", name == "CPUOffloadPolicy"))
+        )
+        if name not in ("bool", "CPUOffload", "OffloadPolicy", "CPUOffloadPolicy"):
+            raise ConfigError(f"cpu_offload is True, False, a CPUOffload or an OffloadPolicy; got {value!r}.")
+        if self.fsdp_version == 1:
+            self.cpu_offload = CPUOffload(offload_params=offloads)
+        elif not isinstance(value, OffloadPolicy):
+            pin = getattr(value, "pin_memory", True)
+            self.cpu_offload = CPUOffloadPolicy(pin_memory=pin) if offloads else OffloadPolicy()
+
+    def validate_cpu_offload(self) -> None:
+        """Check the class of ``cpu_offload``.
+
+        Raises:
+            ConfigError: It is not the version's.
+        """
+        wanted = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
+        if not isinstance(self.cpu_offload, wanted):
+            raise ConfigError(
+                f"cpu_offload is a {wanted.__name__} with fsdp_version={self.fsdp_version}; got {self.cpu_offload!r}."
+            )
+
+
+def _or_env(value: Any, name: str, default: Any) -> Any:
+    """A field's value, or that of its environment variable."""
+    return value if value is not None else os.environ.get(name, default)
+
+
+def _flag(field: str, value: Any, name: str) -> bool:
+    value = _or_env(value, name, "false")
+    text = str(value).lower()
+    if text not in ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0"):
+        raise ConfigError(f"{field}{f' ({name})' if name else ''} is true or false; got {value!r}.")
+    return text in ("y", "yes", "t", "true", "on", "1")
+
+
+def _whole_number(field: str, value: Any, name: str, default: int) -> int:
+    value = _or_env(value, name, default)
+    if isinstance(value, bool) or not str(value).isdigit():
+        raise ConfigError(f"{field} ({name}) is a whole number; got {value!r}.")
+    return int(value)
+
+
+def _member(field: str, kind: type[E], value: Any) -> E:
+    """A member of ``kind`` by number, word, or as the member of the same name that torch has."""
+    if isinstance(value, kind):
+        return value
+    word = str(value.name if isinstance(value, Enum) else value).upper()
+    by_word = {member.name.removeprefix("_"): member for member in kind} | {str(m.value): m for m in kind}
+    if word.removeprefix("_") not in by_word:
+        raise ConfigError(f"{field} is one of {', '.join(by_word)}; got {value!r}.")
+    return by_word[word.removeprefix("_")]
+
+
+def _like(value: Any, kind: type[Any]) -> Any:
+    """An object of ``kind`` with the fields of torch's class of the same name."""
+    if type(value).__name__ != kind.__name__ or not dataclasses.is_dataclass(value):
+        return value
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name in known})
+
+
+def _settings(given: Any, kind: type[Any], default: Mapping[str, Any]) -> Any:
+    """The given settings if they are of the type, else the type's."""
+    given = given if given is None or isinstance(given, kind) else _like(given, kind)
+    return given if isinstance(given, kind) else kind(**default)
+
+
+def _own_block_classes(model: nn.Module) -> list[str]:
+    """The classes that a Hugging Face model, or a model in it, says it must not be split inside, if it has any."""
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return sorted(named & {type(module).__name__ for module in model.modules()})
+
+
+def _without_effect(what: str, why: str) -> None:
+    warnings.warn(f"{what} has no effect: {why}.", stacklevel=5)

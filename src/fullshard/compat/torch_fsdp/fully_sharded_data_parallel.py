@@ -1,0 +1,389 @@
+"""``FullyShardedDataParallel``: torch's wrapper, with fullshard's engine inside.
+
+The tree of wrappers is torch's: one around the module that was given, and one around each module that the wrap policy
+chose. The engine sits on the wrapped modules themselves; a wrapper passes calls on and answers to torch's names. What
+is sharded when, and how names and parameters look, is the engine's:
+
+- parameters are always the original ones, this rank's rows of each, under the unwrapped model's names, and
+  ``use_orig_params`` changes nothing: frozen and trainable parameters may share a unit;
+- a parameter that is registered at several places (``shared`` and ``lm_head`` of a T5) belongs to the unit around all
+  of them, whatever was wrapped;
+- all ranks must hold the same values, or ask for ``sync_module_states``: torch would train a patchwork of them;
+- a model on the meta device is initialised unit by unit, alike on every rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fullshard.compat.torch_fsdp import optim_state, state_dict_type, summon
+from fullshard.compat.torch_fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fullshard.compat.torch_fsdp.arguments import ignored_parts
+from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
+from fullshard.compat.torch_fsdp.sharding import Sharding, shard
+from fullshard.compat.torch_fsdp.wrap import WRAPPED
+from fullshard.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots
+from fullshard.errors import ConfigError, ShardingError
+from fullshard.optim import clip_grad_norm_
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+
+class FullyShardedDataParallel(nn.Module):
+    """A module whose parameters are sharded over ranks; every rank makes it, of the same module, with equal arguments.
+
+    Outermost wrappers are roots: each is a model of its own, with or without modules around it that are not wrapped.
+    Calling it gathers unit by unit; after ``backward()`` every shard's ``.grad`` is the mean over ranks.
+
+    Args:
+        module: What to wrap; its parameters are replaced by shards in place. Modules in it may be wrapped already: they
+            keep their units, dtypes and offload, and must have the same ranks.
+        process_group: Ranks to shard over: a process group, for the hybrid strategies a pair ``(shard, replicate)``.
+            None: all ranks; for the hybrid ones shards stay inside a machine of ``LOCAL_WORLD_SIZE`` ranks.
+        sharding_strategy: What is sharded; None: FULL_SHARD.
+        cpu_offload: Whether shards, gradients and so the optimizer's state live in host memory.
+        auto_wrap_policy: Which modules inside are wrapped, see :mod:`~fullshard.compat.torch_fsdp.wrap`. None: none
+            are, and what was not wrapped by hand is gathered as one unit.
+        backward_prefetch: When backward gathers the next unit; None: when it is needed. Of the root.
+        mixed_precision: Dtypes; None: the parameters' own.
+        ignored_modules: Modules left as they are, with all in them but wrapped ones.
+        param_init_fn: Called with the modules of a unit that is on the meta device, outer ones first; it gives what a
+            module itself owns memory and values. None: ``reset_parameters()``, or the ``_init_weights`` of a Hugging
+            Face model.
+        device_id: The device units compute on, an accelerator's number or a device; None: this rank's accelerator, else
+            CPU. Nothing has to be moved before.
+        sync_module_states: Whether all ranks take rank 0's values; other ranks may be on the meta device.
+        forward_prefetch: Whether forward gathers ahead, in the order of the last one. Of the root.
+        limit_all_gathers: Without effect: never more than one unit is gathered ahead.
+        use_orig_params: Without effect: parameters are always the original ones.
+        ignored_states: Modules or parameters left as they are.
+        device_mesh: In place of ``process_group``: 1 axis, for the hybrid strategies 2, ``(replicate, shard)``.
+        fsdp_auto_wrap_policy: What ``auto_wrap_policy`` was called before torch 1.12; taken, with a warning.
+
+    Raises:
+        ConfigError: Arguments contradict each other.
+        WrapError: A policy does not fit the module.
+        ProcessGroupError: There is no process group, or it does not fit the strategy.
+        MismatchError: Ranks hold different modules or values.
+    """
+
+    def __init__(  # noqa: PLR0913 (torch's signature)
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,  # noqa: FBT001, FBT002
+        forward_prefetch: bool = False,  # noqa: FBT001, FBT002
+        limit_all_gathers: bool = True,  # noqa: FBT001, FBT002
+        use_orig_params: bool = False,  # noqa: FBT001, FBT002
+        ignored_states: Iterable[Any] | None = None,
+        device_mesh: Any = None,
+        *,
+        fsdp_auto_wrap_policy: Any = None,
+    ) -> None:
+        super().__init__()
+        kwargs = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+        }
+        auto_wrap_policy = _current_spelling(auto_wrap_policy, fsdp_auto_wrap_policy)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"{type(module).__name__} has no forward, so that nothing gathers what this wrapper holds; wrap the "
+                "modules in it.",
+                stacklevel=2,
+            )
+        ignored = ignored_parts(module, ignored_modules, ignored_states)
+        made = shard(module, auto_wrap_policy, kwargs, ignored)
+        wrappers = {child: _wrapper_around(child, own, made) for child, own in made.wrapped.items()}
+        for parent in list(module.modules()):
+            for name, child in parent._modules.items():
+                if child in wrappers:
+                    parent._modules[name] = wrappers[child]
+        self._take(module, kwargs, made)
+        self._is_root = True
+        for inner in self.fsdp_modules(module):
+            inner._is_root = False
+        if made.is_sharded:
+            on_state_dict(module, model_state_dict, load_model_state_dict)
+
+    def _take(self, module: nn.Module, kwargs: Mapping[str, Any], made: Sharding) -> None:
+        """Be around ``module``, and say with what arguments."""
+        self.sharding_strategy = kwargs["sharding_strategy"] or ShardingStrategy.FULL_SHARD
+        self.mixed_precision = kwargs["mixed_precision"]
+        self.cpu_offload = kwargs["cpu_offload"] or CPUOffload()
+        self.process_group = kwargs["process_group"]
+        self.rank, self.world_size, self.compute_device = made.rank, made.world_size, made.device
+        self._ignored_params = made.ignored[1]
+        self._is_sharded = made.is_sharded
+        self._is_root = False
+        setattr(self, WRAPPED, module)
+
+    # As the wrapped module
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was wrapped, without a checkpoint wrapper that was put around it since."""
+        inner = self._fsdp_wrapped_module
+        return inner._modules.get("_checkpoint_wrapped_module") or inner
+
+    def __getattr__(self, name: str) -> Any:
+        """What this wrapper does not have is looked up in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get(WRAPPED)
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """As of the wrapped module, if that is an ``nn.Sequential`` or the like."""
+        return self._fsdp_wrapped_module[key]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module``'s, under the names of the unwrapped model (torch's: only inside ``summon_full_params``)."""
+        return ((plain_name(name), param) for name, param in super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``nn.Module``'s, under the names of the unwrapped model (torch's: only inside ``summon_full_params``)."""
+        return ((plain_name(name), buffer) for name, buffer in super().named_buffers(*args, **kwargs))
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As ``nn.Module``'s, under the names of the unwrapped model, which peft looks for in its state dict."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def __repr__(self) -> str:
+        """The tree of modules, as torch prints it: without the table of units that a sharded module ends with."""
+        inner = self._fsdp_wrapped_module
+        cls: Any = plain_class(type(inner)) if self._is_root and self._is_sharded else type(inner)
+        lines = cls.__repr__(inner).splitlines()
+        return "\n  ".join([f"{type(self).__name__}(", f"({WRAPPED}): {lines[0]}", *lines[1:]]) + "\n)"
+
+    # Which wrapper is which
+
+    def check_is_root(self) -> bool:
+        """Whether no wrapper is around this one."""
+        return self._is_root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:  # noqa: FBT001, FBT002
+        """All wrappers in ``module``, itself among them, in tree order; ``root_only``: the roots."""
+        found = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
+        return [one for one in found if one._is_root or not root_only]
+
+    def _require_root(self, method: str) -> None:
+        if not self._is_root:
+            raise ShardingError(
+                f"{method}() is of the outermost wrapper, which knows the whole model; this one is around a "
+                f"{type(self.module).__name__} inside of it."
+            )
+
+    # A step
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate unsharded gradients without communication; the first backward outside reduces the sum. Root only.
+
+        With ``cpu_offload`` too. Gradients that wait are not in ``.grad``: ``zero_grad()`` does not drop them.
+
+        Raises:
+            ShardingError: This is no root.
+        """
+        self._require_root("no_sync")
+        with ExitStack() as stack:
+            for root in sharded_roots(self):  # what is inside may have got a checkpoint wrapper since; or be nothing
+                stack.enter_context(no_sync(root))
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
+        """Scale gradients to a norm of at most ``max_norm`` over all ranks; every rank calls it. Root only.
+
+        Returns:
+            The norm before, 0-d, the same on every rank; float32 or wider (torch's: the dtype of the gradients).
+
+        Raises:
+            ShardingError: This is no root.
+            ConfigError: A number is not above zero.
+        """
+        self._require_root("clip_grad_norm_")
+        return clip_grad_norm_(self, float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Refused: see the message."""
+        raise ConfigError(
+            "register_comm_hook is not supported: gradients are reduced by the engine, in place and in parts that a "
+            "function of one flat gradient does not fit. To send them in 16 bits give "
+            "MixedPrecision(reduce_dtype=torch.bfloat16); to leave communication out of a backward use no_sync()."
+        )
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
+        """Call ``fn`` with every module in this one and with itself, inner ones first, parameters being full.
+
+        Every rank calls it, and each keeps its rows of what ``fn`` wrote: it must write the same on every rank. The
+        whole module is full at once (torch's: one unit at a time).
+        """
+        with summon.summon_full_params(self):
+            _apply_inside_out(self, fn)
+        return self
+
+    # State
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See :func:`~fullshard.compat.torch_fsdp.model_state.model_state_dict`."""
+        return model_state_dict(self, *args, **kwargs)
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
+        assign: bool = False,  # noqa: FBT001, FBT002
+    ) -> _IncompatibleKeys:
+        """See :func:`~fullshard.compat.torch_fsdp.model_state.load_model_state_dict`."""
+        return load_model_state_dict(self, state_dict, strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,  # noqa: FBT001
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load a root in the course of ``load_state_dict`` of a module around it that is not wrapped."""
+        if not self._is_root:
+            return
+        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        missing, unexpected = load_model_state_dict(self, own, strict=False)
+        missing_keys += [prefix + name for name in missing]
+        unexpected_keys += [prefix + name for name in unexpected]
+        # torch goes on into the wrapped module, and must find what is loaded already.
+        state_dict |= _by_attribute(self, prefix)
+
+    summon_full_params = staticmethod(summon.summon_full_params)
+    set_state_dict_type = staticmethod(state_dict_type.set_state_dict_type)
+    get_state_dict_type = staticmethod(state_dict_type.get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_type.state_dict_type)
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
+
+
+def _current_spelling(policy: Any, former: Any) -> Any:
+    """The wrap policy, by whichever name it was given.
+
+    Raises:
+        ConfigError: By both.
+    """
+    if former is None:
+        return policy
+    if policy is not None:
+        raise ConfigError("fsdp_auto_wrap_policy is the old name of auto_wrap_policy; give auto_wrap_policy alone.")
+    warnings.warn(
+        "fsdp_auto_wrap_policy is called auto_wrap_policy since torch 1.12. It is taken as that; write "
+        "FSDP(model, auto_wrap_policy=…).",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return former
+
+
+def _wrapper_around(module: nn.Module, kwargs: Mapping[str, Any], made: Sharding) -> FullyShardedDataParallel:
+    """A wrapper around a module that is sharded already, as a part of the model around it."""
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper._take(module, kwargs, made)
+    return wrapper
+
+
+def _by_attribute(module: nn.Module, prefix: str) -> dict[str, Any]:
+    """What ``module`` has now, under the names that ``nn.Module.load_state_dict`` looks for: wrappers are in them."""
+    own = [*module._parameters.items(), *module._buffers.items()]
+    found: dict[str, Any] = {f"{prefix}{key}": tensor.detach() for key, tensor in own if tensor is not None}
+    for key, child in module._modules.items():
+        found |= {} if child is None else _by_attribute(child, f"{prefix}{key}.")
+    return found
+
+
+def _apply_inside_out(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+    for child in module.children():
+        _apply_inside_out(child, fn)
+    fn(module)

@@ -1,0 +1,115 @@
+"""A sharded model's optimizer on its way to a state dict by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.comm import Mesh, together
+from fullshard.engine import local_tensors, mesh_of, sharded_roots
+from fullshard.errors import CheckpointError, InvariantError, ProcessGroupError, ShardingError
+from fullshard.layout import StatePart
+from fullshard.saving.full_optimizer import Described, StateDict, StatesOfAll, group_options
+from fullshard.saving.optimizer_state import Stepped
+from fullshard.saving.pieces import by_parameter, local_of
+from fullshard.saving.shard_tensor import state_as_part
+
+
+def root_and_ranks(model: nn.Module, group: Any) -> tuple[nn.Module, Mesh]:
+    """The sharded model, and its ranks.
+
+    Raises:
+        ShardingError: There is none, or there are several.
+        ProcessGroupError: ``group`` has another number of ranks.
+    """
+    roots = sharded_roots(model)
+    if len(roots) != 1:
+        raise ShardingError(
+            f"Optimizer states are of one sharded model; {type(model).__name__} holds {len(roots)}. Pass that model."
+        )
+    mesh = mesh_of(roots[0])
+    if group is not None and group.size() not in (mesh.size, mesh.shard.size):
+        raise ProcessGroupError(
+            f"group has {group.size()} ranks, and the model is sharded over {mesh.shard.size} of {mesh.size}. Leave it "
+            "out: the model knows its ranks."
+        )
+    return roots[0], mesh
+
+
+class StateOut:
+    """An optimizer's state on its way to a state dict."""
+
+    def __init__(
+        self, model: nn.Module, optim: Optimizer, given: StateDict | None, group: Any, *, to_host: bool
+    ) -> None:
+        """Describe what the ranks have, alike on all of them."""
+        self.root, self.mesh = root_and_ranks(model, group)
+        self.to_host = to_host
+        groups = optim.param_groups if given is None else given["param_groups"]
+        own = together(self.mesh, lambda: _stepped(self.root, optim, given))
+        names = iter(one.local.name for one in own)
+        self.groups = [
+            {**group_options(of_group), "params": [next(names) for _ in of_group["params"]]} for of_group in groups
+        ]
+        self.all = StatesOfAll(self.root, own)
+
+    def full(self, *, rank0_only: bool) -> StateDict:
+        """Whole tensors."""
+        state = self.all.whole(rank0_only=rank0_only, to_host=self.to_host)
+        return {} if rank0_only and self.mesh.rank > 0 else {"state": state, "param_groups": self.groups}
+
+    def sharded(self) -> StateDict:
+        """This rank's parts, for torch's distributed checkpoints."""
+        return self._by_rank(state_as_part)
+
+    def local(self) -> StateDict:
+        """This rank's rows."""
+        return self._by_rank(lambda part, held: held)
+
+    def _by_rank(self, as_value: Callable[[StatePart, torch.Tensor], torch.Tensor]) -> StateDict:
+        state: dict[str, dict[str, Any]] = {}
+        for name, of_param in self.all.states.items():
+            one = self.all.own[name]
+            state[name] = dict(of_param)
+            for key, value in of_param.items():
+                if isinstance(value, Described):
+                    state[name][key] = self._part(one, key, value, as_value)
+        return {"state": state, "param_groups": self.groups}
+
+    def _part(
+        self, one: Stepped, key: str, value: Described, as_value: Callable[[StatePart, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        part = one.part_of_saved(key, value.shape)
+        if part is None:
+            raise InvariantError(f"{key} of {one.local.name} is one number and was described as a tensor.")
+        held = one.state.get(key)
+        if held is None:
+            held = torch.empty(part.local_shape, dtype=value.dtype, device=one.param.device)
+        return as_value(part, held.detach().to("cpu", copy=True) if self.to_host else held.detach().clone())
+
+
+def _stepped(root: nn.Module, optim: Optimizer, given: StateDict | None) -> list[Stepped]:
+    """The optimizer's parameters in its order, with their state there, or in a state dict of it.
+
+    Raises:
+        CheckpointError: One is not the model's, or the state dict is of other parameters.
+    """
+    by_param = by_parameter(local_tensors(root))
+    groups = optim.param_groups
+    sizes = [len(group["params"]) for group in groups]
+    if given is not None and [len(group["params"]) for group in given["param_groups"]] != sizes:
+        raise CheckpointError(
+            f"optim_state_dict has groups of {[len(group['params']) for group in given['param_groups']]} parameters "
+            f"and the optimizer of {sizes}: give what optim.state_dict() returned."
+        )
+    found = []
+    for number, group in enumerate(groups):
+        keys = group["params"] if given is None else given["param_groups"][number]["params"]
+        states = optim.state if given is None else given["state"]
+        for param, key in zip(group["params"], keys, strict=True):
+            found.append(Stepped(local_of(by_param, param), param, states.get(key, {}), group, optim))
+    return found

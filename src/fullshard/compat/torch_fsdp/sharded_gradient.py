@@ -1,0 +1,170 @@
+"""Gradients whose norm is that of the whole gradient, as a DTensor's is: torch's own clipping comes out right.
+
+FSDP2 scripts call ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)``, which is right there because gradients
+are DTensors. On this rank's rows it would be the norm of a part, different on every rank, and nobody would notice. So
+the gradients of modules that FSDP2's ``fully_shard`` was called on are tensors that compute norms over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._foreach_utils import _foreach_supported_types
+
+from fullshard.comm import Comm
+from fullshard.engine.param import ShardedParam
+from fullshard.errors import ConfigError
+
+
+class ShardedGradient(torch.Tensor):
+    """This rank's rows of a reduced gradient, (rows here, *rest).
+
+    It is an ordinary tensor in everything but these: ``torch.linalg.vector_norm``, ``torch.linalg.norm``,
+    ``torch.norm``, ``Tensor.norm`` and ``torch._foreach_norm`` of all elements give the norm over all ranks, and so
+    must be called on every rank, as with a DTensor; so do ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``,
+    and torch's ``GradScaler`` finds an infinity that another rank holds. What is computed of it is a plain tensor, but
+    for copies of the whole (``detach``, ``clone``, ``to``, ``float``).
+
+    Attributes:
+        shard_comm: The ranks that share the parameter.
+    """
+
+    shard_comm: Comm
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute norms over all ranks, and everything else on these rows."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _OVER_RANKS:
+                return _OVER_RANKS[func](*args, **kwargs)
+            result = func(*args, **kwargs)
+            source = args[0] if args and func in _COPIES else None
+            if isinstance(source, ShardedGradient) and isinstance(result, torch.Tensor) and result is not source:
+                return as_gradient(source.shard_comm, result)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain copy of these rows."""
+        return self.as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle these rows as a plain tensor."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+_foreach_supported_types.append(ShardedGradient)  # else clipping would walk over gradients one by one
+
+
+def as_gradient(comm: Comm, rows: torch.Tensor) -> torch.Tensor:
+    """``rows``, of ranks ``comm``, as a :class:`ShardedGradient` of the same memory."""
+    gradient = rows.as_subclass(ShardedGradient)
+    gradient.shard_comm = comm
+    return gradient
+
+
+def gradient_of(param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
+    """What the engine calls for each new gradient of a parameter."""
+    return as_gradient(param.state.mesh.shard, rows)
+
+
+def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of each whole gradient, 0-d and float32 or wider, one collective for those of the same ranks."""
+    if not order > 0:
+        raise ConfigError(f"Norms over ranks are of an order above zero; got {order}.")
+    found: list[torch.Tensor] = [torch.empty(())] * len(gradients)
+    comms = {id(g.shard_comm): g.shard_comm for g in gradients if isinstance(g, ShardedGradient)}
+    for key, comm in comms.items():
+        places = [i for i, g in enumerate(gradients) if id(getattr(g, "shard_comm", None)) == key]
+        for place, norm in zip(places, _norms_of([gradients[i] for i in places], order, comm), strict=True):
+            found[place] = norm
+    for place, gradient in enumerate(gradients):
+        if not isinstance(gradient, ShardedGradient):  # of a parameter left out of sharding, the same on every rank
+            found[place] = torch.linalg.vector_norm(gradient, order, dtype=_wide(gradient.dtype))
+    return found
+
+
+def _norms_of(gradients: Sequence[torch.Tensor], order: float, comm: Comm) -> list[torch.Tensor]:
+    plain = [g.as_subclass(torch.Tensor) for g in gradients]
+    wide = [_wide(g.dtype) for g in plain]
+    local = [_local_norm(g, order, dtype) for g, dtype in zip(plain, wide, strict=True)]
+    widest = torch.float64 if torch.float64 in wide else torch.float32
+    together = torch.stack([norm.to(comm.device, widest) for norm in local])
+    comm.announce("norms of gradients")
+    if math.isinf(order):
+        # The maximum over ranks may lose a nan, so that it travels beside it.
+        both = torch.stack([together, together.isnan().to(together.dtype)])
+        comm.all_reduce(both, "max").wait()
+        norms = both[0].masked_fill(both[1] > 0, math.nan)
+    else:
+        norms = together.pow(order)
+        comm.all_reduce(norms).wait()
+        norms = norms.pow(1.0 / order)
+    return [norm.to(g.device, dtype) for norm, g, dtype in zip(norms, plain, wide, strict=True)]
+
+
+def _local_norm(rows: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
+    if rows.numel() == 0:  # an infinite norm of nothing is an error in torch
+        return rows.new_zeros((), dtype=dtype)
+    return torch.linalg.vector_norm(rows, order, dtype=dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _whole_norm(function: Callable[..., Any], *, default: float) -> Callable[..., Any]:
+    """``function`` over ranks where it is asked for the norm of all elements; of a part it is as it was."""
+
+    def norm(
+        gradient: torch.Tensor,
+        ord: Any = default,
+        dim: Any = None,
+        keepdim: bool = False,  # noqa: FBT001, FBT002 (torch's signature)
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        order = kwargs.pop("p", ord)
+        order = default if order in (None, "fro") else order
+        if dim is not None or keepdim or kwargs.get("out") is not None or isinstance(order, str):
+            raise ConfigError(
+                "A gradient here is this rank's rows: of the whole gradient there is the norm of all elements only, "
+                f"norm(gradient, p); got dim={dim}, keepdim={keepdim}, order={order!r}. For norms of these rows call "
+                "it on gradient.as_subclass(torch.Tensor)."
+            )
+        return _norms([gradient], float(order))[0].to(kwargs.get("dtype") or _wide(gradient.dtype))
+
+    return norm
+
+
+def _foreach_norm(gradients: Sequence[torch.Tensor], ord: Any = 2.0, **_kwargs: Any) -> list[torch.Tensor]:
+    return _norms(list(gradients), float(ord))
+
+
+def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """What torch's GradScaler does to gradients; an infinity or nan on any rank is one on all."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)  # pyright: ignore[reportPrivateImportUsage]
+    for comm in {id(g.shard_comm): g.shard_comm for g in gradients if isinstance(g, ShardedGradient)}.values():
+        flag = found_inf.to(comm.device).reshape(1)
+        comm.announce("whether a gradient is inf or nan")
+        comm.all_reduce(flag, "max").wait()
+        found_inf.copy_(flag.reshape(()))
+
+
+_OVER_RANKS: dict[Any, Callable[..., Any]] = {
+    torch._foreach_norm: _foreach_norm,  # pyright: ignore[reportPrivateImportUsage]
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,  # pyright: ignore[reportPrivateImportUsage]
+    torch.linalg.vector_norm: _whole_norm(torch.linalg.vector_norm, default=2.0),
+    torch.linalg.norm: _whole_norm(torch.linalg.norm, default=2.0),
+    torch.norm: _whole_norm(torch.norm, default=2.0),
+    torch.Tensor.norm: _whole_norm(torch.Tensor.norm, default=2.0),
+}
+
+_COPIES = frozenset({
+    torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.to, torch.Tensor.float, torch.Tensor.double,
+    vars(torch._C.TensorBase)["data"].__get__, torch.detach, torch.clone,
+})  # fmt: skip

@@ -1,0 +1,124 @@
+"""Sharding what a wrapper is around: one call of the engine for all units with the same settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard import policy
+from fullshard.comm import as_mesh
+from fullshard.compat.torch_fsdp import arguments
+from fullshard.compat.torch_fsdp.arguments import UnitSettings
+from fullshard.compat.torch_fsdp.fsdp2_optimizer import guard_state_of
+from fullshard.compat.torch_fsdp.wrap import is_wrapper, modules_to_wrap
+from fullshard.engine import FirstValues, fully_shard
+
+Ignored = tuple[set[nn.Module], set[nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What was done.
+
+    Attributes:
+        wrapped: The modules that the wrap policy chose, each with the wrapper's arguments.
+        ignored: Modules and parameters that were left out.
+        is_sharded: Whether there was anything to shard.
+        rank: This rank's number.
+        world_size: Number of ranks.
+        device: What the units compute on.
+    """
+
+    wrapped: dict[nn.Module, dict[str, Any]]
+    ignored: Ignored
+    is_sharded: bool
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What all units of one model have in common."""
+
+    settings: dict[nn.Module, UnitSettings]
+    ranks: Any
+    device: torch.device | None
+    prefetch: policy.Prefetch
+    first: FirstValues
+    ignored: frozenset[nn.Parameter]
+
+    def shard(self, top: nn.Module, settings: UnitSettings) -> bool:
+        """Shard ``top``, after what in it has other settings, and say whether there was anything to shard."""
+        units: set[nn.Module] = set()
+        self._visit(top, settings, units, set())
+        if all(param in self.ignored for param in top.parameters()):
+            return False
+        fully_shard(
+            top,
+            self.ranks,
+            wrap=units.__contains__ if units else None,
+            strategy=settings.strategy,
+            mp_policy=settings.precision_in(top),
+            prefetch=self.prefetch,
+            offload_policy=settings.offload,
+            ignored_params=self.ignored,
+            device=self.device,
+            first_values=self.first,
+        )
+        return True
+
+    def _visit(self, module: nn.Module, settings: UnitSettings, units: set[nn.Module], seen: set[nn.Module]) -> None:
+        """Put chosen modules inside of ``module`` into ``units``; shard those with other settings."""
+        for child in module.children():
+            if child in seen or is_wrapper(child):
+                continue
+            seen.add(child)
+            own = self.settings.get(child, settings)
+            if own != settings:
+                self.shard(child, own)
+                continue
+            if child in self.settings:
+                units.add(child)
+            self._visit(child, settings, units, seen)
+
+
+def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ignored) -> Sharding:
+    """Ask the policy, and shard ``root`` in place; every rank calls it, no wrapper is put anywhere.
+
+    Args:
+        root: What is wrapped; modules in it may be wrapped already.
+        wrap_policy: ``auto_wrap_policy``.
+        kwargs: The other arguments of the wrapper, by name.
+        ignored: Modules and parameters to leave out.
+
+    Raises:
+        ConfigError: Arguments contradict each other.
+        UserError: What the engine raises.
+    """
+    mixed = kwargs["mixed_precision"]
+    alone = tuple(mixed._module_classes_to_ignore) if wrap_policy is not None and mixed is not None else ()
+    own = arguments.unit_settings(kwargs, alone)
+    device = arguments.device_of_id(kwargs["device_id"])
+    ranks = arguments.ranks(kwargs["process_group"], kwargs["device_mesh"], own.strategy, device)
+    mesh = as_mesh(ranks, own.strategy, device)
+    wrapped = modules_to_wrap(root, wrap_policy, kwargs, ignored, alone)
+    model = _Model(
+        {module: arguments.own_settings(module, theirs, kwargs, alone) for module, theirs in wrapped.items()},
+        ranks,
+        device,
+        arguments.prefetch(kwargs["backward_prefetch"], forward=kwargs["forward_prefetch"]),
+        FirstValues(kwargs["param_init_fn"], from_rank0=kwargs["sync_module_states"]),
+        frozenset(ignored[1]),
+    )
+    buffers = [(module, key, buffer) for module in ignored[0] for key, buffer in module._buffers.items()]
+    is_sharded = model.shard(root, own)
+    for param in root.parameters():
+        if hasattr(param, "shard_meta"):
+            guard_state_of(param)
+    for module, key, buffer in buffers:  # the engine leaves out parameters; it moved and cast all buffers
+        module._buffers[key] = buffer
+    return Sharding(wrapped, ignored, is_sharded, mesh.rank, mesh.size, device or mesh.device)

@@ -1,0 +1,114 @@
+"""Which kind of state dict a sharded model gives and takes: settings that are kept on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from fullshard.compat.torch_fsdp.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fullshard.engine import sharded_roots
+from fullshard.errors import ConfigError, ShardingError
+
+_CLASSES: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+_ATTRIBUTE = "_fullshard_state_dict_settings"
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Choose what ``state_dict()``, ``load_state_dict()`` and ``optim_state_dict`` mean; any rank, no communication.
+
+    Args:
+        module: A wrapped or sharded model, a part of one (the whole model is meant), or a module around some.
+        state_dict_type: The kind.
+        state_dict_config: Settings of the model's state dict, of the kind's class; None: its defaults.
+        optim_state_dict_config: Settings of the optimizer's, of the kind's class; None: its defaults.
+
+    Returns:
+        The settings until now.
+
+    Raises:
+        ConfigError: Settings of another kind.
+        ShardingError: No sharded model, or several with different settings.
+    """
+    former = get_state_dict_type(module)
+    new = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
+    for root in sharded_roots(module):
+        root.__dict__[_ATTRIBUTE] = new
+    return former
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """The settings of :func:`set_state_dict_type`; ``FULL_STATE_DICT`` with its defaults where nobody chose.
+
+    Raises:
+        ShardingError: No sharded model, or several with different settings.
+    """
+    roots = sharded_roots(module)
+    found = [root.__dict__.get(_ATTRIBUTE) or _settings(StateDictType.FULL_STATE_DICT, None, None) for root in roots]
+    if not found:
+        raise ShardingError(
+            f"{type(module).__name__} has no state-dict type: it holds no sharded model. Wrap it first."
+        )
+    if any(one != found[0] for one in found):
+        raise ShardingError(
+            f"{type(module).__name__} holds {len(found)} sharded models with different state-dict settings: "
+            f"{', '.join(sorted({one.state_dict_type.name for one in found}))}. Call set_state_dict_type on each."
+        )
+    return found[0]
+
+
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """:func:`set_state_dict_type` for the length of a context; the former settings come back after errors too."""
+    former = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        set_state_dict_type(module, former.state_dict_type, former.state_dict_config, former.optim_state_dict_config)
+
+
+def _settings(
+    kind: StateDictType, of_model: StateDictConfig | None, of_optimizer: OptimStateDictConfig | None
+) -> StateDictSettings:
+    if kind not in _CLASSES:
+        raise ConfigError(f"state_dict_type is one of {', '.join(map(str, StateDictType))}; got {kind!r}.")
+    classes = _CLASSES[kind]
+    settings = StateDictSettings(
+        kind,
+        classes[0]() if of_model is None else of_model,
+        classes[1]() if of_optimizer is None else of_optimizer,
+    )
+    given = {
+        "state_dict_config": settings.state_dict_config,
+        "optim_state_dict_config": settings.optim_state_dict_config,
+    }
+    for (name, value), wanted in zip(given.items(), classes, strict=True):
+        if type(value) is not wanted:
+            raise ConfigError(f"With {kind}, {name} is a {wanted.__name__}; got a {type(value).__name__}.")
+    return settings

@@ -1,0 +1,90 @@
+"""The run file's ``model`` section: where the model comes from and what is changed in it."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from fullshard.config.section import Fraction, FrozenMapping, Section
+
+
+class TokenizerConfig(Section):
+    """A tokenizer trained on the training data and saved with the model."""
+
+    vocab_size: PositiveInt = 2000
+    """Most pieces of the vocabulary, special tokens included."""
+
+
+class AdapterConfig(Section):
+    """A small set of new parameters that is trained in the model's place, through peft; the model itself is frozen."""
+
+    type: Literal["lora", "dora", "ia3", "prompt", "prefix"] = "lora"
+    """lora, dora and ia3 change weights; prompt and prefix put trained vectors before the text."""
+    r: PositiveInt = 8
+    """Rank of lora and dora."""
+    lora_alpha: PositiveFloat = 16.0
+    """lora and dora are scaled by lora_alpha / r."""
+    lora_dropout: Fraction = 0.0
+    """Dropout before lora and dora."""
+    target_modules: str | tuple[str, ...] | None = None
+    """Names of the modules that lora, dora and ia3 change, or all-linear; null: what peft knows of the model's type."""
+    num_virtual_tokens: PositiveInt = 20
+    """Vectors of prompt and prefix."""
+    options: FrozenMapping = Field(default_factory=dict)
+    """Any further option of peft's configuration of that type, by its name there."""
+
+    @field_validator("target_modules", mode="plain")
+    @classmethod
+    def _module_names(cls, value: object) -> str | tuple[str, ...] | None:
+        if value is None or value == "all-linear":
+            return value if value is None else "all-linear"
+        if isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value):
+            return tuple(value)
+        raise ValueError(f"expected all-linear or a list of module names such as [q, v]; got {value!r}")
+
+    @model_validator(mode="after")
+    def _no_idle_options(self) -> Self:
+        kinds = {
+            "r": ("lora", "dora"),
+            "lora_alpha": ("lora", "dora"),
+            "lora_dropout": ("lora", "dora"),
+            "target_modules": ("lora", "dora", "ia3"),
+            "num_virtual_tokens": ("prompt", "prefix"),
+        }
+        for name, types in kinds.items():
+            if self.type not in types and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is an option of {' and '.join(types)}; got type: {self.type}")
+        return self
+
+
+class ModelConfig(Section):
+    """The model: an existing one or a new one."""
+
+    path: str | None = None
+    """Local Hugging Face directory with config.json, weights and tokenizer, or the id of a model on the Hub. Exactly
+    one of path and config."""
+    config: FrozenMapping | None = None
+    """model_type and options of a Hugging Face configuration; the weights are new. Exactly one of path and config."""
+    tokenizer: TokenizerConfig | None = None
+    """How to train the tokenizer. Needed with config; with path the tokenizer is the directory's."""
+    model_class: Literal["auto", "seq2seq", "causal"] = Field(default="auto", alias="class")
+    """Encoder-decoder (seq2seq) or decoder-only (causal); auto: what the configuration says."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = None
+    """How attention is computed, where the model offers it; null: what transformers chooses."""
+    attention_dropout: Fraction | None = None
+    """Dropout of T5's attention weights alone, apart from its other dropout; null: as the model's config says. Zero
+    saves their masks, which are a large part of the activations."""
+    adapter: AdapterConfig | None = None
+    """Train an adapter and freeze the model; null: train the whole model."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            given = "neither" if self.path is None else "both"
+            raise ValueError(f"exactly one of path and config must be given; got {given}")
+        if self.config is not None and self.tokenizer is None:
+            raise ValueError("config needs a tokenizer section beside it, such as tokenizer: {vocab_size: 2000}")
+        if self.path is not None and self.tokenizer is not None:
+            raise ValueError("tokenizer goes with config only: a model loaded from path brings its own tokenizer")
+        return self

@@ -1,0 +1,207 @@
+"""The run file's ``training`` section: the loop and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from fullshard.config.section import Fraction, Section
+
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"]
+
+_NOT_OF_OPTIMIZER: Mapping[str, tuple[str, ...]] = {"adafactor": ("adam_beta1", "adam_beta2", "adam_epsilon")}
+"""Options that an optimizer does not use. They are refused where they are written, and recorded nowhere."""
+
+
+class TrainingConfig(Section):
+    """The training loop and its optimizer."""
+
+    per_device_train_batch_size: PositiveInt = 8
+    """Rows of a micro-batch on each rank."""
+    per_device_train_batch_tokens: PositiveInt | None = None
+    """Instead of a number of rows: most tokens of a micro-batch on each rank, padding included, sources and targets
+    together. A micro-batch holds as many rows as fit."""
+    per_device_eval_batch_size: PositiveInt = 8
+    """Rows of an evaluation batch on each rank."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Micro-batches per optimizer step."""
+    train_sampling_strategy: Literal["group_by_length", "random"] = "group_by_length"
+    """group_by_length: rows of similar length share a batch; random: as torch's DistributedSampler."""
+    packing: bool = False
+    """Rows of a micro-batch are laid end to end in one sequence without padding; attention stays within each row, so
+    loss and gradients are those of the padded batch. For the models of docs/training.md."""
+    num_train_epochs: PositiveFloat = 3
+    """Passes over the training rows."""
+    max_steps: PositiveInt | None = None
+    """Stop after so many optimizer steps, if that comes first; null: all epochs."""
+    max_train_minutes: PositiveFloat | None = None
+    """Stop after the step in which so many minutes have passed, evaluations included, if that comes first."""
+    optimizer: OptimizerName = "adamw"
+    """adamw; adafactor: T5's own, with one number of state a row and a column, as Hugging Face's Trainer uses it; muon:
+    orthogonalised momentum for matrices inside the model, AdamW for the rest, at AdamW's learning rate; adamw_8bit,
+    adamw_bf16: AdamW whose state takes 8 or 16 bits a number."""
+    learning_rate: PositiveFloat | None = 5e-5
+    """Peak learning rate. null: adafactor's own relative steps, 1 / sqrt(step) but at most 0.01, times the root mean
+    square of each parameter's values; only with lr_scheduler_type: constant and no warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay, of any optimizer; vectors (biases, norms) do not decay."""
+    adam_beta1: Fraction = 0.9
+    """AdamW's decay of the gradient's mean; not with adafactor."""
+    adam_beta2: Fraction = 0.999
+    """AdamW's decay of the squared gradient's mean; not with adafactor."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon; not with adafactor."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "step"] = "linear"
+    """linear and cosine: to zero at the last step; constant; step: times lr_gamma every lr_step_size epochs."""
+    warmup_steps: NonNegativeFloat = 0
+    """Optimizer steps over which the learning rate rises from zero to its peak; below 1: share of all steps."""
+    lr_step_size: PositiveInt = 1
+    """Epochs between two decays; only with lr_scheduler_type: step."""
+    lr_gamma: PositiveFloat = 0.7
+    """Factor of each decay; only with lr_scheduler_type: step."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this norm over all ranks; null: not at all."""
+    label_smoothing_factor: Fraction = 0.0
+    """Share of each target's probability that is spread over the vocabulary in training."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the squared log of the softmax's normaliser in the training loss; keeps logits small."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16, fp16: compute in it; shards, gradient reduction and optimizer steps stay in fp32. fp16 scales the loss."""
+    allow_fp16: bool = False
+    """Train in fp16 a model whose activations are known to overflow there, such as T5."""
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in backward instead of keeping them."""
+    fused_cross_entropy: bool = False
+    """Compute the loss from the last hidden states a few rows at a time: the logits are never in memory as a whole."""
+    torch_compile: bool = False
+    """Compile each block with torch.compile."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is no finite number does: end the run, or leave out the step, which is counted."""
+    eval_strategy: Literal["epoch", "steps", "no"] = "epoch"
+    """When to evaluate: after each epoch, every eval_steps optimizer steps, or never."""
+    eval_steps: PositiveInt | None = None
+    """Optimizer steps between evaluations; only and always with eval_strategy: steps."""
+    early_stopping_patience: PositiveInt | None = None
+    """End the run after so many evaluations in a row without a better one; null: never."""
+    early_stopping_threshold: NonNegativeFloat = 0.0
+    """By how much an evaluation's metric must be better to count for early stopping: shares from 0 to 1, so 0.01 is one
+    percentage point. The best model is kept whatever it says."""
+    logging_steps: PositiveInt = 1
+    """Optimizer steps between two records of the metrics file and of the trackers."""
+    save_strategy: Literal["epoch", "steps", "no"] = "epoch"
+    """When to save a checkpoint: after each epoch, every save_steps optimizer steps, or only when told to stop."""
+    save_steps: PositiveInt | None = None
+    """Optimizer steps between checkpoints; only and always with save_strategy: steps."""
+    save_total_limit: PositiveInt | None = 2
+    """Checkpoints that are kept, the newest ones; null: all."""
+    report_to: tuple[Tracker, ...] = ()
+    """Trackers that are told too, where they are installed: tensorboard, wandb, mlflow."""
+    run_name: str | None = None
+    """Name of the run in trackers; null: the last part of output_dir."""
+
+    @field_validator("eval_strategy", "save_strategy", mode="before")
+    @classmethod
+    def _undo_yaml_no(cls, value: object) -> object:
+        """YAML 1.1 reads a bare ``no`` as false."""
+        return "no" if value is False else value
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _steps_or_share(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError(f"expected a whole number of steps, or a share of all steps below 1; got {value}")
+        return value
+
+    @field_validator("lr_scheduler_type", mode="before")
+    @classmethod
+    def _warmup_is_apart(cls, value: object) -> object:
+        """Hugging Face has a type of its own for a constant rate with warm-up."""
+        return "constant" if value == "constant_with_warmup" else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        if value is None or value == "none":
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_back(cls, values: Any) -> Any:
+        """On the command line null takes back what a run file says for another optimizer."""
+        if not isinstance(values, Mapping):
+            return values
+        options = {name for names in _NOT_OF_OPTIMIZER.values() for name in names}
+        return {name: value for name, value in values.items() if value is not None or name not in options}
+
+    @model_validator(mode="after")
+    def _fits_the_optimizer(self) -> Self:
+        written = [name for name in _NOT_OF_OPTIMIZER.get(self.optimizer, ()) if name in self.model_fields_set]
+        if written:
+            raise ValueError(
+                f"optimizer: {self.optimizer} does not use {' and '.join(written)}; leave that out, or take it back "
+                f"with training.{written[0]}=null on the command line"
+            )
+        if self.learning_rate is not None:
+            return self
+        if self.optimizer != "adafactor":
+            raise ValueError(
+                f"learning_rate: null is for optimizer: adafactor, which has steps of its own; got {self.optimizer}"
+            )
+        if self.lr_scheduler_type != "constant" or self.warmup_steps:
+            raise ValueError(
+                "learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: set "
+                f"lr_scheduler_type: constant and warmup_steps: 0; got {self.lr_scheduler_type} and "
+                f"{self.warmup_steps:g}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is recorded can be read again, where an option that the optimizer does not have is refused."""
+        unused = _NOT_OF_OPTIMIZER.get(self.optimizer, ())
+        return {name: value for name, value in handler(self).items() if name not in unused}
+
+    @model_validator(mode="after")
+    def _no_idle_options(self) -> Self:
+        fields = type(self).model_fields
+
+        def idle(*names: str) -> list[str]:
+            return [name for name in names if getattr(self, name) != fields[name].default]
+
+        if self.lr_scheduler_type != "step" and (names := idle("lr_step_size", "lr_gamma")):
+            raise ValueError(f"{' and '.join(names)} need lr_scheduler_type: step; got {self.lr_scheduler_type}")
+        for kind in ("eval", "save"):
+            strategy, steps = getattr(self, f"{kind}_strategy"), getattr(self, f"{kind}_steps")
+            if (strategy == "steps") != (steps is not None):
+                raise ValueError(
+                    f"{kind}_strategy: steps and {kind}_steps go together; "
+                    f"got {kind}_strategy: {strategy}, {kind}_steps: {steps}"
+                )
+        if self.per_device_train_batch_tokens is not None and self.train_sampling_strategy == "random":
+            raise ValueError(
+                "per_device_train_batch_tokens needs train_sampling_strategy: group_by_length; in random order the "
+                "number of steps would differ between epochs"
+            )
+        if self.per_device_train_batch_tokens is not None and idle("per_device_train_batch_size"):
+            raise ValueError(
+                "per_device_train_batch_size and per_device_train_batch_tokens both size a batch; give one"
+            )
+        if self.early_stopping_patience is None and idle("early_stopping_threshold"):
+            raise ValueError("early_stopping_threshold needs early_stopping_patience")
+        if self.early_stopping_patience is not None and self.eval_strategy == "no":
+            raise ValueError("early_stopping_patience needs evaluations; got eval_strategy: no")
+        if self.allow_fp16 and self.precision != "fp16":
+            raise ValueError(f"allow_fp16 needs precision: fp16; got {self.precision}")
+        return self

@@ -1,0 +1,195 @@
+"""Steps by a budget of tokens instead of a number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fullshard.data.stream import Places, require_rank
+from fullshard.errors import DataError
+
+ROUNDING_BITS = 3
+"""Lengths are rounded up to so many binary digits after the first: by at most 1/8."""
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """The rows by length, the same in every epoch.
+
+    Attributes:
+        order: All rows, rows of similar length together, the longest sources first.
+        classes: For each of them the number of its class, rising. Rows of one class may change places.
+        bounds: Where each step begins in ``order``, and the end of the last.
+        costs: For each step the positions that a row takes at most, padding included.
+    """
+
+    order: NDArray[np.int64]
+    classes: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    costs: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPlan:
+    """The rows of one epoch for every rank, where a micro-batch holds as many rows as fit into a budget of tokens.
+
+    Rows are sorted by lengths that are rounded up (by at most 1/8): sources from long to short, and within sources of
+    one rounded length the targets in turn up and down, so that neighbours are alike in both. Steps are runs of this
+    order, as long as the budget allows at the rounded lengths. These runs are the same in every epoch, and so is their
+    number, which the learning rate's schedule must know beforehand. What an epoch's seed decides is which rows of
+    equal rounded lengths come into which run, and the order of the runs. (Runs cut anew from a shuffled order would
+    leave more to chance, but the number of steps would differ from epoch to epoch.) Rows themselves are padded to
+    their true lengths, so rounding costs no padding, only a part of the budget that stays unused.
+
+    All ranks have equally many micro-batches in a step, of equal sizes; rows that are repeated for this are fillers,
+    which count in nothing.
+
+    Attributes:
+        source_lengths: Source tokens of each row of the set.
+        target_lengths: Target tokens of each row.
+        causal: Whether source and target are padded as one sequence.
+        world_size: Number of ranks.
+        batch_tokens: Most positions of a micro-batch on one rank: rows times (longest source plus longest target), or
+            times the longest joined row.
+        accumulation: Micro-batches of a step, at most; all ranks have equally many.
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
+        group: Micro-batches, over all ranks, that a step's rows were chosen for; None: ``world_size * accumulation``. A
+            run that goes on with other ranks keeps the one that it began with, and so the rows of each step; then
+            ``world_size * accumulation * batch_tokens`` must be what it was.
+    """
+
+    source_lengths: NDArray[np.int64]
+    target_lengths: NDArray[np.int64]
+    causal: bool
+    world_size: int
+    batch_tokens: int
+    accumulation: int = 1
+    seed: int = 0
+    epoch: int = 0
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that every row fits.
+
+        Raises:
+            DataError: A size is not positive, there are no rows, or a row is longer than the budget.
+        """
+        for name in ("num_rows", "world_size", "batch_tokens", "accumulation", "group"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise DataError(f"An epoch needs {name} of at least 1; got {size}.")
+        longest = int((self.source_lengths + self.target_lengths).max())
+        if longest > min(self.batch_tokens, self._group_tokens):
+            raise DataError(
+                f"A micro-batch may have {min(self.batch_tokens, self._group_tokens):,} tokens, and the longest row "
+                f"has {longest:,}, source and target together: raise training.per_device_train_batch_tokens to at "
+                "least that, or lower data.max_source_length."
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the set."""
+        return len(self.source_lengths)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the epoch; the same in every epoch."""
+        return len(self._sorted.costs)
+
+    def for_epoch(self, epoch: int) -> TokenPlan:
+        """The same plan for another epoch; the sorting is shared."""
+        plan = replace(self, epoch=epoch)
+        plan.__dict__["_sorted"] = self._sorted
+        return plan
+
+    def step_places(self, step: int, rank: int) -> list[Places]:
+        """The rows of each of one rank's micro-batches of one step.
+
+        Args:
+            step: From 0 to ``num_steps - 1``.
+            rank: From 0 to ``world_size - 1``.
+
+        Raises:
+            DataError: There is no such rank.
+        """
+        require_rank(rank, self.world_size)
+        order, runs = self._shuffled
+        run = int(runs[step])
+        rows = order[self._sorted.bounds[run] : self._sorted.bounds[run + 1]]
+        per_rank = ceil(len(rows) / self.world_size)
+        places = np.arange(per_rank * self.world_size)
+        fit = max(1, self.batch_tokens // int(self._sorted.costs[run]))
+        size = ceil(per_rank / ceil(per_rank / fit)) * self.world_size
+        mine = [places[start : start + size][rank :: self.world_size] for start in range(0, len(places), size)]
+        return [(rows[some % len(rows)], some >= len(rows)) for some in mine]
+
+    @property
+    def _cells(self) -> int:
+        return self.group or self.world_size * self.accumulation
+
+    @property
+    def _group_tokens(self) -> int:
+        """The budget of a micro-batch where the run began."""
+        return self.world_size * self.accumulation * self.batch_tokens // self._cells
+
+    @cached_property
+    def _shuffled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The epoch's rows, and the order of the steps' runs."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        chance = torch.randperm(self.num_rows, generator=generator).numpy()
+        order = self._sorted.order[np.lexsort((chance, self._sorted.classes))]
+        return order, torch.randperm(self.num_steps, generator=generator).numpy()
+
+    @cached_property
+    def _sorted(self) -> _Sorted:
+        """Rows by rounded lengths, cut into steps."""
+        sources, targets = self.source_lengths, self.target_lengths
+        if self.causal:
+            sources, targets = sources + targets, np.zeros_like(targets)
+        sources, targets = _rounded_up(sources), _rounded_up(targets)
+        # Targets go down within one source length and up within the next.
+        _, source_rank = np.unique(-sources, return_inverse=True)
+        keys = np.where(source_rank % 2 == 0, -targets, targets)
+        order = np.lexsort((keys, source_rank))
+        sources, targets = sources[order], targets[order]
+        changes = (np.diff(sources) != 0) | (np.diff(targets) != 0)
+        classes = np.concatenate([np.zeros(1, np.int64), np.cumsum(changes)])
+        bounds, costs = _runs(sources, targets, classes, self._cells, self._group_tokens)
+        return _Sorted(order, classes, bounds, costs)
+
+
+def _rounded_up(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Lengths rounded up to a few binary digits."""
+    digits = np.frexp(lengths.astype(np.float64))[1]  # 2 ** (digits - 1) <= length < 2 ** digits
+    unit = np.int64(1) << np.maximum(0, digits - 1 - ROUNDING_BITS).astype(np.int64)
+    return -(-lengths // unit) * unit
+
+
+def _runs(
+    sources: NDArray[np.int64], targets: NDArray[np.int64], classes: NDArray[np.int64], cells: int, tokens: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Cut sorted rows into runs that ``cells`` micro-batches of ``tokens`` positions hold.
+
+    Returns:
+        Where each run begins, with the end of the last; and the most positions of a row of each.
+    """
+    bounds, costs, start, total = [0], [], 0, len(sources)
+    while start < total:
+        cost = int(sources[start] + targets[start])
+        end = min(total, start + cells * max(1, tokens // cost))
+        if classes[end - 1] != classes[start]:
+            span = slice(start, end)
+            most = np.maximum.accumulate(sources[span]) + np.maximum.accumulate(targets[span])
+            fits = np.arange(1, end - start + 1) <= cells * np.maximum(1, tokens // most)
+            end = start + (end - start if fits.all() else int(np.argmin(fits)))
+            cost = int(most[end - start - 1])
+        bounds.append(end)
+        costs.append(cost)
+        start = end
+    return np.asarray(bounds), np.asarray(costs)

@@ -1,0 +1,175 @@
+"""Things made once and kept in files: built under a lock by one of all who want them, whole or not there at all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fullshard.data.examples import Example
+from fullshard.data.ragged import ID_DTYPE, OFFSET_DTYPE, Ragged
+from fullshard.data.tokenize import Counters, LengthStats, TokenizedSet, TokenizeSpec, encode_chunks
+from fullshard.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONTENTS_NAME = "contents.json"
+"""In each entry: the sizes of its files, and what its maker wants to know again. It is written last."""
+
+
+def default_directory() -> Path:
+    """``fullshard/`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fullshard")
+
+
+def cached(
+    directory: Path,
+    key: str,
+    build: Callable[[Path], dict[str, Any]],
+    waiting: Callable[[], None] = lambda: None,
+) -> tuple[Path, dict[str, Any]]:
+    """Find an entry, or build it; any number of processes and threads may ask for the same one at once.
+
+    One of them builds, under a lock on a file beside the entry, into a temporary directory that is renamed when it is
+    whole; the others wait. A builder that is killed leaves a temporary directory, which the next one deletes, and no
+    entry. An entry whose files have other sizes than when it was made is built again.
+
+    Args:
+        directory: The cache; made where it is missing.
+        key: Name of the entry, fit for a file name.
+        build: Writes the entry's files into the directory it is given, and returns what is to be kept with them, as
+            JSON values.
+        waiting: Called when somebody else is building the entry.
+
+    Returns:
+        The entry's directory, and what was kept.
+
+    Raises:
+        DataError: The file system refused.
+    """
+    entry = directory / key
+    try:
+        kept = _read(entry)
+        if kept is not None:
+            return entry, kept
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory / f"{key}.lock", waiting):
+            kept = _read(entry)
+            if kept is None:
+                kept = _build(entry, build)
+            return entry, kept
+    except OSError as error:
+        raise DataError(
+            f"The cache of tokens in {directory} cannot be used: {error}. Set data.cache_dir to a directory that can "
+            "be written."
+        ) from error
+
+
+def tokenize_to(
+    directory: Path,
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    spec: TokenizeSpec,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Write the ids of examples into a directory, a few thousand rows at a time; for ``build`` of :func:`cached`.
+
+    Args:
+        directory: Where to.
+        examples: At least one row.
+        tokenizer: Any Hugging Face tokenizer.
+        spec: How text becomes ids.
+        progress: Told rows done and in all.
+
+    Returns:
+        The length statistics, as JSON values for :func:`open_tokens`.
+
+    Raises:
+        DataError: See :func:`~fullshard.data.tokenize.tokenize`.
+    """
+    counters = Counters(spec)
+    lengths: dict[str, list[Any]] = {"source": [], "target": []}
+    with (directory / "source.ids").open("wb") as sources, (directory / "target.ids").open("wb") as targets:
+        for source, target in encode_chunks(examples, tokenizer, spec, progress):
+            counters.add(source, target)
+            for name, file, part in (("source", sources, source), ("target", targets, target)):
+                part.ids.ids.tofile(file)
+                lengths[name].append(part.ids.lengths)
+    for name, parts in lengths.items():
+        offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(np.concatenate(parts), dtype=OFFSET_DTYPE)])
+        offsets.tofile(directory / f"{name}.offsets")
+    return {"source": asdict(counters.source.stats()), "target": asdict(counters.target.stats())}
+
+
+def open_tokens(directory: Path, stats: dict[str, Any]) -> TokenizedSet:
+    """Map what :func:`tokenize_to` wrote; nothing is read before it is needed.
+
+    Args:
+        directory: The entry.
+        stats: What it returned.
+
+    Raises:
+        DataError: The files cannot be mapped.
+    """
+    try:
+        sides = {name: _map_rows(directory, name) for name in ("source", "target")}
+    except (OSError, ValueError) as error:
+        raise DataError(f"The tokens in {directory} cannot be read: {error}. Delete that directory.") from error
+    source, target = (LengthStats(**stats[name]) for name in ("source", "target"))
+    return TokenizedSet(sides["source"], sides["target"], source, target)
+
+
+def _map_rows(directory: Path, name: str) -> Ragged:
+    offsets = np.fromfile(directory / f"{name}.offsets", OFFSET_DTYPE)
+    if offsets[-1] == 0:
+        return Ragged(np.zeros(0, ID_DTYPE), offsets)
+    return Ragged(np.memmap(directory / f"{name}.ids", ID_DTYPE, mode="r"), offsets)
+
+
+def _read(entry: Path) -> dict[str, Any] | None:
+    """What was kept with an entry that is whole; else None."""
+    try:
+        contents = json.loads((entry / CONTENTS_NAME).read_text(encoding="utf-8"))
+        sizes = {name: (entry / name).stat().st_size for name in contents["sizes"]}
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
+    return contents["kept"] if sizes == contents["sizes"] else None
+
+
+def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Build an entry that is missing or damaged, under its lock."""
+    for torn in entry.parent.glob(f"{entry.name}.building-*"):
+        shutil.rmtree(torn)
+    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=f"{entry.name}.building-") as temporary:
+        made = Path(temporary, "entry")
+        made.mkdir()
+        kept = build(made)
+        sizes = {path.name: path.stat().st_size for path in made.iterdir()}
+        text = json.dumps({"sizes": sizes, "kept": kept})
+        (made / CONTENTS_NAME).write_text(text, encoding="utf-8")
+        if entry.exists():
+            shutil.rmtree(entry)
+        made.rename(entry)
+    return json.loads(text)["kept"]
+
+
+@contextmanager
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock on a file, against other processes and other threads; it ends with whoever holds it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,44 @@
+"""Rows held out by a hash: the same ones in every run, on every machine, whatever else is in the file."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from fullshard.data.examples import Example, Split, Table
+from fullshard.errors import DataError
+
+
+def is_held_out(key: str, fraction: float) -> bool:
+    """Whether what has this key is held out; rows of one key stay together.
+
+    Args:
+        key: The source of a row, or what else tells rows apart.
+        fraction: Share of keys to hold out, from 0 to 1.
+    """
+    digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def hold_out(table: Table, fraction: float, split: Split, where: str) -> Table:
+    """One side of a table that is split by the sources of its rows.
+
+    Raises:
+        DataError: One of the sides would be empty.
+    """
+    sides: dict[Split, list[Example]] = {"train": [], "validation": []}
+    for example in table.examples:
+        sides["validation" if is_held_out(example.source, fraction) else "train"].append(example)
+    require_both_sides(len(sides["train"]), len(sides["validation"]), fraction, where)
+    note = (
+        f"{where}: {len(sides['validation'])} of {len(table.examples)} rows are held out by data.validation_fraction."
+    )
+    return Table(sides[split], (*table.notes, note))
+
+
+def require_both_sides(num_train: int, num_held_out: int, fraction: float, where: str) -> None:
+    """Raise when a fraction leaves nothing to train on or nothing to evaluate on."""
+    if not num_train or not num_held_out:
+        raise DataError(
+            f"{where}: data.validation_fraction {fraction} leaves {num_train} rows for training and {num_held_out} "
+            "held out; both need at least one. Choose another fraction, or give data.validation_file."
+        )

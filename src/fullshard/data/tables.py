@@ -1,0 +1,336 @@
+"""Tables in text files: CSV, TSV, JSON Lines and JSON in, rows with their line numbers out, one at a time."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import json
+import re
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from fullshard.errors import DataError
+
+CELL_LIMIT_CHARACTERS = 2**31 - 1
+"""The csv module refuses cells above 131,072 characters unless told otherwise; articles can be longer."""
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTE_ESCAPES = range(0xDC80, 0xDD00)
+"""What Python's surrogateescape decodes the bytes 0x80 to 0xff to where they are no text."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row before it is checked.
+
+    Attributes:
+        line: Line it starts on, from 1; its number where the table has no lines.
+        cells: By column name.
+        problem: Why it could not be read; None when it could.
+    """
+
+    line: int
+    cells: Mapping[str, object]
+    problem: str | None = None
+
+
+class Origin(Protocol):
+    """A table that rows can be read from, more than once."""
+
+    @property
+    def where(self) -> str:
+        """The table as messages call it."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of how it is read."""
+        ...
+
+    def columns(self) -> list[str]:
+        """Its columns in order; a name that is there twice is listed twice."""
+        ...
+
+    def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
+        """Its rows in order, with at least the wanted columns that they have."""
+        ...
+
+
+def encoding_problem(text: str, encoding: str) -> str | None:
+    """What part of a text is no text, or None. Bytes that cannot be decoded are lone surrogates here."""
+    found = None if text.isascii() else _LONE_SURROGATE.search(text)
+    if found is None:
+        return None
+    code = ord(found.group())
+    if code in _BYTE_ESCAPES:
+        byte = code - 0xDC00
+        return (
+            f"byte 0x{byte:02x} is not {encoding.upper()}: save the file as UTF-8, or set data.encoding to what it is"
+        )
+    return f"\\u{code:04x} is half of a character"
+
+
+@contextmanager
+def open_lines(path: Path, encoding: str) -> Iterator[TextIO]:
+    r"""A text file, gzipped or not, whose lines end in ``\n`` alone.
+
+    A byte-order mark is left out, and a byte that cannot be decoded becomes a lone surrogate, so that one of them does
+    not make the rest of the file unreadable.
+
+    Raises:
+        DataError: The file cannot be read, or its encoding is unknown or lost.
+    """
+    try:
+        name = codecs.lookup(encoding).name
+    except LookupError as error:
+        raise DataError(f"data.encoding: {encoding!r} is no encoding that Python knows, such as utf-8.") from error
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    codec = "utf-8-sig" if name == "utf-8" else name
+    try:
+        with opened(path, "rt", encoding=codec, errors="surrogateescape", newline="\n") as lines:
+            yield lines  # type: ignore[reportReturnType]
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(path, error) from error
+    except UnicodeError as error:
+        raise DataError(f"{path} cannot be decoded as {encoding}: {error}. Set data.encoding to what it is.") from error
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """The error for a file that cannot be opened or read."""
+    reason = getattr(error, "strerror", None) or error
+    return DataError(f"{path} cannot be read: {reason}. Give the path of an existing file.")
+
+
+def empty(path: Path) -> DataError:
+    """The error for a file without anything in it."""
+    return DataError(f"{path} is empty ({path.stat().st_size} bytes): at least one row is needed.")
+
+
+def csv_records(lines: Iterable[str], delimiter: str, *, strict: bool) -> Iterator[tuple[int, list[str] | csv.Error]]:
+    r"""Records of a CSV text and the lines they start on; empty lines are left out.
+
+    Line breaks and other separators inside quoted cells are kept. After a record that cannot be read, its error in its
+    place, reading goes on with the next line.
+
+    Args:
+        lines: The text, cut at ``\n`` alone.
+        delimiter: What stands between cells.
+        strict: Whether quotes that are not closed or not doubled are an error.
+    """
+    with _LONG_CELLS:
+        reader = csv.reader(lines, delimiter=delimiter, strict=strict)
+        line = 1
+        while True:
+            record: list[str] | csv.Error
+            try:
+                record = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                record = error
+            if record:
+                yield line, record
+            line = reader.line_num + 1
+
+
+class CsvFile:
+    """A CSV or TSV file with a header."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, encoding: str, delimiter: str = ",") -> None:
+        """Nothing is read yet."""
+        self.where = str(path)
+        self._path, self._encoding, self._delimiter = path, encoding, delimiter
+
+    def columns(self) -> list[str]:
+        """The header."""
+        with open_lines(self._path, self._encoding) as lines:
+            return self._header(csv_records(lines, self._delimiter, strict=True))
+
+    def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
+        """Rows below the header, with all their cells."""
+        del wanted
+        with open_lines(self._path, self._encoding) as lines:
+            records = csv_records(lines, self._delimiter, strict=True)
+            header = self._header(records)
+            for line, record in records:
+                if isinstance(record, csv.Error):
+                    raise DataError(
+                        f"{self.where}:{line}: the CSV is malformed from here on ({record}): what follows cannot be "
+                        "told apart, and data.max_bad_rows does not help. Put cells with quotes, delimiters or line "
+                        "breaks in double quotes and double the quotes in them, or convert the file to JSON Lines."
+                    )
+                problem = encoding_problem("".join(record), self._encoding)
+                if problem is None and len(record) != len(header):
+                    problem = f"the row has {len(record)} cells, the header {len(header)}"
+                yield Row(line, dict(zip(header, record, strict=False)), problem)
+
+    def _header(self, records: Iterator[tuple[int, list[str] | csv.Error]]) -> list[str]:
+        """The first record that is not blank; takes it from the records."""
+        for line, record in records:
+            if isinstance(record, csv.Error):
+                problem = str(record)
+            elif not "".join(record).strip():
+                continue
+            else:
+                problem = encoding_problem("".join(record), self._encoding)
+                if problem is None:
+                    return record
+            raise DataError(f"{self.where}:{line}: the header cannot be read: {problem}.")
+        raise empty(self._path)
+
+
+class JsonLinesFile:
+    """A file with a JSON object on each line."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, encoding: str) -> None:
+        """Nothing is read yet."""
+        self.where = str(path)
+        self._path, self._encoding = path, encoding
+
+    def columns(self) -> list[str]:
+        """Keys that any of the objects has, in order of appearance."""
+        seen: dict[str, None] = {}
+        blank = True
+        for row in self.rows(()):
+            blank = False
+            seen.update(dict.fromkeys(row.cells))
+        if blank:
+            raise empty(self._path)
+        return list(seen)
+
+    def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
+        """The objects; blank lines are no rows."""
+        del wanted
+        with open_lines(self._path, self._encoding) as lines:
+            for line, raw in enumerate(lines, start=1):
+                if raw.strip():
+                    problem = encoding_problem(raw, self._encoding)
+                    yield Row(line, {}, problem) if problem else _json_row(line, raw.rstrip("\r\n"))
+
+
+class JsonFile:
+    """A JSON file: a list of objects, an object that holds one such list, or an object of columns."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, encoding: str) -> None:
+        """Nothing is read yet."""
+        self.where = str(path)
+        self._path, self._encoding = path, encoding
+
+    def columns(self) -> list[str]:
+        """Keys that any of the objects has, in order of appearance."""
+        return list(dict.fromkeys(key for item in self._items if isinstance(item, dict) for key in item))
+
+    def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
+        """The objects, numbered from 1."""
+        del wanted
+        for number, item in enumerate(self._items, start=1):
+            if not isinstance(item, dict):
+                yield Row(number, {}, f"the item is a JSON {type(item).__name__}, not an object")
+                continue
+            texts = (cell for cell in item.values() if isinstance(cell, str))
+            yield Row(number, item, next(filter(None, (encoding_problem(t, self._encoding) for t in texts)), None))
+
+    @cached_property
+    def _items(self) -> list[Any]:
+        """All rows: JSON has to be read as a whole."""
+        with open_lines(self._path, self._encoding) as lines:
+            text = lines.read()
+        if not text.strip():
+            raise empty(self._path)
+        try:
+            value = parse_json(text)
+        except ValueError as error:
+            hint = (
+                " Where each line is an object of its own, set data.format: jsonl."
+                if "Extra data" in str(error)
+                else ""
+            )
+            raise DataError(f"{self._path} is not valid JSON: {error}.{hint}") from error
+        items = _items_of(value)
+        if items is None:
+            raise DataError(
+                f"{self._path} holds neither a list of objects, nor an object with one such list in it, nor an object "
+                f"of columns of equal length; it holds a JSON {type(value).__name__}. Convert it to JSON Lines."
+            )
+        if not items:
+            raise DataError(f"{self._path} holds no rows: at least one is needed.")
+        return items
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value whose numbers stay as they are written: 1.50 is not to become 1.5.
+
+    Raises:
+        ValueError: It is broken, or too deep to read.
+    """
+    try:
+        return json.loads(text, parse_int=str, parse_float=str)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def _json_row(line: int, raw: str) -> Row:
+    """The object on one line."""
+    try:
+        value = parse_json(raw)
+    except json.JSONDecodeError as error:
+        return Row(line, {}, f"broken JSON: {error.msg} at column {error.colno}")
+    except ValueError as error:
+        return Row(line, {}, f"broken JSON: {error}")
+    if not isinstance(value, dict):
+        return Row(line, {}, f"the line holds a JSON {type(value).__name__}, not an object")
+    return Row(line, value)
+
+
+def _items_of(value: Any) -> list[Any] | None:
+    """The rows of a JSON value; None when it is no table."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict) or not value:
+        return None
+    lists = [item for item in value.values() if isinstance(item, list) and any(isinstance(row, dict) for row in item)]
+    if len(lists) == 1:
+        return lists[0]
+    # pandas writes each column as an object from row number to cell.
+    columns = [list(item.values()) if isinstance(item, dict) else item for item in value.values()]
+    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return None
+    return [dict(zip(value, cells, strict=True)) for cells in zip(*columns, strict=True)]
+
+
+class _LongCells:
+    """Lifts the csv module's limit on a cell's length while any table is read, and puts it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers = 0
+        self._before = 0
+
+    def __enter__(self) -> None:
+        """One more reader; the limit is the module's own, shared by all threads."""
+        with self._lock:
+            if self._readers == 0:
+                self._before = csv.field_size_limit(CELL_LIMIT_CHARACTERS)
+            self._readers += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._readers -= 1
+            if self._readers == 0:
+                csv.field_size_limit(self._before)
+
+
+_LONG_CELLS = _LongCells()

@@ -1,0 +1,116 @@
+"""The program that every rank of ``fullshard evaluate`` runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from fullshard.comm import init_from_env, shutdown, together
+from fullshard.config import RunConfig
+from fullshard.config.recorded import read_run
+from fullshard.data import CollateSpec
+from fullshard.errors import ConfigError
+from fullshard.launch.program import run_as_rank
+from fullshard.launch.progress import WorkProgress
+from fullshard.train.evaluate import HeldOut, evaluate, evaluation_spec
+from fullshard.train.outcome import draw_evaluation, evaluation_values, require_no_run, write_evaluation
+from fullshard.train.prepare import Prepared, prepare
+from fullshard.train.trained import find_trained, load_trained
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this process as one rank of an evaluation.
+
+    Args:
+        arguments: Command line; None: this process's.
+
+    Returns:
+        The exit code; see :func:`~fullshard.launch.program.run_as_rank`.
+    """
+    options = _parse(arguments)
+    return run_as_rank(lambda is_first: _evaluate(options, is_first=is_first), as_json=options.json)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.evaluate")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--model")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
+    """Tokenize, join the other ranks, load, measure; rank 0 writes and speaks."""
+    run = read_run(options.run, options.overrides)
+    output = options.output or run.output_dir / "evaluation"
+    require_no_run(output)
+    trained = find_trained(options.model or str(run.output_dir), with_rows(run, options.data, options.overrides))
+    prepared = prepare(trained.config, _say if is_first else _nothing)
+    rows = held_out_rows(prepared)
+    comm = init_from_env()
+    spec = together(comm, lambda: evaluation_spec(trained.config, rows))
+    model, tokenizer, notes = load_trained(trained, comm)
+    with WorkProgress("evaluating", shown=is_first) as progress:
+        report = evaluate(model, tokenizer, spec, comm, step=0, epoch=0.0, progress=progress)
+    data = trained.config.data
+    origin = data.validation_file or data.train_file or data.dataset_name
+    values = evaluation_values(
+        report, model=str(trained.directory), data=str(origin), rows=len(rows.examples), world_size=comm.size
+    )
+    together(comm, lambda: write_evaluation(report, values, output) if is_first else None)
+    if is_first:
+        for note in (*prepared.notes, *notes):
+            _say(note)
+        if options.json:
+            print(json.dumps(values), flush=True)
+        else:
+            draw_evaluation(Console(), report, values, output)
+    shutdown()
+
+
+def with_rows(run: RunConfig, file: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """A run's settings with rows to evaluate on: its own held-out rows, or all of a file.
+
+    Raises:
+        ConfigError: There are none.
+        DataError: There is no such file.
+    """
+    data = run.data
+    if file is not None:
+        data = data.model_copy(update={"validation_file": file.absolute(), "validation_fraction": 0.0})
+        # How many rows the run looked at says nothing of this file.
+        if not any(override.startswith("data.max_eval_samples") for override in overrides):
+            data = data.model_copy(update={"max_eval_samples": None})
+    if not data.holds_out:
+        raise ConfigError("The run has no held-out rows: name some with --data FILE.")
+    training = run.training.model_copy(update={"eval_strategy": "epoch"})
+    return run.model_copy(update={"data": data, "training": training})
+
+
+def held_out_rows(prepared: Prepared) -> HeldOut:
+    """What was prepared, as the evaluation wants it."""
+    assert prepared.held_out_set is not None, "with_rows saw that there are some"
+    pad = prepared.tokenizer.pad_token_id
+    assert isinstance(pad, int), "load_tokenizer gives every tokenizer a padding token"
+    collate = CollateSpec(pad, causal=prepared.causal)
+    return HeldOut(prepared.held_out, prepared.held_out_set, collate, prepared.labels, prepared.majority)
+
+
+def _say(line: str) -> None:
+    print(f"fullshard: {line}", file=sys.stderr, flush=True)
+
+
+def _nothing(_line: str) -> None:
+    """Other ranks do the same work."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

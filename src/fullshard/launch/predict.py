@@ -1,0 +1,137 @@
+"""The program that every rank of ``fullshard predict`` runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TextIO
+
+from fullshard.comm import init_from_env, shutdown
+from fullshard.config import RunConfig
+from fullshard.config.recorded import recorded_run
+from fullshard.data import SourceSpec, read_inputs
+from fullshard.errors import DataError
+from fullshard.launch.program import run_as_rank
+from fullshard.launch.progress import WorkProgress
+from fullshard.models import resolve_model
+from fullshard.train.predict import predict
+from fullshard.train.trained import find_trained, load_trained
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this process as one rank that predicts.
+
+    Args:
+        arguments: Command line; None: this process's.
+
+    Returns:
+        The exit code; see :func:`~fullshard.launch.program.run_as_rank`.
+    """
+    options = _parse(arguments)
+    return run_as_rank(lambda is_first: _predict(options, is_first=is_first), as_json=options.json)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.predict")
+    parser.add_argument("model")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--num-beams", type=int)
+    parser.add_argument("--max-new-tokens", type=int)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--prefix")
+    parser.add_argument("--source-column")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
+    """Read the rows, join the other ranks, load, write; rank 0 prints."""
+    directory = resolve_model(options.model)
+    trained = find_trained(options.model, recorded_run(directory))
+    config = changed(trained.config, options)
+    source = SourceSpec(**{each.name: getattr(config.data, each.name) for each in fields(SourceSpec)})
+    table = read_inputs(options.file, source)
+    comm = init_from_env()
+    model, tokenizer, notes = load_trained(trained, comm)
+    if is_first:
+        for note in (*table.notes, *notes):
+            _say(note)
+    done = cut = 0
+    rows = table.examples
+    with _opened(options.output if is_first else None) as out, WorkProgress("predicting", shown=is_first) as progress:
+        for written in predict(model, tokenizer, rows, config, comm):
+            if is_first:
+                _write(out, [(row.source, text) for row, text in zip(rows[done:], written.texts, strict=False)])
+            done, cut = done + len(written.texts), cut + written.cut
+            progress(done, len(rows))
+    if is_first and cut:
+        _say(f"{cut:,} of {done:,} sources were cut to {config.data.max_source_length} tokens (data.max_source_length)")
+    if is_first and options.output is not None:
+        _tell(options, done)
+    shutdown()
+
+
+def changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:
+    """A run's settings with what the command line says in their place."""
+    evaluation = {"num_beams": options.num_beams, "max_new_tokens": options.max_new_tokens}
+    if options.num_beams == 1:
+        evaluation["length_penalty"] = 1.0  # it is of beams only
+    data = _given({"source_prefix": options.prefix, "source_column": options.source_column})
+    if options.source_column is not None:
+        data["template"] = None
+    training = {"per_device_eval_batch_size": options.batch_size}
+    given = {
+        "evaluation": config.evaluation.model_copy(update=_given(evaluation)),
+        "data": config.data.model_copy(update=data),
+        "training": config.training.model_copy(update=_given(training)),
+    }
+    return config.model_copy(update=given)
+
+
+def _given(values: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[TextIO]:
+    """A file, or standard output."""
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error}.") from error
+    with file:
+        yield file
+
+
+def _write(out: TextIO, rows: list[tuple[str, str]]) -> None:
+    """One JSON line for each row; at once, for who reads along."""
+    try:
+        for source, text in rows:
+            out.write(json.dumps({"input": source, "prediction": text}, ensure_ascii=False) + "\n")
+        out.flush()
+    except OSError as error:
+        raise DataError(f"The predictions could not be written: {error}.") from error
+
+
+def _tell(options: argparse.Namespace, rows: int) -> None:
+    if options.json:
+        print(json.dumps({"rows": rows, "output": str(options.output)}), flush=True)
+    else:
+        _say(f"{rows:,} predictions written to {options.output}")
+
+
+def _say(line: str) -> None:
+    print(f"fullshard: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

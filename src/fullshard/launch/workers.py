@@ -1,0 +1,219 @@
+"""The ranks of a script on this machine, as processes: started, read, ended, and asked why they failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from fullshard.launch.child import LAUNCHER_VARIABLE
+from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
+from fullshard.launch.output import Output, Stream
+
+CHILD = Path(__file__).with_name("child.py")
+
+STOP_SECONDS = 10.0
+"""How long ranks may take to end after a signal before they are killed."""
+
+_DRAIN_SECONDS = 2.0
+"""How long to wait for more from a rank that has ended: a process that it left behind may hold its output open."""
+
+_LOOK_SECONDS = 0.02
+
+_SILENT_DEATH_SECONDS = 0.1
+"""A rank that dies without a word dies before the others notice, and is seen dead a little after."""
+
+_HINTS = {
+    signal.SIGKILL: (
+        "The kernel does that when memory runs out (see dmesg): use more ranks, a smaller batch or a smaller model."
+    ),
+    signal.SIGSEGV: "Native code crashed: an extension in C++ or CUDA. Its Python stack is in the output above.",
+    signal.SIGBUS: "Often a full /dev/shm: use fewer DataLoader workers, or give the container more shared memory.",
+    signal.SIGABRT: "Native code gave up (abort); what it said is in the output above.",
+    signal.SIGTERM: "Something outside of this run ended it.",
+}
+
+_CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""Ends that another rank's failure does not cause."""
+
+
+@dataclass
+class _Worker:
+    """A started rank."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    failure_path: Path
+    returncode: int | None = None
+    ended_s: float = 0.0
+    told: bool = False
+    threads: list[threading.Thread] = field(default_factory=list)
+    handing_on: set[Stream] = field(default_factory=set)
+
+    def drain(self) -> None:
+        """Wait until what the rank has written is handed on, however slowly somebody reads it (``| less``)."""
+        silent_s = 0.0
+        while any(thread.is_alive() for thread in self.threads) and silent_s < _DRAIN_SECONDS:
+            time.sleep(_LOOK_SECONDS)
+            silent_s += 0.0 if self.handing_on else _LOOK_SECONDS
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank and what it started; it is not reaped yet, so its number is still its own."""
+        if self.returncode is None:
+            self.told = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+class Workers:
+    """The ranks of one machine. Used from the main thread: Linux ties their lives to the thread that starts them."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], output: Output, scratch: Path) -> None:
+        """Nothing is started yet.
+
+        Args:
+            arguments: ``script`` or ``module``, its path or name, and what the script is given.
+            environment: Variables of every rank, over this process's.
+            output: Where their output goes.
+            scratch: A directory for their failures.
+        """
+        self._command = [sys.executable, str(CHILD), *arguments]
+        self._environment = environment
+        self._output = output
+        self._scratch = scratch
+        self._workers: list[_Worker] = []
+        self._starts = 0
+        self._stopped = True
+
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of the ranks that were started last."""
+        return [worker.rank for worker in self._workers]
+
+    def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
+        """Start a rank for each local number, with its variables; returns process ids."""
+        self._starts += 1
+        self._workers = []
+        self._stopped = False
+        for local_rank, variables in environments.items():
+            self._workers.append(self._start(int(variables["RANK"]), variables))
+            assert len(self._workers) == local_rank + 1
+        return {local_rank: worker.process.pid for local_rank, worker in enumerate(self._workers)}
+
+    def _start(self, rank: int, variables: Mapping[str, str]) -> _Worker:
+        failure_path = self._scratch / f"rank{rank}.{self._starts}.json"
+        environment = {**os.environ, **self._environment, **variables}
+        environment[FAILURE_FILE_VARIABLE] = str(failure_path)
+        environment[LAUNCHER_VARIABLE] = str(os.getpid())
+        process = subprocess.Popen(
+            self._command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone
+        )
+        worker = _Worker(rank, process, failure_path)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for target, arguments in (
+            (self._read, (worker, "stdout", process.stdout)),
+            (self._read, (worker, "stderr", process.stderr)),
+            (_wait, (worker,)),
+        ):
+            worker.threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+            worker.threads[-1].start()
+        return worker
+
+    def _read(self, worker: _Worker, stream: Stream, pipe: BinaryIO) -> None:
+        """Hand on what a rank writes until nobody can write any more; a thread of its own for each stream."""
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                worker.handing_on.add(stream)
+                self._output.feed(worker.rank, stream, data)
+                worker.handing_on.discard(stream)
+        self._output.end(worker.rank, stream)
+
+    def all_ended(self) -> bool:
+        """Whether no rank runs any more."""
+        return all(worker.returncode is not None for worker in self._workers)
+
+    def any_failed(self) -> bool:
+        """Whether a rank has failed; it may still be on its way out."""
+        return any(worker.returncode or worker.failure_path.exists() for worker in self._workers)
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = STOP_SECONDS) -> None:
+        """End every rank that runs: a signal, then SIGKILL for what is left of them; their output is read to its end.
+
+        A rank that has said why it fails is on its way out: it is told nothing but to hurry up at the end. Where all
+        have ended well, what they left running in the background is left alone.
+        """
+        if self._stopped:
+            return
+        if not self.all_ended() or self.any_failed():
+            self._end(number, seconds)
+        for worker in self._workers:
+            worker.drain()
+            worker.process.wait()
+        self._stopped = True
+
+    def _end(self, number: int, seconds: float) -> None:
+        for worker in self._workers:
+            if not worker.failure_path.exists():
+                worker.signal(number)
+        deadline = time.monotonic() + seconds
+        while not self.all_ended() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank, and every process that it started and left in its group, at once."""
+        for worker in self._workers:
+            worker.signal(signal.SIGKILL)
+
+    def failures(self) -> list[Failure]:
+        """Why ranks failed, the cause of the others first; without those that were only told to end."""
+        return [failure for _, failure in sorted(self._causes(), key=lambda pair: pair[0])]
+
+    def _causes(self) -> Iterator[tuple[tuple[bool, float, int], Failure]]:
+        """Each failure with its place: crashes first, then by time."""
+        for worker in self._workers:
+            code = worker.returncode or 0
+            written = Failure.read(worker.failure_path)
+            if written is not None:
+                yield (True, written.time_s, worker.rank), written
+            elif code and not worker.told:
+                failure = _silent_failure(worker.rank, code, worker.ended_s)
+                yield (-code not in _CRASHES, failure.time_s, worker.rank), failure
+
+
+def _wait(worker: _Worker) -> None:
+    """Note when a rank ends; a thread of its own for each."""
+    end = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    worker.ended_s = time.time()
+    worker.returncode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def _silent_failure(rank: int, code: int, ended_s: float) -> Failure:
+    """The failure of a rank that did not write one: a signal, or an exit code of its own choice."""
+    if code > 0:
+        message = f"rank {rank} ended with exit code {code}."
+        return Failure(rank, "SystemExit", message, None, code, ended_s - _SILENT_DEATH_SECONDS)
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = "real-time"
+    message = f"rank {rank} was ended by signal {-code} ({name})."
+    hint = _HINTS.get(-code)  # type: ignore[call-overload]
+    credit = 0.0 if -code == signal.SIGABRT else _SILENT_DEATH_SECONDS
+    text = message if hint is None else f"{message} {hint}"
+    return Failure(rank, "ProcessGroupError", text, None, 128 - code, ended_s - credit)

@@ -1,0 +1,199 @@
+"""Adapters by peft: a few new parameters that are trained in place of a model's own."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import ModelError
+from fullshard.models.build import ONE_AT_A_TIME
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MISUSE = (TypeError, ValueError, AttributeError, KeyError, RuntimeError, NotImplementedError)
+"""What peft raises when its configuration does not fit the model."""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What is added to a model.
+
+    Attributes:
+        type: ``lora``, ``dora``, ``ia3``, ``prompt`` or ``prefix``.
+        base: Directory or id of the model, which the saved adapter names.
+        r: Rank of lora and dora.
+        lora_alpha: lora and dora are scaled by ``lora_alpha / r``.
+        lora_dropout: Dropout before lora and dora.
+        target_modules: Names of the modules that lora, dora and ia3 change, or ``all-linear``; None: peft's choice.
+        num_virtual_tokens: Vectors of prompt and prefix.
+        options: Further options of peft's configuration.
+    """
+
+    type: str
+    base: str
+    r: int = 8
+    lora_alpha: float = 16.0
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | str | None = None
+    num_virtual_tokens: int = 20
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with its adapter.
+
+    Attributes:
+        model: peft's model around the one that was given, which is frozen.
+        values: Of a model on the meta device: the adapter's initial values, by their names in ``model``.
+        lacking: Of a model on the meta device: an adapter parameter whose initial values peft computes from the model's
+            own, and which therefore has none; None: there is no such parameter.
+        trainable: Elements that are trained.
+        total: Elements of all parameters, the adapter's among them.
+    """
+
+    model: Any
+    values: Mapping[str, Tensor]
+    lacking: str | None
+    trainable: int
+    total: int
+
+
+def base_of(model: Any) -> PreTrainedModel:
+    """The Hugging Face model under an adapter; of one without, the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adapted:
+    """Freeze a model and add an adapter to it, in place; every rank that gives the same seed gets the same values.
+
+    Torch's global random state is left as it was. The adapter's parameters are on the CPU, also where the model is on
+    the meta device.
+
+    Args:
+        model: On the CPU or the meta device, not sharded.
+        spec: What is added.
+        seed: Seed of the adapter's values.
+
+    Raises:
+        ModelError: peft is not installed, or the adapter does not fit the model.
+    """
+    peft = _import_peft()
+    config = _peft_config(peft, spec, model)
+    stand_ins = _StandIns(model)
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft sets the one by itself, and says so; and asks transformers for the other by its old name.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        torch.manual_seed(seed)
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except _MISUSE as error:
+            if stand_ins.read:
+                return Adapted(None, {}, f"{spec.type} ({error})", 0, 0)
+            raise ModelError(
+                f"peft cannot add {spec.type} to {type(model).__name__}: {error}. See model.adapter in the run file."
+            ) from error
+    if spec.type == "prompt":
+        # Said at each generated token. Positions are right without padding, which the caller sees to.
+        warnings.filterwarnings("ignore", message="Position ids are not supported for parameter efficient tuning")
+    config.base_model_name_or_path = spec.base
+    values = stand_ins.replace(adapted)
+    lacking = next((name for name, value in values.items() if value.isnan().any()), None)
+    counts = [(p.numel(), p.requires_grad) for p in adapted.parameters()]
+    trainable = sum(numel for numel, trained in counts if trained)
+    return Adapted(adapted.train(), values, lacking, trainable, sum(numel for numel, _ in counts))
+
+
+class _StandIns:
+    """CPU tensors of the shapes of a model's meta parameters, each a single NaN in memory.
+
+    peft makes its parameters where the model's are and gives them their values there; what it computes from a NaN tells
+    that it looked at the model's own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._originals: dict[int, nn.Parameter] = {}
+        made: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for key, param in module._parameters.items():
+                if param is None or not param.is_meta:
+                    continue
+                if id(param) not in made:
+                    nan = torch.full((), math.nan, dtype=param.dtype)
+                    made[id(param)] = nn.Parameter(nan.expand(param.shape))
+                    self._originals[id(made[id(param)])] = param
+                module._parameters[key] = made[id(param)]
+        self._kept = list(made.values())
+
+    @property
+    def read(self) -> bool:
+        """Whether there are any."""
+        return bool(self._kept)
+
+    def replace(self, adapted: nn.Module) -> dict[str, Tensor]:
+        """Put the meta parameters back; returns the others by name, if there were stand-ins at all."""
+        for module in adapted.modules():
+            for key, param in module._parameters.items():
+                original = self._originals.get(id(param))
+                if original is not None and param is not None:
+                    original.requires_grad_(param.requires_grad)
+                    module._parameters[key] = original
+        if not self._kept:
+            return {}
+        named = adapted.named_parameters(remove_duplicate=False)
+        return {name: param.detach() for name, param in named if not param.is_meta}
+
+
+def _import_peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ModelError(f"model.adapter needs peft: pip install peft ({error}).") from error
+
+
+def _peft_config(peft: Any, spec: AdapterSpec, model: PreTrainedModel) -> Any:
+    """Peft's configuration of the adapter."""
+    targets = spec.target_modules
+    tuned = {"target_modules": list(targets) if isinstance(targets, tuple) else targets}
+    virtual = {"num_virtual_tokens": spec.num_virtual_tokens}
+    low_rank = {"r": spec.r, "lora_alpha": spec.lora_alpha, "lora_dropout": spec.lora_dropout, **tuned}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "lora": ("LoraConfig", low_rank),
+        "dora": ("LoraConfig", {**low_rank, "use_dora": True}),
+        "ia3": ("IA3Config", tuned),
+        "prompt": ("PromptTuningConfig", virtual),
+        "prefix": ("PrefixTuningConfig", {**virtual, **_prefix_shape(model)}),
+    }
+    class_name, values = kinds[spec.type]
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    twice = sorted((values.keys() | {"task_type"}) & spec.options.keys())
+    if twice:
+        raise ModelError(f"model.adapter.options gives {', '.join(twice)}, which {spec.type} has set already.")
+    if str(spec.options.get("bias", "none")).endswith("_only"):
+        raise ModelError("model.adapter.options: bias is none or all; fullshard does not save what else peft offers.")
+    if spec.options.get("prefix_projection"):
+        raise ModelError("model.adapter.options: prefix_projection is not supported; train the prefix itself.")
+    try:
+        return getattr(peft, class_name)(task_type=task, **values, **spec.options)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"peft's {class_name} does not take this: {error}. See model.adapter.options.") from error
+
+
+def _prefix_shape(model: PreTrainedModel) -> dict[str, int]:
+    """Of the keys and values in front of the decoder's, where peft would look at the encoder's."""
+    config = model.config
+    if not config.is_encoder_decoder:
+        return {}
+    layers = getattr(config, "num_decoder_layers", None) or getattr(config, "decoder_layers", None)
+    heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
+    width = heads * config.d_kv if hasattr(config, "d_kv") else config.d_model
+    return {"num_layers": layers or config.num_hidden_layers, "num_attention_heads": heads, "token_dim": width}

@@ -1,0 +1,108 @@
+"""Which rank orthogonalises which split matrix, and in which round: integers, the same on every rank.
+
+A matrix that several ranks hold parts of is put together on one of them, its owner. Owners are chosen greedily, the
+largest matrix first and always the least loaded of the ranks that hold parts of it (Graham's longest processing time
+first; with matrices that every rank shares, at most 4/3 of the best possible largest load). Matrices that are whole on
+a rank are work that it has anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SplitMatrix:
+    """A matrix that several ranks hold parts of.
+
+    Attributes:
+        first_rank: The first of these ranks; they are consecutive.
+        pieces: Elements that each of them holds, in rank order.
+        work: What it costs to orthogonalise it, in any unit.
+    """
+
+    first_rank: int
+    pieces: tuple[int, ...]
+    work: int
+
+    @property
+    def sharers(self) -> range:
+        """The ranks that hold parts of it."""
+        return range(self.first_rank, self.first_rank + len(self.pieces))
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return sum(self.pieces)
+
+    def piece_of(self, rank: int) -> int:
+        """Elements that one of the sharers holds."""
+        return self.pieces[rank - self.first_rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who orthogonalises what, and when.
+
+    Attributes:
+        matrices: What it was made from.
+        owners: The rank that orthogonalises each of them.
+        rounds: The matrices that are gathered together, by number, in the order in which their pieces are sent.
+    """
+
+    matrices: tuple[SplitMatrix, ...]
+    owners: tuple[int, ...]
+    rounds: tuple[tuple[int, ...], ...]
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
+    """Multiplications and additions of ``steps`` Newton-Schulz iterations.
+
+    Examples:
+        >>> newton_schulz_flops(2, 3, 1) == 2 * (2 * 2 * 3) + 2 * (2 * 2 * 2) + 2 * (2 * 2 * 3)
+        True
+    """
+    short, long = sorted((rows, columns))
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def plan_rounds(matrices: Sequence[SplitMatrix], fixed: Sequence[int], max_numel: int) -> Plan:
+    """Choose owners, and cut what each of them gathers into rounds; pure, so that every rank has the same plan.
+
+    Args:
+        matrices: The split ones, in an order that is the same on every rank.
+        fixed: Work that each rank has anyway, in the unit of the matrices'.
+        max_numel: Elements that an owner gathers in one round, its own pieces included; a larger matrix has a round of
+            that owner for itself.
+
+    Examples:
+        >>> halves = SplitMatrix(first_rank=0, pieces=(50, 50), work=10)
+        >>> plan = plan_rounds([halves, halves, halves], fixed=[0, 15], max_numel=100)
+        >>> plan.owners, plan.rounds
+        ((0, 0, 1), ((0, 2), (1,)))
+    """
+    order = sorted(range(len(matrices)), key=lambda index: (-matrices[index].work, index))
+    owners = _owners(matrices, order, list(fixed))
+    gathered: dict[int, tuple[int, int]] = {}  # of each owner: its last round so far, and elements in it
+    rounds: list[list[int]] = []
+    for index in order:
+        numel = matrices[index].numel
+        number, filled = gathered.get(owners[index], (0, 0))
+        if filled and filled + numel > max_numel:
+            number, filled = number + 1, 0
+        gathered[owners[index]] = (number, filled + numel)
+        rounds.extend([] for _ in range(number + 1 - len(rounds)))
+        rounds[number].append(index)
+    return Plan(tuple(matrices), tuple(owners), tuple(tuple(indices) for indices in rounds))
+
+
+def _owners(matrices: Sequence[SplitMatrix], order: Sequence[int], loads: list[int]) -> list[int]:
+    """The owner of each matrix; of equally loaded ranks the one that holds most of it, which need not be sent."""
+    owners = [0] * len(matrices)
+    for index in order:
+        one = matrices[index]
+        owner = min(one.sharers, key=lambda rank: (loads[rank], -one.piece_of(rank)))
+        loads[owner] += one.work
+        owners[index] = owner
+    return owners

@@ -1,0 +1,108 @@
+"""Parameter groups with and without weight decay, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fullshard.errors import ConfigError
+from fullshard.layout.names import plain_name
+from fullshard.optim.shards import by_comm, meta_of
+
+NoDecay = Callable[[str, nn.Parameter], bool] | Sequence[str]
+
+
+def decay_groups(model: nn.Module, weight_decay: float, *, no_decay: NoDecay | None = None) -> list[dict[str, Any]]:
+    """The trainable parameters of a model in two groups, one that decays and one that does not.
+
+    They are the same before ``fully_shard`` and after it, and the same on every rank, also where a rank holds no rows
+    of a parameter::
+
+        optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-3)
+        optimizer = torch.optim.AdamW(decay_groups(model, 0.1, no_decay=["*norm*", "embed.weight"]), lr=1e-3)
+
+    Args:
+        model: Sharded or not; every rank calls it. Ranks compare what a function of theirs says, else they do not talk.
+        weight_decay: Of the first group.
+        no_decay: What does not decay: names of parameters or shell patterns of them (``*``, ``?``, ``[…]``; of a tied
+            parameter any of its names), or a function of the name and the parameter, which after ``fully_shard`` is
+            this rank's rows: tell by ``param.ndim`` or ``param.shard_meta.global_shape``, never by
+            ``param.shape``. Names are those without the wrappers of
+            compiling, checkpointing and torch's FSDP. None: what has fewer than two dimensions unsharded, so biases
+            and norms, as in ``fullshard train``.
+
+    Returns:
+        Groups for an optimizer, ``{"params": […], "weight_decay": …}``, the one that decays first, parameters in the
+        model's order; a group that would be empty is left out.
+
+    Raises:
+        ConfigError: ``weight_decay`` is negative, a pattern fits no parameter, none is trainable, or a function says
+            otherwise on another rank; the latter on every rank.
+    """
+    if not weight_decay >= 0:
+        raise ConfigError(f"weight_decay is at least 0; got {weight_decay}.")
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(plain_name(name))
+    excluded = _chooser(names, no_decay)
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for param in names:
+        if param.requires_grad:
+            groups[excluded(param)]["params"].append(param)
+    if callable(no_decay):
+        _require_agreement(names, excluded)
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ConfigError("The model has no trainable parameters to group.")
+    return groups
+
+
+def _require_agreement(names: dict[nn.Parameter, list[str]], excluded: Callable[[nn.Parameter], bool]) -> None:
+    """Refuse a function that tells parameters apart by what this rank holds of them.
+
+    Raises:
+        ConfigError: It says otherwise on another rank; on every rank.
+    """
+    for comm, params in by_comm(names):
+        by_rank = comm.all_gather_object([names[param][0] for param in params if excluded(param)])
+        for rank, chosen in enumerate(by_rank):
+            apart = sorted(set(chosen) ^ set(by_rank[0]))
+            if apart:
+                more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+                raise ConfigError(
+                    f"no_decay says of {apart[0]}{more} one thing on rank 0 and another on rank {rank}: after "
+                    "fully_shard a rank sees its own rows. Decide by the name, by param.ndim or by "
+                    "param.shard_meta.global_shape."
+                )
+
+
+def _chooser(names: dict[nn.Parameter, list[str]], no_decay: NoDecay | None) -> Callable[[nn.Parameter], bool]:
+    """Whether a parameter does not decay.
+
+    Raises:
+        ConfigError: A pattern fits no parameter.
+    """
+    if no_decay is None:
+        return lambda param: len(meta_of(param).global_shape) < 2
+    if callable(no_decay):
+        predicate = no_decay
+        return lambda param: bool(predicate(names[param][0], param))
+    patterns = [no_decay] if isinstance(no_decay, str) else list(no_decay)
+    every = [name for of_param in names.values() for name in of_param]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in every):
+            near = get_close_matches(pattern, every, n=3, cutoff=0.0)
+            inside = f"; {f'*{pattern}*'!r} would fit" if any(pattern in name for name in every) else ""
+            raise ConfigError(
+                f"no_decay pattern {pattern!r} fits none of the model's {len(every)} names of parameters{inside}; the "
+                f"nearest names are {', '.join(near)}. A pattern is of the whole name, with * for any part of it. "
+                "Leave out what the model does not have; without no_decay, all vectors (biases, norms) do not decay."
+            )
+    return lambda param: any(fnmatchcase(name, pattern) for name in names[param] for pattern in patterns)

@@ -1,0 +1,130 @@
+"""An optimizer that was made before the model was sharded, pointed at the shards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.errors import ConfigError
+from fullshard.layout import StatePart, elementwise
+from fullshard.optim.shards import meta_of
+
+
+class Places:
+    """Where each parameter of a model is; made before ``fully_shard(model)``, on any rank, for :func:`repoint`.
+
+    A parameter on the meta device is replaced by one with memory, and an optimizer still has the old one. Nothing is
+    kept alive by this.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Note the places of the parameters of ``model`` as it is now."""
+        self.model = type(model).__name__
+        self._modules = weakref.WeakSet(model.modules())
+        self._slots = {
+            id(param): (weakref.ref(param), weakref.ref(module), key)
+            for module in model.modules()
+            for key, param in module._parameters.items()
+            if param is not None
+        }
+
+    def now_of(self, param: nn.Parameter) -> nn.Parameter | None:
+        """What is in the model today where ``param`` was, perhaps itself; None if it is not the model's."""
+        noted, home, key = self._slots.get(id(param), (None, None, ""))
+        module = home() if home is not None and noted is not None and noted() is param else None
+        if module is not None:
+            return module._parameters[key]
+        inside = any(param is one for module in self._modules for one in module._parameters.values())
+        return param if inside else None
+
+
+def repoint(optimizer: Optimizer, places: Sequence[Places]) -> None:
+    """Have an optimizer that was made before sharding step the shards; on every rank, after ``fully_shard``.
+
+    ``fully_shard`` leaves users' parameters in place and gives them their shard's rows, so that the optimizer knows
+    them already, but for those that were on the meta device. Its state is still that of the whole parameters.
+
+    Groups keep their options and their order, also where a learning rate schedule holds them. State of a parameter's
+    shape is cut to the elements of this rank, on the shard's device, and statistics of rows, columns or blocks as the
+    optimizer says (``state_part``, as fullshard's own do); single numbers, such as ``step``, stay as they
+    are. Parameters that are shards already, or were left out of sharding, stay.
+
+    Args:
+        optimizer: A torch optimizer; changed in place.
+        places: Of the models that between them have its parameters, as they were before sharding.
+
+    Raises:
+        ConfigError: A parameter is not one of theirs, or its state is neither by element nor one number; nothing has
+            changed then.
+    """
+    old = [param for group in optimizer.param_groups for param in group["params"]]
+    new = {id(param): _now_of(param, places) for param in old}
+    _refuse_strangers(optimizer, new, places)
+    states = [
+        (param, shard, _cut(optimizer, optimizer.state[param], shard))
+        for param in old
+        if (shard := new[id(param)]) is not None and param in optimizer.state and hasattr(shard, "shard_meta")
+    ]
+    for param, shard, state in states:
+        del optimizer.state[param]
+        optimizer.state[shard] = state
+    for group in optimizer.param_groups:
+        group["params"][:] = [new[id(param)] for param in group["params"]]  # in place: some optimizers keep the list
+
+
+def _now_of(param: nn.Parameter, places: Sequence[Places]) -> nn.Parameter | None:
+    return next((now for place in places if (now := place.now_of(param)) is not None), None)
+
+
+def _refuse_strangers(optimizer: Optimizer, new: Mapping[int, nn.Parameter | None], places: Sequence[Places]) -> None:
+    strangers = [
+        f"number {number} of group {at}, shape {tuple(param.shape)}"
+        for at, group in enumerate(optimizer.param_groups)
+        for number, param in enumerate(group["params"])
+        if new[id(param)] is None
+    ]
+    if strangers:
+        more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+        raise ConfigError(
+            f"{type(optimizer).__name__} has {len(strangers)} parameters that are not of the sharded "
+            f"{' or '.join(place.model for place in places)}: {'; '.join(strangers[:5])}{more}. Make the optimizer "
+            "from model.parameters() of the model that is sharded, after the last change to its modules."
+        )
+
+
+def _cut(optimizer: Optimizer, state: Mapping[str, Any], shard: nn.Parameter) -> dict[str, Any]:
+    """This rank's part of the state of an unsharded parameter."""
+    meta = meta_of(shard)
+    # An optimizer whose state is not all by element says where a part lies, and has none where there are no rows.
+    describe: Callable[[nn.Parameter, str], StatePart | None] | None = getattr(optimizer, "state_part", None)
+    if describe is not None and meta.rank not in meta.owners:
+        return {}
+    cut: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or key == "step":
+            cut[key] = value
+        else:
+            part = describe(shard, key) if describe is not None else None
+            cut[key] = _own(value, part or elementwise(meta), shard, key)
+    return cut
+
+
+def _own(value: torch.Tensor, part: StatePart, shard: nn.Parameter, key: str) -> torch.Tensor:
+    """This rank's part of a tensor of state; one number, and what was made for the shard, as it is."""
+    shape = tuple(value.shape)
+    if shape == part.shape:
+        own = value.detach().reshape(-1)[slice(*part.held)].view(part.local_shape)
+        return own.to(shard.device, copy=own.numel() < value.numel())
+    if shape in (part.local_shape, ()):
+        return value
+    meta = meta_of(shard)
+    raise ConfigError(
+        f"Optimizer state can be cut where it is one number, has the parameter's shape, or the optimizer says where it "
+        f"lies; {key!r} of {meta.name} has shape {shape} and the parameter {meta.global_shape}. Make the optimizer "
+        "after the model is sharded, or one whose state is by element, or one of fullshard.optim."
+    )

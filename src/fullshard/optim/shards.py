@@ -1,0 +1,119 @@
+"""What an optimizer that sees whole matrices asks about a parameter; an unsharded one is a shard of one rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.comm import Comm, SoloComm
+from fullshard.errors import ConfigError
+from fullshard.layout import Lane, Placement, ShardMeta
+
+
+def meta_of(param: nn.Parameter) -> ShardMeta:
+    """Shape and place of a parameter; of one that is not sharded, or was left out of sharding: all of it is here."""
+    meta: ShardMeta | None = getattr(param, "shard_meta", None)
+    if meta is not None:
+        return meta
+    shape = tuple(param.shape)
+    row = max(1, param.numel() // shape[0] if len(shape) > 1 and shape[0] else 1)
+    placement = Placement(0, 0, param.numel(), row, row)
+    return ShardMeta("", (), shape, Lane(1, max(1, param.numel()), (placement,)), placement, 0)
+
+
+def comm_of(param: nn.Parameter) -> Comm:
+    """The ranks that share a parameter; one that is not sharded is this rank's alone."""
+    comm: Comm | None = getattr(param, "shard_comm", None)
+    return SoloComm(param.device) if comm is None else comm
+
+
+def is_split(param: nn.Parameter) -> bool:
+    """Whether several ranks hold parts of a parameter; any rank, also one that holds none of it."""
+    return len(meta_of(param).owners) > 1
+
+
+def by_comm(params: Iterable[nn.Parameter]) -> list[tuple[Comm, list[nn.Parameter]]]:
+    """Sharded parameters by the ranks that share them, in an order that is the same on every rank."""
+    groups: dict[int, tuple[Comm, list[nn.Parameter]]] = {}
+    for param in params:
+        if hasattr(param, "shard_meta"):
+            comm = comm_of(param)
+            groups.setdefault(id(comm), (comm, []))[1].append(param)
+    return list(groups.values())
+
+
+def require_same_parameters(comm: Comm, params: Sequence[nn.Parameter], what: str) -> None:
+    """Refuse an optimizer that has other parameters, or another order, on other ranks; every rank calls it once.
+
+    Ranks that take part in each other's collectives must agree about what these are of.
+
+    Args:
+        comm: The ranks that share ``params``.
+        params: The optimizer's, in its order.
+        what: The optimizer, for messages.
+
+    Raises:
+        ConfigError: They differ; on every rank.
+    """
+    if params and all(hasattr(param, "shard_optimizer") for param in params):
+        return  # in backward each rank steps what it holds, alone
+    names = [meta_of(param).name for param in params]
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
+    if len(set(comm.all_gather_object(digest))) > 1:
+        by_rank = comm.all_gather_object(names)
+        counts = ", ".join(f"rank {rank}: {len(of_rank)}" for rank, of_rank in enumerate(by_rank))
+        rank, at = _first_difference(by_rank)
+        here, there = (of_rank[at] if at < len(of_rank) else "none" for of_rank in (by_rank[0], by_rank[rank]))
+        raise ConfigError(
+            f"{what} needs the same parameters in the same order on every rank, also those of which a rank holds no "
+            f"rows; it has ({counts}), and number {at} is {here} on rank 0 and {there} on rank {rank}. Give it "
+            "model.parameters() on every rank, and do not filter or group by p.numel() or p.shape."
+        )
+
+
+def _first_difference(by_rank: Sequence[Sequence[str]]) -> tuple[int, int]:
+    """The first rank that has other names than rank 0, and the number of the first of them."""
+    rank = next(rank for rank, names in enumerate(by_rank) if names != by_rank[0])
+    pairs = zip_longest(by_rank[0], by_rank[rank])
+    return rank, next(number for number, (one, other) in enumerate(pairs) if one != other)
+
+
+def refuse_turns(group: Mapping[str, Any], what: str) -> None:
+    """Refuse options of torch's AdamW that an optimizer does not have, and that would change what it does.
+
+    Args:
+        group: A parameter group as given or loaded.
+        what: The optimizer, for messages.
+
+    Raises:
+        ConfigError: One is on.
+    """
+    on = [key for key in ("maximize", "amsgrad") if group.get(key)]
+    if on:
+        raise ConfigError(f"{what} has no {' and no '.join(on)}; a parameter group says {on[0]}=True. Leave it out.")
+
+
+def as_rows(meta: ShardMeta, local: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's elements of a parameter as whole rows of its last dimension, zeros where others hold the rest.
+
+    Args:
+        meta: The parameter's, of two dimensions or more.
+        local: This rank's elements, in any shape.
+
+    Returns:
+        The rows, (n, global_shape[-1]), a view of ``local`` where it has whole ones, and the number of the first one
+        among all ``numel / global_shape[-1]`` rows.
+    """
+    width = meta.global_shape[-1]
+    start, stop = meta.element_range
+    first, last = start // width, -(-stop // width)
+    if start % width == 0 and stop % width == 0:
+        return local.reshape(-1, width), first
+    rows = local.new_zeros((last - first) * width)
+    rows[start - first * width : stop - first * width] = local.reshape(-1)
+    return rows.view(-1, width), first

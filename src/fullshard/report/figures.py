@@ -1,0 +1,372 @@
+"""The charts, as plotly's plain values. Colours are names of the page's own, which differ by light and dark."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.report.curves import MOST_POINTS, Points, series, shown, smooth, thin
+from fullshard.report.files import Record, RunFiles
+from fullshard.train.metrics import Confusion, higher_is_better
+from fullshard.train.trace import RankTrace, StepTrace
+
+MIB = 1 << 20
+
+MEMORY_PARTS = {
+    "parameters": ("parameters (shards)", "var(--blue)"),
+    "optimizer": ("optimizer state", "var(--purple)"),
+    "gradients": ("gradients", "var(--orange)"),
+    "gathered": ("gathered parameters", "var(--teal)"),
+    "other": ("other, before the step", "var(--slate)"),
+    "activations": ("activations and temporaries", "var(--gold)"),
+}
+"""The parts of memory, from the bottom up: what they are called, and their colours."""
+
+WAITS = {"gather_wait": "waiting for a gather", "reduce_wait": "waiting for a reduce"}
+
+KINDS = {
+    "forward": ("forward", "var(--blue)"),
+    "backward": ("backward", "var(--purple)"),
+    "optimizer": ("optimizer step", "var(--gold)"),
+    "gather": ("gather", "var(--teal)"),
+    "reduce": ("reduce", "var(--orange)"),
+    "gather_wait": ("waiting", "var(--signal)"),
+    "reduce_wait": ("waiting", "var(--signal)"),
+}
+"""What a step consists of: names and colours."""
+
+_COMPUTES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart, or several that one is chosen from.
+
+    Attributes:
+        name: Its id on the page.
+        title: Heading.
+        text: What it shows, in words, for who cannot see it.
+        choices: By label, plotly's ``data`` and ``layout``.
+        height: In pixels.
+        wide: Whether it takes the page's whole width.
+    """
+
+    name: str
+    title: str
+    text: str
+    choices: Mapping[str, Record]
+    height: int = 260
+    wide: bool = False
+
+
+def safe(text: object) -> str:
+    """Text for plotly, which takes some tags for markup."""
+    return html.escape(str(text), quote=False)
+
+
+# Curves
+
+
+def curves(files: RunFiles) -> list[Figure]:
+    """Loss, metrics, learning rate, gradient norm and speed over the steps; those of which there is anything."""
+    found = [
+        _loss(files),
+        *_metric_curves(files),
+        _curve(files, "learning_rate", "Learning rate", "learning rate", "var(--purple)"),
+        _curve(files, "grad_norm", "Gradient norm", "norm before clipping", "var(--orange)", smoothed=True),
+        _curve(files, "tokens_per_second", "Speed", "tokens / s, all ranks", "var(--teal)", smoothed=True),
+        _curve(files, "mfu", "Model FLOPs utilisation", "share of the devices' peak", "var(--blue)", smoothed=True),
+    ]
+    return [figure for figure in found if figure is not None]
+
+
+def is_thinned(files: RunFiles) -> bool:
+    """Whether curves are drawn with fewer points than there are."""
+    return len(files.steps) > MOST_POINTS
+
+
+def _loss(files: RunFiles) -> Figure | None:
+    points = series(files.steps, "loss")
+    if not points[0]:
+        return None
+    average, drawn = _smoothed(points, "training, ", "var(--blue)")
+    held_out = series(files.evaluations, "loss")
+    data = [*drawn, _line(held_out, "held-out rows", "var(--orange)", mode="lines+markers")]
+    text = f"Training loss, smoothed: {_from_to(average)}. Held-out loss: {_from_to(held_out)}."
+    return Figure(
+        "loss", "Loss", text, {"": _chart(data if held_out[0] else drawn, "loss per target token")}, 320, wide=True
+    )
+
+
+def _metric_curves(files: RunFiles) -> list[Figure]:
+    """Shares together in one chart, with their baselines; what is better the lower it is in one of its own."""
+    names = list(dict.fromkeys(name for one in files.evaluations for name in one.get("metrics", {})))
+    flat = [{"step": one["step"], **one.get("metrics", {})} for one in files.evaluations]
+    baselines = files.evaluations[-1].get("baselines", {}) if files.evaluations else {}
+    groups = [("metrics", "Metrics on held-out rows", "score", [n for n in names if higher_is_better(n)])]
+    groups += [(name, name.capitalize(), name, [name]) for name in names if not higher_is_better(name)]
+    colours = ("var(--blue)", "var(--orange)", "var(--teal)", "var(--purple)", "var(--gold)", "var(--slate)")
+    figures = []
+    for group, title, axis, members in groups:
+        data, texts = [], []
+        for place, name in enumerate(members):
+            points, colour = series(flat, name), colours[place % len(colours)]
+            data.append(_line(points, name, colour, mode="lines+markers"))
+            texts.append(f"{name}: {_from_to(points)}")
+            if name in baselines and points[0]:
+                ends = [0.0, points[0][-1]]
+                data.append(_line((ends, [baselines[name]] * 2), f"{name}, baseline", colour, dash="dot"))
+        if data:
+            chart = _chart(data, axis)
+            if members and higher_is_better(members[0]):
+                chart["layout"]["yaxis"] |= {"tickformat": ".0%", "rangemode": "tozero"}
+            figures.append(Figure(f"metric-{group}", title, ". ".join(texts) + ".", {"": chart}))
+    return figures
+
+
+def _curve(files: RunFiles, key: str, title: str, axis: str, colour: str, *, smoothed: bool = False) -> Figure | None:
+    points = series(files.steps, key)
+    if not points[0]:
+        return None
+    if not smoothed:
+        return Figure(key, title, f"{title}: {_from_to(points)}.", {"": _chart([_line(points, axis, colour)], axis)})
+    average, data = _smoothed(points, "", colour)
+    return Figure(key, title, f"{title}, smoothed: {_from_to(average)}.", {"": _chart(data, axis)})
+
+
+def _smoothed(points: Points, prefix: str, colour: str) -> tuple[Points, list[Record]]:
+    """The smoothed curve, and what is drawn: it and each step; of a short run each step alone."""
+    average, over = smooth(points)
+    if over == 1:
+        return points, [_line(points, f"{prefix}each step", colour)]
+    faint = _line(points, f"{prefix}each step", colour.replace(")", "-faint)"), width=1)
+    return average, [faint, _line(average, f"{prefix}smoothed over {over:,} steps", colour)]
+
+
+def _from_to(points: Points) -> str:
+    steps, values = points
+    if not steps:
+        return "nothing yet"
+    if len(steps) == 1:
+        return f"{shown(values[0]):g} at step {steps[0]:,.0f}"
+    return (
+        f"{shown(values[0]):g} at step {steps[0]:,.0f}, {shown(values[-1]):g} at step {steps[-1]:,.0f} "
+        f"(lowest {shown(min(values)):g}, highest {shown(max(values)):g})"
+    )
+
+
+def _line(
+    points: Points, name: str, colour: str, *, width: float = 2, dash: str = "solid", mode: str = "lines"
+) -> Record:
+    steps, values = thin(points)
+    if len(steps) == 1:
+        mode = "markers"
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "name": safe(name),
+        "x": steps,
+        "y": [shown(value) for value in values],
+        "line": {"color": colour, "width": width, "dash": dash},
+        "marker": {"color": colour, "size": 6},
+    }
+
+
+def _chart(data: list[Record], axis: str) -> Record:
+    layout = {
+        "hovermode": "x unified",
+        "showlegend": len(data) > 1,
+        "xaxis": {"title": {"text": "step"}, "tickformat": ",d", "rangemode": "tozero"},
+        "yaxis": {"title": {"text": axis}, "exponentformat": "e"},
+    }
+    return {"data": data, "layout": layout}
+
+
+# Memory
+
+
+def rest_memory(ranks: Sequence[Mapping[str, int]]) -> Figure:
+    """What each rank holds between steps; ``ranks`` have ``rank`` and the bytes by part."""
+    names = [f"rank {one['rank']}" for one in ranks]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": label,
+            "y": names,
+            "x": [shown(one[part] / MIB) for one in ranks],
+            "marker": {"color": colour},
+            "hovertemplate": "%{y}: %{x:,.1f} MiB",
+        }
+        for part, (label, colour) in MEMORY_PARTS.items()
+        if any(one.get(part) for one in ranks)
+    ]
+    layout = {
+        "barmode": "stack",
+        "showlegend": True,
+        "legend": {"traceorder": "normal"},
+        "bargap": 0.35,
+        "xaxis": {"title": {"text": "MiB"}, "tickformat": ",d"},
+        "yaxis": {"autorange": "reversed", "showgrid": False},
+    }
+    text = "Stacked bars, one a rank; the table after the charts has the numbers."
+    chart = {"": {"data": data, "layout": layout}}
+    return Figure("memory-rest", "Between steps", text, chart, 130 + 30 * len(ranks), wide=True)
+
+
+def memory_timeline(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
+    """The parts of each rank's memory through the step, stacked."""
+    peaks = ", ".join(f"rank {one.rank} {one.peak_bytes / MIB:,.1f} MiB" for one in ranks)
+    return Figure(
+        "memory-step",
+        f"Through step {trace.step:,}",
+        f"Stacked areas over the {ranks[0].seconds:.3f} seconds of the step. Peaks: {peaks}.",
+        {f"rank {one.rank}": _stack(one) for one in ranks},
+        360,
+        wide=True,
+    )
+
+
+def _stack(rank: RankTrace) -> Record:
+    seconds = [round(at, 5) for at in rank.memory.seconds]
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": label,
+            "stackgroup": "memory",
+            "x": seconds,
+            "y": [shown(nbytes / MIB) for nbytes in getattr(rank.memory, part)],
+            "line": {"width": 0, "shape": "hv", "color": colour},
+            "fillcolor": colour,
+            "hovertemplate": "%{y:,.1f} MiB",
+        }
+        for part, (label, colour) in MEMORY_PARTS.items()
+        if any(getattr(rank.memory, part))
+    ]
+    layout = {
+        "hovermode": "x unified",
+        "showlegend": True,
+        "legend": {"traceorder": "normal"},
+        "xaxis": {"title": {"text": "seconds from the start of the step"}, "range": [0, rank.seconds]},
+        "yaxis": {"title": {"text": "MiB"}, "rangemode": "tozero", "tickformat": ",d"},
+    }
+    return {"data": data, "layout": layout}
+
+
+# The schedule
+
+
+def schedule(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
+    """The unit schedule of the step: a row for each unit, transfers above what it computes."""
+    rows = ["waiting, all units", *trace.units, "optimizer"]
+    text = (
+        "A row for each unit on a time axis: gathers and reduces in its upper half, forward and backward in its lower "
+        "half; where the compute thread waited is marked. The table below has the sums."
+    )
+    return Figure(
+        "schedule",
+        f"Unit schedule of step {trace.step:,}",
+        text,
+        {f"rank {one.rank}": _gantt(one, rows) for one in ranks},
+        130 + (30 if len(rows) <= 40 else 18) * len(rows),
+        wide=True,
+    )
+
+
+def _gantt(rank: RankTrace, rows: Sequence[str]) -> Record:
+    place = {name: index for index, name in enumerate(rows)}
+    bars: dict[str, Record] = {}
+    for event in rank.events:
+        label, colour = KINDS[event.kind]
+        row = place[event.unit] if event.unit in place else place["optimizer"]
+        what = f"{safe(event.unit)}: {WAITS.get(event.kind, label)}" if event.unit else label
+        computes = event.kind in _COMPUTES
+        _add_bar(bars, label, colour, (row + 0.02, 0.36) if computes else (row - 0.38, 0.36), event, what)
+        if event.kind in WAITS:
+            _add_bar(bars, label, colour, (-0.38, 0.76), event, what)
+    order = list(dict.fromkeys(label for label, _ in KINDS.values()))
+    data = sorted(bars.values(), key=lambda bar: order.index(bar["name"]))
+    layout = {
+        "barmode": "overlay",
+        "showlegend": True,
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "milliseconds from the start of the step"}, "range": [0, rank.seconds * 1e3]},
+        "yaxis": {
+            "range": [len(rows) - 0.5, -0.5],
+            "tickvals": list(range(len(rows))),
+            "ticktext": [safe(name) for name in rows],
+            "showgrid": False,
+            "zeroline": False,
+        },
+        "shapes": [
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": _RULE, "layer": "below"}
+            for y in (index + 0.5 for index in range(len(rows) - 1))
+        ],
+    }
+    return {"data": data, "layout": layout}
+
+
+_RULE = {"color": "var(--grid)", "width": 1}
+
+
+def _add_bar(
+    bars: dict[str, Record], label: str, colour: str, lane: tuple[float, float], event: Any, what: str
+) -> None:
+    """Draw ``event`` on a lane: where it starts below its row's number, and how wide it is."""
+    empty = {
+        "type": "bar",
+        "orientation": "h",
+        "name": label,
+        "marker": {"color": colour, "line": {"width": 0}},
+        "hovertemplate": "%{text}<br>%{x:.2f} ms from %{base:.2f} ms<extra></extra>",
+        **{column: [] for column in ("x", "base", "y", "offset", "width", "text")},
+        "textposition": "none",
+    }
+    bar = bars.setdefault(label, empty)
+    length = (event.end_s - event.start_s) * 1e3
+    cells = (round(length, 3), round(event.start_s * 1e3, 3), 0, lane[0], lane[1], what)
+    for column, cell in zip(("x", "base", "y", "offset", "width", "text"), cells, strict=True):
+        bar[column].append(cell)
+
+
+# The confusion matrix
+
+
+def confusion_matrix(confusion: Confusion) -> Figure:
+    """Right labels down, written ones across; shares of each right label's rows."""
+    counts = confusion.matrix()
+    shares = [[shown(cell / (sum(row) or 1)) for cell in row] for row in counts]
+    rights = [safe(label) for label in confusion.labels]
+    written = [*rights, "(other)"]
+    size = len(rights)
+    data = [
+        {
+            "type": "heatmap",
+            "x": written,
+            "y": rights,
+            "z": shares,
+            "text": counts,
+            "zmin": 0,
+            "zmax": 1,
+            "colorscale": [[0, "var(--raised)"], [1, "var(--blue)"]],
+            "colorbar": {"tickformat": ".0%", "title": {"text": "of the row"}, "thickness": 12},
+            "hovertemplate": "right: %{y}<br>written: %{x}<br>%{text} rows (%{z:.1%})<extra></extra>",
+            **({"texttemplate": "%{text}"} if size <= 12 else {}),
+            "xgap": 1,
+            "ygap": 1,
+        }
+    ]
+    layout = {
+        "showlegend": False,
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "written"}, "showticklabels": size <= 40, "type": "category"},
+        "yaxis": {"autorange": "reversed", "showticklabels": size <= 90, "type": "category"},
+    }
+    if size > 40:
+        layout["yaxis"]["tickfont"] = {"size": 9}
+    text = f"{size:,} labels; the most frequent mistakes are in the table below."
+    chart = {"": {"data": data, "layout": layout}}
+    return Figure("confusion", "Confusion matrix", text, chart, min(960, 220 + 26 * size), wide=True)

@@ -1,0 +1,134 @@
+"""What a run has written so far. Only the metrics must be there: a run may be under way, or have been killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fullshard.errors import CheckpointError
+from fullshard.train.metrics import Confusion
+from fullshard.train.sinks import METRICS_NAME, PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
+from fullshard.train.trace import TRACE_NAME, StepTrace
+
+T = TypeVar("T")
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of one run.
+
+    Attributes:
+        directory: Its ``output_dir``.
+        steps: Lines of the metrics about steps, in order.
+        evaluations: Lines about evaluations, in order.
+        checkpoints: Lines about checkpoints, in order.
+        run: What the run said at its start; empty where it is not there.
+        summary: What it said at its end; empty where it is not there.
+        predictions: The best model's, on held-out rows.
+        trace: One recorded step.
+        missing: Of each file that is not there or cannot be read, why.
+    """
+
+    directory: Path
+    steps: tuple[Record, ...]
+    evaluations: tuple[Record, ...]
+    checkpoints: tuple[Record, ...]
+    run: Record = field(default_factory=dict)
+    summary: Record = field(default_factory=dict)
+    predictions: tuple[Record, ...] = ()
+    trace: StepTrace | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return bool(self.summary)
+
+    def said(self, key: str) -> Any:
+        """What the run said of itself, at its start or at its end; None where it did not."""
+        return self.run.get(key, self.summary.get(key))
+
+    @property
+    def best(self) -> Record | None:
+        """The evaluation of the best model."""
+        kept = [one for one in self.evaluations if one.get("is_best")]
+        return kept[-1] if kept else None
+
+    @property
+    def confusion(self) -> Confusion | None:
+        """Which label the best model wrote for which."""
+        values = self.summary.get("confusion") or (self.best or {}).get("confusion")
+        if not values:
+            return None
+        return Confusion(tuple(values["labels"]), tuple((right, wrote, rows) for right, wrote, rows in values["cells"]))
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Read what is there; any process, alone.
+
+    Raises:
+        CheckpointError: There are no metrics, or they cannot be read.
+    """
+    path = directory / METRICS_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} holds no {METRICS_NAME}, which every run writes from its first step on. Name the output_dir "
+            "of a run that `fullshard train` has begun."
+        )
+    try:
+        records = _lines(path)
+    except OSError as error:
+        raise CheckpointError(f"Could not read {path}: {error}.") from error
+    missing: dict[str, str] = {}
+
+    def tried(name: str, read: Callable[[Path], T], otherwise: T) -> T:
+        try:
+            return read(directory / name)
+        except FileNotFoundError:
+            missing[name] = f"There is no {name}."
+        except OSError as error:
+            missing[name] = f"{name} could not be read: {error}."
+        except (ValueError, KeyError, TypeError) as error:
+            missing[name] = f"{name} is not what a run writes: {error!r}."
+        return otherwise
+
+    def of_kind(kind: str) -> tuple[Record, ...]:
+        return tuple(record for record in records if record.get("kind") == kind)
+
+    return RunFiles(
+        directory=directory,
+        steps=of_kind("step"),
+        evaluations=of_kind("evaluation"),
+        checkpoints=of_kind("checkpoint"),
+        run=tried(RUN_NAME, _object, {}),
+        summary=tried(SUMMARY_NAME, _object, {}),
+        predictions=tried(PREDICTIONS_NAME, lambda path: tuple(_lines(path)), ()),
+        trace=tried(TRACE_NAME, lambda path: StepTrace.from_dict(_object(path)), None),
+        missing=missing,
+    )
+
+
+def _object(path: Path) -> Record:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise TypeError(f"an object was expected, not {type(values).__name__}")
+    return values
+
+
+def _lines(path: Path) -> list[Record]:
+    """The objects of a JSON Lines file; a line that is none, as the last one of a killed run, is passed over."""
+    found: list[Record] = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                found.append(record)
+    return found

@@ -1,0 +1,172 @@
+"""Tables, tiles and numbers of the page, as HTML; everything that comes from data is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from fullshard.report.figures import MEMORY_PARTS
+from fullshard.report.files import Record
+from fullshard.train.metrics import Confusion
+from fullshard.train.sinks import format_bytes
+from fullshard.train.trace import RankTrace
+
+SHOWN_PREDICTIONS = 20
+SHOWN_MISTAKES = 15
+MOST_TEXT = 1_500
+"""Characters of a prediction's texts that are shown."""
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers_from: int = 1) -> str:
+    """A table; its first column heads the rows, and from ``numbers_from`` on columns hold numbers."""
+    classes = [' class="number"' if place >= numbers_from else "" for place in range(len(head))]
+    titles = "".join(f'<th scope="col"{of}>{escape(name)}</th>' for of, name in zip(classes, head, strict=True))
+    lines = []
+    for first, *rest in rows:
+        cells = "".join(f"<td{of}>{escape(str(cell))}</td>" for of, cell in zip(classes[1:], rest, strict=True))
+        lines.append(f'<tr><th scope="row">{escape(str(first))}</th>{cells}</tr>')
+    return (
+        f'<div class="scroll"><table><caption>{escape(caption)}</caption><thead><tr>{titles}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def tiles(facts: Iterable[tuple[str, str, str]]) -> str:
+    """Facts side by side: what, how much, and what else is to be said."""
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(more)}</small>' if more else ''}</dd></div>"
+        for name, value, more in facts
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def note(text: str) -> str:
+    """A remark in small print."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def duration(seconds: float) -> str:
+    """A stretch of time as people say it."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def share(value: float) -> str:
+    """A share in percent."""
+    return f"{value:.1%}"
+
+
+def resting(rank: RankTrace) -> Record:
+    """What a rank holds after the recorded step, when everything that comes and goes is gone."""
+    last = {part: getattr(rank.memory, part)[-1] for part in ("parameters", "gradients", "optimizer")}
+    return {"rank": rank.rank, **last, "peak": rank.peak_bytes}
+
+
+def memory_table(ranks: Sequence[Mapping[str, int]]) -> str:
+    """Bytes of each rank."""
+    columns = {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "gathered_peak": "gathered, most at once",
+        "gradient_buffer_peak": "gradient buffers, most at once",
+        "peak": "all tensors, peak of a step",
+    }
+    there = {key: title for key, title in columns.items() if any(key in rank for rank in ranks)}
+    rows = [[f"rank {rank['rank']}", *(format_bytes(rank.get(key, 0)) for key in there)] for rank in ranks]
+    return table("Tensor memory of each rank", ["", *there.values()], rows)
+
+
+def timeline_table(ranks: Sequence[RankTrace]) -> str:
+    """What each rank's memory was taken by when most of it was."""
+    rows = []
+    for rank in ranks:
+        columns = {part: getattr(rank.memory, part) for part in MEMORY_PARTS}
+        totals = [sum(values) for values in zip(*columns.values(), strict=True)]
+        top = totals.index(max(totals))
+        parts = [format_bytes(columns[part][top]) for part in MEMORY_PARTS]
+        rows.append([f"rank {rank.rank}", f"{rank.memory.seconds[top]:.3f} s", *parts, format_bytes(totals[top])])
+    head = ["", "at", *MEMORY_PARTS, "together"]
+    return table("Memory at the peak of the recorded step", head, rows)
+
+
+def schedule_table(ranks: Sequence[RankTrace], root: str) -> str:
+    """Where each rank's time went in the recorded step."""
+    rows = []
+    for rank in ranks:
+        sums = {kind: spent(rank, kind) for kind in ("gather_wait", "reduce_wait", "optimizer")}
+        passes = [sum(e.end_s - e.start_s for e in rank.events if (e.unit, e.kind) == (root, kind)) for kind in _PASSES]
+        waited = sums["gather_wait"] + sums["reduce_wait"]
+        seconds = [rank.seconds, *passes, *sums.values()]
+        rows.append([f"rank {rank.rank}", *(f"{value * 1e3:,.1f}" for value in seconds), share(waited / rank.seconds)])
+    head = ["", "step, ms", "forward, ms", "backward, ms", "waiting for gathers, ms", "waiting for reduces, ms"]
+    caption = "Time of the recorded step; forward and backward include the waiting inside them"
+    return table(caption, [*head, "optimizer, ms", "waiting"], rows)
+
+
+_PASSES = ("forward", "backward")
+
+
+def spent(rank: RankTrace, kind: str) -> float:
+    """Seconds of all events of a kind."""
+    return sum(event.end_s - event.start_s for event in rank.events if event.kind == kind)
+
+
+def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
+    """Some predictions beside their references, spread evenly over the rows: files are often sorted.
+
+    Args:
+        predictions: At least one.
+        compared: Whether to say of each if it equals a reference.
+    """
+    count = min(SHOWN_PREDICTIONS, len(predictions))
+    rows = []
+    for place in range(count):
+        one = predictions[place * len(predictions) // count]
+        references = [str(text) for text in one.get("references", ())]
+        texts = [_text(one.get("input", "")), _text(one.get("prediction", "")), "".join(map(_text, references))]
+        cells = "".join(f"<td>{text}</td>" for text in texts)
+        rows.append(f"<tr>{cells}{_verdict(one, references) if compared else ''}</tr>")
+    names = ("input", "prediction", "references", *(("compared",) if compared else ()))
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    caption = f"{count:,} of {len(predictions):,} predictions on held-out rows, spread evenly"
+    return (
+        f'<div class="scroll"><table class="texts"><caption>{caption}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _verdict(one: Record, references: Sequence[str]) -> str:
+    written = " ".join(str(one.get("prediction", "")).split())
+    equal = written in {" ".join(text.split()) for text in references}
+    return '<td class="same">equal</td>' if equal else '<td class="differs">differs</td>'
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    cut = f"{text[:MOST_TEXT]}… ({len(text):,} characters)" if len(text) > MOST_TEXT else text
+    return f'<div class="text">{escape(cut) or "<i>nothing</i>"}</div>'
+
+
+def mistake_table(confusion: Confusion) -> str:
+    """The most frequent mistakes."""
+    found = confusion.mistakes()
+    caption = f"Most frequent mistakes, {min(SHOWN_MISTAKES, len(found))} of {len(found):,} kinds"
+    return table(caption, ["right label", "written", "rows"], found[:SHOWN_MISTAKES], numbers_from=2)
+
+
+def settings_table(caption: str, values: Mapping[str, Any]) -> str:
+    """Nested settings, a line each."""
+    return table(caption, ["setting", "value"], _flat(values), numbers_from=2)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", "not set" if value is None else str(value)

@@ -1,0 +1,70 @@
+"""Weights for a model with an adapter by peft: its own from files, by shards; the adapter's from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fullshard.engine import WantedTensor, WeightReader
+from fullshard.errors import InvariantError
+from fullshard.saving.weights import Pretrained
+
+
+class AdaptedWeights:
+    """For ``fully_shard(peft_model, weights=AdaptedWeights(Pretrained(path), values))``; every rank makes its own."""
+
+    def __init__(self, base: Pretrained, values: Mapping[str, torch.Tensor]) -> None:
+        """Keep the adapter's values until this object goes.
+
+        Args:
+            base: The files, with the names of the model without an adapter.
+            values: The adapter's parameters, by their names in peft's model; the same on every rank.
+        """
+        self._base = base
+        self._values = values
+
+    def open(self, model: Any, wanted: list[WantedTensor]) -> WeightReader:
+        """See :meth:`fullshard.engine.WeightSource.open`.
+
+        Raises:
+            CheckpointError: The files do not fit the model under the adapter.
+        """
+        under = model.get_base_model()
+        prefix = next(f"{path}." for path, module in model.named_modules() if module is under)
+        plain: dict[str, str] = {}
+        of_base = []
+        for one in wanted:
+            if one.names[0] in self._values:
+                continue
+            # peft may register the input embedding a second time, outside of the model.
+            inside = [name.removeprefix(prefix) for name in one.names if name.startswith(prefix)]
+            renamed = [name.replace(".base_layer.", ".") for name in inside]
+            if not renamed:
+                raise InvariantError(f"{one.names[0]} is neither the adapter's nor the model's under it.")
+            plain |= dict.fromkeys(one.names, renamed[0])
+            of_base.append(replace(one, names=renamed))
+        return _Reader(self._base.open(under, of_base), plain, self._values)
+
+
+class _Reader:
+    """One name at a time, from where it is."""
+
+    def __init__(self, base: WeightReader, plain: Mapping[str, str], values: Mapping[str, torch.Tensor]) -> None:
+        """``plain``: the name in the files of each name of the model's own."""
+        self._base = base
+        self._plain = plain
+        self._values = values
+
+    def has(self, name: str) -> bool:
+        """See :meth:`fullshard.engine.WeightReader.has`."""
+        return name in self._values or (name in self._plain and self._base.has(self._plain[name]))
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """See :meth:`fullshard.engine.WeightReader.read`."""
+        if name in self._values:
+            out.copy_(self._values[name].reshape(-1)[start : start + out.numel()])
+        else:
+            self._base.read(self._plain[name], start, out)

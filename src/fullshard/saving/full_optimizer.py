@@ -1,0 +1,256 @@
+"""A sharded optimizer's state as the unsharded optimizer has it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fullshard.comm import Comm, Mesh, settle, together
+from fullshard.engine import gathered, local_tensors, mesh_of, plain_name
+from fullshard.errors import CheckpointError
+from fullshard.layout import elementwise
+from fullshard.optim.in_backward import StepInBackward
+from fullshard.optim.shards import comm_of, meta_of
+from fullshard.saving.optimizer_state import Stepped, stepped
+from fullshard.saving.pieces import Stepping
+
+StateDict = dict[str, Any]
+
+
+def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Sequence[int] | None = None) -> StateDict:
+    """The state that the optimizer of the unsharded model would have, on rank 0; every rank calls it.
+
+    ``optimizer_class(unsharded.parameters()).load_state_dict`` takes it, and :func:`load_optimizer_state` on any number
+    of ranks. Tensors of the parameters' shape are gathered a lane at a time, others one by one; other ranks hold
+    nothing whole.
+
+    Args:
+        model: A sharded model.
+        optimizer: Over its parameters, or what ``step_in_backward`` returned, of which parameters with the same
+            hyperparameters make one group.
+        groups: Which parameter groups, where the unsharded model has several optimizers: Muon's for
+            ``torch.optim.Muon``, the others for its AdamW; None: all.
+
+    Returns:
+        On rank 0 ``{"state": {number: {key: value}}, "param_groups": [{..., "params": [numbers]}]}``, tensors on the
+        CPU; ``{}`` on other ranks.
+
+    Raises:
+        CheckpointError: State of which it is not known what part it is, a parameter that is not the model's, or other
+            parameters than on another rank; on every rank, with the same text.
+    """
+    mesh = mesh_of(model)
+    own = together(mesh, lambda: stepped(model, optimizer))
+    named = named_groups(model, optimizer)
+    chosen = named if groups is None else [named[number] for number in groups]
+    numbers = {name: number for number, name in enumerate(name for group in chosen for name in group["params"])}
+    state = StatesOfAll(model, [one for one in own if one.local.name in numbers]).whole(rank0_only=True, to_host=True)
+    if mesh.rank > 0:
+        return {}
+    return {
+        "state": {number: state[name] for name, number in numbers.items() if name in state},
+        "param_groups": [
+            {key: _on_host(value) for key, value in group.items()}
+            | {"params": [numbers[name] for name in group["params"]]}
+            for group in chosen
+        ],
+    }
+
+
+def named_groups(model: nn.Module, optimizer: Stepping) -> list[StateDict]:
+    """The optimizer's groups with names for parameters; every rank calls it and gets the same.
+
+    Optimizers that step in backward have one parameter each, of which this rank may hold nothing: those with the same
+    hyperparameters are one group, in the order of the model's parameters.
+
+    Raises:
+        CheckpointError: A parameter is not the model's, or an optimizer has others on another rank; on every rank.
+    """
+    mesh = mesh_of(model)
+    own = together(mesh, lambda: stepped(model, optimizer))
+    if not isinstance(optimizer, StepInBackward):
+        names = iter([one.local.name for one in own])
+        groups = [{**group_options(g), "params": [next(names) for _ in g["params"]]} for g in optimizer.param_groups]
+        _require_same(mesh, [group["params"] for group in groups])
+        return groups
+    mine = {one.local.name: group_options(one.group) for one in own}
+    options = {name: group for of_rank in mesh.all_gather_object(mine) for name, group in of_rank.items()}
+    groups = []
+    for name in (plain for name, _ in model.named_parameters() if (plain := plain_name(name)) in options):
+        like = next((group for group in groups if _plain(group) == _plain(options[name])), None)
+        if like is None:
+            groups.append({**options[name], "params": [name]})
+        else:
+            like["params"].append(name)
+    return groups
+
+
+def group_options(group: Mapping[str, Any]) -> StateDict:
+    """A parameter group without its parameters, copied."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _plain(group: Mapping[str, Any]) -> StateDict:
+    """Hyperparameters, to be compared."""
+    return {
+        key: value.tolist() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _require_same(mesh: Mesh, names: list[list[str]]) -> None:
+    """Refuse groups that differ between ranks: nobody would know which parameter a number means."""
+    by_rank = mesh.all_gather_object(names)
+    other = next((rank for rank, of_rank in enumerate(by_rank) if of_rank != by_rank[0]), None)
+    if other is not None:
+        sizes = [[len(group) for group in by_rank[rank]] for rank in (0, other)]
+        raise CheckpointError(
+            f"The optimizer has other parameters, or another order, on rank {other} than on rank 0: groups of "
+            f"{sizes[1]} and {sizes[0]}. Build it from model.parameters() on every rank, also with those of which a "
+            "rank holds no rows."
+        )
+
+
+@dataclass(frozen=True)
+class Described:
+    """Stands for a tensor of a parameter's state.
+
+    Attributes:
+        shape: In the unsharded state.
+        dtype: Of its elements.
+        by_element: Whether it has an element for each of the parameter's.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    by_element: bool
+
+
+class StatesOfAll:
+    """An optimizer's state by parameter name, described as all ranks together have it.
+
+    Attributes:
+        own: This rank's parameters by name.
+        states: The state of each parameter, the same on every rank: values, and :class:`Described` for tensors.
+    """
+
+    def __init__(self, model: nn.Module, own: Sequence[Stepped]) -> None:
+        """Ask all ranks; every rank calls it.
+
+        Args:
+            model: A sharded model.
+            own: The parameters that an optimizer steps here.
+
+        Raises:
+            CheckpointError: It is not known what part of the unsharded state a tensor is; on every rank.
+        """
+        self.model, self.mesh = model, mesh_of(model)
+        self.own = {one.local.name: one for one in own}
+        self._locals = {local.name: local for local in local_tensors(model) if local.param is not None}
+        mine = together(self.mesh, lambda: {one.local.name: _described(one) for one in own if one.param.numel()})
+        found: dict[str, StateDict] = {}
+        # By name and key, which elements each of the ranks that share the parameter gives.
+        self._runs: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
+        for of_rank in self.mesh.all_gather_object(mine):
+            for name, (rank, state, runs) in of_rank.items():
+                if state:  # a rank without elements of a parameter has no state of it
+                    found.setdefault(name, state)
+                for key, run in runs.items():
+                    self._runs.setdefault((name, key), {})[rank] = run
+        self.states = {name: found[name] for name in self._locals if name in found}
+
+    def whole(self, *, rank0_only: bool, to_host: bool) -> dict[str, StateDict]:
+        """The state with whole tensors, which are copies; every rank calls it.
+
+        Args:
+            rank0_only: Whether rank 0 alone gets it; other ranks ``{}``.
+            to_host: Whether the copies are on the CPU.
+        """
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().to("cpu", copy=True) if to_host else tensor.detach().clone()
+
+        state = {name: dict(of_param) for name, of_param in self.states.items()}
+        for key in dict.fromkeys(key for of_param in state.values() for key in of_param):
+            described = {n: one for n, s in self.states.items() if isinstance(one := s.get(key), Described)}
+            wanted = {name: one.dtype for name, one in described.items() if one.by_element}
+            held = {name: one.state[key] for name, one in self.own.items() if name in wanted and key in one.state}
+            for name, tensor in held.items():
+                if not hasattr(self.own[name].param, "shard_meta"):  # it is whole on every rank
+                    state[name][key] = copied(tensor)
+            for lane in gathered(self.model, held, wanted, rank0_only=rank0_only):
+                for name, tensor in lane.items():
+                    state[name][key] = copied(tensor)
+            for name, one in described.items():
+                if not one.by_element:
+                    tensor = self._put_together(name, key, one, rank0_only=rank0_only)
+                    state[name][key] = None if tensor is None else copied(tensor)
+        return {} if rank0_only and self.mesh.rank > 0 else state
+
+    def _put_together(self, name: str, key: str, described: Described, *, rank0_only: bool) -> torch.Tensor | None:
+        """A whole tensor from the runs that the ranks give, which share ``name``."""
+        local = self._locals[name]
+        if rank0_only and local.replica > 0:  # copies have the same to tell
+            return None
+        comm = comm_of(cast("nn.Parameter", local.param))
+        runs = self._runs[name, key]
+        takes = [rank == 0 or not rank0_only for rank in range(comm.size)]
+        mine = self._run(name, key, described.dtype, comm)
+        sent = [mine if taken else mine[:0] for taken in takes]
+        empty = partial(torch.empty, dtype=described.dtype, device=comm.device)
+        received = [empty(0) for _ in takes]
+        for rank, (start, stop) in runs.items() if takes[comm.rank] else ():
+            received[rank] = empty(stop - start)
+        comm.announce(f"exchange of {key} of {name}")
+        work = comm.exchange(received, sent)
+        work.wait()
+        settle(work)
+        if not takes[comm.rank]:
+            return None
+        whole = empty(prod(described.shape))
+        for rank, (start, stop) in runs.items():
+            whole[start:stop] = received[rank]
+        return whole.view(described.shape)
+
+    def _run(self, name: str, key: str, dtype: torch.dtype, comm: Comm) -> torch.Tensor:
+        """What this rank gives of a tensor, (n,)."""
+        one = self.own.get(name)
+        value = None if one is None else one.state.get(key)
+        part = None if one is None else one.part(key, value)
+        if value is None or part is None:
+            return torch.empty(0, dtype=dtype, device=comm.device)
+        start, stop = (at - part.held[0] for at in part.written)
+        return value.detach().reshape(-1)[max(start, 0) : max(stop, 0)].to(comm.device)
+
+
+def _described(one: Stepped) -> tuple[int, StateDict, dict[str, tuple[int, int]]]:
+    """This rank's number among those that share a parameter, its state without tensors, and the runs that it gives.
+
+    Raises:
+        CheckpointError: It is not known what part of the unsharded state a tensor is.
+    """
+    meta = meta_of(one.param)
+    state: StateDict = {}
+    runs: dict[str, tuple[int, int]] = {}
+    for key, value in one.state.items():
+        part = one.part(key, value)
+        if part is None:
+            state[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        else:
+            by_element = part == elementwise(meta)
+            state[key] = Described(part.shape, value.dtype, by_element)
+            if not by_element:
+                runs[key] = part.written
+    return meta.rank, state, runs

@@ -1,0 +1,58 @@
+"""Which rows each step of a run has, from its settings."""
+
+from __future__ import annotations
+
+from fullshard.config import RunConfig
+from fullshard.data import EpochPlan, Plan, TokenizedSet, TokenPlan
+
+
+def make_plan(
+    config: RunConfig, train_set: TokenizedSet, world_size: int, *, causal: bool, group: int | None = None
+) -> Plan:
+    """The plan of the first epoch; ``for_epoch`` gives the others. Any rank, alone: all get the same.
+
+    Args:
+        config: The run's settings.
+        train_set: Ids of the training rows.
+        world_size: Number of ranks.
+        causal: Whether source and target are one sequence.
+        group: :func:`group_size` where the run began; None: it begins here.
+
+    Raises:
+        DataError: A row is longer than the token budget.
+    """
+    settings = config.training
+    group = group or group_size(config, world_size)
+    if settings.per_device_train_batch_tokens is None:
+        return EpochPlan(
+            num_rows=len(train_set),
+            world_size=world_size,
+            batch_size=settings.per_device_train_batch_size,
+            seed=config.seed,
+            lengths=train_set.lengths if settings.train_sampling_strategy == "group_by_length" else None,
+            group_rows=group,
+            accumulation=settings.gradient_accumulation_steps,
+        )
+    return TokenPlan(
+        source_lengths=train_set.source_ids.lengths,
+        target_lengths=train_set.target_ids.lengths,
+        causal=causal,
+        world_size=world_size,
+        batch_tokens=settings.per_device_train_batch_tokens,
+        accumulation=settings.gradient_accumulation_steps,
+        seed=config.seed,
+        group=group,
+    )
+
+
+def group_size(config: RunConfig, world_size: int) -> int:
+    """What a run that goes on with other ranks must keep, so that its steps have the same rows.
+
+    Returns:
+        Rows that are grouped by length together: those of a micro-batch over all ranks. With a token budget the
+        micro-batches of a step over all ranks.
+    """
+    settings = config.training
+    if settings.per_device_train_batch_tokens is not None:
+        return world_size * settings.gradient_accumulation_steps
+    return world_size * settings.per_device_train_batch_size

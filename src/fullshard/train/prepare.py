@@ -1,0 +1,300 @@
+"""What a run needs before any rank knows of another: tokenizer and token ids, made once and kept."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.config import RunConfig
+from fullshard.data import (
+    Example,
+    SourceSpec,
+    Split,
+    TokenizedSet,
+    TokenizeSpec,
+    cached,
+    default_directory,
+    fingerprint,
+    open_tokens,
+    read_split,
+    tokenize_to,
+)
+from fullshard.errors import DataError
+from fullshard.models import load_tokenizer, resolve_model, train_tokenizer
+from fullshard.models.kind import reads_one_sequence, task_prefixes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_LABELS = 1000
+"""Data with more distinct targets has no label set."""
+
+_FORMAT = 1
+"""Goes up when the same inputs give other entries than before."""
+
+_EXAMPLES_NAME = "examples.json"
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being tokenized, rows done, and rows in all."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run needs before its model.
+
+    Attributes:
+        tokenizer: The model directory's, or one trained on the training rows.
+        model_directory: Local directory of ``model.path``; None with ``model.config``.
+        causal: Whether source and target are one sequence (decoder-only) rather than two (encoder-decoder).
+        train_set: Ids of the training rows.
+        held_out: The held-out rows as the data has them; none when the run never evaluates.
+        held_out_set: Their ids; None when there are none.
+        labels: The distinct training targets and the number of rows of each, when there are at most 1,000; else None.
+        majority: The most frequent training target.
+        notes: What the user should know: columns that were recognised, rows that were skipped, lengths, what was cut.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    model_directory: Path | None
+    causal: bool
+    train_set: TokenizedSet
+    held_out: list[Example]
+    held_out_set: TokenizedSet | None
+    labels: Mapping[str, int] | None
+    majority: str
+    notes: tuple[str, ...]
+
+
+def prepare(
+    config: RunConfig,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda what, done, total: None,
+) -> Prepared:
+    """Read, tokenize, and keep the ids in the cache; or find them there.
+
+    Needs no process group. Any number of ranks, runs and threads may call it at once: one of them works, the others
+    wait. What is in the cache is mapped, and its rows are not read as text again.
+
+    Args:
+        config: The run's settings.
+        say: Told in a line what takes long.
+        progress: Told how far tokenizing is.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        DataError: The data cannot be used, or the cache's directory cannot be written.
+        ModelError: The tokenizer or the model's configuration cannot be read.
+        ConfigError: The template cannot be understood.
+    """
+    work = _Work(config, say, progress)
+    model = config.model
+    directory = None if model.path is None else resolve_model(model.path)
+    tokenizer = make_tokenizer(work, directory)
+    content = _content_of(tokenizer)
+    spec = TokenizeSpec(
+        max_source_length=config.data.max_source_length,
+        max_target_length=config.data.max_target_length,
+        source_prefix=config.data.source_prefix,
+        causal=reads_one_sequence(directory if model.config is None else model.config, model.model_class),  # type: ignore[arg-type]
+        chat_template=config.data.chat_template,
+    )
+    train_set, kept, _ = _tokens(work, "train", tokenizer, content, spec)
+    notes = [*kept["notes"], *_prefix_notes(config, directory), *_length_notes("training", train_set)]
+    held_out: list[Example] = []
+    held_out_set = None
+    if config.training.eval_strategy != "no" and config.data.holds_out:
+        held_out_set, held_kept, entry = _tokens(work, "validation", tokenizer, content, spec)
+        held_out = _read_examples(entry / _EXAMPLES_NAME)
+        notes += [note for note in held_kept["notes"] if note not in notes]
+        notes += _length_notes("held-out", held_out_set)
+    return Prepared(
+        tokenizer=_at_rest(tokenizer),
+        model_directory=directory,
+        causal=spec.causal,
+        train_set=train_set,
+        held_out=held_out,
+        held_out_set=held_out_set,
+        labels=kept["labels"],
+        majority=kept["majority"],
+        notes=tuple(notes),
+    )
+
+
+def prepare_tokenizer(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> PreTrainedTokenizerBase:
+    """The model directory's tokenizer, or one trained on the training rows; any process, alone.
+
+    Raises:
+        DataError, ModelError: See :func:`prepare`.
+    """
+    directory = None if config.model.path is None else resolve_model(config.model.path)
+    return make_tokenizer(_Work(config, say), directory)
+
+
+@dataclass
+class _Work:
+    """Settings, the data, and what was read and hashed of it so far."""
+
+    config: RunConfig
+    say: Callable[[str], None]
+    progress: Progress = lambda what, done, total: None
+    read: dict[Split, tuple[list[Example], tuple[str, ...]]] = field(default_factory=dict)
+    hashed: dict[Split, str] = field(default_factory=dict)
+
+    @cached_property
+    def source(self) -> SourceSpec:
+        """Where rows come from."""
+        return SourceSpec(**{each.name: getattr(self.config.data, each.name) for each in fields(SourceSpec)})
+
+    @property
+    def directory(self) -> Path:
+        """The cache."""
+        return self.config.data.cache_dir or default_directory()
+
+    def rows(self, split: Split) -> tuple[list[Example], tuple[str, ...]]:
+        """The rows that are used of a split, and notes; read once."""
+        if split not in self.read:
+            table = read_split(self.source, split)
+            used = table.examples[: self.limit(split)]
+            notes = table.notes
+            if len(used) < len(table.examples):
+                name, option = ("training", "train") if split == "train" else ("held-out", "eval")
+                cut = f"{name}: the first {len(used):,} of {len(table.examples):,} rows (data.max_{option}_samples)"
+                notes = (*notes, cut)
+            self.read[split] = (used, notes)
+        return self.read[split]
+
+    def content(self, split: Split) -> str:
+        """The fingerprint of a split; its files are read for it once."""
+        if split not in self.hashed:
+            self.hashed[split] = fingerprint(self.source, split)
+        return self.hashed[split]
+
+    def limit(self, split: Split) -> int | None:
+        """Most rows that are used."""
+        return self.config.data.max_train_samples if split == "train" else self.config.data.max_eval_samples
+
+    def key(self, split: Split, kind: str, *more: Any) -> str:
+        """Name of a cache entry: a hash of all that its content depends on."""
+        versions = [version("tokenizers"), version("transformers")]
+        # Notes name files, so that the names count as well.
+        parts = [_FORMAT, kind, split, self.content(split), asdict(self.source), self.limit(split)]
+        return blake2b(json.dumps([*parts, *versions, *more], default=str).encode(), digest_size=16).hexdigest()
+
+    def find(self, key: str, build: Callable[[Path], dict[str, Any]], what: str) -> tuple[Path, dict[str, Any]]:
+        """An entry of the cache."""
+        waiting = lambda: self.say(f"waiting for the rank or run that is making the same {what}")  # noqa: E731
+        return cached(self.directory, key, build, waiting)
+
+
+def make_tokenizer(work: _Work, directory: Path | None) -> PreTrainedTokenizerBase:
+    """The model directory's tokenizer, or one trained on the training rows and kept in the cache.
+
+    Raises:
+        ModelError: It cannot be loaded or trained.
+    """
+    if directory is not None:
+        return _at_rest(load_tokenizer(directory))
+    settings = work.config.model.tokenizer
+    assert settings is not None, "the schema asks for a tokenizer section beside model.config"
+    prefix = work.config.data.source_prefix
+
+    def build(entry: Path) -> dict[str, Any]:
+        rows, _ = work.rows("train")
+        work.say(f"training a tokenizer on {len(rows):,} rows")
+        texts = [prefix + row.source for row in rows] + [row.target for row in rows]
+        train_tokenizer(texts, settings.vocab_size).save_pretrained(entry)
+        return {}
+
+    entry, _ = work.find(work.key("train", "tokenizer", prefix, settings.vocab_size), build, "tokenizer")
+    return _at_rest(load_tokenizer(entry))
+
+
+def _at_rest(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer without the truncation and padding of its last call, which would be saved with the model."""
+    if tokenizer.is_fast:
+        backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        backend.no_truncation()
+        backend.no_padding()
+    return tokenizer
+
+
+def _tokens(
+    work: _Work, split: Split, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
+) -> tuple[TokenizedSet, dict[str, Any], Path]:
+    """Ids of a split's rows, what is kept of their text, and the entry's directory."""
+    what = "training rows" if split == "train" else "held-out rows"
+
+    def build(entry: Path) -> dict[str, Any]:
+        rows, notes = work.rows(split)
+        work.say(f"tokenizing {len(rows):,} {what}")
+        stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
+        kept = {"stats": stats, "notes": notes}
+        if split == "train":
+            return kept | _count_targets(rows)
+        texts = [(row.source, row.references, row.line) for row in rows]
+        (entry / _EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
+        return kept
+
+    key = work.key(split, "tokens", content, asdict(spec))
+    entry, kept = work.find(key, build, "tokens")
+    return open_tokens(entry, kept["stats"]), kept, entry
+
+
+def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:
+    """The label set, if it is one, and the most frequent target; of equally frequent ones the first."""
+    counts = Counter(row.target for row in rows)
+    labels = dict(counts) if len(counts) <= MOST_LABELS else None
+    return {"labels": labels, "majority": counts.most_common(1)[0][0]}
+
+
+def _read_examples(path: Path) -> list[Example]:
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}. Delete its directory: it is made again.") from error
+    return [Example(source, tuple(references), line) for source, references, line in texts]
+
+
+def _content_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of all files of a tokenizer."""
+    digest = blake2b(digest_size=16)
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        for path in sorted(path for path in Path(directory).rglob("*") if path.is_file()):
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _prefix_notes(config: RunConfig, directory: Path | None) -> list[str]:
+    """A line when a checkpoint names prefixes for its tasks and the run gives none."""
+    data = config.data
+    if directory is None or data.source_prefix or data.template is not None:
+        return []
+    prefixes = task_prefixes(directory)
+    if not prefixes:
+        return []
+    listed = ", ".join(f"{task}: {prefix!r}" for task, prefix in prefixes.items())
+    return [f"data.source_prefix is empty, and {config.model.path} was trained with a prefix for each task ({listed})"]
+
+
+def _length_notes(name: str, tokenized: TokenizedSet) -> list[str]:
+    """One line on a set's lengths, and one for each side that truncation cut."""
+    sides = (("source", tokenized.source_stats), ("target", tokenized.target_stats))
+    means = ", ".join(f"{side} {stats.mean:.1f} tokens (longest {stats.longest})" for side, stats in sides)
+    cut = [
+        f"{stats.truncated:,} {name} {side}s were cut to {stats.limit} tokens (data.max_{side}_length)"
+        for side, stats in sides
+        if stats.truncated
+    ]
+    return [f"{name}: {len(tokenized):,} rows, mean {means}", *cut]

@@ -1,0 +1,65 @@
+"""``fullshard evaluate`` and ``predict`` through the command line: own ranks, a finished run, standard input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fullshard.config import RunConfig
+from fullshard.models import build_model, train_tokenizer
+from support.tiny_run import MODEL, read_jsonl, settings
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
+
+
+def call(*arguments, **options):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*FULLSHARD, *arguments], capture_output=True, text=True, env=environment, check=False, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What a finished run leaves, without the time it takes: a model, its tokenizer, and how it was configured."""
+    directory = tmp_path_factory.mktemp("run")
+    config = RunConfig.model_validate(
+        settings(
+            directory,
+            evaluation={"metric": "accuracy", "metrics": ["chrf", "perplexity"], "max_new_tokens": 4, "num_beams": 2},
+            data__source_prefix="route: ",
+            data__cache_dir=str(directory / "cache"),
+        )
+    )
+    texts = [line for name in ("train", "held_out") for line in (directory / f"{name}.csv").read_text().split("\n")]
+    tokenizer = train_tokenizer([*texts, "route: "], 60)
+    out = directory / "out"
+    build_model(MODEL, tokenizer, seed=1).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "summary.json").write_text(json.dumps({"config": config.as_plain()}))
+    return out
+
+
+def test_a_finished_run_is_measured_on_two_ranks_and_one_rank_predicts_the_same(run, tmp_path):
+    done = call("evaluate", str(run), "--json")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert json.loads((run / "evaluation" / "evaluation.json").read_text()) == values
+    assert values["world_size"] == 2
+    assert values["rows"] == 7
+    assert list(values["metrics"]) == ["accuracy", "chrf", "perplexity"]
+    assert values["baseline"] == pytest.approx(2 / 7)
+    assert sum(rows for *_, rows in values["confusion"]["cells"]) == 7
+    records = read_jsonl(run / "evaluation" / "predictions.jsonl")
+    assert all(record.keys() == {"input", "prediction", "references"} for record in records)
+
+    lines = "\n".join(record["input"] for record in records) + "\n\n"
+    done = call("predict", str(run), input=lines)
+    assert done.returncode == 0, done.stderr
+    written = [json.loads(line) for line in done.stdout.splitlines()]
+    assert written == [{"input": record["input"], "prediction": record["prediction"]} for record in records]

@@ -1,0 +1,78 @@
+"""What one GPU rank of the optimizers' tests runs; prints one JSON line on rank 0."""
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import fullshard
+from fullshard import CPUOffload, fully_shard, optim
+from support.optimizers import LAYOUTS, batches, of_rank, train, train_by_parts, update_errors, whole, zoo
+
+MAKERS = {
+    "LaneOptimizer": lambda params: optim.LaneOptimizer(torch.optim.AdamW, params, lr=1e-3, fused=True),
+    "Adafactor": lambda params: optim.Adafactor(params),
+    "TorchAdafactor": lambda params: optim.TorchAdafactor(params, lr=1e-2),
+    "Muon": lambda params: optim.Muon(params, lr=1e-2, ns_dtype=torch.float32),
+    "AdamW8bit": lambda params: optim.AdamW8bit(params, lr=1e-3),
+    "AdamWBF16": lambda params: optim.AdamWBF16(params, lr=1e-3),
+}
+
+
+@contextmanager
+def no_waiting():
+    """A step that waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on(device, data):
+    return [tuple(part.to(device) for part in batch) for batch in data]
+
+
+def case(comm, make, **options):
+    """The worst parameter's relative update error after 20 steps, and whether the last step waited for the GPU."""
+    data = on(comm.device, batches(21, comm.size))
+    mine = [of_rank(batch, comm.rank) for batch in data]
+    model = fully_shard(zoo(), comm, **options)
+    optimizer = make(model.parameters())
+    train(model, optimizer, mine[:20])
+    ours = {name: param.cpu() for name, param in whole(model).items()}
+    plain = zoo().to(comm.device)
+    train_by_parts(plain, make(plain.parameters()), data[:20], comm.size)
+    errors = update_errors(ours, {name: param.detach().cpu() for name, param in plain.named_parameters()})
+    waited = ""
+    if "offload_policy" not in options:
+        optimizer.zero_grad()
+        (model(mine[20][0]) - mine[20][1]).square().mean().backward()
+        try:
+            with no_waiting():
+                optimizer.step()
+        except RuntimeError as error:
+            waited = str(error).splitlines()[0]
+    return {"error": max(errors.values()), "waited": waited}
+
+
+def main():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    comm = fullshard.init()
+    results = {}
+    for name, make in MAKERS.items():
+        for layout, options in LAYOUTS.items():
+            results[f"{name}, {layout}"] = case(comm, make, **options)
+        results[f"{name}, offloaded"] = case(comm, make, wrap=None, offload_policy=CPUOffload())
+    everyone = comm.all_gather_object(results)
+    if comm.rank == 0:
+        print("RESULT " + json.dumps(everyone))
+    fullshard.shutdown()
+
+
+if __name__ == "__main__":
+    main()

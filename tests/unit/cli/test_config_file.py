@@ -1,0 +1,164 @@
+"""Accelerate's file beside a run file: its settings are the run's, contradictions are refused, and its conversion."""
+
+import json
+
+import pytest
+import yaml
+
+from fullshard.cli import accelerate as config_file
+from fullshard.cli import main as cli
+from fullshard.cli import train as train_verb
+from fullshard.config import load_run
+from support.tiny_run import write_run_file
+
+
+@pytest.fixture(autouse=True)
+def _not_a_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def write_file(directory, fsdp=None, **changes):
+    fsdp = {"fsdp_sharding_strategy": 2, "fsdp_auto_wrap_policy": 2, "fsdp_min_num_params": 2000} | (fsdp or {})
+    values = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", "fsdp_config": fsdp}
+    path = directory / "fsdp_config.yaml"
+    path.write_text(yaml.safe_dump(values | changes, sort_keys=False))
+    return path
+
+
+def check(capsys, *arguments):
+    assert cli.main(["config", "check", *map(str, arguments), "--json"]) == 0
+    captured = capsys.readouterr()
+    return json.loads(captured.out), captured.err
+
+
+def test_the_files_settings_are_the_runs(tmp_path, capsys):
+    run, file = write_run_file(tmp_path), write_file(tmp_path)
+    settings, said = check(capsys, run, "--config_file", file)
+    assert settings["sharding"]["strategy"] == "shard_grad_op"
+    assert settings["sharding"]["wrap"] == 2000
+    assert settings["training"]["precision"] == "bf16"
+    assert settings["nproc"] == 2
+    assert settings["training"]["learning_rate"] == 1e-2
+    assert said == ""
+
+
+def test_what_both_say_alike_may_stand_in_both(tmp_path, capsys):
+    run = write_run_file(tmp_path, sharding__strategy="shard_grad_op", training__precision="bf16")
+    settings, _ = check(capsys, run, "sharding.wrap=2000", "--config_file", write_file(tmp_path))
+    assert settings["sharding"]["strategy"] == "shard_grad_op"
+
+
+def test_all_that_they_say_differently_is_one_error_that_names_both(tmp_path, capsys):
+    run = write_run_file(tmp_path, sharding__strategy="no_shard")
+    arguments = [str(run), "training.precision=fp32", "--config_file", str(write_file(tmp_path))]
+    assert cli.main(["config", "check", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert 'sharding.strategy: "no_shard" in the run file' in error
+    assert "fsdp_sharding_strategy: 2 in " in error
+    assert "line 5" in error
+    assert 'training.precision: "fp32"' in error
+    assert "mixed_precision: bf16" in error
+    assert cli.main(["train", *arguments]) == 2
+
+
+def test_a_run_that_only_the_file_makes_right_is_right(tmp_path, capsys):
+    run = write_run_file(tmp_path, training__allow_fp16=True)
+    settings, _ = check(capsys, run, "--config_file", write_file(tmp_path, mixed_precision="fp16"))
+    assert settings["training"]["precision"] == "fp16"
+
+
+def test_what_has_no_effect_is_a_warning_on_standard_error(tmp_path, capsys):
+    file = write_file(tmp_path, {"fsdp_use_orig_params": False}, tpu_name="pod", debug=True)
+    _, said = check(capsys, write_run_file(tmp_path), "--config_file", file)
+    lines = said.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("fullshard: warning: ") for line in lines)
+
+
+def test_train_starts_ranks_with_the_files_settings(tmp_path, monkeypatch):
+    run, file, started = write_run_file(tmp_path, nproc=3), write_file(tmp_path, num_processes=3), []
+    monkeypatch.setattr(train_verb, "launch", lambda command, nproc: started.append((command, nproc)))
+    assert cli.main(["train", str(run), "seed=4", "--config_file", str(file)]) == 0
+    ((command, nproc),) = started
+    assert nproc == 3
+    overrides = command[4:]
+    assert overrides[0] == "seed=4"
+    config = load_run(command[3], overrides)
+    assert (config.sharding.strategy, config.sharding.wrap, config.training.precision) == (
+        "shard_grad_op",
+        2000,
+        "bf16",
+    )
+
+
+@pytest.mark.parametrize(("changes", "visible"), [({"use_cpu": True}, ""), ({"gpu_ids": "0,2"}, "0,2"), ({}, "1")])
+def test_gpus_that_the_file_leaves_out_are_hidden(tmp_path, monkeypatch, changes, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    options = cli.parse(["train", str(write_run_file(tmp_path)), "--config_file", str(write_file(tmp_path, **changes))])
+    config_file.file_overrides(options)
+    assert config_file.os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_a_file_for_several_machines_is_told_how_to_start_them(tmp_path, capsys):
+    changes = {"num_machines": 2, "num_processes": 4, "main_process_ip": "10.0.0.1", "machine_rank": 1}
+    run, file = write_run_file(tmp_path), write_file(tmp_path, **changes)
+    assert cli.main(["train", str(run), "--config_file", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "num_machines: 2 in " in error
+    assert f"fullshard launch --config_file {file} -m fullshard.cli.main train {run} --config_file {file}" in error
+
+
+def test_under_another_launcher_the_ranks_are_those_that_are_there(tmp_path, monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    run, file = write_run_file(tmp_path, nproc=7), write_file(tmp_path, num_machines=2, num_processes=2)
+    options = cli.parse(["train", str(run), "--config_file", str(file)])
+    overrides = config_file.file_overrides(options)
+    assert not any(text.startswith("nproc") for text in overrides)
+    assert "num_processes: 2" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    config_file.file_overrides(options)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_conversion_is_a_run_file_once_the_rest_is_filled_in(tmp_path, capsys):
+    file, run = write_file(tmp_path, debug=True), tmp_path / "run.yaml"
+    assert cli.main(["config", "convert", str(file), "-o", str(run)]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "left to fill in: output_dir, model, data" in said.err
+    assert "fullshard: warning: debug: true" in said.err
+    text = run.read_text()
+    assert "wrap: 2000  # fsdp_min_num_params: 2000" in text
+    assert "# - debug: true" in text
+    (tmp_path / "train.csv").write_text("text,label\na,b\n")
+    lines = text.splitlines()
+    start = lines.index("# To fill in: take away the # and write your own.") + 1
+    end = lines.index("", start)
+    lines[start:end] = [line.removeprefix("# ") for line in lines[start:end]]
+    run.write_text("\n".join(lines))
+    config = load_run(run)
+    assert config.nproc == 2
+    assert (config.sharding.strategy, config.sharding.wrap) == ("shard_grad_op", 2000)
+    assert cli.main(["config", "convert", str(file), "-o", str(run)]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_the_conversion_is_printed_or_json(tmp_path, capsys):
+    file = write_file(tmp_path)
+    assert cli.main(["config", "convert", str(file)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["sharding"]["strategy"] == "shard_grad_op"
+    assert cli.main(["config", "convert", str(file), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["settings"]["sharding"] == {"strategy": "shard_grad_op", "wrap": 2000}
+    assert result["left"] == ["output_dir", "model", "data"]
+    assert result["warnings"] == []
+
+
+def test_a_wrong_file_is_one_message(tmp_path, capsys):
+    file = write_file(tmp_path, {"fsdp_shard": 1})
+    assert cli.main(["train", str(write_run_file(tmp_path)), "--config_file", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "fsdp_config.fsdp_shard: unknown key" in error
+    assert "Traceback" not in error

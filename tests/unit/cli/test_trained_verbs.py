@@ -1,0 +1,98 @@
+"""``evaluate`` and ``predict``: what the command line hands to the ranks."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli import evaluate, predict
+from fullshard.cli import main as cli
+from support.tiny_run import write_run_file
+
+
+@pytest.fixture(autouse=True)
+def _not_a_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The rank programs' arguments and numbers of ranks, and what a file of rows held meanwhile."""
+    calls = []
+
+    def launch(command, *, nproc, saves):
+        assert not saves
+        held = Path(command[4]).read_text() if command[2].endswith("predict") else None
+        calls.append((command[2:], nproc, held))
+
+    for verb in (evaluate, predict):
+        monkeypatch.setattr(verb, "launch", launch)
+    return calls
+
+
+def test_evaluate_starts_as_many_ranks_as_the_run(started, tmp_path, capsys):
+    run_file = str(write_run_file(tmp_path))
+    data = tmp_path / "held_out.csv"
+    arguments = [run_file, "nproc=3", "--model", "m", "--data", str(data), "--output", "o", "--json"]
+    assert cli.main(["evaluate", *arguments]) == 0
+    assert started == [(["fullshard.launch.evaluate", *arguments], 3, None)]
+    assert capsys.readouterr().err == "fullshard: starting 3 ranks\n"
+
+
+def test_evaluate_says_what_is_not_there(started, tmp_path, capsys):
+    assert cli.main(["evaluate", str(tmp_path), "--json"]) == 2
+    captured = capsys.readouterr()
+    assert "no summary.json" in captured.err
+    assert json.loads(captured.out)["error"]["exit_code"] == 2
+    assert cli.main(["evaluate", str(write_run_file(tmp_path)), "--data", "gone.csv"]) == 2
+    assert "there is no file gone.csv" in capsys.readouterr().err
+    assert started == []
+
+
+def test_predict_hands_over_what_was_given(started, tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("text\none\n")
+    options = ["--num-beams", "4", "--batch-size", "2", "--prefix", "-a: ", "--nproc", "2", "-o", str(tmp_path / "o")]
+    # A text that looks like an option is given with "=".
+    options[options.index("--prefix") : options.index("--nproc")] = ["--prefix=-a: "]
+    assert cli.main(["predict", "m", str(file), *options]) == 0
+    ((arguments, nproc, held),) = started
+    assert arguments[:3] == ["fullshard.launch.predict", "m", str(file)]
+    assert sorted(arguments[3:]) == ["--batch-size=2", "--num-beams=4", f"--output={tmp_path / 'o'}", "--prefix=-a: "]
+    assert (nproc, held) == (2, "text\none\n")
+
+
+@pytest.mark.parametrize("name", [[], ["-"]])
+def test_predict_reads_lines_from_standard_input(name, started, monkeypatch):
+    class Piped:
+        encoding = "utf-8"
+
+        def isatty(self):
+            return False
+
+        def read(self):
+            return "eins\nzwölf\n"
+
+    monkeypatch.setattr(sys, "stdin", Piped())
+    assert cli.main(["predict", "m", *name]) == 0
+    ((arguments, nproc, held),) = started
+    assert arguments[2].endswith(".txt")
+    assert not Path(arguments[2]).exists()
+    assert (nproc, held) == (1, "eins\nzwölf\n")
+
+
+def test_predict_does_not_write_over_its_rows(started, tmp_path, capsys):
+    file = tmp_path / "rows.csv"
+    file.write_text("text\none\n")
+    assert cli.main(["predict", "m", str(file), "-o", str(file)]) == 2
+    assert "would replace" in capsys.readouterr().err
+    assert cli.main(["predict", "m", str(tmp_path / "gone.csv")]) == 3
+    assert started == []
+
+
+def test_ranks_of_torchrun_cannot_share_standard_input(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert cli.main(["predict", "m"]) == 2
+    assert "name a FILE" in capsys.readouterr().err

@@ -1,0 +1,37 @@
+"""The axes that machines make: shards inside each, copies across."""
+
+import pytest
+
+from fullshard.comm import machine_axes, run_ranks
+from fullshard.errors import ProcessGroupError
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+def axes(size, **options):
+    def work(comm):
+        replicate, shard = machine_axes(comm, **options)
+        return replicate.all_gather_object(comm.rank), shard.all_gather_object(comm.rank)
+
+    return run_ranks(size, work)
+
+
+def test_ranks_of_a_machine_share_shards_and_those_of_one_place_hold_copies(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert axes(4) == [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
+
+
+def test_where_the_environment_does_not_say_the_number_is_the_callers_or_one_machines():
+    assert axes(4, ranks_each=1)[2] == ([0, 1, 2, 3], [2])
+    assert axes(2) == [([0], [0, 1]), ([1], [0, 1])]
+    assert axes(2, ranks_each=5) == axes(2)
+
+
+def test_machines_with_different_numbers_of_ranks_are_refused_on_every_rank():
+    with pytest.raises(ProcessGroupError, match="1, 2 a machine, of 3 in all"):
+        run_ranks(3, lambda comm: machine_axes(comm, 2 if comm.rank < 2 else 1))
+    with pytest.raises(ProcessGroupError, match="2 a machine, of 3 in all"):
+        axes(3, ranks_each=2)

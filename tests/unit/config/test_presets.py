@@ -1,0 +1,79 @@
+"""The run files in examples/ hold valid settings and read the data they speak of, in the form it is shipped in."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fullshard.config import load_run
+from fullshard.data import SourceSpec, read_split
+from fullshard.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+PRESETS = ("banking77_tiny", "causal_sft", "phrasebank_lora", "scitldr_t5", "wikihow_t5")
+
+ARTICLE = "Some words. " * 20
+PAPER = json.dumps({"source": ["One.", "Two."], "target": ["First.", "Second."], "paper_id": "p", "title": "t"}) + "\n"
+FILES = {
+    "banking77_tiny": {"banking77/train.csv": "text,category\na,b\n", "banking77/test.csv": "text,category\na,b\n"},
+    "causal_sft": {
+        "instructions.jsonl": "".join(
+            json.dumps({"instruction": f"do {n}", "input": "", "output": "done"}) + "\n" for n in range(200)
+        )
+    },
+    "phrasebank_lora": {
+        "phrasebank/Sentences_AllAgree.txt": "".join(f"Sales rose {n} % .@positive\n" for n in range(50))
+    },
+    "scitldr_t5": {"scitldr/train.jsonl": PAPER, "scitldr/dev.jsonl": PAPER},
+    "wikihow_t5": {
+        "wikihow/wikihowAll.csv": "headline,title,text\n" + "".join(f"Do.,How to {n},{ARTICLE}\n" for n in range(200))
+    },
+}
+SOURCES = {
+    "banking77_tiny": ("a", ("b",)),
+    "causal_sft": ("do ", ("done",)),
+    "phrasebank_lora": ("Sales rose ", ("positive",)),
+    "scitldr_t5": ("One. Two.", ("First.", "Second.")),
+    "wikihow_t5": (ARTICLE, ("Do.",)),
+}
+
+
+def test_these_are_all_of_them():
+    assert sorted(path.stem for path in EXAMPLES.glob("*.yaml")) == list(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_reads_its_data(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(EXAMPLES / f"{name}.yaml", tmp_path)
+    for place, content in FILES[name].items():
+        (tmp_path / "data" / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / place).write_text(content)
+    data = load_run(tmp_path / f"{name}.yaml").data
+    assert data.holds_out
+    spec = SourceSpec(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SourceSpec)})
+    source, references = SOURCES[name]
+    for split in ("train", "validation"):
+        example = read_split(spec, split).examples[0]
+        assert example.source.startswith(source)
+        assert example.references == references
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_without_its_data_names_each_missing_file(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(EXAMPLES / f"{name}.yaml", tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_run(tmp_path / f"{name}.yaml")
+    for place in FILES[name]:
+        assert f"{tmp_path / 'data' / place}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_starts_with_what_it_is_and_its_command(name):
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    head = text.partition("\noutput_dir:")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    assert f"#   fullshard train examples/{name}.yaml" in head.splitlines()

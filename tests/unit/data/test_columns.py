@@ -1,0 +1,95 @@
+"""Columns are recognised where one known pair is there, and named by the user where not."""
+
+import pytest
+
+from fullshard.data import SourceSpec
+from fullshard.data.columns import KNOWN_SHAPES, choose, parse_template
+from fullshard.data.tables import Row
+from fullshard.errors import ConfigError, DataError
+
+
+def example(columns, cells=None, **options):
+    recipe = choose(SourceSpec(**options), columns, "t.csv")
+    return recipe.example(Row(1, cells or {name: f"<{name}>" for name in columns}))
+
+
+def refusal(columns, **options):
+    with pytest.raises(DataError) as caught:
+        choose(SourceSpec(**options), columns, "t.csv")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shape", KNOWN_SHAPES, ids=lambda shape: "-".join([*shape[0], shape[1]]))
+def test_every_known_shape_is_recognised_among_other_columns(shape):
+    sources, target = shape
+    recipe = choose(SourceSpec(), ["id", target.title(), *sources], "t.csv")
+    assert (recipe.sources, recipe.target) == (sources, target.title())
+    listed = " and ".join(map(repr, sources))
+    assert recipe.notes == (f"t.csv: source is {listed}, target is {target.title()!r}, recognised by name.",)
+
+
+def test_columns_that_are_given_are_no_news():
+    assert choose(SourceSpec(source_column="a", target_column="b"), ["a", "b"], "t.csv").notes == ()
+
+
+def test_more_than_one_known_pair_is_refused_with_the_pairs():
+    text = refusal(["text", "label", "category"])
+    assert "more than one pair could be meant (text -> label; text -> category)" in text
+    assert "Its columns: 'text', 'label', 'category'." in text
+    assert "Set data.source_column (or data.template) and data.target_column." in text
+
+
+def test_unknown_columns_are_refused_with_the_remedy():
+    assert "no pair is known by name. Its columns: 'a', 'b'. Set data.source_column" in refusal(["a", "b"])
+    assert "set data.format: wikihow" in refusal(["headline", "title", "text"])
+
+
+def test_half_of_a_pair_is_given_and_the_other_half_recognised():
+    assert example(["text", "label", "body"], source_column="body").references == ("<label>",)
+    assert example(["text", "label", "summary", "body"], source_column="text", target_column="body").source == "<text>"
+    assert example(["article", "summary", "gist"], target_column="gist").source == "<article>"
+    assert example(["text", "note", "label"], target_column="label").source == "<text>"
+    assert "more than one" in refusal(["text", "label", "category"], source_column="text")
+    assert "more than one" in refusal(["text", "document", "gist"], target_column="gist")
+
+
+def test_a_name_that_is_there_twice_is_refused_even_when_recognised():
+    assert "has 2 columns named 'text'" in refusal(["text", "label", "text"])
+    assert "has no column 'x'" in refusal(["text", "label"], source_column="x")
+    assert "has no column 'x'" in refusal(["text", "label"], target_column="x")
+
+
+def test_instructions_with_and_without_input():
+    columns = ["instruction", "input", "output"]
+    assert example(columns).source == "<instruction>\n\n<input>"
+    for empty in ("", None):
+        assert example(columns, {"instruction": "do", "input": empty, "output": "x"}).source == "do"
+    assert example(columns, {"instruction": "do", "output": "x"}).source == "do"
+
+
+def test_questions_with_and_without_context():
+    columns = ["question", "context", "answer"]
+    assert example(columns).source == "question: <question> context: <context>"
+    assert example(columns, {"question": "why", "context": "", "answer": "x"}).source == "why"
+
+
+def test_a_template_is_filled_with_cells_as_they_are():
+    template = "question: {question} {{context}}: {context}{question}"
+    filled = example(
+        ["question", "context", "answer"],
+        {"question": "a\nb {x}", "context": ["1.", "2."], "answer": "c"},
+        template=template,
+    )
+    assert filled.source == "question: a\nb {x} {context}: 1. 2.a\nb {x}"
+    assert filled.references == ("c",)
+
+
+def test_a_template_with_unknown_columns_lists_those_that_exist():
+    assert refusal(["a", "label"], template="{b}") == "t.csv has no column 'b'. Its columns: 'a', 'label'."
+
+
+def test_a_template_may_name_any_column_but_nothing_else():
+    assert parse_template("{my column} {a.b}")[0] == ("my column", "a.b")
+    for template in ("{}", "{a!r}", "{a:>5}", "{a", "a}", "no column", ""):
+        with pytest.raises(ConfigError, match=r"data\.template"):
+            parse_template(template)

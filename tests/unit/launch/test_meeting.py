@@ -1,0 +1,173 @@
+"""Machines come together, watch each other, and end with one reason: played by threads on one store."""
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from fullshard.errors import ProcessGroupError
+from fullshard.launch import meeting, watch
+from fullshard.launch.failure import Failure
+from fullshard.launch.machines import Nodes, Plan
+from fullshard.launch.meeting import meet
+from fullshard.launch.watch import MachineEnded, Verdict, Watch, brief, lost_connection, post_verdict
+
+NAMES = ["machine 0 (a)", "machine 1 (b)"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(watch, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(meeting, "_LINGER_SECONDS", 0.0)
+
+
+def plan(number, nnodes=2, run_id="none"):
+    return Plan(Nodes(nnodes, nnodes), number, 1, "10.0.0.1", 29500, "static", run_id)
+
+
+def meet_all(*plans):
+    """What each of some machines gets from :func:`meet`: names, or the exception."""
+    store, results = PrefixStore("round", HashStore()), [None] * len(plans)
+
+    def one(place):
+        try:
+            results[place] = meet(store, plans[place], 5.0)
+        except (ProcessGroupError, MachineEnded) as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=one, args=(place,)) for place in range(len(plans))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0)
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_machines_learn_each_others_names():
+    first, second = meet_all(plan(0), plan(1))
+    assert first == second
+    assert [name.split(" (")[0] for name in first] == ["machine 0", "machine 1"]
+
+
+@pytest.mark.parametrize(
+    ("plans", "text"),
+    [
+        ((plan(1), plan(1, run_id="other")), "Each machine needs a number of its own, and two say --node_rank 1"),
+        ((plan(0), plan(1, run_id="other")), "All machines need the same --rdzv_id"),
+        ((plan(0, nnodes=3), plan(1)), "All machines need the same --nnodes"),
+    ],
+)
+def test_machines_that_do_not_fit_together_are_all_told(plans, text):
+    results = meet_all(*plans)
+    assert all(text in str(result) for result in results)
+    assert any(isinstance(result, ProcessGroupError) for result in results)
+
+
+def test_who_is_missing_is_named():
+    with pytest.raises(
+        ProcessGroupError, match=r"1 of 3 machines came to 10\.0\.0\.1:29500 within 0 s; missing: .* 0, 2"
+    ):
+        meet(HashStore(), plan(1, nnodes=3), 0.05)
+
+
+def test_who_failed_for_good_where_they_met_before_is_not_waited_for():
+    former = HashStore()
+    said = Verdict(failure(), NAMES[0])
+    post_verdict(former, said)
+    with pytest.raises(MachineEnded) as ended:
+        meet(HashStore(), plan(1), 5.0, former)
+    assert ended.value.verdict == said
+
+
+def failure(rank=3, message="no", kind="ValueError"):
+    return Failure(rank, kind, message, "trace", 5, 1.0)
+
+
+def until(condition):
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        pass
+    assert condition()
+
+
+@pytest.fixture
+def pair():
+    store = HashStore()
+    both = [Watch(store, number, NAMES, hosts=number == 0) for number in (0, 1)]
+    yield both
+    for one in reversed(both):  # machine 0 waits for the others
+        one.leave()
+
+
+def test_the_first_reason_is_everybodys(pair):
+    first = pair[1].post(Verdict(failure(), NAMES[1]))
+    assert pair[0].post(Verdict(failure(rank=0), NAMES[0])) == first
+    until(lambda: pair[0].verdict() is not None)
+    assert pair[0].verdict() == pair[1].verdict() == Verdict(failure(), NAMES[1])
+
+
+def test_a_run_is_over_when_all_machines_are_done(pair):
+    pair[1].done()
+    time.sleep(0)
+    assert not pair[0].over
+    pair[0].done()
+    until(lambda: pair[0].over and pair[1].over)
+    assert pair[0].verdict() is None
+
+
+def test_a_machine_that_shows_nothing_is_gone_and_the_others_are_told():
+    store = HashStore()
+    names = [*NAMES, "machine 2 (c)"]
+    first, second, third = (Watch(store, number, names, hosts=number == 0) for number in range(3))
+    until(lambda: len(first._beats) == 2)
+    second._ended.set()  # killed
+    until(lambda: first.verdict(0.3) is not None)
+    assert first.verdict().failure.exit_code == 7
+    assert "machine 1 (b) has shown nothing for" in first.verdict().failure.message
+    until(lambda: third.verdict() is not None)
+    assert third.verdict() == first.verdict()
+    for one in (third, first):
+        one.leave()
+
+
+def test_a_reason_said_here_is_not_forgotten_for_an_older_answer(monkeypatch):
+    said = Verdict(failure(), NAMES[0])
+    made, answered, looked = threading.Event(), threading.Event(), threading.Event()
+
+    def late(store):  # the store answers before, and is heard after, this machine says why it ends
+        made.wait()
+        if answered.is_set():
+            looked.set()
+        else:
+            one.post(said)
+            answered.set()
+        return
+
+    monkeypatch.setattr(watch, "read_verdict", late)
+    one = Watch(HashStore(), 0, NAMES[:1], hosts=True)
+    made.set()
+    until(looked.is_set)
+    assert one.verdict() == said
+    one.leave()
+
+
+def test_a_meeting_place_that_does_not_answer_is_gone():
+    class Silent(HashStore):
+        def set(self, key, value):
+            raise RuntimeError("Connection reset by peer")
+
+    one = Watch(Silent(), 1, NAMES, hosts=False)
+    until(lambda: one.verdict(0.1) is not None)
+    assert "machine 0 (a) has shown nothing" in one.verdict(0.1).failure.message
+
+
+def test_a_lost_connection_is_told_from_a_cause():
+    assert lost_connection(failure(message="[/gloo/pair.cc] Connection closed by peer", kind="RuntimeError"))
+    assert lost_connection(failure(kind="DistBackendError"))
+    assert not lost_connection(failure(message="index out of range", kind="IndexError"))
+    assert brief(failure(message="one\ntwo")) == "rank 3: ValueError: one"
+    assert brief(failure(message="rank 3 ended with exit code 5.")) == "rank 3 ended with exit code 5."

@@ -1,0 +1,57 @@
+"""The page in a real browser: every chart is drawn, in light and dark, without an error or a request."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from fullshard.report import write_report
+from support.report_run import write_finished
+
+pytestmark = pytest.mark.slow
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+DARK, LIGHT = 0, 1
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    if BROWSER is None:
+        pytest.skip("no Chromium here")
+    pytest.importorskip("plotly")
+    directory = tmp_path_factory.mktemp("run")
+    write_finished(directory)
+    write_report(directory)
+    return directory
+
+
+def browse(run, scheme, *options):
+    """What Chromium prints."""
+    command = [
+        *(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"),
+        *(f"--user-data-dir={run / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}"),
+        *("--window-size=1280,5000", "--virtual-time-budget=5000", *options, f"file://{run / 'report.html'}"),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+
+
+@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
+def test_every_chart_is_drawn_without_an_error(run, scheme):
+    done = browse(run, scheme, "--dump-dom")
+    assert 'data-drawn="10"' in done.stdout
+    assert len(re.findall(r'class="main-svg"', done.stdout)) >= 10
+    assert "CONSOLE" not in done.stderr, done.stderr
+    text_colour = "rgb(29, 33, 38)" if scheme == LIGHT else "rgb(231, 234, 237)"
+    assert f"fill: {text_colour}" in done.stdout
+
+
+def test_light_and_dark_look_different(run):
+    pictures = []
+    for scheme, name in ((LIGHT, "light"), (DARK, "dark")):
+        browse(run, scheme, f"--screenshot={run / name}.png")
+        pictures.append((run / f"{name}.png").read_bytes())
+    assert all(len(picture) > 50_000 for picture in pictures)
+    assert pictures[0] != pictures[1]

@@ -1,0 +1,309 @@
+"""The report: whole in itself, true to the run's files, and never undone by what is in them."""
+
+import argparse
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from fullshard.cli import report as verb
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.report import figures, page, write_report
+from fullshard.report.curves import MOST_POINTS, smooth, thin
+from fullshard.report.files import read_run
+from fullshard.report.look import STYLE
+from fullshard.report.page import MOST_RANKS, headline, make_page
+from support.report_run import NASTY, UNITS, make_trace, write_finished, write_unfinished
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, the text of elements by tag, and whether all elements are closed in order."""
+
+    def __init__(self, source):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.texts, self.open, self.badly_nested = [], [], [], []
+        self.feed(source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.badly_nested.append(tag)
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def text(self):
+        return " ".join(data for tag, data in self.texts if tag not in ("script", "style"))
+
+    def figures(self):
+        return json.loads(next(d for t, d in self.texts if t == "script" and d.startswith('{"')))
+
+
+@pytest.fixture(autouse=True)
+def _no_library(request, monkeypatch):
+    """plotly.js is 5 MB: only the tests about it parse a page that has it."""
+    if not request.function.__name__.endswith(("megabytes", "names_the_package")):
+        monkeypatch.setattr(page, "_plotly", lambda: "/* plotly.js */")
+
+
+@pytest.fixture
+def finished(tmp_path):
+    write_finished(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def made(directory):
+    return Page(make_page(read_run(directory)))
+
+
+def test_nothing_is_loaded_from_anywhere(finished):
+    loading = {"src", "srcset", "data", "poster", "action", "xlink:href"}
+    found = made(finished)
+    for tag, attributes in found.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base"), tag
+        assert not loading & attributes.keys(), (tag, attributes)
+        assert attributes.get("href", "#").startswith("#")
+    assert not re.search(r"@import|url\(", STYLE)
+    policy = next(a["content"] for t, a in found.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none';")
+    assert "http" not in policy
+
+
+def test_what_comes_from_data_is_escaped(finished):
+    source = make_page(read_run(finished))
+    assert "alert('x')" not in source.replace("&#x27;", "'").replace("&lt;", "<").split("<script")[0].split("<body")[0]
+    found = Page(source)
+    assert [a for t, a in found.tags if t == "script"] == [{"type": "application/json", "id": "figures"}, {}, {}]
+    assert not [a for _, a in found.tags if "onerror" in a]
+    assert NASTY in found.text()
+    assert "<script" not in json.dumps(found.figures())
+
+
+def test_no_text_of_a_chart_ends_its_script(finished, monkeypatch):
+    monkeypatch.setattr(figures, "safe", str)
+    found = made(finished)
+    assert NASTY in json.dumps(found.figures())
+    assert sum(tag == "script" for tag, _ in found.tags) == 3
+
+
+def test_elements_are_closed_in_order(finished):
+    found = made(finished)
+    assert found.badly_nested == []
+    assert found.open == []
+
+
+def test_the_headline_is_the_summarys(finished):
+    assert headline(read_run(finished)) == {
+        "finished": True,
+        "metric": "accuracy",
+        "value": 0.75,
+        "baseline": 0.125,
+        "baseline_name": f"always {NASTY!r}",
+        "held_out_loss": 1.25,
+        "best_step": 40,
+        "steps": 40,
+        "total_steps": 40,
+        "train_loss": 1.125,
+        "tokens_per_second": 2_003.4,
+        "train_seconds": 83.0,
+        "peak_bytes": 61 << 20,
+        "padding_share": 0.0825,
+    }
+    text = made(finished).text()
+    assert "8-bit AdamW" in text
+    for part in ("75.00%", "12.50%", "1 min 23 s", "61.0 MiB", "8.2%", "1,234,567", "perplexity", "2.13.0", "not set"):
+        assert part in text, part
+
+
+def test_every_chart_has_its_place_a_heading_and_words(finished):
+    found = made(finished)
+    drawn = set(found.figures())
+    assert drawn == {
+        *("loss", "metric-metrics", "metric-perplexity", "learning_rate", "grad_norm", "tokens_per_second"),
+        *("memory-rest", "memory-step", "schedule", "confusion"),
+    }
+    places = {a["id"]: a for t, a in found.tags if t == "div" and a.get("role") == "img"}
+    assert set(places) == drawn
+    assert all(place["aria-label"] for place in places.values())
+    words = [data for tag, data in found.texts if tag == "figcaption"]
+    assert len(words) == len(drawn)
+    assert any("4.1" in text or "lowest" in text for text in words)
+    tables = [t for t, _ in found.tags if t in ("table", "caption")]
+    assert tables == ["table", "caption"] * (len(tables) // 2)
+    assert {a["scope"] for t, a in found.tags if t == "th"} == {"col", "row"}
+
+
+def test_every_colour_of_a_chart_is_one_of_the_page_in_light_and_dark(finished):
+    used = set(re.findall(r"var\((--[\w-]+)\)", json.dumps(made(finished).figures()))) | {"--text", "--soft"}
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")[:2]
+    for colour in used:
+        assert f"{colour}:" in light, colour
+        assert f"{colour}:" in dark.split("}\n}")[0], colour
+
+
+def test_plotly_takes_every_chart(finished):
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+
+    def painted(value):
+        if isinstance(value, str):
+            return "#123456" if value.startswith("var(--") else value
+        if isinstance(value, list):
+            return [painted(one) for one in value]
+        return {k: painted(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    for choices in made(finished).figures().values():
+        for choice in choices:
+            graph_objects.Figure(painted(choice))
+
+
+def test_the_schedule_marks_the_time_that_was_waited(finished):
+    (first, second) = made(finished).figures()["schedule"]
+    bars = {bar["name"]: bar for bar in second["data"]}
+    assert set(bars) == {"forward", "backward", "optimizer step", "gather", "reduce", "waiting"}
+    waiting = bars["waiting"]
+    assert waiting["marker"]["color"] == "var(--signal)"
+    # Once in the unit's row and once in the row of all waiting.
+    assert sum(waiting["x"]) == pytest.approx(2 * 2 * (30 + 10))
+    assert first["layout"]["yaxis"]["ticktext"] == ["waiting, all units", *UNITS, "optimizer"]
+
+
+def test_the_timeline_adds_up_to_the_peak(finished):
+    for choice in made(finished).figures()["memory-step"]:
+        assert sum(trace["y"][1] for trace in choice["data"]) == 61
+        assert {trace["stackgroup"] for trace in choice["data"]} == {"memory"}
+
+
+def test_of_many_ranks_the_slowest_and_the_fullest_are_there(tmp_path):
+    write_finished(tmp_path)
+    values = make_trace(ranks=40).as_dict()
+    values["ranks"][23]["seconds"] = 9.0
+    values["ranks"][31]["peak_bytes"] = 99 << 20
+    (tmp_path / "trace.json").write_text(json.dumps(values))
+    found = made(tmp_path)
+    labels = [data for tag, data in found.texts if tag == "option"]
+    assert len(labels) == 2 * MOST_RANKS
+    assert {"rank 0", "rank 23", "rank 31"} <= set(labels)
+    assert "8 of 40 ranks" in found.text()
+
+
+def test_a_run_of_which_there_are_only_metrics_has_a_page(tmp_path):
+    write_unfinished(tmp_path, steps=17)
+    found = made(tmp_path)
+    assert set(found.figures()) == {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
+    text = found.text()
+    assert "last recorded step 17." in text
+    for name in ("trace.json", "run.json", "predictions.jsonl"):
+        assert f"There is no {name}." in text
+    numbers = headline(read_run(tmp_path))
+    assert (numbers["finished"], numbers["steps"], numbers["value"]) == (False, 17, None)
+    assert numbers["tokens_per_second"] == 2_000
+
+
+def test_a_run_before_its_first_step_has_a_page(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "No step has been recorded yet." in made(tmp_path).text()
+
+
+def test_a_run_under_way_shows_its_best_evaluation(tmp_path):
+    write_finished(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    numbers = headline(read_run(tmp_path))
+    assert (numbers["finished"], numbers["value"], numbers["best_step"]) == (False, 0.75, 40)
+    assert numbers["peak_bytes"] == 61 << 20  # of the recorded step
+    assert "not finished" in made(tmp_path).text()
+
+
+@pytest.mark.parametrize("name", ["run.json", "summary.json", "trace.json"])
+def test_a_damaged_file_is_said_and_the_rest_is_shown(finished, name):
+    (finished / name).write_text('{"ranks": 3')
+    files = read_run(finished)
+    assert name in files.missing[name]
+    assert "is not what a run writes" in files.missing[name]
+    assert "loss" in made(finished).figures()
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path):
+    write_unfinished(tmp_path, steps=3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('\n{"kind": "step", "step": 4, "loss": NaN, "grad_norm": Infinity, "learning_rate": 1e-3}\n')
+    drawn = made(tmp_path).figures()
+    assert drawn["loss"][0]["data"][0]["x"] == [1, 2, 3]
+    assert drawn["learning_rate"][0]["data"][0]["x"] == [1, 2, 3, 4]
+
+
+def test_without_a_run_it_says_what_to_name(tmp_path):
+    with pytest.raises(CheckpointError, match=re.escape("holds no metrics.jsonl, which every run writes")):
+        write_report(tmp_path / "nothing")
+
+
+def test_a_long_run_is_a_short_page_and_says_so(tmp_path):
+    steps = 30_000
+    line = '{"kind": "step", "step": %d, "loss": %s, "grad_norm": 1.5, "tokens_per_second": 100.5}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(line % (n, 99 if n == 777 else 2) for n in range(1, steps + 1)))
+    found = made(tmp_path)
+    (chart,) = found.figures()["loss"]
+    raw = chart["data"][0]
+    assert len(raw["x"]) <= MOST_POINTS
+    assert (raw["x"][0], raw["x"][-1], max(raw["y"])) == (1, steps, 99)
+    assert "30,000 recorded steps are drawn with 1,500 points" in found.text()
+    assert len(json.dumps(found.figures())) < 400_000
+
+
+def test_thinning_keeps_order_and_extremes():
+    xs = [float(x) for x in range(10_000)]
+    ys = [(x * 7919) % 1_000 for x in xs]
+    kept_xs, kept_ys = thin((xs, ys), most=100)
+    assert len(kept_xs) <= 100
+    assert kept_xs == sorted(set(kept_xs))
+    assert (min(kept_ys), max(kept_ys)) == (min(ys), max(ys))
+    assert thin((xs[:100], ys[:100]), most=100) == (xs[:100], ys[:100])
+
+
+def test_smoothing_keeps_a_constant_and_lags_nothing_at_the_start():
+    assert smooth(([1.0, 2.0, 3.0], [5.0, 5.0, 5.0])) == (([1.0, 2.0, 3.0], [5.0, 5.0, 5.0]), 1)
+    (_, values), over = smooth(([float(x) for x in range(300)], [2.0] * 300))
+    assert over == 10
+    assert values == pytest.approx([2.0] * 300)
+
+
+def test_the_page_holds_plotly_once_and_is_a_few_megabytes(finished, tmp_path):
+    pytest.importorskip("plotly")
+    written = write_report(finished, tmp_path / "mine.html")
+    source = (tmp_path / "mine.html").read_text()
+    assert written["bytes"] == len(source.encode()) < 6_000_000
+    assert source.count("plotly.js v") == 1
+    assert source.count("</script>") == 3
+    assert re.search(r"about \d\.\d MB", source)
+
+
+def test_without_plotly_it_names_the_package(finished, monkeypatch):
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(page.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match="pip install plotly"):
+        write_report(finished)
+
+
+def test_the_verb_prints_the_page_and_its_headline(finished, capsys):
+    parser = page_parser()
+    verb.run(parser.parse_args(["report", str(finished), "--json"]))
+    values = json.loads(capsys.readouterr().out)
+    assert values["report"] == str(finished / "report.html")
+    assert (values["metric"], values["value"]) == ("accuracy", 0.75)
+    verb.run(parser.parse_args(["report", str(finished), "-o", str(finished / "other.html")]))
+    assert capsys.readouterr().out.startswith(f"{finished / 'other.html'} (")
+    assert (finished / "other.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def page_parser():
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    return parser

@@ -1,0 +1,142 @@
+"""Rows laid end to end give the loss and gradients of rows that are padded, to the last digits of float64."""
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from fullshard.comm import run_ranks
+from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
+from fullshard.engine import fully_shard
+from fullshard.errors import ModelError
+from fullshard.models.packing import PACKABLE_CAUSAL, PACKABLE_SEQ2SEQ, enable_packing
+from fullshard.train.inputs import model_inputs
+
+STATS = LengthStats(1.0, 9, 0, 9)
+VOCAB = 40
+LENGTHS = [(9, 4), (3, 6), (5, 1), (1, 2), (7, 3), (2, 9), (4, 4)]
+BIG = {"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+T5 = BIG | {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+T5 |= {"decoder_start_token_id": 0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
+LLAMA = BIG | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.0, "head_dim": 4}
+NEOX = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "head_dim")}
+GPT2 = BIG | {"n_positions": 20, "n_embd": 16, "n_layer": 2, "n_head": 4}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CONFIGS = {
+    "t5": T5,
+    "mt5": T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "gpt2": GPT2,
+    "gpt_neox": NEOX | {"hidden_dropout": 0.0},
+    "llama": LLAMA,
+    "mistral": LLAMA | {"sliding_window": None},
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+}
+
+
+def build(kind, attention, **changes):
+    config = AutoConfig.for_model(kind, **(CONFIGS[kind] | changes))
+    maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = maker.from_config(config, attn_implementation=attention).to(torch.float64)
+    enable_packing(model)
+    return model.train()
+
+
+def rows(causal):
+    generator = torch.Generator().manual_seed(1)
+    make = lambda length: torch.randint(2, VOCAB, (length,), generator=generator).tolist()  # noqa: E731
+    tokenized = TokenizedSet([make(s) for s, _ in LENGTHS], [make(t) for _, t in LENGTHS], STATS, STATS)
+    refs = [RowRef(0), RowRef(1), RowRef(2), RowRef(3), RowRef(4, filler=True), RowRef(5), RowRef(6)]
+    return [
+        collate(refs, tokenized, CollateSpec(pad_token_id=0, causal=causal, packed=packed)) for packed in (False, True)
+    ]
+
+
+def loss_and_gradients(model, batch, causal):
+    model.zero_grad()
+    logits, labels = model(**model_inputs(model, batch, causal=causal)).logits, batch.labels_BT
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours, theirs, tolerance=1e-12):
+    assert ours[1].keys() == theirs[1].keys()
+    assert (ours[0] - theirs[0]).abs() <= tolerance * theirs[0].abs()
+    scale = max(gradient.abs().max() for gradient in theirs[1].values())
+    for name, gradient in theirs[1].items():
+        assert (ours[1][name] - gradient).abs().max() <= tolerance * scale, name
+
+
+def test_every_model_type_that_packing_allows_is_tested():
+    assert set(CONFIGS) == {*PACKABLE_CAUSAL, *PACKABLE_SEQ2SEQ}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_packed_batch_gives_the_loss_and_gradients_of_the_padded_one(kind, attention, monkeypatch):
+    # Eager attention of most types computes its softmax in float32, which would hide all behind the seventh digit.
+    softmax = functional.softmax
+    monkeypatch.setattr(functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim))
+    model = build(kind, attention)
+    causal = not model.config.is_encoder_decoder
+    padded, packed = rows(causal)
+    assert packed.input_ids_BS.shape[0] < padded.input_ids_BS.shape[0]
+    assert packed.packing.segments_BS.max() > 1
+    assert (packed.target_tokens, packed.tokens) == (padded.target_tokens, padded.tokens)
+    ours, theirs = (loss_and_gradients(model, batch, causal) for batch in (packed, padded))
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_packing_stays_exact_when_the_model_is_sharded(kind):
+    causal = kind == "llama"
+    padded, packed = rows(causal)
+    expected = loss_and_gradients(build(kind, "sdpa"), padded, causal)
+    models = [build(kind, "sdpa") for _ in range(2)]
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        loss, _ = loss_and_gradients(model, packed, causal)
+        grads = {p.shard_meta.name: (p.shard_meta.row_range, p.grad) for p in model.parameters()}
+        return loss, grads
+
+    for loss, grads in run_ranks(2, work):
+        assert abs(loss - expected[0]) <= 1e-12 * expected[0]
+        for name, ((first, last), gradient) in grads.items():
+            if gradient is not None:
+                # The engine averages over ranks, which have the same rows here.
+                torch.testing.assert_close(gradient, expected[1][name][first:last], atol=1e-11, rtol=0)
+
+
+def test_evaluation_and_generation_are_as_without_packing():
+    model = build("t5", "sdpa").eval()
+    plain = AutoModelForSeq2SeqLM.from_config(model.config, attn_implementation="sdpa").double().eval()
+    plain.load_state_dict(model.state_dict())
+    padded, _ = rows(causal=False)
+    with torch.no_grad():
+        inputs = model_inputs(model, padded, causal=False)
+        assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
+        prompts = {"input_ids": padded.prompt_ids_BP, "attention_mask": padded.prompt_mask_BP, "max_new_tokens": 5}
+        assert torch.equal(model.generate(**prompts), plain.generate(**prompts))
+
+
+def test_models_that_packing_is_not_proven_for_are_refused():
+    config = AutoConfig.for_model("bart", **BIG, d_model=16, encoder_layers=1, decoder_layers=1)
+    bart = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(
+        ModelError, match=r"type gpt2, gpt_neox, llama, mistral, mt5, qwen2, qwen3, t5; this one is bart"
+    ):
+        enable_packing(bart)
+    with pytest.raises(ModelError, match=r"sliding window of 8 tokens"):
+        build("mistral", "eager", sliding_window=8)
+    model = build("llama", "eager")
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ModelError, match=r"needs attn_implementation eager or sdpa; got flex_attention"):
+        enable_packing(model)

@@ -1,0 +1,68 @@
+"""What the sharding section can say, as the run it makes: units by size, shards inside machines and copies across."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fullshard.comm import run_ranks
+from fullshard.config import RunConfig
+from fullshard.engine import units
+from fullshard.errors import WrapError
+from fullshard.train import loop, train
+from fullshard.train.assemble import assemble
+from fullshard.train.inspection import inspect_units
+from support.tiny_run import MODEL, Memory, settings
+
+PLAIN = {"config": MODEL | {"dropout_rate": 0.0}, "tokenizer": {"vocab_size": 60}}
+
+
+def config(directory, **changes):
+    return RunConfig.model_validate(settings(directory, model=PLAIN, **changes))
+
+
+def names(config, world_size=2):
+    return [unit["unit"] for unit in inspect_units(config, world_size).as_dict()["units"]]
+
+
+def test_units_by_size_are_the_modules_of_that_size(tmp_path):
+    assert names(config(tmp_path, sharding__wrap=10**3))[0] == "(root)"
+    small, large = (names(config(tmp_path, sharding__wrap=size)) for size in (1000, 2000))
+    assert len(small) > len(large) > 1
+    with pytest.raises(WrapError, match="choose a smaller number"):
+        names(config(tmp_path, sharding__wrap=10**8))
+
+
+def losses(settings, size):
+    """Loss of each step, and over how many ranks a unit is sharded, of a run on threads."""
+
+    def work(comm):
+        memory = Memory()
+        train(settings, comm, [memory] if comm.rank == 0 else [])
+        return [report.loss for report in memory.steps]
+
+    return run_ranks(size, work)[0]
+
+
+@pytest.fixture
+def untraced(monkeypatch):
+    """Leave out the traced step: torch's profiler is one for all threads."""
+    nothing = SimpleNamespace(ranks=[SimpleNamespace(peak_bytes=0)] * 4)
+    monkeypatch.setattr(loop, "traced_step", lambda model, optimizer, comm, take: (take(), nothing))
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+def test_shards_inside_machines_and_copies_across_train_as_shards_over_all(
+    tmp_path, strategy, monkeypatch, one_at_a_time, untraced
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    short = {"training__max_steps": 2, "training__gradient_accumulation_steps": 1, "resume": "never"}
+    hybrid = config(tmp_path, sharding__strategy=strategy, **short)
+    ranks = run_ranks(4, lambda comm: units(assemble(hybrid, comm).model).world_size)
+    assert ranks == [2] * 4
+    assert losses(hybrid, 4) == pytest.approx(losses(config(tmp_path, **short), 4), rel=1e-5)
+
+
+def test_a_hybrid_run_is_laid_out_over_the_ranks_of_a_machine(tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    hybrid = config(tmp_path, sharding__strategy="hybrid_shard")
+    assert inspect_units(hybrid, 8).world_size == hybrid.nproc == 2

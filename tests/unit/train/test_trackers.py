@@ -1,0 +1,145 @@
+"""Trackers are told what the run's own files say, go on with a run that goes on, and are missed by name."""
+
+import sys
+import types
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fullshard.config import check_run
+from fullshard.errors import ConfigError
+from fullshard.train.reports import CheckpointReport, RunStart, StepReport
+from fullshard.train.trackers import tracker_sinks
+from support.tiny_run import settings
+
+
+def start_of(resumed_step=0):
+    return RunStart(
+        output_dir="x",
+        world_size=1,
+        device="cpu",
+        total_steps=5,
+        steps_per_epoch=5,
+        parameters=1,
+        optimizer="AdamW",
+        train_rows=1,
+        validation_rows=0,
+        unit_table="",
+        config={},
+        versions={},
+        padding_share=0.0,
+        resumed_step=resumed_step,
+    )
+
+
+def step_of(step):
+    numbers = dict.fromkeys(("epoch", "loss", "grad_norm", "learning_rate", "seconds"), 1.0 * step)
+    return StepReport(step=step, target_tokens=2, tokens=6, memory_bytes=7, memory_bytes_per_rank=(7,), **numbers)
+
+
+def sink_of(tmp_path, tracker, **changes):
+    values = settings(tmp_path, training__report_to=tracker, training__run_name="mine", **changes)
+    config = check_run(values, tmp_path / "run.yaml")
+    config.output_dir.mkdir(exist_ok=True)
+    (sink,) = tracker_sinks(config)
+    return sink
+
+
+def tell(sink, resumed_step=0):
+    sink.start(start_of(resumed_step))
+    for step in range(resumed_step + 1, 6):
+        sink.step(step_of(step))
+    sink.checkpoint(CheckpointReport(4, "x", 1, 0.5, 0.25))
+    sink.close()
+
+
+class Wandb(types.ModuleType):
+    """Remembers what it was told."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.begun, self.logged, self.ended = [], [], 0
+
+    def init(self, **options):
+        self.begun.append(options)
+        return types.SimpleNamespace(
+            id=options["id"] or "new-id",
+            log=lambda values, step: self.logged.append((step, values)),
+            finish=self.finish,
+        )
+
+    def finish(self):
+        self.ended += 1
+
+
+class MLflow(types.ModuleType):
+    """Remembers what it was told."""
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.begun, self.params, self.logged, self.ended = [], [], [], 0
+
+    def start_run(self, **options):
+        self.begun.append(options)
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=options["run_id"] or "new-id"))
+
+    def log_params(self, values):
+        assert len(values) <= 100, "the server refuses more in one request"
+        self.params.append(values)
+
+    def log_metrics(self, values, step):
+        self.logged.append((step, values))
+
+    def end_run(self):
+        self.ended += 1
+
+
+def test_wandb_goes_on_with_the_run_that_goes_on(tmp_path, monkeypatch):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = sink_of(tmp_path, "wandb", training__logging_steps=2)
+    tell(sink)
+    assert [step for step, values in wandb.logged if "train/loss" in values] == [2, 4, 5]
+    assert wandb.logged[0][1]["train/tokens_per_second"] == 3.0
+    assert (wandb.begun[0]["name"], wandb.begun[0]["id"], wandb.begun[0]["resume"]) == ("mine", None, None)
+    assert wandb.begun[0]["config"]["seed"] == 3
+    assert wandb.ended == 1
+    steps = [step for step, _ in wandb.logged]
+    assert steps == sorted(steps), "wandb drops what comes with a step that is over"
+    assert "checkpoint/seconds" in wandb.logged[-1][1]
+    tell(sink, resumed_step=3)
+    assert (wandb.begun[1]["id"], wandb.begun[1]["resume"]) == ("new-id", "must")
+    tell(sink)
+    assert wandb.begun[2]["id"] is None, "a run that starts anew is another run"
+
+
+def test_mlflow_gets_settings_once_and_goes_on_with_its_run(tmp_path, monkeypatch):
+    mlflow = MLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    many = {"model_type": "t5", **{f"option_{number}": number for number in range(40)}}
+    sink = sink_of(tmp_path, "mlflow", model={"config": many, "tokenizer": {}})
+    tell(sink)
+    told = {name: value for some in mlflow.params for name, value in some.items()}
+    assert (told["training.learning_rate"], told["model.config.option_39"]) == (1e-2, 39)
+    requests = len(mlflow.params)
+    assert mlflow.logged[-1] == (4, {"checkpoint/seconds": 0.5, "checkpoint/stall_seconds": 0.25})
+    tell(sink, resumed_step=2)
+    assert [run["run_id"] for run in mlflow.begun] == [None, "new-id"]
+    assert len(mlflow.params) == requests
+    assert mlflow.ended == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_back_what_was_logged(tmp_path):
+    sink = sink_of(tmp_path, "tensorboard")
+    tell(sink)
+    read = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [(n, float(n)) for n in range(1, 6)]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "tensorboard"])
+def test_a_tracker_that_is_not_installed_is_named_before_the_run(tmp_path, monkeypatch, tracker):
+    monkeypatch.setitem(sys.modules, tracker, None)
+    with pytest.raises(ConfigError, match=f"training.report_to names {tracker}.*pip install {tracker}"):
+        sink_of(tmp_path, tracker)

@@ -1,0 +1,298 @@
+"""A trained model found, loaded over ranks, and put to use on new rows."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from fullshard.comm import run_ranks
+from fullshard.config import RunConfig
+from fullshard.config.recorded import read_run, recorded_run
+from fullshard.data import SourceSpec, read_inputs, read_split
+from fullshard.data.examples import Example
+from fullshard.errors import ConfigError, DataError, ModelError
+from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
+from fullshard.train import predict as predict_module
+from fullshard.train.metrics import Confusion
+from fullshard.train.outcome import draw_evaluation, evaluation_values, require_no_run, write_evaluation
+from fullshard.train.predict import predict
+from fullshard.train.reports import EvaluationReport, Prediction
+from fullshard.train.trained import find_trained, load_trained
+from support.tiny_run import MODEL, read_jsonl, settings
+
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.5}
+LINES = ["where is my card", "i lost it", "what is the rate of exchange today", "my card", "the rate is lost today"]
+ROWS = [Example(line, (line,), number) for number, line in enumerate(LINES, start=1)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([*LINES, "route: "], 60)
+
+
+def save(model, tokenizer, directory):
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def written_by(directory, ranks, config=None, **evaluation):
+    """What each rank got for ``ROWS``, in one list."""
+
+    def work(comm):
+        trained = find_trained(str(directory), config)
+        model, its_tokenizer, notes = load_trained(trained, comm)
+        settings_ = trained.config.evaluation.model_copy(update={"max_new_tokens": 6, **evaluation})
+        changed = trained.config.model_copy(update={"evaluation": settings_})
+        return [text for part in predict(model, its_tokenizer, ROWS, changed, comm) for text in part.texts], notes
+
+    return run_ranks(ranks, work)
+
+
+@torch.no_grad()
+def written_alone(model, tokenizer, prefix="", **options):
+    texts = []
+    for line in LINES:
+        ids = tokenizer(prefix + line, return_tensors="pt").input_ids
+        row = model.eval().generate(input_ids=ids, max_new_tokens=6, do_sample=False, **options)[0]
+        row = row if model.config.is_encoder_decoder else row[ids.shape[1] :]
+        texts.append(tokenizer.decode(row, skip_special_tokens=True).strip())
+    return texts
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plain_model_predicts_as_it_does_alone(ranks, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(predict_module, "CHUNK_BATCHES", 1)
+    directory = save(build_model(GPT2, tokenizer, seed=3), tokenizer, tmp_path / "model")
+    expected = written_alone(AutoModelForCausalLM.from_pretrained(directory), tokenizer)
+    assert len(set(expected)) > 2
+    for texts, _ in written_by(directory, ranks):
+        assert texts == expected
+
+
+def test_sources_that_are_cut_are_counted(tokenizer, tmp_path):
+    directory = save(build_model(GPT2, tokenizer, seed=3), tokenizer, tmp_path / "model")
+
+    def work(comm):
+        trained = find_trained(str(directory))
+        model, its_tokenizer, _ = load_trained(trained, comm)
+        changed = trained.config.model_copy(
+            update={"data": trained.config.data.model_copy(update={"max_source_length": 5, "max_target_length": 2})}
+        )
+        return [part.cut for part in predict(model, its_tokenizer, ROWS, changed, comm)]
+
+    longer = sum(len(tokenizer(line).input_ids) > 5 for line in LINES)
+    assert 0 < longer < len(LINES)
+    assert run_ranks(2, work) == [[longer]] * 2
+
+
+def finished_run(directory, model, tokenizer, **changes):
+    out = save(model, tokenizer, directory / "out")
+    config = RunConfig.model_validate(settings(directory, **changes))
+    (out / "summary.json").write_text(json.dumps({"config": config.as_plain()}))
+    return out, config
+
+
+def test_a_run_says_prefix_and_beams(tokenizer, tmp_path):
+    changes = {"data__source_prefix": "route: ", "data__max_source_length": 40}
+    out, _ = finished_run(tmp_path, build_model(MODEL, tokenizer, seed=3), tokenizer, **changes)
+    for name in ("train.csv", "held_out.csv"):
+        (tmp_path / name).unlink()  # the rows are not needed any more
+    config = recorded_run(out)
+    model = AutoModelForSeq2SeqLM.from_pretrained(out)
+    ((texts, notes),) = written_by(out, 1, config, num_beams=2)
+    assert texts == written_alone(model, tokenizer, "route: ", num_beams=2)
+    assert texts != written_alone(model, tokenizer, num_beams=2)
+    assert notes == ()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_is_loaded_with_the_model_under_it(tokenizer, tmp_path):
+    base = save(build_model(GPT2, tokenizer, seed=3), tokenizer, tmp_path / "base")
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    expected = written_alone(plain, tokenizer)
+    adapted = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 2, generator=torch.Generator().manual_seed(1))
+    adapted.save_pretrained(tmp_path / "adapter")
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    with_adapter = written_alone(whole, tokenizer)
+    assert with_adapter != expected
+    for texts, notes in written_by(tmp_path / "adapter", 2):
+        assert texts == with_adapter
+        assert "is an adapter" in notes[0]
+
+
+def test_a_directory_without_a_model_is_said_to_be_one(tmp_path):
+    with pytest.raises(ModelError, match="holds no model"):
+        find_trained(str(tmp_path))
+
+
+def test_settings_of_a_finished_run_follow_it_to_another_place(tokenizer, tmp_path):
+    out, config = finished_run(tmp_path, build_model(MODEL, tokenizer, seed=3), tokenizer)
+    moved = out.rename(tmp_path / "moved")
+    run = read_run(moved, ["evaluation.num_beams=3"])
+    assert run.output_dir == moved
+    assert run.evaluation == config.evaluation.model_copy(update={"num_beams": 3})
+    assert run.data == config.data
+    with pytest.raises(ConfigError, match="num_beans"):
+        read_run(moved, ["evaluation.num_beans=3"])
+    with pytest.raises(ConfigError, match=r"no summary\.json"):
+        read_run(tmp_path)
+    assert recorded_run(tmp_path) is None
+
+
+# Rows without targets
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options"),
+    [
+        ("rows.txt", "one\n\n two \nthree", {}),
+        ("rows.csv", "text\none\n two \nthree\n", {}),
+        ("rows.csv", "id,text\n1,one\n2, two \n3,three\n", {}),
+        ("rows.csv", "id,question\n1,one\n2, two \n3,three\n", {"source_column": "question", "target_column": "gone"}),
+        ("rows.jsonl", '{"a": "one"}\n{"a": " two "}\n{"a": "three"}\n', {"template": "{a}", "target_column": "gone"}),
+        ("rows.csv", "question,context\none,\n two ,\nthree,\n", {}),
+        ("rows.csv", "id,sentence\n1,one\n2, two \n3,three\n", {"format": "phrasebank"}),
+    ],
+    ids=["lines", "only column", "known column", "given column", "template", "known columns", "phrasebank"],
+)
+def test_only_the_source_of_a_row_is_read(name, text, options, tmp_path):
+    table = read_inputs(write(tmp_path / name, text), SourceSpec(train_file=tmp_path / "gone.csv", **options))
+    assert [row.source for row in table.examples] == ["one", " two ", "three"]
+
+
+def test_wikihow_articles_are_mended_as_for_training(tmp_path):
+    path = write(tmp_path / "new.csv", 'text,title\n"One.\n\n, Two.\n,Three",t\n')
+    table = read_inputs(path, SourceSpec(format="wikihow"))
+    assert [row.source for row in table.examples] == ["One.\n Two.\nThree"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ('{"question": "q", "context": "c", "answer": "a"}\n', {}),
+        ('{"instruction": "i", "input": "n", "output": "o"}\n{"instruction": "i", "output": "o"}\n', {}),
+        ('{"instruction": "i", "input": "n", "response": "o"}\n', {}),
+        ('{"question": "q", "context": "c", "mine": "a"}\n', {"target_column": "mine"}),
+    ],
+    ids=["context", "input", "no shape of both", "own target"],
+)
+def test_columns_that_training_joins_are_joined(text, options, tmp_path):
+    path = write(tmp_path / "rows.jsonl", text)
+    learned = read_split(SourceSpec(train_file=path, **options), "train").examples
+    table = read_inputs(path, SourceSpec(**options))
+    assert [row.source for row in table.examples] == [row.source for row in learned]
+    assert "recognised by name" in table.notes[0]
+    without = path.read_text()
+    for target in ("answer", "output"):  # rows to predict for need have none
+        without = without.replace(f', "{target}": "{target[0]}"', "")
+    table = read_inputs(write(path, without), SourceSpec(**options))
+    assert [row.source for row in table.examples] == [row.source for row in learned]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("rows.csv", "a,b\n1,2\n", "Its columns: 'a', 'b'"),
+        ("rows.csv", "text,question\n1,2\n", "which column is the source"),
+        ("rows.txt", " \n\n", "is empty"),
+        ("rows.xml", "<a/>", "must end in"),
+    ],
+)
+def test_rows_that_cannot_be_told_are_an_error(name, text, problem, tmp_path):
+    with pytest.raises(DataError, match=problem):
+        read_inputs(write(tmp_path / name, text), SourceSpec())
+
+
+# What an evaluation leaves
+
+
+def report(labels):
+    confusion = Confusion(tuple(f"label {number}" for number in range(labels)), ((0, 0, 3), (0, labels, 1), (1, 0, 2)))
+    return EvaluationReport(
+        step=0,
+        epoch=0.0,
+        loss=0.5,
+        metric="accuracy",
+        value=0.5,
+        baseline=0.25,
+        baseline_name="always 'a'",
+        metrics={"accuracy": 0.5, "perplexity": 1.65},
+        baselines={"accuracy": 0.25},
+        confusion=confusion,
+        predictions=(Prediction("[in]", "out", ("ref", "other")),),
+        seconds=1.0,
+    )
+
+
+@pytest.mark.parametrize(("labels", "shown"), [(2, "·"), (13, "most frequent of 3 mistakes")])
+def test_an_evaluation_is_shown_and_written(labels, shown, tmp_path):
+    done = report(labels)
+    values = evaluation_values(done, model="m", data="[d].csv", rows=6, world_size=2)
+    console = Console(width=100, record=True)
+    draw_evaluation(console, done, values, tmp_path)
+    text = console.export_text()
+    assert "m on 6 rows of [d].csv" in text
+    assert "50.00%   25.00%"[:6] in text
+    assert "1.650" in text
+    assert shown in text
+    assert "(other)" in text
+    write_evaluation(done, values, tmp_path / "new")
+    assert read_jsonl(tmp_path / "new" / "predictions.jsonl") == [
+        {"input": "[in]", "prediction": "out", "references": ["ref", "other"]}
+    ]
+    saved = json.loads((tmp_path / "new" / "evaluation.json").read_text())
+    assert saved == values
+    assert saved["confusion"]["cells"] == [[0, 0, 3], [0, labels, 1], [1, 0, 2]]
+    assert not {"kind", "step", "epoch", "predictions"} & saved.keys()
+
+
+def test_a_runs_own_predictions_are_not_replaced(tmp_path):
+    require_no_run(tmp_path)
+    write(tmp_path / "summary.json", "{}")
+    with pytest.raises(ConfigError, match="Give --output"):
+        require_no_run(tmp_path)
+
+
+def test_an_evaluation_comes_back_from_a_checkpoint_as_it_was():
+    one = report(2)
+    values = json.loads(
+        json.dumps(
+            {
+                **one.__dict__,
+                "confusion": one.confusion.__dict__,
+                "predictions": [prediction.__dict__ for prediction in one.predictions],
+            }
+        )
+    )
+    assert EvaluationReport.from_values(values) == one
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_prompt_adapter_of_a_causal_model_takes_one_row_at_a_time(tokenizer, tmp_path):
+    base = save(build_model(GPT2, tokenizer, seed=3), tokenizer, tmp_path / "base")
+    spec = AdapterSpec(type="prompt", base=str(base), num_virtual_tokens=3)
+    add_adapter(AutoModelForCausalLM.from_pretrained(base), spec, seed=1).model.save_pretrained(tmp_path / "adapter")
+
+    def work(comm, batch_size):
+        trained = find_trained(str(tmp_path / "adapter"))
+        model, its_tokenizer, _ = load_trained(trained, comm)
+        training = trained.config.training.model_copy(update={"per_device_eval_batch_size": batch_size})
+        changed = trained.config.model_copy(update={"training": training})
+        return list(predict(model, its_tokenizer, ROWS[:2], changed, comm))
+
+    with pytest.raises(ConfigError, match="--batch-size 1"):
+        run_ranks(1, lambda comm: work(comm, 2))
+    assert len(run_ranks(1, lambda comm: work(comm, 1))[0][0].texts) == 2
