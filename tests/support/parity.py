@@ -68,7 +68,11 @@ def sharded_gradients(model):
 
 
 def assert_gradients(by_rank, reference, tolerance=1e-5):
-    """What :func:`sharded_gradients` gave on each rank is the reference's gradient, cut up; no row is missing."""
+    """What :func:`sharded_gradients` gave on each rank is the reference's gradient, cut up; no row is missing.
+
+    ``tolerance`` is a share of the parameter's largest gradient where that is above 1: products of small matrices are
+    rounded otherwise where memory lies otherwise.
+    """
     expected = {name: p.grad for name, p in reference.named_parameters()}
     for grads in by_rank:
         for name, ((first, last), grad) in grads.items():
@@ -76,4 +80,5 @@ def assert_gradients(by_rank, reference, tolerance=1e-5):
                 assert grad is None, f"{name} has a gradient where none is due"
             else:
                 assert grad is not None, f"{name} lacks its gradient"
-                torch.testing.assert_close(grad, expected[name][first:last], atol=tolerance, rtol=0)
+                allowed = tolerance * max(1.0, expected[name].abs().max().item())
+                torch.testing.assert_close(grad, expected[name][first:last], atol=allowed, rtol=0)
