@@ -278,3 +278,28 @@ def test_steps_in_backward_where_no_block_is_cut():
 def test_steps_in_backward_are_refused_where_blocks_are_cut():
     with pytest.raises(ConfigError, match=r"AdamW8bit cannot step weight, \(30, 200\), in backward"):
         in_backward(200)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_steps_in_backward_round_as_one_optimizer_does(ranks):
+    torch.manual_seed(0)
+    models = copies(nn.Sequential(*(nn.Linear(24, 24).bfloat16() for _ in range(4))), 2 * ranks)
+    models[0][1].requires_grad_(False)  # frozen ones have a number too
+    for model in models[1:]:
+        model[1].requires_grad_(False)
+    data = [torch.randn(3, 24).bfloat16() for _ in range(2)]
+
+    def work(comm, inside):
+        model = fully_shard(models[comm.rank + ranks * inside], comm, wrap=None)
+        optimizer = None if inside else AdamWBF16(model.parameters(), lr=1e-2, seed=3)
+        if inside:
+            step_in_backward(model, lambda params: AdamWBF16(params, lr=1e-2, seed=3))
+        for batch in data:
+            model(batch).square().sum().backward()
+            if optimizer:
+                optimizer.step()
+                optimizer.zero_grad()
+        return whole(model)
+
+    after, within = (run_ranks(ranks, lambda comm, inside=inside: work(comm, inside))[0] for inside in (False, True))
+    assert all(torch.equal(after[name], within[name]) for name in after)

@@ -57,10 +57,27 @@ def test_a_meta_module_that_cannot_initialise_itself_is_named():
     def work(comm):
         with torch.device("meta"):
             model = Bare()
-        with pytest.raises(WrapError, match=r"Bare has no reset_parameters"):
+        with pytest.raises(WrapError, match=r"nothing gives scale first values: Bare has no reset_parameters"):
             fully_shard(model, comm, wrap=None)
 
     run_ranks(1, work)
+
+
+def test_meta_attention_takes_torchs_own_first_values():
+    def work(comm):
+        with torch.device("meta"):
+            model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        model = fully_shard(model, comm, wrap=None)
+        with unsharded(model):
+            attention = model.self_attn
+            assert not attention.in_proj_bias.any()
+            assert not attention.out_proj.bias.any()
+            return attention.in_proj_weight.detach().clone()
+
+    one, two = run_ranks(2, work)
+    limit = (6 / (16 + 48)) ** 0.5  # xavier_uniform_
+    assert torch.equal(one, two)
+    assert limit * 0.9 < one.abs().max().item() <= limit
 
 
 def test_the_table_has_a_line_for_each_run_of_alike_units():

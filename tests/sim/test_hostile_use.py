@@ -19,8 +19,9 @@ from fullshard import (
     unsharded,
 )
 from fullshard.comm import run_ranks
+from fullshard.comm.threads import ThreadComm
 from fullshard.engine import wrap
-from fullshard.errors import ShardingError
+from fullshard.errors import MismatchError, ShardingError
 from support.models import TinyLM, batches, lm_loss
 from support.parity import (
     ROWS_PER_RANK,
@@ -158,6 +159,30 @@ def test_parts_called_after_new_weights_compute_with_them(strategy):
             torch.testing.assert_close(ours, theirs)
 
 
+def test_blocks_called_one_by_one_around_new_weights_compute_with_them():
+    reference, models = replicas(TinyLM, SIZE)
+    x = torch.ones(2, 3, 24)
+
+    @torch.no_grad()
+    def run(model):
+        outputs = []
+        for _ in range(3):  # from the second time on, the first block's call is known to be followed by the second's
+            for block in model.blocks[:2]:
+                outputs.append(block(x))
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+        return outputs
+
+    expected = run(reference)
+
+    def work(comm):
+        return run(fully_shard(models[comm.rank], comm, wrap=BLOCKS))
+
+    for got in run_ranks(SIZE, work):
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_a_unit_that_was_gathered_for_nothing_is_not_used_later():
     reference, models = replicas(Choosing, SIZE)
     tokens = batches(1, 2)[0]
@@ -237,6 +262,19 @@ def test_weights_changed_between_forward_and_backward_are_refused_as_unsharded()
     run_ranks(SIZE, work)
 
 
+class Skipping(TinyLM):
+    """Lets no gradient through the blocks in ``cut``."""
+
+    cut = ()
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            y = block(x)
+            x = x + (y - x).detach() if number in self.cut else y
+        return self.head(x)
+
+
 @pytest.mark.parametrize(
     "prefetch",
     [
@@ -249,17 +287,7 @@ def test_weights_changed_between_forward_and_backward_are_refused_as_unsharded()
 )
 @pytest.mark.parametrize("skipped", [(1,), (2,), (1, 2), (3,)])
 def test_ranks_whose_backward_skips_different_blocks_issue_the_same_gathers(prefetch, skipped):
-    class Detaching(TinyLM):
-        cut = ()
-
-        def forward(self, tokens):
-            x = self.embed(tokens)
-            for number, block in enumerate(self.blocks):
-                y = block(x)
-                x = x + (y - x).detach() if number in self.cut else y
-            return self.head(x)
-
-    reference, models = replicas(Detaching, SIZE)
+    reference, models = replicas(Skipping, SIZE)
     tokens = batches(1, SIZE * ROWS_PER_RANK)[0]
     for rank in range(SIZE):
         reference.cut = skipped if rank else ()
@@ -423,3 +451,94 @@ def test_function_transforms_over_a_linear_take_its_plain_path():
             return torch.func.vmap(model)(torch.ones(5, 2, 4)).shape
 
     assert run_ranks(1, work) == [torch.Size([5, 2, 3])]
+
+
+BORROWS = {
+    "linear": lambda model, x: F.linear(x, model.blocks[0].up.weight).logsumexp(-1, keepdim=True),
+    "lookup": lambda model, _: F.embedding(torch.arange(4), model.blocks[0].table.weight),
+    "penalty": lambda model, _: sum(p.square().sum() for p in model.parameters()),
+    "scale": lambda model, x: x.sum() * model.blocks[0].scale,
+    "data": lambda model, _: model.blocks[0].scale.data.sum(),
+    "kept": lambda model, _: model.kept[0].mean(),
+    "tied by hand": lambda model, x: x @ model.blocks[1].up.weight.t(),
+}
+
+
+class Borrowing(nn.Module):
+    """A root that computes with what a block has, outside of the block."""
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.table, self.scale = nn.Linear(6, 8), nn.Embedding(10, 6), nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x + self.up(x).mean(-1, keepdim=True) * self.scale
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Part(), self.Part()])
+        self.tail = nn.Linear(6, 6)
+        self.use = None
+
+    def forward(self, x):
+        weight = self.blocks[0].up.weight
+        assert (weight.dtype, weight.dim(), weight.is_floating_point()) == (torch.float32, 2, True)
+        for block in self.blocks:
+            x = block(x)
+        x = self.tail(x)
+        borrowed = 0 if self.use is None else BORROWS[self.use](self, x).sum()
+        return (x.sum() + borrowed) / 100
+
+
+@pytest.mark.parametrize("use", BORROWS)
+def test_shards_are_not_computed_with_as_if_they_were_the_parameters(use):
+    reference, models = replicas(Borrowing, SIZE)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    for rank in range(SIZE):
+        (reference(x[4 * rank : 4 * rank + 4]) / SIZE).backward()
+
+    def work(comm):
+        model, mine = models[comm.rank], x[4 * comm.rank : 4 * comm.rank + 4]
+        model.kept = [model.tail.weight]  # no registration: it stays the shard while the module shows the whole
+        model = fully_shard(model, comm, wrap=TransformerBlocks({"Part"}))
+        model.use = use
+        with pytest.raises(ShardingError, match=r"(up|table|tail)\.(weight|bias)|scale") as refused:
+            model(mine)
+        assert "this rank's rows" in str(refused.value)
+        model.use = None
+        model(mine).backward()
+        assert sum(p.detach().square().sum() for p in model.parameters()) > 0
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        return sharded_gradients(model)
+
+    assert_gradients(run_ranks(SIZE, work), reference)
+
+
+class DeafComm(ThreadComm):
+    """Collectives as NCCL has them: ranks in different ones of a size take whatever is there, and nobody is told."""
+
+    def _meet(self, kind, payload, use, *, bound=False):
+        self.world.slots[self.rank] = payload
+        self.world.meeting.wait()
+        shape = getattr(payload, "shape", None)
+        result = use([other if getattr(other, "shape", None) == shape else payload for other in self.world.slots])
+        self.world.meeting.wait()
+        return result
+
+
+def test_collectives_in_another_order_are_told_where_no_collective_tells():
+    """A block that one rank skips in backward, and an older graph that may still need it: when to reduce it differs."""
+    _, models = replicas(Skipping, SIZE)
+    data = batches(2, SIZE * ROWS_PER_RANK)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], DeafComm(comm.world, comm.rank), wrap=BLOCKS)
+        lm_loss(model, data[0]).backward()
+        older = lm_loss(model, data[0])
+        model.cut = (2,) if comm.rank else ()
+        with pytest.raises(MismatchError, match="different orders"):
+            lm_loss(model, data[1]).backward()
+        return older.item()
+
+    run_ranks(SIZE, work)

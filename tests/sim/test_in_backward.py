@@ -211,6 +211,18 @@ def test_what_needs_all_gradients_is_refused_on_every_rank_until_removed():
     assert run_ranks(3, work) == [2.0, 2.0, 2.0]
 
 
+def test_a_copy_is_refused():
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=is_block)
+        steps = step_in_backward(model, AdamW)
+        with pytest.raises(ShardingError, match=r"cannot be copied or pickled.* state_dict\(\)"):
+            copy.deepcopy(steps)
+
+    run_ranks(2, work)
+
+
 def test_a_model_that_is_not_sharded_is_refused():
     with pytest.raises(ConfigError, match="no sharded trainable parameters"):
         step_in_backward(TinyLM(), AdamW)

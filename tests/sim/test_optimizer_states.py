@@ -24,7 +24,7 @@ from fullshard.optim.muon_groups import muon_groups
 from fullshard.saving.dcp import load_dcp, save_dcp
 from fullshard.saving.full_optimizer import full_optimizer_state
 from fullshard.saving.optimizer_state import load_optimizer_state
-from support.optimizers import LAYOUTS, assert_same_updates, batches, of_rank, train, zoo
+from support.optimizers import LAYOUTS, assert_same_updates, batches, loss_of, of_rank, train, zoo
 from support.states import assert_same_bits, rank_runs
 from support.states import whole as put_together
 
@@ -552,3 +552,123 @@ def test_the_average_of_the_weights_is_saved_and_loaded_by_any_world_size(tmp_pa
 
     saved = put_together(on_ranks(2, zoo(), save, **LAYOUTS["a unit each"]))
     assert_same_bits(put_together(on_ranks(3, zoo(1), load, **LAYOUTS["one unit"])), saved)
+
+
+COPIED = [kind for kind in OURS if kind != "lanes"]  # which refuse it
+
+
+@pytest.mark.parametrize("kind", COPIED)
+def test_a_deep_copy_steps_its_shards_as_the_original_does_and_is_not_saved_for_it(kind):
+    def params_of(optimizer):
+        return [param for group in optimizer.param_groups for param in group["params"]]
+
+    def work(comm, model):
+        optimizer, data = OURS[kind](model), [of_rank(batch, comm.rank) for batch in batches(2, 2)]
+        train(model, optimizer, data[:1])
+        optimizer.zero_grad()
+        loss_of(model, data[1]).backward()
+        pairs = list(zip(params_of(optimizer), params_of(twin := copy.deepcopy(optimizer)), strict=True))
+        for param, its in pairs:
+            its.grad = None if param.grad is None else param.grad.clone()
+        optimizer.step()
+        twin.step()
+        assert all(its is not param and torch.equal(its, param) for param, its in pairs)
+        for param, its in pairs:
+            assert all(
+                torch.equal(torch.as_tensor(twin.state[its][k]), torch.as_tensor(v))
+                for k, v in optimizer.state[param].items()
+            )
+        with pytest.raises(CheckpointError, match=r"steps a parameter of shape .* that the model does not have"):
+            full_optimizer_state(model, twin)
+
+    on_ranks(2, zoo(), work, **LAYOUTS["a unit each"])
+
+
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+@pytest.mark.parametrize("kind", ["8 bit", "bf16", "muon"])
+def test_an_option_of_adamw_that_ours_lacks_is_refused_out_of_a_state_and_changes_nothing(kind, way, tmp_path):
+    model, optimizer = trained(kind, 1)
+    state = optimizer.state_dict()
+    state["param_groups"][-1]["maximize"] = True
+
+    def work(comm, sharded):
+        its = OURS[kind](sharded)
+        train(sharded, its, [of_rank(batch, comm.rank) for batch in batches(1, 2)])
+        its.param_groups[-1]["maximize"] = True
+        with Checkpoints(tmp_path, ranks=comm) as checkpoints:
+            checkpoints.save(sharded, its, step=1)
+        del its.param_groups[-1]["maximize"]
+        before = as_it_is(sharded, its)
+        with pytest.raises(CheckpointError, match="has no maximize; a parameter group says maximize=True"):
+            load(way, sharded, its, tmp_path, state)
+        assert_unchanged(sharded, its, before)
+
+    on_ranks(2, model, work)
+
+
+@pytest.mark.parametrize("way", ["state dict", "checkpoint", "dcp"])
+def test_adamws_moments_go_on_in_bfloat16(way, tmp_path):
+    model, optimizer = trained("adamw")
+    size = 1 if way == "dcp" else 2
+
+    def work(comm, sharded):
+        wide, narrow = OURS["adamw"](sharded), OURS["bf16"](sharded)
+        load_optimizer_state(sharded, wide, optimizer.state_dict())
+        if way == "dcp":
+            save_dcp(sharded, wide, tmp_path / "dcp")
+        elif way == "checkpoint":
+            with Checkpoints(tmp_path, ranks=comm) as checkpoints:
+                checkpoints.save(sharded, wide, step=1)
+        load(way, sharded, narrow, tmp_path, optimizer.state_dict())
+        for param in sharded.parameters():
+            param.grad = torch.zeros_like(param) if param.numel() else None
+        narrow.step()
+        for param, values in narrow.state.items():
+            if values:
+                assert [values[key].dtype for key in ("exp_avg", "exp_avg_sq")] == [torch.bfloat16] * 2
+                # decayed by a tenth of itself, and rounded twice
+                torch.testing.assert_close(
+                    values["exp_avg"].float(), wide.state[param]["exp_avg"] * 0.9, atol=1e-30, rtol=2e-2
+                )
+
+    on_ranks(size, model, work)
+
+
+@pytest.mark.parametrize("way", ["to load", "shard", "scatter"])
+@pytest.mark.parametrize("kind", ["adafactor", "muon", "8 bit"])
+def test_through_torchs_names_another_optimizers_state_is_refused(kind, way):
+    model, adamw = trained("adamw", 1)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(comm):
+        sharded = FSDP(models[comm.rank], comm)
+        other = OURS["adamw"](sharded)
+        load_optimizer_state(sharded.module, other, adamw.state_dict())
+        given = FSDP.full_optim_state_dict(sharded, other, rank0_only=False)
+        its = OURS[kind](sharded)
+        take = {
+            "to load": lambda: FSDP.optim_state_dict_to_load(sharded, its, given),
+            "shard": lambda: FSDP.shard_full_optim_state_dict(given, sharded, optim=its),
+            "scatter": lambda: FSDP.scatter_full_optim_state_dict(given, sharded, optim=its),
+        }
+        with pytest.raises(CheckpointError, match=r"another optimizer's|a number; it is a|different options") as error:
+            take[way]()
+        return str(error.value)
+
+    assert len(set(run_ranks(2, work))) == 1
+
+
+def test_several_states_may_be_in_one_file(tmp_path):
+    model = zoo()
+    hidden, *rest = ([*group["params"]] for group in muon_groups(model))
+    muon, adamw = torch.optim.Muon(hidden, lr=1e-2), torch.optim.AdamW([{"params": group} for group in rest])
+    train(model, muon, batches(1, 2))
+    adamw.step()
+    torch.save([muon.state_dict(), adamw.state_dict()], tmp_path / "both.pt")
+
+    def work(comm, sharded):
+        its = OURS["muon"](sharded)
+        load_optimizer_state(sharded, its, tmp_path / "both.pt")
+        return full_optimizer_state(sharded, its, groups=[0])
+
+    assert_same(on_ranks(2, model, work)[0], muon.state_dict())

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fullshard import ShardedGradScaler, clip_grad_norm_, fully_shard, no_sync, step_in_backward
 from fullshard.comm import run_ranks
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, MismatchError
 from fullshard.optim import Places, repoint
 from fullshard.optim.adafactor import Adafactor, TorchAdafactor
 from fullshard.optim.adamw_8bit import AdamW8bit
@@ -258,3 +258,59 @@ def test_one_that_was_made_and_stepped_before_sharding_goes_on_with_its_state(na
         return whole(model)
 
     assert_same(name, run_ranks(RANKS, work)[0], weights(model))
+
+
+def decays_by_rows(model, comm):
+    few = [param for param in model.parameters() if param.numel() < 100]
+    more = [param for param in model.parameters() if param.numel() >= 100]
+    return torch.optim.AdamW([{"params": more}, {"params": few, "weight_decay": 0.0}], lr=1e-3)
+
+
+APART = {
+    "groups by a rank's own rows": (
+        decays_by_rows,
+        r"\S+ is in group \d \(weight_decay=0\.\d+\) on rank 0 and in group \d \(weight_decay=0\.\d+\) on rank 1",
+    ),
+    "no parameters without rows": (
+        lambda model, comm: torch.optim.SGD([param for param in model.parameters() if param.numel()], lr=1e-3),
+        r"\S+ is in .*group 0.* on rank .* no optimizer that has stepped",
+    ),
+    "another option": (
+        lambda model, comm: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=comm.rank / 2),
+        r"group 0 \(momentum=0\.0\) on rank 0 and in group 0 \(momentum=0\.5\) on rank 1",
+    ),
+    "another order": (
+        lambda model, comm: torch.optim.SGD(list(model.parameters())[:: 1 - 2 * comm.rank], lr=1e-3),
+        "they are in another order on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_elementwise_optimizers_that_differ_between_ranks_are_told_at_the_next_backward(kind):
+    make, text = APART[kind]
+
+    def work(model, comm):
+        optimizer, data = make(model, comm), of(batches(2, RANKS), comm)
+        steps(model, optimizer, data[:1])
+        with pytest.raises(MismatchError, match=text) as error:
+            loss_of(model, data[1]).backward()
+        return comm.all_gather_object(str(error.value))
+
+    told = on_ranks(work)[1]
+    assert len(set(told)) == 1
+
+
+def test_optimizers_that_ranks_step_alike_are_no_difference():
+    def work(model, comm):
+        params = list(model.parameters())
+        parts = [torch.optim.SGD(params[:5], lr=1e-3 * (1 + comm.rank)), torch.optim.AdamW(params[5:])]
+        late, data = torch.optim.SGD([nn.Parameter(torch.zeros(comm.rank + 1))], lr=1), of(batches(4, RANKS), comm)
+        for batch in data:
+            loss_of(model, batch).backward()
+            for one in parts[:: 1 - 2 * comm.rank]:  # in another order
+                one.step()
+            late.step()
+            parts[0].param_groups = [{**group, "lr": 0.1 + comm.rank} for group in parts[0].param_groups]
+
+    on_ranks(work)

@@ -1,6 +1,7 @@
 """The law of the engine: a sharded run equals the unsharded run on the joint batch."""
 
 import copy
+from functools import partial
 
 import torch
 
@@ -81,4 +82,5 @@ def assert_gradients(by_rank, reference, tolerance=1e-5):
             else:
                 assert grad is not None, f"{name} lacks its gradient"
                 allowed = tolerance * max(1.0, expected[name].abs().max().item())
-                torch.testing.assert_close(grad, expected[name][first:last], atol=allowed, rtol=0)
+                told = partial("{}, from row {}: {}".format, name, first)
+                torch.testing.assert_close(grad, expected[name][first:last], atol=allowed, rtol=0, msg=told)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from fullshard.comm.protocol import Work
 from fullshard.errors import ConfigError
+
+T = TypeVar("T")
 
 HUGE_PAGE_BYTES = 2 << 20
 HUGE_FROM_BYTES = 4 << 20
@@ -91,6 +93,16 @@ class Device(Protocol):
         """
         ...
 
+    def carried(self, work: Callable[[], T]) -> Callable[[], T]:
+        """``work`` for another thread to call, while this one issues nothing and waits for it.
+
+        By itself another thread would issue on the default stream of the first device, which no event orders. What
+        this returns waits, on the CPU, for everything the compute stream was given so far, because ``work`` may write
+        to host memory that copies under way still read; what it issues goes to that compute stream, and so comes before
+        everything that this thread issues afterwards.
+        """
+        ...
+
     def supports_bf16(self) -> tuple[bool, str]:
         """Whether the device computes bfloat16 in hardware, and a sentence for users that says so or what happens."""
         ...
@@ -144,6 +156,10 @@ class CpuDevice:
         for target, source in pairs:
             target.copy_(source)
         return lambda: None
+
+    def carried(self, work: Callable[[], T]) -> Callable[[], T]:
+        """See :meth:`Device.carried`: ``work`` itself."""
+        return work
 
     def supports_bf16(self) -> tuple[bool, str]:
         """See :meth:`Device.supports_bf16`; without hardware for it bfloat16 works all the same."""
@@ -232,6 +248,19 @@ class CudaDevice:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         return done.synchronize
+
+    def carried(self, work: Callable[[], T]) -> Callable[[], T]:
+        """See :meth:`Device.carried`."""
+        stream = torch.cuda.current_stream(self.device)
+        settled = torch.cuda.Event()
+        settled.record(stream)
+
+        def there() -> T:
+            settled.synchronize()
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                return work()
+
+        return there
 
     def supports_bf16(self) -> tuple[bool, str]:
         """See :meth:`Device.supports_bf16`."""

@@ -58,11 +58,8 @@ def fill(model: nn.Module, reader: WeightReader) -> None:
     runtime = runtime_of(model)
     for unit in runtime.units:
         unit.fresh = False
-    # Another thread issues its copies on another stream: only when this one has come to what the shards hold now.
-    settled = runtime.device.copy_to_host(())
 
     def read() -> None:
-        settled()
         for local in local_tensors(model):
             if not reader.has(local.name):
                 continue
@@ -71,7 +68,7 @@ def fill(model: nn.Module, reader: WeightReader) -> None:
                 with torch.no_grad():
                     local.home.copy_(local.tensor.view(local.home.shape))
 
-    together_in_background(runtime.mesh, read)
+    together_in_background(runtime.mesh, runtime.device.carried(read))
 
 
 def load_weights(model: nn.Module, source: WeightSource) -> None:

@@ -114,7 +114,8 @@ class UnitHooks:
         elif not enclosed:
             runtime.refresh(self.unit)
         self.unit.open_calls += 1
-        call, actions = runtime.schedule.forward_begins(self.unit.index, input_node=needs_node)
+        alone = not enclosed and not self.is_root
+        call, actions = runtime.schedule.forward_begins(self.unit.index, input_node=needs_node, alone=alone)
         runtime.open_calls.append(call)
         runtime.perform(actions)
         runtime.begins(self.unit, "forward")
@@ -193,6 +194,8 @@ class UnitHooks:
         runtime.perform(runtime.schedule.forward_ends(call, needs_backward=bool(hooked)))
         if self.is_root:
             runtime.end_pass(training=bool(hooked))
+        elif not runtime.open_calls:
+            runtime.drop_guesses()
         self.left = True
         return output
 

@@ -22,7 +22,8 @@ class FirstValues:
         initialize: Called, on every rank, with each module of a unit of which a part is on the meta device, outer
             modules first. It gives what the module itself owns memory and values (``module.to_empty(device=…,
             recurse=False)`` and what follows). The random state is the same on every rank, and restored. None: a
-            module's ``reset_parameters()``, or the ``_init_weights`` of a Hugging Face model.
+            module's ``reset_parameters()``, or ``_reset_parameters()`` where it has that alone, as
+            ``nn.MultiheadAttention``, or the ``_init_weights`` of a Hugging Face model.
         from_rank0: Every rank takes rank 0's values of the sharded parameters and of all buffers. Other ranks may hold
             other values, or none: on the meta device nothing but memory is made for them there.
     """
@@ -148,11 +149,14 @@ class Initializer:
             if member.param.is_meta:
                 _replace(member, torch.empty_like(member.param, device=self.device))
                 owners.update((id(module), module) for module, _ in member.slots)
-        lacking = sorted({type(m).__name__ for m in owners.values() if self._own_initializer(m) is None})
+        bare = {id(module) for module in owners.values() if self._own_initializer(module) is None}
+        lacking = [(m.names[0], type(m.slots[0][0]).__name__) for m in spec.params if id(m.slots[0][0]) in bare]
         if lacking:
+            classes = ", ".join(sorted({name for _, name in lacking}))
             raise WrapError(
-                f"Unit {spec.name} is on the meta device, and {', '.join(lacking)} has no reset_parameters() to give "
-                "its parameters their first values. Add that method, or build the model on CPU."
+                f"Unit {spec.name} is on the meta device, and nothing gives {', '.join(name for name, _ in lacking)} "
+                f"first values: {classes} has no reset_parameters() (nor _reset_parameters()), which a module on the "
+                "meta device is initialised by. Add that method to the class, or build the model on CPU."
             )
         everything = [module for member in spec.modules for module in member.modules()]
         for module in reversed(everything):  # children first, as Module.apply does
@@ -165,7 +169,7 @@ class Initializer:
         of_model = getattr(self.model, "_init_weights", None)
         if of_model is not None:
             return partial(of_model, module)
-        return getattr(module, "reset_parameters", None)
+        return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
     def _initialize_module(self, module: nn.Module) -> None:
         """Give the module's meta buffers memory, and all it holds its first values.

@@ -20,6 +20,14 @@ from fullshard.layout.sharded import ShardMeta
 # Attributes that can be read without memory behind the tensor.
 _HARMLESS = frozenset({"shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "is_cuda"})
 
+# What else may be asked of a shard while the model computes: nothing that reads or writes its elements.
+_ABOUT_SHARDS = (
+    _HARMLESS
+    | {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "element_size", "itemsize", "nbytes"}
+    | {"is_contiguous", "is_floating_point", "is_complex", "is_meta", "is_cpu", "is_sparse", "is_quantized"}
+    | {"is_nested", "is_inference", "is_pinned", "is_shared", "get_device", "grad_fn", "grad_dtype", "retains_grad"}
+    | {"names", "requires_grad_", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "__len__"}
+)
 
 COPY_REFUSED = (
     "A sharded model cannot be copied or pickled: the copy would take part in other ranks' collectives. Copy the model "
@@ -86,6 +94,46 @@ class WatchedParameter(nn.Parameter):
                         if isinstance(one, WatchedParameter):
                             one.watcher().plain_use = True
             return func(*args, **kwargs)
+
+
+class GuardedShard(nn.Parameter):
+    """What a shard is while its model's forward runs: a part must not be computed with as if it were the whole.
+
+    It is met by a root that uses a block's weight outside of the block, or any module that keeps a Parameter of its own
+    in a list or a closure: slots show the whole only inside the call of the parameter's unit.
+    """
+
+    shard_meta: ShardMeta
+    shard_unit: Callable[[], Any]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Let questions about the shard through and refuse the rest.
+
+        Raises:
+            ShardingError: Always, but for such questions.
+        """
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        name = _attribute_of(func) if name in ("__get__", "__set__", "__delete__") else name
+        if name in _ABOUT_SHARDS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        values = [one for v in (*args, *kwargs.values()) for one in (v if isinstance(v, (tuple, list)) else (v,))]
+        shard = next(value for value in values if isinstance(value, cls))
+        unit = shard.shard_unit()
+        raise ShardingError(
+            f"{shard.shard_meta.name}, of shape {shard.shard_meta.global_shape}, was used ({name}) while the "
+            f"model's forward runs, and not as unit {'?' if unit is None else unit.name} shows it in its own forward: "
+            "there are only this rank's rows of it. Call the module that has it (`self.block.linear(x)`); or put what "
+            "uses it into that unit, or it into the root, by the wrap policy; or leave it out with ignored_params."
+        )
 
 
 class ShardedParam:
@@ -177,6 +225,13 @@ class ShardedParam:
         """Be called ``names`` from now on, the first one first."""
         self.meta = dataclasses.replace(self.meta, name=names[0], aliases=tuple(names[1:]))
         self.shard.shard_meta = self.meta  # type: ignore[attr-defined]
+
+    def guard_shard(self, *, on: bool) -> None:
+        """Refuse to compute with the shard from now on, or no longer."""
+        before, after = (nn.Parameter, GuardedShard) if on else (GuardedShard, nn.Parameter)
+        is_part = self.trainable or isinstance(self.state.full, ReusableBuffer)  # else it is whole, without gradient
+        if self.shard.__class__ is before and (is_part or not on):  # a class of the user's stays
+            self.shard.__class__ = after
 
     @property
     def has_rows(self) -> bool:

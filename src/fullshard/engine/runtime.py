@@ -59,9 +59,12 @@ class Runtime:
         self.unwrapped: WrapError | None = None  # why this is no whole model; nothing of the kind for most
         self.state_dict: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # who answers in its place
         self.agreement = Agreement(mesh, [unit.name for unit in units])
+        for _, param in self.all_params():
+            param.shard.shard_claims = self.agreement.claims  # type: ignore[attr-defined]
         self.open_calls: list[Call] = []
         self._reducing: Unit | None = None
         self._in_backward = False
+        self._guarded = False
         for index, unit in enumerate(units):
             unit.index = index
             unit.runtime = self
@@ -200,6 +203,7 @@ class Runtime:
         """
         if self.unwrapped is not None:
             raise self.unwrapped
+        self.guard_shards(on=False)  # of a forward that was interrupted
         self.open_calls.clear()
         kept = self._kept(self.units)
         for unit in self.units:
@@ -215,7 +219,15 @@ class Runtime:
             self.replan()
         if self.agreement.first_pass and not any(unit.whole for unit in self.units):
             check_nothing_was_added(self.root.modules, self.all_params(), self.ignored)
+        self.guard_shards(on=True)
         self.schedule.pass_begins()
+
+    def guard_shards(self, *, on: bool) -> None:
+        """Refuse what computes with shards while the root's forward runs, where only full parameters are meant."""
+        if on is not self._guarded:
+            self._guarded = on
+            for _, param in self.all_params():
+                param.guard_shard(on=on)
 
     def replan(self) -> None:
         """Parameters were frozen, unfrozen or cast: schedule what is there now, from the next pass on."""
@@ -253,6 +265,7 @@ class Runtime:
             if inner is unit:
                 break
         if unit is self.root:
+            self.guard_shards(on=False)
             for each in self.units:
                 each.open_calls = 0
                 self._release_after_failure(each)
@@ -274,12 +287,17 @@ class Runtime:
 
     def end_pass(self, *, training: bool) -> None:
         """The root's forward is over."""
+        self.guard_shards(on=False)
         self.schedule.pass_ends()
-        for unit in self.units:
-            if unit.state is State.GATHERING:  # a wrong guess; weights may change before the next pass
-                self.release(unit)
+        self.drop_guesses()
         if not training:
             self.agreement.pass_is_over()
+
+    def drop_guesses(self) -> None:
+        """The outermost call is over: weights may change before what was gathered for nothing is wanted."""
+        for unit in self.units:
+            if unit.state is State.GATHERING and not unit.fresh:
+                self.release(unit)
 
     def backward_event(self) -> None:
         """Any sign of backward: make sure that its end will be noticed."""

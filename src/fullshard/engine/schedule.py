@@ -159,8 +159,14 @@ class Schedule:
             self.following[self.last] = None
         self.last = None
 
-    def forward_begins(self, unit: int, *, input_node: bool = False) -> tuple[Call, list[Action]]:
-        """A call of ``unit`` starts. Returns the call and what to do before it computes."""
+    def forward_begins(self, unit: int, *, input_node: bool = False, alone: bool = False) -> tuple[Call, list[Action]]:
+        """A call of ``unit`` starts. Returns the call and what to do before it computes.
+
+        Args:
+            unit: Index of the unit.
+            input_node: See :class:`Call`.
+            alone: It is inside no other call: weights may change before the next one, so nothing is gathered for that.
+        """
         call = Call(unit, self.forward_pass, input_node)
         self.events.append((False, call))
         self._trace(unit)
@@ -170,7 +176,8 @@ class Schedule:
                 self.following[self.last] = unit
             self.last = unit
         self.gathered.add(unit)
-        actions += self._ahead(unit, self.forward_lists.get(unit, self._guess(unit)))
+        if not alone:
+            actions += self._ahead(unit, self.forward_lists.get(unit, self._guess(unit)))
         return call, actions
 
     def _guess(self, unit: int) -> list[int]:

@@ -115,6 +115,7 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
     Sharded parameters unit by unit, then parameters left out of sharding, then persistent buffers.
     """
     runtime = runtime_of(model)
+    runtime.guard_shards(on=False)  # whoever saves after an interrupted forward
     found = []
     for _, param in runtime.all_params():
         meta, copies, shard = param.meta, param.state.mesh.replicate, param.shard
@@ -123,7 +124,8 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
     rank, size = runtime.mesh.rank, runtime.mesh.size
     whole = [(name, param, param) for name, param in left_out(model).items()]
     for name, tensor, param in [*whole, *((name, buffer, None) for name, buffer in persistent_buffers(model))]:
-        flat = tensor.detach().reshape(-1)
+        # Lazily conjugated elements are not what lies in memory.
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         found.append(LocalTensor(name, (), tuple(tensor.shape), 0, flat, tensor, rank, size, param))
     return found
 

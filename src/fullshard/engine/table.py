@@ -7,6 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fullshard.engine.unit import Unit
+from fullshard.sizes import format_bytes
+
+_WIDEST = 120
+"""Characters of a line: what is wider breaks in most terminals and pages."""
+
+_LEAST = 12
+"""Characters of a class's name that are left of it at least."""
 
 
 @dataclass(frozen=True)
@@ -53,50 +60,81 @@ class UnitTable:
         return {"world_size": self.world_size, "units": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        """The table as text; runs of alike units take one line."""
-        head = ("unit", "class", "parameters", "tensors", "lanes", "padding", "bytes/rank", "gathered")
-        lines = [self._line(label, rows) for label, rows in _runs(self.rows)]
-        label, _, *numbers = self._line("total", self.rows)
+        """The table as text, 120 characters wide at most; runs of alike units take one line."""
+        title = f"{_count(len(self.rows), 'unit')} over {_count(self.world_size, 'rank')}"
+        frozen = any(row.trainable < row.parameters for row in self.rows)
+        counts = ("parameters", "trainable") if frozen else ("parameters",)
+        head = ("unit", "class", *counts, "tensors", "lanes", "padding", "bytes/rank", "gathered")
+        lines = [head, *(self._line(label, rows, counts) for label, rows in _runs(self.rows))]
+        label, _, *numbers = self._line("total", self.rows, counts)
         lines.append((label, "", *numbers))
-        widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-        drawn = [_draw(head, widths), "  ".join("-" * w for w in widths)]
-        drawn += [_draw(line, widths) for line in lines[:-1]]
-        drawn += ["  ".join("-" * w for w in widths), _draw(lines[-1], widths)]
-        return "\n".join([f"{_count(len(self.rows), 'unit')} over {_count(self.world_size, 'rank')}", *drawn])
+        shared = _shared_parent(self.rows)
+        inside = f"{title}; but for the root they are inside {shared}"
+        if shared and sum(_widths(lines)) - 2 > _WIDEST >= len(inside):
+            title = inside
+            lines = [(line[0].removeprefix(f"{shared}."), *line[1:]) for line in lines]
+        lines = _shortened(lines)
+        widths = _widths(lines)
+        rule = "  ".join("-" * (width - 2) for width in widths)
+        drawn = [_draw(line, widths) for line in lines]
+        return "\n".join([title, drawn[0], rule, *drawn[1:-1], rule, drawn[-1]])
 
-    def _line(self, label: str, rows: tuple[UnitRow, ...]) -> tuple[str, ...]:
+    def _line(self, label: str, rows: tuple[UnitRow, ...], counts: tuple[str, ...]) -> tuple[str, ...]:
         parameters = sum(r.parameters for r in rows)
-        frozen = parameters - sum(r.trainable for r in rows)
         padding = sum(r.padding * r.parameters for r in rows) / (parameters or 1)
         return (
             label,
             rows[0].kind,
-            f"{parameters:,}" + (f" ({frozen:,} frozen)" if frozen else ""),
+            *(f"{sum(getattr(r, count) for r in rows):,}" for count in counts),
             str(sum(r.tensors for r in rows)),
             str(sum(r.lanes for r in rows)),
             f"{padding:.2%}",
-            _bytes(sum(r.shard_bytes for r in rows)),
-            _bytes(max(r.gathered_bytes for r in rows))
-            if label != "total"
-            else _bytes(sum(r.gathered_bytes for r in rows)),
+            format_bytes(sum(r.shard_bytes for r in rows)),
+            format_bytes((sum if label == "total" else max)(r.gathered_bytes for r in rows)),
         )
 
 
 def _draw(line: tuple[str, ...], widths: list[int]) -> str:
-    cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
-    return "  ".join(cells).rstrip()
+    sized = enumerate(zip(line, widths, strict=True))
+    return "  ".join(cell.ljust(w - 2) if i < 2 else cell.rjust(w - 2) for i, (cell, w) in sized).rstrip()
+
+
+def _widths(lines: Sequence[tuple[str, ...]]) -> list[int]:
+    """Of each column, with the two blanks that part it from its neighbour."""
+    return [2 + max(map(len, column)) for column in zip(*lines, strict=True)]
+
+
+def _shared_parent(rows: tuple[UnitRow, ...]) -> str:
+    """The module that all units but the root are inside of, such as what peft wraps a model in; empty: none."""
+    paths = [row.unit.split(".")[:-2] for row in rows[1:]]
+    shared = paths[0] if paths else []
+    for path in paths:
+        same = [one == other for one, other in zip(shared, path, strict=False)]
+        shared = shared[: [*same, False].index(False)]
+    return ".".join(shared)
+
+
+def _shortened(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The lines with what is too wide cut out of the classes' names, and then of the units', whose ends tell most."""
+    widths = _widths(lines)
+    over = sum(widths) - 2 - _WIDEST
+    if over <= 0:
+        return lines
+    kind = max(min(widths[1] - 2, _LEAST), widths[1] - 2 - over)
+    over -= widths[1] - 2 - kind
+    unit = widths[0] - 2 - max(0, over)
+    return [
+        (
+            name if len(name) <= unit else f"…{name[len(name) - unit + 1 :]}",
+            what if len(what) <= kind else f"{what[: kind - 1]}…",
+            *rest,
+        )
+        for name, what, *rest in lines
+    ]
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _bytes(count: int) -> str:
-    if count < 1 << 20:
-        return f"{count / (1 << 10):.1f} KiB"
-    if count < 1 << 30:
-        return f"{count / (1 << 20):.1f} MiB"
-    return f"{count / (1 << 30):.2f} GiB"
 
 
 def _runs(rows: tuple[UnitRow, ...]) -> Iterable[tuple[str, tuple[UnitRow, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -136,6 +137,7 @@ class Unit:
         self.fresh = False
         self.on_reduced: Callable[[torch.Tensor], object] | None = None
         for param in params:
+            param.shard.shard_unit = weakref.ref(self)  # type: ignore[attr-defined]
             param.show_shard()
         for lane in lanes:
             lane.full.release()
@@ -174,7 +176,8 @@ class Unit:
 
     def version(self) -> int:
         """A number that grows with each in-place change of a shard."""
-        return sum(param.shard._version for param in self.params)
+        with torch._C.DisableTorchFunctionSubclass():  # a guard need not be asked
+            return sum(param.shard._version for param in self.params)
 
     def has_changed(self) -> bool:
         """Whether this rank's part of what is gathered is not what its shards hold now; True where nothing is.

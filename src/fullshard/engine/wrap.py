@@ -21,6 +21,10 @@ and some microseconds of Python twice a step, which a gather of a few megabytes 
 LARGE_NUMEL = 1 << 20
 """From so many elements on, an embedding or a head outside the blocks is worth a collective of its own."""
 
+ONE_UNIT = "pass wrap=None"
+BY_CLASS = "wrap=TransformerBlocks({...})"
+"""What errors advise, in the library's words; the program puts its own in their place."""
+
 Found = tuple[str, tuple[nn.Module, ...]]
 """A unit's name and its modules, in the order they run in; nearly always one."""
 
@@ -136,7 +140,7 @@ def _find_modules(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Modu
             raise NoRepeatedBlocksError(
                 f"{type(model).__name__} has no repeated blocks, so all of its "
                 f"{sum(p.numel() for p in model.parameters()):,} parameters would be one unit, gathered whole on every "
-                "rank. If that is meant, pass wrap=None; else name the classes to wrap: wrap=TransformerBlocks({...}). "
+                f"rank. If that is meant, {ONE_UNIT}; else name the classes to wrap: {BY_CLASS}. "
                 f"Classes in this model: {', '.join(candidate_classes(model)) or 'none with submodules'}."
             )
         return _with_large_leaves(model, found)
@@ -201,7 +205,7 @@ def _find_large(model: nn.Module, numel: int) -> list[tuple[str, nn.Module]]:
         raise WrapError(
             f"MinNumel({numel:,}) makes no unit: no module of {type(model).__name__} has as many of its own. "
             f"The model has {sum(p.numel() for p in model.parameters()):,} in all; choose a "
-            "smaller number, or pass wrap=None."
+            f"smaller number, or {ONE_UNIT}."
         )
     return found
 

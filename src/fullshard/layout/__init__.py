@@ -8,6 +8,7 @@ from .lanes import UnitLayout as UnitLayout
 from .plan import plan_unit as plan_unit
 from .reshard import Copy as Copy
 from .reshard import copy_list as copy_list
+from .sharded import Claims as Claims
 from .sharded import ShardMeta as ShardMeta
 from .state import StatePart as StatePart
 from .state import along_rows as along_rows

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from fullshard.layout.lanes import Lane, Placement
 
+Claims = dict[str, tuple[int, tuple[str, ...]]]
+"""What an optimizer steps of a sharded model: by parameter name, the number of its group and that group's options.
+
+Those of this rank are in a list, which every sharded parameter carries as ``param.shard_claims``.
+"""
+
 
 @dataclass(frozen=True)
 class ShardMeta:

@@ -105,6 +105,26 @@ class Adafactor(FactoredOptimizer):
             )
         super().add_param_group(param_group)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a schedule of a learning rate that there is none of.
+
+        torch's schedulers note the learning rate of each group and put a step of their own in front of this one's; what
+        they do next is a multiplication by None. ``AdafactorSchedule``, which only reads, gives them a number.
+
+        Raises:
+            ConfigError: It is one.
+        """
+        groups = self.__dict__.get("param_groups", [])
+        if name == "step" and any(group.get("initial_lr", 0.0) is None for group in groups):
+            for group in groups:
+                group.pop("initial_lr", None)
+            raise ConfigError(
+                "Adafactor with relative_step=True computes its learning rate itself, so that there is none to "
+                "schedule. Leave the schedule out, give Adafactor lr=… and relative_step=False, or, to read the rate, "
+                "use transformers' AdafactorSchedule."
+            )
+        super().__setattr__(name, value)
+
     @staticmethod
     def _get_lr(param_group: dict[str, Any], param_state: dict[str, Any]) -> Any:
         """The learning rate of a parameter's latest step; transformers' ``AdafactorSchedule`` reads it here.

@@ -25,7 +25,7 @@ from fullshard.optim.blockwise import (
     quantise,
 )
 from fullshard.optim.narrow import NarrowAdamW, advance, descend, flat, widened
-from fullshard.optim.shards import by_comm, meta_of, require_same_parameters
+from fullshard.optim.shards import by_comm, meta_of, refuse_turns, require_same_parameters
 from fullshard.optim.sharing import Shared, Sharing
 
 SMALLEST = 4096
@@ -133,7 +133,12 @@ class AdamW8bit(NarrowAdamW):
     def state_kinds(
         self, param: nn.Parameter, group: Mapping[str, Any]
     ) -> dict[str, torch.dtype | torch.Tensor | None]:
-        """What the state of a parameter that was stepped has: dtypes, the very code books, None for the step."""
+        """What the state of a parameter that was stepped has: dtypes, the very code books, None for the step.
+
+        Raises:
+            CheckpointError: The group has an option that is not computed here.
+        """
+        refuse_turns(group, "AdamW8bit", CheckpointError)
         if not _is_8bit(param):
             return {"step": None, "state1": torch.float32, "state2": torch.float32}
         kinds: dict[str, torch.dtype | torch.Tensor | None] = {"step": None}

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.errors import CheckpointError
 from fullshard.optim.blockwise import chunks
 from fullshard.optim.narrow import NarrowAdamW, advance, descend, flat, widened
 from fullshard.optim.rounding import random_words, round_to_bfloat16, sixteen_bits, stream_key
-from fullshard.optim.shards import meta_of
+from fullshard.optim.shards import meta_of, refuse_turns
 
 
 class AdamWBF16(NarrowAdamW):
@@ -24,11 +25,12 @@ class AdamWBF16(NarrowAdamW):
     The random bits of an element are a hash of the seed, the step, the number of the parameter in the optimizer and the
     number of the element in the *unsharded* parameter: the same under any sharding and after a resume, with no
     generator whose state would have to be saved. Optimizers of one parameter each, as ``step_in_backward`` makes them,
-    round alike: give each a seed of its own.
+    are numbered as one of ``model.parameters()`` would number these, and round as that one; those that you make
+    yourself round alike, unless each has a seed of its own.
 
     The state's keys are those of ``torch.optim.AdamW``: ``step`` (float32, 0-d, on the CPU), ``exp_avg`` and
-    ``exp_avg_sq`` (bfloat16, the shard's shape), all by element. State dicts are exchanged with it, whose moments are
-    rounded to the nearest when they are loaded here.
+    ``exp_avg_sq`` (bfloat16, the shard's shape), all by element. State dicts and checkpoints are exchanged with it,
+    whose moments are rounded to the nearest when they are loaded here, or at the first step.
 
     float32 and float64 weights are not rounded, float16 ones to the nearest.
 
@@ -40,9 +42,14 @@ class AdamWBF16(NarrowAdamW):
         weight_decay: Decoupled; times the learning rate it is what a weight loses a step.
         seed: Of the rounding; kept in the groups.
 
+    Attributes:
+        first_number: The number of its first parameter, where it is one of several optimizers of a model.
+
     Raises:
         ConfigError: A number is out of range.
     """
+
+    first_number = 0
 
     def __init__(
         self,
@@ -58,12 +65,17 @@ class AdamWBF16(NarrowAdamW):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed})
 
     def state_kinds(self, param: nn.Parameter, group: Mapping[str, Any]) -> dict[str, None]:
-        """The keys that the state of a parameter has once it is stepped."""
+        """The keys that the state of a parameter has once it is stepped.
+
+        Raises:
+            CheckpointError: The group has an option that is not computed here.
+        """
+        refuse_turns(group, "AdamWBF16", CheckpointError)
         return dict.fromkeys(("step", "exp_avg", "exp_avg_sq"))
 
     def _update_all(self) -> None:
         for number, param, group in self._to_update():
-            self._update(number, param, group)
+            self._update(self.first_number + number, param, group)
 
     def _update(self, number: int, param: nn.Parameter, group: Mapping[str, Any]) -> None:
         state = self.state[param]
@@ -71,6 +83,8 @@ class AdamWBF16(NarrowAdamW):
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros(param.shape, dtype=torch.bfloat16, device=param.device)
             state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        for field in ("exp_avg", "exp_avg_sq"):  # wider in a checkpoint of AdamW's, whose files are read as they are
+            state[field] = state[field].to(torch.bfloat16)
         state["step"] += 1
         step = int(state["step"])
         assert param.grad is not None

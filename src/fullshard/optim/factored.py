@@ -21,7 +21,7 @@ from fullshard.errors import ConfigError
 from fullshard.layout import ShardMeta, StatePart
 from fullshard.optim.matrices import Matrices, matrices_of
 from fullshard.optim.pooled import Pooled
-from fullshard.optim.shards import by_comm, is_split, meta_of, require_same_parameters
+from fullshard.optim.shards import by_comm, copied, is_split, meta_of, require_same_parameters
 
 
 @dataclass
@@ -144,6 +144,10 @@ class FactoredOptimizer(Optimizer):
         """The keys that the state of a parameter of such a group has once it is stepped."""
         factored = matrices_of(meta_of(param)) is not None
         return dict.fromkeys(("step", *((self.row_key, self.column_key) if factored else (self.full_key,))))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the parameters too, as the shards that they are."""
+        return copied(self, memo)
 
     def _agree(self) -> None:
         agreed: list[Comm] = self.__dict__.setdefault("_agreed", [])

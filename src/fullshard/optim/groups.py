@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.layout.names import plain_name
-from fullshard.optim.shards import by_comm, meta_of
+from fullshard.optim.shards import by_comm, meta_of, require_model
 
 NoDecay = Callable[[str, nn.Parameter], bool] | Sequence[str]
 
@@ -40,9 +40,10 @@ def decay_groups(model: nn.Module, weight_decay: float, *, no_decay: NoDecay | N
         model's order; a group that would be empty is left out.
 
     Raises:
-        ConfigError: ``weight_decay`` is negative, a pattern fits no parameter, none is trainable, or a function says
-            otherwise on another rank; the latter on every rank.
+        ConfigError: It is no model, ``weight_decay`` is negative, a pattern fits no parameter, none is trainable, or a
+            function says otherwise on another rank; the latter on every rank.
     """
+    require_model(model, "decay_groups")
     if not weight_decay >= 0:
         raise ConfigError(f"weight_decay is at least 0; got {weight_decay}.")
     names: dict[nn.Parameter, list[str]] = {}

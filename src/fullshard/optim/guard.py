@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fullshard.errors import ConfigError
 from fullshard.layout import ShardMeta
+from fullshard.optim.claims import note_claims
 from fullshard.optim.shards import is_split, meta_of
 from fullshard.optim.trial import Cut, maker_like, steps_parts_alike
 
@@ -251,6 +252,7 @@ def refuse_strange_state(optimizer: Optimizer) -> None:
 
 def _before(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     refuse_parts(optimizer)
+    note_claims(optimizer)
 
 
 def _after(optimizer: Optimizer, _args: object, _kwargs: object) -> None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.comm import together
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from fullshard.optim.guard import refuse_equal_names, refuse_parts
-from fullshard.optim.shards import by_comm, meta_of
+from fullshard.optim.shards import by_comm, meta_of, require_model
 
 
 class StepInBackward:
@@ -59,6 +59,17 @@ class StepInBackward:
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state[name])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: backward would step the parameters by the one that was copied only.
+
+        Raises:
+            ShardingError: Always.
+        """
+        raise ShardingError(
+            "What step_in_backward returned cannot be copied or pickled: backward steps by this one alone. Copy or "
+            "save state_dict(), or save it with the model by fullshard.Checkpoints."
+        )
+
     def remove(self) -> None:
         """Step no more: from the next backward on gradients stay in ``.grad``. The optimizers keep their state."""
         for handle in self._handles:
@@ -101,12 +112,17 @@ def step_in_backward(model: nn.Module, make_optimizer: Callable[[list[nn.Paramet
             parameters have the same names, or a rank's optimizer cannot step its parameter alone; on every rank.
         ShardingError: Its parameters step in backward already.
     """
+    require_model(model, "step_in_backward")
     params = [p for p in model.parameters() if p.requires_grad and hasattr(p, "shard_meta")]
     if not params:
         raise ConfigError("step_in_backward found no sharded trainable parameters: call fully_shard(model) first.")
     refuse_steps_in_backward(params, "step_in_backward")
     refuse_equal_names(params)
     optimizers = _made_together(params, make_optimizer)
+    for number, param in enumerate(model.parameters()):
+        own: Any = optimizers.get(meta_of(param).name)
+        if hasattr(own, "first_number"):  # else all would draw the same random bits
+            own.first_number = number
     handles: list[RemovableHandle] = []
     for param in params:
         # On the parameter, so that the hook holds nothing: Python's collector does not see through autograd's hooks.

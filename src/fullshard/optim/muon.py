@@ -17,7 +17,7 @@ from fullshard.optim.balance import Plan
 from fullshard.optim.muon_groups import split_group
 from fullshard.optim.muon_matrix import NS_DTYPES, MuonMatrix, dense_gradient
 from fullshard.optim.muon_rounds import MuonRounds, plan_of, step_whole
-from fullshard.optim.shards import by_comm, comm_of, is_split, refuse_turns, require_same_parameters
+from fullshard.optim.shards import by_comm, comm_of, copied, is_split, refuse_turns, require_same_parameters
 
 
 class Muon(Optimizer):
@@ -111,6 +111,10 @@ class Muon(Optimizer):
             super().add_param_group(part)
         self._checked = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the parameters too, as the shards that they are."""
+        return copied(self, memo)
+
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles have."""
         options = {"_muon_options": self._muon_options, "_adamw_options": self._adamw_options}
@@ -173,8 +177,10 @@ class Muon(Optimizer):
         """The keys that the state of a parameter has once it is stepped.
 
         Raises:
-            CheckpointError: The group is Muon's where this optimizer's is AdamW's, or the other way round.
+            CheckpointError: The group is Muon's where this optimizer's is AdamW's, or the other way round, or has
+                an option that neither has.
         """
+        refuse_turns(group, "Muon", CheckpointError)
         use_muon = any(param is one for one in self._of_muon())
         if group["use_muon"] != use_muon:
             raise CheckpointError(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.optim.shards import meta_of
+from fullshard.optim.shards import meta_of, require_model
 
 
 def muon_groups(
@@ -41,7 +41,11 @@ def muon_groups(
 
     Returns:
         At most three groups, in this order: Muon's, AdamW's with weight decay, AdamW's without; none is empty.
+
+    Raises:
+        ConfigError: It is no model.
     """
+    require_model(model, "muon_groups")
     apart = _embeddings_and_head(model)
     hidden, decayed, plain = [], [], []
     for param in model.parameters():

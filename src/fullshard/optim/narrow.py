@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError
+from fullshard.optim.shards import copied, refuse_turns
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -40,6 +41,19 @@ class NarrowAdamW(Optimizer):
             )
         super().__init__(params, defaults)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the parameters too, as the shards that they are."""
+        return copied(self, memo)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group.
+
+        Raises:
+            ConfigError: It has an option that is not computed here.
+        """
+        refuse_turns(param_group, type(self).__name__)
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; every rank calls it.
@@ -61,11 +75,16 @@ class NarrowAdamW(Optimizer):
         """Take over what ``state_dict()`` gave; tensors move to the parameter's device and keep their own dtype.
 
         torch's own would make all floating ones, and the codes, of the parameter's dtype.
+
+        Raises:
+            ConfigError: A group has an option that is not computed here; nothing has changed then.
         """
         loaded: dict[nn.Parameter, dict[str, Any]] = {}
 
         def without_state(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             # All of it before anything changes: what is refused leaves the optimizer as it was.
+            for group in state["param_groups"]:
+                refuse_turns(group, type(self).__name__)
             numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
             for number, param in zip(numbers, self._params(), strict=False):  # torch refuses other groups, after this
                 if number in state["state"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fullshard.comm import Comm, SoloComm
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, UserError
 from fullshard.layout import Lane, Placement, ShardMeta
 
 
@@ -83,19 +85,44 @@ def _first_difference(by_rank: Sequence[Sequence[str]]) -> tuple[int, int]:
     return rank, next(number for number, (one, other) in enumerate(pairs) if one != other)
 
 
-def refuse_turns(group: Mapping[str, Any], what: str) -> None:
+def require_model(model: object, what: str) -> None:
+    """Refuse a model's parameters where the model itself is asked for.
+
+    Raises:
+        ConfigError: It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{what} takes the model, whose modules and names it looks at; got a {type(model).__name__}. Give it the "
+            "model itself, not model.parameters()."
+        )
+
+
+def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
+    """A deep copy of an optimizer, for its ``__deepcopy__``: its parameters are shards as the ones they are copies of.
+
+    torch copies a Parameter without its attributes: to what looks at whole matrices, a rank's rows would be all of one.
+    """
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        marks = {key: value for key, value in vars(param).items() if key in ("shard_meta", "shard_comm")}
+        copy.deepcopy(param, memo).__dict__.update(marks)
+    made = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    made.__setstate__(copy.deepcopy(optimizer.__getstate__(), memo))
+    return made
+
+
+def refuse_turns(group: Mapping[str, Any], what: str, error: type[UserError] = ConfigError) -> None:
     """Refuse options of torch's AdamW that an optimizer does not have, and that would change what it does.
 
     Args:
-        group: A parameter group as given or loaded.
+        group: A parameter group as given, loaded or saved.
         what: The optimizer, for messages.
-
-    Raises:
-        ConfigError: One is on.
+        error: What is raised if one is on.
     """
     on = [key for key in ("maximize", "amsgrad") if group.get(key)]
     if on:
-        raise ConfigError(f"{what} has no {' and no '.join(on)}; a parameter group says {on[0]}=True. Leave it out.")
+        raise error(f"{what} has no {' and no '.join(on)}; a parameter group says {on[0]}=True. Leave it out.")
 
 
 def as_rows(meta: ShardMeta, local: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -192,6 +192,9 @@ class PlayedEvent:
         self.stream = stream
         self.cuda.log.append(f"event on {stream.name}")
 
+    def synchronize(self):
+        self.cuda.log.append(f"CPU waits for event of {self.stream.name}")
+
 
 @pytest.fixture
 def cuda(monkeypatch):
@@ -248,6 +251,16 @@ def test_the_cpu_waits_for_host_copies_only(cuda):
     cuda.log.clear()
     device.host_ready()
     assert cuda.log == ["CPU waits for side 2"]
+
+
+def test_work_that_another_thread_does_comes_after_compute_and_on_its_stream(cuda):
+    work = device_of(CUDA).carried(lambda: cuda.log.append(f"work on {cuda.now.name}") or 7)
+    assert cuda.log == ["event on compute"]
+    cuda.log.clear()
+    cuda.now = PlayedStream(cuda, "default")  # of the other thread
+    assert work() == 7
+    assert cuda.log == ["CPU waits for event of compute", "work on compute"]
+    assert cuda.now.name == "default"
 
 
 def test_bf16_on_cuda(cuda, monkeypatch):

@@ -246,3 +246,20 @@ def test_sums_and_products_of_all_ranks_are_those_of_the_whole(shape, ranks):
     torch.testing.assert_close(rows.view(-1, height), squares.sum(2))
     torch.testing.assert_close(columns, squares.sum(1))
     torch.testing.assert_close(torch.cat(products), by_hand.view(-1))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda it: torch.optim.lr_scheduler.LambdaLR(it, lambda step: 1.0),
+        lambda it: torch.optim.lr_scheduler.CosineAnnealingLR(it, 10),
+        lambda it: transformers.get_linear_schedule_with_warmup(it, 2, 10),
+    ],
+)
+def test_a_schedule_of_relative_steps_is_refused_with_the_rule(schedule):
+    optimizer = Adafactor(params((3, 4)))
+    with pytest.raises(ConfigError, match=r"computes its learning rate itself.* lr=… and relative_step=False"):
+        schedule(optimizer)
+    assert "initial_lr" not in optimizer.param_groups[0]
+    transformers.optimization.AdafactorSchedule(optimizer)
+    schedule(Adafactor(params((3, 4)), lr=1e-3, relative_step=False))

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.errors import ConfigError
 from fullshard.optim import blockwise
+from fullshard.optim.adamw_8bit import AdamW8bit
 from fullshard.optim.adamw_bf16 import AdamWBF16
 from fullshard.optim.rounding import random_words, round_to_bfloat16, sixteen_bits, stream_key
 
@@ -184,3 +186,16 @@ def test_states_are_exchanged_with_torchs_adamw():
     adamw.load_state_dict(narrow.state_dict() | groups)
     step(adamw, parameters, 1)
     assert adamw.state[parameters[0]]["step"] == 5
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, AdamWBF16])
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+def test_options_of_adamw_that_narrow_ones_lack_are_refused(kind, option):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} has no {option}; a parameter group says {option}=True"):
+        kind([{"params": params(), option: True}])
+    optimizer = kind(params())
+    state = optimizer.state_dict()
+    state["param_groups"][0] |= {option: True, "lr": 7.0}
+    with pytest.raises(ConfigError, match=f"{kind.__name__} has no {option}"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 1e-3

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import fully_shard
+from fullshard import fully_shard, step_in_backward
 from fullshard.comm import run_ranks
 from fullshard.errors import ConfigError
 from fullshard.optim.groups import decay_groups
+from fullshard.optim.muon_groups import muon_groups
 from support.optimizers import copies, zoo
 
 
@@ -100,3 +101,9 @@ def test_senseless_requests_are_refused():
         decay_groups(Model(), -1)
     with pytest.raises(ConfigError, match="no trainable parameters"):
         decay_groups(Model().requires_grad_(False), 0.1)
+
+
+@pytest.mark.parametrize("make", [lambda it: decay_groups(it, 0.1), muon_groups, lambda it: step_in_backward(it, None)])
+def test_parameters_in_place_of_the_model_are_told(make):
+    with pytest.raises(ConfigError, match=r"takes the model, .*; got a generator\. .* not model\.parameters\(\)"):
+        make(Model().parameters())

@@ -1,0 +1,52 @@
+"""What an optimizer is about to step, noted where the ranks of the sharded model will compare it.
+
+An elementwise optimizer needs no other ranks, so nothing in a step would tell that a rank has put a parameter into
+another group than the others, by the size of its own rows, and decays half a matrix.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+
+from fullshard.layout import Claims
+from fullshard.optim.shards import meta_of
+
+_NOT_COMPARED = ("params", "param_names", "lr", "initial_lr")
+
+_PLAIN = (bool, int, float, str, type(None))
+
+_noted: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
+"""Sizes of the groups that were noted."""
+
+
+def note_claims(optimizer: Optimizer) -> None:
+    """Note the sharded parameters of an optimizer and their groups; each rank by itself, no communication.
+
+    Noted are the numbers of groups, which tell learning rates apart, and options that are plain values, learning rates
+    excepted: at the first step, and when parameters were added. What steps in backward steps alone, and is left out.
+    """
+    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+    if _noted.get(optimizer) == sizes:
+        return
+    of_model: dict[int, tuple[list[Claims], Claims]] = {}
+    number = 0
+    for group in optimizer.param_groups:
+        params = [p for p in group["params"] if hasattr(p, "shard_claims") and not hasattr(p, "shard_optimizer")]
+        if not params:
+            continue
+        options = tuple(f"{key}={value!r}" for key, value in group.items() if _is_compared(key, value))
+        for param in params:
+            claims: list[Claims] = param.shard_claims
+            of_model.setdefault(id(claims), (claims, {}))[1][meta_of(param).name] = (number, options)
+        number += 1
+    for claims, new in of_model.values():
+        claims.append(new)
+    if of_model:
+        _noted[optimizer] = sizes
+
+
+def _is_compared(key: str, value: object) -> bool:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return key not in _NOT_COMPARED and all(isinstance(one, _PLAIN) for one in values)

@@ -1,0 +1,129 @@
+"""Memory that shows its misuse, and collectives that are as late as they may be, for ranks as threads.
+
+On CPU what was given back often still holds what it held, and the collectives of threads are over when they are issued:
+a read of unwritten or released memory, or of a result that was not waited for, gives right numbers by luck. Here
+buffers hold nan wherever nobody has written yet, results arrive at ``Work.wait()`` and are nan before it, and what was
+given to a collective is compared at ``settle`` with what it was when it was issued.
+"""
+
+import threading
+import weakref
+
+import torch
+
+from fullshard.comm.device import CpuDevice
+from fullshard.comm.threads import ThreadComm
+from fullshard.engine import api
+
+NAN_BYTE = 0xFF
+"""Of all floating dtypes, a number of such bytes is nan."""
+
+
+def _fill(storage):
+    if storage.device.type == "cpu" and storage.nbytes():
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(NAN_BYTE)
+
+
+def poison(tensor):
+    """Have nan, or what no index may be, in a contiguous tensor."""
+    if tensor.numel():
+        tensor.detach().view(-1).view(torch.uint8).fill_(NAN_BYTE)
+
+
+class PoisonedDevice(CpuDevice):
+    """The CPU, whose memory holds nan before it is written and when it is given back."""
+
+    def take(self, storage, nbytes):
+        super().take(storage, nbytes)
+        _fill(storage)
+
+    def release(self, storage):
+        for work in tuple(_here.__dict__.get("unsettled", ())):
+            work.check_release(storage)
+        _fill(storage)
+        super().release(storage)
+
+    def empty(self, numel, dtype):
+        buffer = super().empty(numel, dtype)
+        _fill(buffer.untyped_storage())
+        return buffer
+
+
+def install(monkeypatch):
+    """Give every model that is sharded on the CPU from now on such a device."""
+    made = api.device_of
+    monkeypatch.setattr(api, "device_of", lambda device: (PoisonedDevice if device.type == "cpu" else made)(device))
+
+
+_here = threading.local()
+
+
+class MisuseError(Exception):
+    """A buffer of a collective was changed or released too early."""
+
+
+class LateWork:
+    """A collective whose result is in a place of its own until it is waited for.
+
+    Attributes:
+        given: What other ranks may read until this is settled.
+    """
+
+    def __init__(self, name, targets, results, given=None):
+        self.name = name
+        self.arriving = list(zip(targets, results, strict=True))
+        for target in targets:
+            poison(target)
+        self.given = given
+        self.before = None if given is None else given.clone()
+        if given is not None:
+            _here.__dict__.setdefault("unsettled", weakref.WeakSet()).add(self)
+
+    def wait(self):
+        for target, result in self.arriving:
+            target.copy_(result)
+        self.arriving = []
+
+    def settle(self):
+        if self.given is not None and not torch.equal(self.given.view(torch.uint8), self.before.view(torch.uint8)):
+            raise MisuseError(f"{self.name}: what was given to it was changed before it was settled")
+        self.given = None
+
+    def check_release(self, storage):
+        if self.given is not None and self.given.untyped_storage()._cdata == storage._cdata:
+            raise MisuseError(f"{self.name}: what was given to it is released before it was settled")
+
+
+class LateComm(ThreadComm):
+    """Ranks as threads with collectives that end when they are waited for, as those of processes may."""
+
+    def __init__(self, comm):
+        super().__init__(comm.world, comm.rank)
+
+    def split(self, groups):
+        return LateComm(super().split(groups))
+
+    def all_gather(self, full, shard):
+        slices = full.view(self.size, -1)
+        mine, result = slices[self.rank], torch.empty_like(full)
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        super().all_gather(result, mine)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        arrived = result.view(self.size, -1)
+        return LateWork(self.announced, [slices[r] for r in others], [arrived[r] for r in others], mine)
+
+    def reduce_scatter(self, shard, full):
+        result = torch.empty_like(shard)
+        super().reduce_scatter(result, full)
+        return LateWork(self.announced, [shard], [result], full)
+
+    def all_reduce(self, tensor, op="sum"):
+        result = tensor.detach().clone()
+        super().all_reduce(result, op)
+        return LateWork(self.announced, [tensor], [result])
+
+    def gather(self, shard, full, target=0):
+        result = None if full is None else torch.empty_like(full)
+        super().gather(shard, result, target)
+        return LateWork(self.announced, [] if full is None else [full], [] if full is None else [result])
