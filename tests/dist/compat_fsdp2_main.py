@@ -1,5 +1,6 @@
 """One of two gloo processes that run torch's FSDP2 and fullshard's names for it side by side; prints one JSON line."""
 
+import io
 import json
 import sys
 import tempfile
@@ -257,12 +258,50 @@ def classes(api):
     return {"classes": torch.tensor(found)}
 
 
+def full_tensors(api):
+    """Whole values as FSDP2's tutorial asks for them: of parameters, gradients, state dicts and the optimizer."""
+    model, optimizer = stepped(api, 1)
+    lm_loss(model, rows(2)[1]).backward()
+    found = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    found |= {f"gradient of {n}": p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    found |= {f"state {name}": value.full_tensor() for name, value in model.state_dict().items()}
+    for number, values in optimizer.state_dict()["state"].items():
+        found |= {f"{key} of {number}": value.full_tensor() for key, value in values.items() if key != "step"}
+    for module in (model, *model.blocks):
+        module.unshard()
+        module.reshard()
+    return found | {f"again {name}": param.full_tensor().detach() for name, param in model.named_parameters()}
+
+
+def full_state_dicts(api):
+    """What torch's functions gather: everywhere, or to host memory of the first rank."""
+    model, optimizer = stepped(api, 1)
+    found = {}
+    for offload in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload, ignore_frozen_params=offload)
+        state, optim = get_state_dict(model, optimizer, options=options)
+        assert bool(state) == bool(optim) == (not offload or dist.get_rank() == 0)
+        torch.save((state, optim), io.BytesIO())
+        found |= {f"{offload} {name}": value for name, value in state.items()}
+        for name, values in optim.get("state", {}).items():
+            found |= {f"{offload} {key} of {name}": torch.as_tensor(value) for key, value in values.items()}
+        found |= {f"{offload} groups": torch.tensor([len(group["params"]) for group in optim.get("param_groups", [])])}
+        if not offload:
+            again, its = stepped(api, 2)
+            set_state_dict(again, its, model_state_dict=state, optim_state_dict=optim, options=options)
+            found |= {f"again {name}": value for name, value in parameters(again).items()}
+            for number, values in its.state_dict()["state"].items():
+                found |= {f"again {number} {key}": values[key].full_tensor() for key in values if key != "step"}
+    return found
+
+
 SIDE_BY_SIDE = {
     one.__name__: one
     for one in (
         bottom_up, root_alone, lists_of_modules, gradient_sync, gradient_sync_of_one_block, last_backward,
         prefetch_setters, divide_factor, reshard_setters, keeping_after_forward, unshard_and_reshard, all_reduce_hook,
         hints, ignored_parameters, frozen_parameters, mixed_precision, output_dtype, forward_methods, hybrid, classes,
+        full_tensors, full_state_dicts,
     )
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,8 +22,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fullshard.compat.torch_fsdp.api as our_api
+from fullshard.compat.torch_fsdp import load_sharded_optimizer_state_dict as load_ours
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as OurFSDP
 from fullshard.compat.torch_fsdp.wrap import ModuleWrapPolicy as OurPolicy
+from fullshard.errors import CheckpointError
 from support.models import Block, TinyLM, batches, lm_loss
 
 ON_DEVICE = {"offload_to_cpu": False}
@@ -327,6 +330,28 @@ def sharded_optim_state_dict(directory):
     same_state(ours.optim_state(), other.optim_state())
 
 
+def load_sharded_optimizer_state_dict(directory):
+    """As torch's documentation has it: what either wrote, into an optimizer that has not stepped yet."""
+    for write in (0, 1):
+        writer, (_, reader) = sides()[write], sides(steps=0, seed=5)
+        for side in (writer, reader):
+            configs = [("ShardedStateDictConfig", {}), ("ShardedOptimStateDictConfig", ON_DEVICE)]
+            side.set_type("SHARDED_STATE_DICT", *configs)
+        optim = writer.fsdp.optim_state_dict(writer.model, writer.optimizer)
+        path = directory / f"optimizer{write}"
+        dcp.save({"model": writer.model.state_dict(), "optimizer": optim}, checkpoint_id=path)
+        state = reader.model.state_dict()
+        found = load_ours(state, "optimizer", dcp.FileSystemReader(path))
+        flat = reader.fsdp.optim_state_dict_to_load(reader.model, reader.optimizer, found["optimizer"])
+        reader.optimizer.load_state_dict(flat)
+        with pytest.raises(CheckpointError, match="nothing under 'optim'; it has model, optimizer"):
+            load_ours(state, "optim", dcp.FileSystemReader(path))
+        even = dcp.load_sharded_optimizer_state_dict(state, "optimizer", dcp.FileSystemReader(path))
+        with pytest.raises(CheckpointError, match=r"Import that name from fullshard\.compat\.torch_fsdp"):
+            reader.fsdp.optim_state_dict_to_load(reader.model, reader.optimizer, even["optimizer"])
+        same_state(writer.optim_state(), reader.optim_state())
+
+
 def flatten_sharded_optim_state_dict(directory):
     """What sharded_optim_state_dict gave comes back."""
     (_, ours), (_, other) = sides(), sides(steps=0, seed=5)
@@ -372,6 +397,7 @@ CASES = (
     shard_full_optim_state_dict,
     scatter_full_optim_state_dict,
     sharded_optim_state_dict,
+    load_sharded_optimizer_state_dict,
     flatten_sharded_optim_state_dict,
     rekey_optim_state_dict,
 )

@@ -26,6 +26,7 @@ NAMES = (
     "shard_full_optim_state_dict",
     "scatter_full_optim_state_dict",
     "sharded_optim_state_dict",
+    "load_sharded_optimizer_state_dict",
     "flatten_sharded_optim_state_dict",
     "rekey_optim_state_dict",
 )

@@ -148,7 +148,7 @@ def test_json_tells_ranks_code_duration_and_failure_and_keeps_stdout_free(launch
     ("how", "code", "last"),
     [
         ("sys.exit(5)", 5, "fullshard: rank 1 ended with exit code 5."),
-        ("sys.exit('so be it')", 1, "fullshard: rank 1 ended with exit code 1."),
+        ("sys.exit('so be it')", 1, "[rank 1] so be it"),
         ("os._exit(3)", 3, "fullshard: rank 1 ended with exit code 3."),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL). The kernel does that when memory runs out"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal 11 (SIGSEGV). Native code crashed"),
@@ -159,8 +159,29 @@ def test_the_exit_code_of_the_first_failing_rank_is_passed_on(launch, how, code,
     got, _, err = launch(f"import os, signal, sys, time\nif os.environ['RANK'] == '1': {how}\ntime.sleep(100)")
     assert got == code
     assert last in err[-1] if "signal" in last else err[-1] == last
-    assert ("so be it" in err[0]) == ("so be it" in how)
+    assert sum("so be it" in line for line in err) == ("so be it" in how)
     assert sum(line.startswith("Traceback") for line in err) == ("exec" in how)
+
+
+def test_what_all_ranks_leave_with_is_said_once_as_python_says_it(launch):
+    code, out, err = launch("import sys\nsys.exit('two\\nlines')")
+    assert (code, out) == (1, [])
+    assert err in (["[rank 0] two", "[rank 0] lines"], ["[rank 1] two", "[rank 1] lines"])
+
+
+def test_last_words_after_a_signal_are_shown(launch):
+    code, _, err = launch(
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved at step 3"))
+        print("ready", flush=True)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(100)
+        """,
+        options=("--nproc_per_node", "1"),
+    )
+    assert code == 143
+    assert err == ["[rank 0] saved at step 3", "fullshard: stopped by SIGTERM; nothing is left running."]
 
 
 def test_a_scripts_own_hook_shows_its_traceback_and_nobody_else_does(launch):
@@ -324,6 +345,10 @@ def two_machines(number, port):
         (["--master-addr", "a", "script.py"], "here it is --rdzv_endpoint HOST:PORT"),
         (["--nnodes", "2:1", "script.py"], "MIN:MAX"),
         (["--unknown", "script.py"], "unrecognized arguments: --unknown"),
+        (["--unknown", "script.py"], "usage: fullshard launch [options] SCRIPT"),
+        (["--nproc_per_node", "two", "script.py"], "must be a whole number of at least 1; got 'two'; or gpu"),
+        (["--max_restarts", "-1", "script.py"], "must be a whole number of at least 0; got '-1'"),
+        (["--node_rank", "x", "script.py"], "must be a whole number of at least 0; got 'x'"),
     ],
 )
 def test_options_of_other_launchers_are_told_their_name_here(arguments, text, capsys, tmp_path, monkeypatch):

@@ -192,6 +192,14 @@ def saving(comm):
             after = [(name, part.cpu()) for name, _, _, part in rank_runs(model, optimizer)]
             same = [a == b and torch.equal(x, y) for (a, x), (b, y) in zip(before, after, strict=True)]
             found["background" if background else "checkpoint"] = all(same)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(100_000_000)  # compute is late: what is read must not come before this
+            for param in model.parameters():
+                param.data.mul_(3.0)
+            checkpoints.load(model, optimizer)
+            after = [(name, part.cpu()) for name, _, _, part in rank_runs(model, optimizer)]
+            same = [a == b and torch.equal(x, y) for (a, x), (b, y) in zip(before, after, strict=True)]
+            found["on_a_stream_of_its_own"] = all(same)
     fullshard.save(model, folder / "full")
     state = fullshard.full_state_dict(model)
     if comm.rank == 0:

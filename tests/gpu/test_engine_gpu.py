@@ -77,4 +77,4 @@ def test_a_recorded_step_has_its_events_in_order(ranks):
 def test_what_is_saved_comes_back_to_the_bit(ranks):
     for rank in ranks:
         assert all(rank["saving"].values()), rank["saving"]
-        assert {"pretrained", "checkpoint", "background"} <= rank["saving"].keys()
+        assert {"pretrained", "checkpoint", "background", "on_a_stream_of_its_own"} <= rank["saving"].keys()

@@ -18,9 +18,17 @@ from fullshard.checkpoint.places import Kind as Kind
 from fullshard.checkpoint.places import kind_of as kind_of
 from fullshard.checkpoint.reader import CheckpointReader as CheckpointReader
 from fullshard.checkpoint.reader import dtype_of as dtype_of
+from fullshard.checkpoint.shard_file import is_shard_name as is_shard_name
+from fullshard.checkpoint.store import Completion as Completion
 from fullshard.checkpoint.store import DirectoryLock as DirectoryLock
+from fullshard.checkpoint.store import Keep as Keep
+from fullshard.checkpoint.store import changed_small_files as changed_small_files
+from fullshard.checkpoint.store import check_completion as check_completion
 from fullshard.checkpoint.store import clear_leftovers as clear_leftovers
 from fullshard.checkpoint.store import find_checkpoints as find_checkpoints
+from fullshard.checkpoint.store import find_completions as find_completions
+from fullshard.checkpoint.store import instead_of as instead_of
+from fullshard.checkpoint.store import rank_by_metric as rank_by_metric
 from fullshard.checkpoint.store import read_completion as read_completion
 from fullshard.checkpoint.store import read_index as read_index
 from fullshard.checkpoint.store import remove_checkpoint as remove_checkpoint
@@ -31,7 +39,6 @@ from fullshard.checkpoint.weights import holds_model as holds_model
 from fullshard.checkpoint.weights import parse_size as parse_size
 from fullshard.checkpoint.weights import publish_model as publish_model
 from fullshard.checkpoint.writer import GIVEN_UP as GIVEN_UP
-from fullshard.checkpoint.writer import Keep as Keep
 from fullshard.checkpoint.writer import Save as Save
 from fullshard.checkpoint.writer import SavePlan as SavePlan
 from fullshard.checkpoint.writer import begin as begin

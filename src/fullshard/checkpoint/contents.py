@@ -23,7 +23,7 @@ from fullshard.checkpoint.places import (
 )
 from fullshard.checkpoint.safetensors_reader import StoredTensor
 from fullshard.checkpoint.shard_file import dtype_name
-from fullshard.checkpoint.store import read_completion, read_index
+from fullshard.checkpoint.store import check_completion, find_completions, rank_by_metric, read_index
 from fullshard.checkpoint.weight_files import WeightFiles
 from fullshard.errors import CheckpointError
 
@@ -137,6 +137,7 @@ class Entry:
         metric: What the run gave; None where it gave none.
         nbytes: Bytes of all its files.
         problem: Why it is not whole; None where it is, as far as markers and sizes tell.
+        is_best: Whether its metric is the best of the whole ones.
     """
 
     path: Path
@@ -145,6 +146,7 @@ class Entry:
     metric: float | None
     nbytes: int
     problem: str | None
+    is_best: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -156,6 +158,7 @@ class Entry:
             "bytes": self.nbytes,
             "whole": self.problem is None,
             "problem": self.problem,
+            "best": self.is_best,
         }
 
 
@@ -168,12 +171,16 @@ class Listing:
         kind: What it is.
         entries: Checkpoints by step, then models.
         unfinished: What is being written or was left half done.
+        greater_is_better: Which way the metrics are compared; None: there are none.
+        recorded: Whether a checkpoint says so; else it is an assumption.
     """
 
     path: Path
     kind: Kind
     entries: tuple[Entry, ...]
     unfinished: tuple[Path, ...]
+    greater_is_better: bool | None = None
+    recorded: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -182,6 +189,8 @@ class Listing:
             "kind": self.kind.value,
             "entries": [entry.as_dict() for entry in self.entries],
             "unfinished": [str(path) for path in self.unfinished],
+            "greater_is_better": self.greater_is_better,
+            "greater_is_better_recorded": self.recorded,
         }
 
 
@@ -220,6 +229,7 @@ def _facts(index: Index) -> dict[str, Any]:
         "step": index.step,
         "world_size": index.world_size,
         "metric": index.metric,
+        "greater_is_better": index.greater_is_better,
         "versions": dict(index.versions),
         "policies": list(index.policies),
         "optimizer_groups": [dict(group) for group in index.groups],
@@ -248,7 +258,9 @@ def _info(name: str, stored: StoredTensor) -> TensorInfo:
 
 def _list(path: Path, kind: Kind) -> Listing:
     directory = path / CHECKPOINTS_NAME if kind is Kind.RUN else path
-    entries = [_checkpoint_entry(found) for found in checkpoints_in(directory)]
+    ranking = rank_by_metric(find_completions(directory))
+    best = ranking.paths[:1]
+    entries = [_checkpoint_entry(found, is_best=found in best) for found in checkpoints_in(directory)]
     unfinished = unfinished_in(directory)
     if kind is Kind.RUN:
         unfinished += unfinished_in(path)
@@ -256,16 +268,17 @@ def _list(path: Path, kind: Kind) -> Listing:
             Entry(found, Kind.MODEL, None, None, sum(_files(found).values()), _problem_of_model(found))
             for found in models_in(path)
         ]
-    return Listing(path, kind, tuple(entries), tuple(unfinished))
+    greater = ranking.greater_is_better if best else None
+    return Listing(path, kind, tuple(entries), tuple(unfinished), greater, ranking.recorded)
 
 
-def _checkpoint_entry(path: Path) -> Entry:
+def _checkpoint_entry(path: Path, *, is_best: bool) -> Entry:
     nbytes = sum(_files(path).values())
     try:
-        done = read_completion(path)
+        done = check_completion(path)
     except CheckpointError as error:
         return Entry(path, Kind.CHECKPOINT, int(path.name.split("-")[1].split(".")[0]), None, nbytes, str(error))
-    return Entry(path, Kind.CHECKPOINT, done.step, done.metric, nbytes, None)
+    return Entry(path, Kind.CHECKPOINT, done.step, done.metric, nbytes, None, is_best)
 
 
 def _problem_of_model(path: Path) -> str | None:

@@ -19,20 +19,9 @@ from types import TracebackType
 
 import torch
 
+from fullshard.checkpoint.dtypes import CODES
 from fullshard.errors import CheckpointError
 
-_DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _PIECE_BYTES = 1 << 20
 """What is cast and written at once: all the memory that writing takes; small pieces also let Ctrl-C in between."""
 
@@ -192,9 +181,13 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
     offsets: dict[str, int] = {}
     offset = 0
     for spec in specs:
-        code = _DTYPE_CODES.get(spec.dtype)
+        code = CODES.get(spec.dtype)
         if code is None:
-            raise CheckpointError(f"Tensor {spec.name!r} is {spec.dtype}, which the safetensors format cannot hold.")
+            raise CheckpointError(
+                f"Tensor {spec.name!r} is {spec.dtype}, which the safetensors format cannot hold; it holds "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in CODES)}. Convert it to one of these "
+                "(complex numbers: torch.view_as_real), or leave it out: register_buffer(..., persistent=False)."
+            )
         if spec.name in entries:
             raise CheckpointError(f"Tensor {spec.name!r} is announced twice; a tied tensor is written once.")
         offsets[spec.name] = offset

@@ -68,6 +68,7 @@ class Index:
         versions: Of fullshard, torch and Python.
         policies: How the model was sharded, as text, for people.
         tensors: By name.
+        greater_is_better: Whether the greater metric is the better one; None: not recorded.
     """
 
     step: int
@@ -79,6 +80,7 @@ class Index:
     versions: Mapping[str, str]
     policies: Sequence[str]
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    greater_is_better: bool | None = None
 
     def as_json(self) -> str:
         """The file's text."""
@@ -86,7 +88,7 @@ class Index:
             {
                 "format": FORMAT,
                 "version": VERSION,
-                **{name: getattr(self, name) for name in _PLAIN},
+                **{name: getattr(self, name) for name in (*_PLAIN, *_LATER)},
                 "tensors": {name: _tensor_as_plain(entry) for name, entry in self.tensors.items()},
             },
             separators=(",", ":"),
@@ -94,6 +96,8 @@ class Index:
 
 
 _PLAIN = ("step", "world_size", "metric", "values", "groups", "scalars", "versions", "policies")
+_LATER = ("greater_is_better",)
+"""What the first checkpoints of this version have not."""
 
 
 def _tensor_as_plain(entry: TensorEntry) -> dict[str, Any]:
@@ -145,7 +149,8 @@ def parse_index(text: str, path: Path) -> Index:
             raise CheckpointError(
                 f"{path} has format version {values['version']}; this fullshard reads up to {VERSION}: update it."
             )
-        index = Index(**{name: values[name] for name in _PLAIN}, tensors=tensors_from_plain(values["tensors"]))
+        plain = {name: values[name] for name in _PLAIN} | {name: values.get(name) for name in _LATER}
+        index = Index(**plain, tensors=tensors_from_plain(values["tensors"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint's index: {error!r}.") from error
     require_covered(index.tensors, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from enum import Enum
 from pathlib import Path
@@ -55,7 +56,10 @@ def kind_of(path: Path) -> Kind:
     if path.is_file():
         if path.name.endswith(WEIGHT_SUFFIXES):
             return Kind.WEIGHTS
-        raise CheckpointError(f"{path} is no file of weights: none of *{', *'.join(WEIGHT_SUFFIXES)}.")
+        raise CheckpointError(
+            f"{path} is no file of weights: none of *{', *'.join(WEIGHT_SUFFIXES)}. Name one, or a directory: a run's, "
+            f"its {CHECKPOINTS_NAME}, one checkpoint (step-…) or a model's{_around(path)}."
+        )
     if re.match(r"step-\d{8,}", path.name) or (path / COMPLETE_NAME).exists() or (path / INDEX_NAME).exists():
         return Kind.CHECKPOINT
     if (path / CHECKPOINTS_NAME).is_dir() or any((path / name).exists() for name in _RUN_FILES):
@@ -68,6 +72,13 @@ def kind_of(path: Path) -> Kind:
         f"{path} is none of what fullshard writes or reads: it holds no {CHECKPOINTS_NAME} or step-… directory, and no "
         f"weights ({', '.join(MODEL_WEIGHTS)})."
     )
+
+
+def _around(file: Path) -> str:
+    """The directory that somebody may have meant who named a file in it."""
+    with contextlib.suppress(CheckpointError):
+        return f"; it is in {file.parent}, a {kind_of(file.parent).value.removesuffix('s')}"
+    return ""
 
 
 def checkpoints_in(directory: Path) -> list[Path]:

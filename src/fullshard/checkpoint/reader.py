@@ -10,6 +10,7 @@ from fullshard.checkpoint.index import Index, PieceEntry, TensorEntry
 from fullshard.checkpoint.piece import Piece
 from fullshard.checkpoint.safetensors_reader import SafetensorsFile
 from fullshard.checkpoint.shard_file import BLOCK_BYTES, crc_of
+from fullshard.checkpoint.store import instead_of
 from fullshard.errors import CheckpointError
 
 
@@ -72,22 +73,31 @@ class CheckpointReader:
         start = number * (BLOCK_BYTES // out.dtype.itemsize)
         file = self._file(stored.file)
         if name not in file.tensors:
-            raise CheckpointError(f"{file.path} lacks {name!r}, which the index says it holds: they are of two saves.")
-        file.read(name, start, out)
+            raise self._damage(f"{file.path} lacks {name!r}, which the index says it holds: they are of two saves.")
+        try:
+            file.read(name, start, out)
+        except CheckpointError as error:
+            raise self._damage(str(error)) from error
         found = crc_of(out)
         if number >= len(stored.crcs) or found != stored.crcs[number]:
             expected = f"{stored.crcs[number]:08x}" if number < len(stored.crcs) else "nothing"
             low, high = start * out.dtype.itemsize, (start + out.numel()) * out.dtype.itemsize
-            raise CheckpointError(
+            raise self._damage(
                 f"{self.path / stored.file} is damaged: block {number} of {name} (bytes {low:,} to {high:,} of it) has "
-                f"checksum {found:08x}, written was {expected}. Use another checkpoint; `fullshard verify` lists all "
-                "damage."
+                f"checksum {found:08x}, written was {expected}. `fullshard verify {self.path}` lists all damage."
             )
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._files:
-            self._files[name] = SafetensorsFile(self.path / name)
+            try:
+                self._files[name] = SafetensorsFile(self.path / name)
+            except CheckpointError as error:
+                raise self._damage(str(error)) from error
         return self._files[name]
+
+    def _damage(self, text: str) -> CheckpointError:
+        """The error, with what to use instead."""
+        return CheckpointError(f"{text} {instead_of(self.path)}")
 
 
 def dtype_of(entry: TensorEntry) -> torch.dtype:

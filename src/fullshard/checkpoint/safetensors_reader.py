@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.dtypes import DTYPES
 from fullshard.errors import CheckpointError
 
 HEADER_LIMIT_BYTES = 100_000_000
@@ -29,28 +30,6 @@ STAGING_BYTES = 16 << 20
 _REMEDY = "The file is damaged or was not copied to its end: fetch or save it again."
 # Linux reads at most 0x7ffff000 bytes a call; smaller pieces also let Ctrl-C in between.
 _READ_BYTES = 64 << 20
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -224,9 +203,9 @@ def _check_entry(path: Path, name: str, entry: object) -> tuple[torch.dtype, tup
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{path}: tensor {name!r} needs a dtype, a shape and data_offsets. {_REMEDY}")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(code, str) or code not in _DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointError(
-            f"{path}: tensor {name!r} has dtype {code!r}; known are {', '.join(_DTYPES)}. "
+            f"{path}: tensor {name!r} has dtype {code!r}; known are {', '.join(DTYPES)}. "
             "Save the model in one of these."
         )
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
@@ -235,7 +214,7 @@ def _check_entry(path: Path, name: str, entry: object) -> tuple[torch.dtype, tup
             raise CheckpointError(f"{path}: tensor {name!r} has {what} {numbers!r}, no list of counts. {_REMEDY}")
     if len(offsets) != 2:
         raise CheckpointError(f"{path}: tensor {name!r} has data_offsets {offsets}; two are needed. {_REMEDY}")
-    return _DTYPES[code], tuple(shape), offsets
+    return DTYPES[code], tuple(shape), offsets
 
 
 def _check_cover(path: Path, runs: list[tuple[int, int, str]], data_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,11 @@ BLOCK_BYTES = 4 * 1024 * 1024
 def shard_name(rank: int, world_size: int) -> str:
     """Name of a rank's file."""
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file's name is one that :func:`shard_name` gives."""
+    return re.fullmatch(r"shard-\d{5,}-of-\d{5,}\.safetensors", name) is not None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from fullshard.checkpoint.safetensors_reader import STAGING_BYTES, StoredTensor
 from fullshard.errors import CheckpointError
+from fullshard.sizes import format_bytes
 
 _ZIP_MAGIC = b"PK\x03\x04"
 
@@ -68,7 +69,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     if not mapped:
         warnings.warn(
             f"{path} cannot be mapped into memory (torch's format from before 1.6): every rank reads all of its "
-            f"{sum(value.nbytes for value in values.values()) / 1e6:,.0f} MB and holds them while it loads. Convert it "
+            f"{format_bytes(sum(value.nbytes for value in values.values()))} and holds them while it loads. Convert it "
             "once to safetensors.",
             stacklevel=2,
         )

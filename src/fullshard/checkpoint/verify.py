@@ -23,8 +23,8 @@ from fullshard.checkpoint.places import (
     unfinished_in,
 )
 from fullshard.checkpoint.safetensors_reader import STAGING_BYTES, SafetensorsFile
-from fullshard.checkpoint.shard_file import BLOCK_BYTES, crc_of, dtype_name
-from fullshard.checkpoint.store import COMPLETE_NAME, Completion, size_of
+from fullshard.checkpoint.shard_file import BLOCK_BYTES, crc_of, dtype_name, is_shard_name
+from fullshard.checkpoint.store import COMPLETE_NAME, Completion, changed_small_files, parse_completion, size_of
 from fullshard.checkpoint.weight_files import INDEX_SUFFIX, WeightFiles
 from fullshard.checkpoint.weights import WEIGHTS_INDEX_NAME
 from fullshard.errors import CheckpointError
@@ -67,6 +67,7 @@ class Verdict:
         tensors: How many it holds, as far as that is known.
         nbytes: Bytes of tensors that were read.
         problems: All that is wrong.
+        unhashed: Small files of a checkpoint of an earlier version, which recorded no checksums of them.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class Verdict:
     tensors: int
     nbytes: int
     problems: tuple[Problem, ...]
+    unhashed: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -87,6 +89,7 @@ class Verdict:
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "problems": [problem.as_dict() for problem in self.problems],
+            "files_without_checksums": list(self.unhashed),
         }
 
 
@@ -142,7 +145,7 @@ def verify(path: Path, progress: Progress = lambda done, total: None) -> Verific
     verdicts, done = [], 0
     for (found, what), size in zip(work, sizes, strict=True):
         meter = _Meter(progress, done, sum(sizes))
-        verdict = _verify_checkpoint(found, meter) if what is Kind.CHECKPOINT else _verify_weights(found, what, meter)
+        verdict = _verify_one(found, what, meter)
         if verdict.problems and not found.exists():
             notes.append(f"{found} was deleted while it was being verified")
         else:
@@ -178,17 +181,29 @@ class _Meter:
         self._progress(min(self._before + self.nbytes, self._total), self._total)
 
 
+def _verify_one(path: Path, kind: Kind, meter: _Meter) -> Verdict:
+    if kind is Kind.CHECKPOINT:
+        return _verify_checkpoint(path, meter)
+    if path.is_file() and is_shard_name(path.name) and (path.parent / INDEX_NAME).is_file():
+        return _verify_shard(path, meter)
+    return _verify_weights(path, kind, meter)
+
+
 def _verify_checkpoint(path: Path, meter: _Meter) -> Verdict:
-    """One sharded checkpoint: marker, sizes, index, headers, and every block's checksum."""
+    """One sharded checkpoint: marker, sizes, index, headers, small files, and every block's checksum."""
     problems: list[Problem] = []
     done = _check_marker(path, problems)
-    problems += _check_json(path / "model", path)
+    if done is not None:
+        problems += _check_hashes(path, done)
+    told = {problem.file for problem in problems}
+    problems += [problem for problem in _check_json(path / "model", path) if problem.file not in told]
+    unhashed = () if done is None else tuple(done.unhashed)
     index = _check_index(path, done, problems)
     if index is None:
         # What can be told without an index.
         for file in sorted(path.glob("*.safetensors")):
             _open(file, path, problems)
-        return Verdict(path, Kind.CHECKPOINT, 0, 0, 0, tuple(problems))
+        return Verdict(path, Kind.CHECKPOINT, 0, 0, 0, tuple(problems), unhashed)
     missing = {problem.file for problem in problems}
     names = sorted({piece.file for entry in index.tensors.values() for piece in entry.pieces})
     opened = {
@@ -202,13 +217,39 @@ def _verify_checkpoint(path: Path, meter: _Meter) -> Verdict:
     for name, file in opened.items():
         if file is not None:
             problems += _check_named(file, name, index)
-    return Verdict(path, Kind.CHECKPOINT, meter.blocks, len(index.tensors), meter.nbytes, tuple(problems))
+    return Verdict(path, Kind.CHECKPOINT, meter.blocks, len(index.tensors), meter.nbytes, tuple(problems), unhashed)
+
+
+def _verify_shard(path: Path, meter: _Meter) -> Verdict:
+    """One rank's file of a checkpoint, by the index beside it; of the rest of the checkpoint nothing is said."""
+    top, problems = path.parent, list[Problem]()
+    done = _check_marker(top, problems)
+    index = _check_index(top, done, problems)
+    problems = [problem for problem in problems if problem.file in (path.name, INDEX_NAME, COMPLETE_NAME)]
+    file = _open(path, top, problems)
+    if index is not None and file is not None:
+        for name, entry in index.tensors.items():
+            for piece in entry.pieces:
+                if piece.file == path.name:
+                    problems += _check_piece(file, name, entry, piece, meter)
+        problems += _check_named(file, path.name, index)
+    tensors = 0 if file is None else len(file.tensors)
+    return Verdict(path, Kind.WEIGHTS, meter.blocks, tensors, meter.nbytes, tuple(problems))
+
+
+def _check_hashes(path: Path, done: Completion) -> Iterator[Problem]:
+    """The small files whose hashes were recorded."""
+    try:
+        for name, text in changed_small_files(path, done):
+            yield Problem(name, text)
+    except OSError as error:
+        yield Problem("model", f"cannot be read: {error}")
 
 
 def _check_marker(path: Path, problems: list[Problem]) -> Completion | None:
     """The marker, and the sizes of the files it lists."""
     try:
-        done = Completion(**json.loads((path / COMPLETE_NAME).read_text(encoding="utf-8")))
+        done = parse_completion((path / COMPLETE_NAME).read_text(encoding="utf-8"))
         sizes = [(str(name), int(size)) for name, size in done.files.items()]
     except FileNotFoundError:
         problems.append(

@@ -30,7 +30,7 @@ from fullshard.checkpoint.index import (
 )
 from fullshard.checkpoint.piece import Piece
 from fullshard.checkpoint.shard_file import shard_name, write_shard_file
-from fullshard.checkpoint.store import clear_leftovers, prune, step_directory, write_completion
+from fullshard.checkpoint.store import Keep, clear_leftovers, prune, step_directory, write_completion
 from fullshard.errors import CheckpointError
 
 _log = logging.getLogger("fullshard")
@@ -40,19 +40,6 @@ GIVEN_UP = "given up, because another rank could not write its part"
 
 _LOOK_SECONDS = 0.02
 """How often rank 0 looks for the other ranks' parts at first; later up to twenty times as long."""
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Which checkpoints outlive the next one.
-
-    Attributes:
-        last: How many of the newest; None: all.
-        best: How many of those with the highest metric beside them.
-    """
-
-    last: int | None = 2
-    best: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,10 +176,10 @@ class Save:
         write_text(plan.temporary / INDEX_NAME, index.as_json())
         for rank in range(plan.index.world_size):
             os.unlink(_part_path(plan, rank))
-        write_completion(plan.temporary, index.step, index.metric)
+        write_completion(plan.temporary, index.step, index.metric, greater_is_better=index.greater_is_better)
         commit(plan.temporary, self.final)
         try:
-            prune(plan.directory, keep_last=plan.keep.last, keep_best=plan.keep.best, newest=self.final)
+            prune(plan.directory, plan.keep, newest=self.final)
         except (OSError, CheckpointError) as error:
             _log.warning("%s is committed, but older checkpoints could not be deleted: %s", self.final, error)
 

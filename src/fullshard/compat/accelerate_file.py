@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from fullshard.compat.accelerate_keys import SECTIONS, TOP, Key, as_yaml
+from fullshard.config import RunConfig
 from fullshard.errors import ConfigError
 
 SHARDED = "FSDP"
@@ -126,9 +127,22 @@ def read_accelerate_file(path: str | Path) -> AccelerateFile:
     """
     path = Path(path)
     reading = _Reading(path)
-    for key, value, line in _entries(path):
+    entries = _entries(path)
+    _refuse_run_file(path, {key for key, _, _ in entries})
+    for key, value, line in entries:
         reading.take(key, value, line)
     return reading.file()
+
+
+def _refuse_run_file(path: Path, keys: set[str]) -> None:
+    """Tell whoever gives our own file where Accelerate's is wanted."""
+    ours = [key for key in RunConfig.model_fields if key in keys and key not in TOP]
+    if ours and keys <= set(RunConfig.model_fields):
+        raise ConfigError(
+            f"{path} is a run file of fullshard's own (it has {', '.join(ours)}), and Accelerate's configuration file "
+            f"is wanted here. There is nothing to convert: `fullshard train {path}` trains by it, `fullshard config "
+            f"check {path}` shows what it says."
+        )
 
 
 class _Reading:
@@ -361,6 +375,11 @@ def _entries(path: Path) -> list[tuple[str, Any, int]]:
     Raises:
         ConfigError: The file cannot be read or holds no settings.
     """
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a directory where Accelerate's configuration file (YAML) is expected. Give the file itself, "
+            f"such as {path / 'fsdp_config.yaml'}; `fullshard config --config_file FILE` makes one."
+        )
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:

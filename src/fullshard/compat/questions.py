@@ -58,7 +58,7 @@ class Question:
         reason: Why the default is what it is, in a line.
         explain: What ``?`` shows.
         parse: From the answer's text, with the answers before it, to the value; a ``ValueError`` says the rule.
-        default: What Enter means, by the answers before it and the machine.
+        default: What Enter means, by the answers before it and the machine; None: it must be answered.
         choices: Words that may be answered, each with what it means; they may be answered by number too.
         asked: Whether it is asked at all, by the answers before it.
     """
@@ -212,11 +212,11 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "main_process_ip",
-        "Address of machine 0?",
-        "the name of this machine",
-        "A host name or an IP address that every machine reaches.",
+        "Address of machine 0, by which every machine reaches it?",
+        "on machine 0: its own name, if the others can resolve it; elsewhere there is no default",
+        "A host name or an IP address. The same on every machine; localhost and 127.0.0.1 reach no other one.",
         _address,
-        lambda answers, machine: machine.name,
+        lambda answers, machine: None if answers["machine_rank"] else machine.name,
         asked=_several,
     ),
     Question(

@@ -52,8 +52,11 @@ def main(kind: str, target: str, arguments: list[str]) -> None:
         sys.argv = [module.__file__ or target, *arguments]
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
-    except SystemExit:
-        raise
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            raise
+        _report(error)  # sys.exit("why"): the launcher says it once, at the end
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BaseException as error:
@@ -112,12 +115,14 @@ def _report(error: BaseException) -> None:
         own = own.tb_next  # a module that is not found: importlib's frames say nothing
     error.__traceback__ = own
     trace: str | None = "".join(traceback.format_exception(error)).rstrip()
-    if _has_hook():
+    if isinstance(error, SystemExit):
+        trace = None
+    elif _has_hook():
         sys.excepthook(type(error), error, own)  # it shows the traceback its own way
         trace = None
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if path is None:
-        print(trace or "", file=sys.stderr)
+        print(str(error) if isinstance(error, SystemExit) else trace or "", file=sys.stderr)
         return
     failure = {
         "rank": int(os.environ.get("RANK", "0")),

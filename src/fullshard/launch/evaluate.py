@@ -52,8 +52,9 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     run = read_run(options.run, options.overrides)
     output = options.output or run.output_dir / "evaluation"
     require_no_run(output)
-    trained = find_trained(options.model or str(run.output_dir), with_rows(run, options.data, options.overrides))
-    prepared = prepare(trained.config, _say if is_first else _nothing)
+    file = None if options.data is None else options.data.absolute()
+    trained = find_trained(options.model or str(run.output_dir), with_rows(run, file, options.overrides))
+    prepared = prepare(trained.config, _say if is_first else _nothing, rows_file=file)
     rows = held_out_rows(prepared)
     comm = init_from_env()
     spec = together(comm, lambda: evaluation_spec(trained.config, rows))
@@ -61,7 +62,7 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     with WorkProgress("evaluating", shown=is_first) as progress:
         report = evaluate(model, tokenizer, spec, comm, step=0, epoch=0.0, progress=progress)
     data = trained.config.data
-    origin = data.validation_file or data.train_file or data.dataset_name
+    origin = file or data.validation_file or data.train_file or data.dataset_name
     values = evaluation_values(
         report, model=str(trained.directory), data=str(origin), rows=len(rows.examples), world_size=comm.size
     )
@@ -77,19 +78,16 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
 
 
 def with_rows(run: RunConfig, file: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """A run's settings with rows to evaluate on: its own held-out rows, or all of a file.
+    """A run's settings for an evaluation on its own held-out rows, or on all of a file.
 
     Raises:
-        ConfigError: There are none.
-        DataError: There is no such file.
+        ConfigError: There is no file, and the run has none.
     """
     data = run.data
-    if file is not None:
-        data = data.model_copy(update={"validation_file": file.absolute(), "validation_fraction": 0.0})
-        # How many rows the run looked at says nothing of this file.
-        if not any(override.startswith("data.max_eval_samples") for override in overrides):
-            data = data.model_copy(update={"max_eval_samples": None})
-    if not data.holds_out:
+    # How many rows the run looked at says nothing of a file.
+    if file is not None and not any(override.startswith("data.max_eval_samples") for override in overrides):
+        data = data.model_copy(update={"max_eval_samples": None})
+    if file is None and not data.holds_out:
         raise ConfigError("The run has no held-out rows: name some with --data FILE.")
     training = run.training.model_copy(update={"eval_strategy": "epoch"})
     return run.model_copy(update={"data": data, "training": training})

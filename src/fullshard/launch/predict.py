@@ -7,19 +7,19 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TextIO
 
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig
 from fullshard.config.recorded import recorded_run
-from fullshard.data import SourceSpec, read_inputs
+from fullshard.data import read_inputs
 from fullshard.errors import DataError
 from fullshard.launch.program import run_as_rank
 from fullshard.launch.progress import WorkProgress
 from fullshard.models import resolve_model
 from fullshard.train.predict import predict
+from fullshard.train.prepare import source_spec
 from fullshard.train.trained import find_trained, load_trained
 
 
@@ -55,8 +55,7 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     directory = resolve_model(options.model)
     trained = find_trained(options.model, recorded_run(directory))
     config = changed(trained.config, options)
-    source = SourceSpec(**{each.name: getattr(config.data, each.name) for each in fields(SourceSpec)})
-    table = read_inputs(options.file, source)
+    table = read_inputs(options.file, source_spec(config))
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
     if is_first:

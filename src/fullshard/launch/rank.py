@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.comm import init_from_env, shutdown
-from fullshard.config import load_run
+from fullshard.config import load_run, require_output_dir
 from fullshard.errors import RunStopped
 from fullshard.launch.program import run_as_rank
 from fullshard.launch.progress import WorkProgress
@@ -48,11 +48,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     """Join the other ranks, train, leave. Rank 0 speaks to the user; with ``--json`` stdout is the summary's."""
     config = load_run(options.config, options.overrides)
+    require_output_dir(config.output_dir)
     # Tokenizing may take long, so it comes before the ranks know each other: nobody waits in a collective.
     with WorkProgress("tokenizing", shown=is_first) as progress:
         prepared = prepare(
             config,
-            say=lambda line: print(f"fullshard: {line}", file=sys.stderr, flush=True) if is_first else None,
+            say=_say if is_first else lambda line: None,
             progress=lambda what, done, total: progress(done, total),
         )
     comm = init_from_env()
@@ -61,7 +62,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         sinks = [
             FileSink(config.output_dir, logging_steps=config.training.logging_steps),
             ConsoleSink(Console(stderr=options.json), samples=config.evaluation.num_samples_shown),
-            *tracker_sinks(config),
+            *tracker_sinks(config, _say),
         ]
     try:
         summary = train(config, comm, sinks, StopSignals(), prepared)
@@ -71,6 +72,10 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     if is_first and options.json:
         print(json.dumps(summary.as_dict()), flush=True)
     shutdown()
+
+
+def _say(line: str) -> None:
+    print(f"fullshard: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

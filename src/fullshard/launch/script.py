@@ -160,15 +160,30 @@ def _outcome(end: AgentEnd, failures: Sequence[Failure], duration_s: float) -> O
 def _tell(outcome: Outcome, failures: Sequence[Failure], output: Output) -> None:
     """Say why it ended, the cause last: a terminal shows the end."""
     if outcome.signal is not None:
+        for told in filter(_is_own_word, failures):
+            _say_as_rank(told, output)
         output.say(f"fullshard: stopped by {outcome.signal}; nothing is left running.")
     failure = outcome.failure
     if failure is None:
         return
-    others = [other for other in failures if other.rank != failure.rank]
+    same = (failure.kind, failure.message) if _is_own_word(failure) else None
+    others = [other for other in failures if other.rank != failure.rank and (other.kind, other.message) != same]
     for other in others[:_MANY]:
         output.say(f"fullshard: then {brief(other)}")
     if len(others) > _MANY:
         output.say(f"fullshard: then {len(others) - _MANY} more ranks failed")
     if outcome.machine is not None and failure.rank is not None:
         output.say(f"fullshard: ended by {outcome.machine}, where rank {failure.rank} runs; its output is there")
-    output.say(failure.text() if failure.trace is not None else f"fullshard: {in_words(failure)}")
+    if _is_own_word(failure):
+        _say_as_rank(failure, output)
+    else:
+        output.say(failure.text() if failure.trace is not None else f"fullshard: {in_words(failure)}")
+
+
+def _is_own_word(failure: Failure) -> bool:
+    """Whether the script ended with words of its own, ``sys.exit("why")``, which Python shows without a traceback."""
+    return failure.kind == SystemExit.__name__ and not failure.message.startswith(f"rank {failure.rank} ended with ")
+
+
+def _say_as_rank(failure: Failure, output: Output) -> None:
+    output.feed(failure.rank or 0, "stderr", f"{failure.message}\n".encode(errors="replace"))

@@ -2,12 +2,12 @@
 
 from fullshard.saving.adapted import AdaptedWeights as AdaptedWeights
 from fullshard.saving.checkpoints import Checkpoints as Checkpoints
-from fullshard.saving.checkpoints import Restored as Restored
 from fullshard.saving.checkpoints import SaveReport as SaveReport
-from fullshard.saving.checkpoints import load_checkpoint as load_checkpoint
 from fullshard.saving.full import save as save
 from fullshard.saving.full import write_assets as write_assets
 from fullshard.saving.full_optimizer import full_optimizer_state as full_optimizer_state
+from fullshard.saving.loading import Restored as Restored
+from fullshard.saving.loading import load_checkpoint as load_checkpoint
 from fullshard.saving.optimizer_state import load_optimizer_state as load_optimizer_state
 from fullshard.saving.weights import Pretrained as Pretrained
 from fullshard.saving.weights import load as load

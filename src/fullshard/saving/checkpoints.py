@@ -7,7 +7,6 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan
@@ -20,7 +19,6 @@ from torch import nn
 
 from fullshard.checkpoint import (
     GIVEN_UP,
-    CheckpointReader,
     DirectoryLock,
     Index,
     Keep,
@@ -30,8 +28,8 @@ from fullshard.checkpoint import (
     begin,
     clear_leftovers,
     find_checkpoints,
-    read_completion,
-    read_index,
+    find_completions,
+    rank_by_metric,
 )
 from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
 from fullshard.engine import mesh_of, units, unreduced
@@ -40,8 +38,9 @@ from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.policy import ShardingStrategy
 from fullshard.saving.background import LEAVE_SECONDS
 from fullshard.saving.full import write_assets
-from fullshard.saving.pieces import State, Stepping, Target, state_to_write
-from fullshard.saving.rng import restore_rng, rng_bytes
+from fullshard.saving.loading import Restored, load_checkpoint
+from fullshard.saving.pieces import State, Stepping, state_to_write
+from fullshard.saving.rng import rng_bytes, rng_name
 from fullshard.version import __version__
 
 _log = logging.getLogger("fullshard")
@@ -71,27 +70,6 @@ class SaveReport:
     stall_seconds: float
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What a checkpoint held beside tensors.
-
-    Attributes:
-        path: Its directory.
-        step: Optimizer steps taken.
-        world_size: Ranks that wrote it.
-        values: What ``save`` was given.
-        metric: What ``save`` was given.
-        rng_restored: Whether each rank's random state was set; not at another world size.
-    """
-
-    path: Path
-    step: int
-    world_size: int
-    values: Mapping[str, Any]
-    metric: float | None
-    rng_restored: bool
-
-
 class Checkpoints:
     """The checkpoints of one run in one directory; made by every rank, closed at the end, also by ``with``.
 
@@ -114,23 +92,27 @@ class Checkpoints:
         ranks: Any = None,
         keep_last: int | None = 2,
         keep_best: int = 0,
+        greater_is_better: bool = True,
         timeout_s: float = 1800.0,
     ) -> None:
         """Take the directory for this run, and clear what a killed save left in it; every rank calls it.
 
         Args:
-            directory: Made if it is not there.
+            directory: Made if it is not there; a relative one is taken from the working directory of now.
             ranks: All ranks of the run: None (the default process group), a Comm, a process group or a mesh.
             keep_last: How many of the newest checkpoints are kept; None: all.
-            keep_best: How many with the highest ``metric`` are kept beside them.
+            keep_best: How many with the best ``metric`` are kept beside them.
+            greater_is_better: Whether the greater ``metric`` is the better one; False for a loss or a perplexity. It is
+                saved with the metric. What is in the directory already keeps what was saved with it; checkpoints of
+                earlier versions, which did not save it, are taken as the later ones are, or as this says.
             timeout_s: Longest time that one save may take, in seconds.
 
         Raises:
             CheckpointError: Another run writes here, the file system refused, or a number is too small; on every rank.
         """
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
         self.ranks = ranks if isinstance(ranks, Mesh) else as_mesh(ranks, ShardingStrategy.FULL_SHARD, None)
-        self.keep = Keep(keep_last, keep_best)
+        self.keep = Keep(keep_last, keep_best, greater_is_better)
         self.timeout_s = timeout_s
         self._save: Save | None = None
         self._stall_seconds = 0.0
@@ -191,7 +173,7 @@ class Checkpoints:
             step: Optimizer steps taken; a checkpoint of the same step is replaced.
             values: What else is needed to go on (``scheduler.state_dict()``, ``scaler.state_dict()``, the position in
                 the data): anything that JSON can hold, with texts as keys, the same on every rank; rank 0's is saved.
-            metric: For ``keep_best``: the higher the better; nan is as None.
+            metric: For ``keep_best`` and :meth:`best`; nan is as None.
             background: Copy this rank's part to host memory, in buffers that are kept for the next time, and return;
                 a thread writes it. An error is raised by the next ``save``, ``wait`` or ``close``.
             gradients: Save the shards' ``.grad`` as well, where gradients are being accumulated over several
@@ -282,15 +264,14 @@ class Checkpoints:
         return self.ranks.all_gather_object(found[-1] if found else None)[0]
 
     def best(self) -> Path | None:
-        """The whole checkpoint with the highest metric, of equal ones the newest; as :meth:`latest`."""
+        """The whole checkpoint with the best metric, of equal ones the newest; as :meth:`latest`.
+
+        Which way is better is what was saved with the metrics; where that changed, those like the newest are compared.
+        """
 
         def judge() -> Path | None:
-            judged = []
-            for path in self._find():
-                with suppress(CheckpointError):  # a save in the background may have deleted it by now
-                    done = read_completion(path)
-                    judged += [] if done.metric is None else [(done.metric, done.step, path)]
-            return max(judged, key=lambda one: one[:2])[2] if judged else None
+            found = find_completions(self.directory) if self.ranks.rank == 0 else []
+            return next(iter(rank_by_metric(found, otherwise=self.keep.greater_is_better).paths), None)
 
         return self.ranks.all_gather_object(together_in_background(self.ranks, judge))[0]
 
@@ -372,10 +353,11 @@ class Checkpoints:
         plain = _as_json(values)
         state = state_of_rank()
         rng = rng_bytes(self.ranks.device)
-        state.pieces.append(Piece(_rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
+        state.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
         versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
         table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
-        index = Index(step, self.ranks.size, metric, plain, (), {}, versions, table)
+        greater = None if metric is None else self.keep.greater_is_better
+        index = Index(step, self.ranks.size, metric, plain, (), {}, versions, table, greater_is_better=greater)
         return SavePlan(
             directory=self.directory,
             rank=self.ranks.rank,
@@ -412,51 +394,6 @@ class Checkpoints:
         return pairs
 
 
-def load_checkpoint(
-    model: nn.Module, optimizer: Stepping | None, path: str | Path, *, average: ExponentialMovingAverage | None = None
-) -> Restored:
-    """Go on from a checkpoint of any world size and strategy; every rank calls it.
-
-    Each rank reads the element ranges it holds and checks the checksum of every block it touches; beside the training
-    state it needs the memory of one block.
-
-    Args:
-        model: The sharded model; its shards and persistent buffers are filled in place.
-        optimizer: Its state and options are set; None: they are left as they are.
-        path: The checkpoint's directory.
-        average: The moving average of the model's weights, filled in place; None: it is not read.
-
-    Returns:
-        What it held beside tensors.
-
-    Raises:
-        CheckpointError: It is damaged or of another model; on every rank, with the same text. When it does not fit,
-            nothing has changed; when a file turns out to be damaged, the model has been changed in part.
-    """
-    ranks, path = mesh_of(model), Path(path)
-    index = together_in_background(ranks, lambda: read_index(path))
-    target = together(ranks, lambda: Target(model, optimizer, index, average))
-    together_in_background(ranks, lambda: target.compare(CheckpointReader(path, index)))
-    same_size = index.world_size == ranks.size
-
-    def read() -> torch.Tensor | None:
-        reader = CheckpointReader(path, index)
-        for piece in sorted(target.pieces, key=lambda piece: (piece.name, piece.start)):
-            reader.read(piece)
-        if not same_size:
-            return None
-        name = _rng_name(ranks.rank)
-        rng = torch.empty(reader.entry(name).shape, dtype=torch.uint8)
-        reader.read(Piece(name, tuple(rng.shape), 0, rng))
-        return rng
-
-    rng = together_in_background(ranks, read)
-    target.finish()
-    if rng is not None:
-        together(ranks, lambda: restore_rng(rng, ranks.device))
-    return Restored(path, index.step, index.world_size, index.values, index.metric, rng_restored=rng is not None)
-
-
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as they will be read back.
 
@@ -484,10 +421,6 @@ def _require_text_keys(where: str, value: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
             _require_text_keys(f"{where}[{number}]", inner)
-
-
-def _rng_name(rank: int) -> str:
-    return f"rank/{rank:05d}/rng"
 
 
 def _require_shared(plan: SavePlan) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from fullshard.checkpoint import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
     CheckpointReader,
+    Completion,
     Kind,
     Piece,
     SafetensorsWriter,
@@ -22,10 +23,15 @@ from fullshard.checkpoint import (
     TensorSpec,
     WeightsWriter,
     atomic_directory,
+    changed_small_files,
     dtype_of,
     find_checkpoints,
+    find_completions,
+    instead_of,
+    is_shard_name,
     kind_of,
     parse_size,
+    rank_by_metric,
     read_completion,
     read_index,
 )
@@ -97,13 +103,15 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
 
     Args:
         path: A run, a directory of checkpoints, or one checkpoint.
-        which: ``latest``, ``best`` (the highest metric, of equal ones the newest) or a step; None: the latest.
+        which: ``latest``, ``best`` (by the metric, of equal ones the newest) or a step; None: the latest.
 
     Raises:
         ConfigError: ``path`` is one checkpoint and ``which`` is given, or ``which`` is none of these.
         CheckpointError: There is no such checkpoint, or none that is whole.
     """
     kind = kind_of(path)
+    if kind is Kind.WEIGHTS and is_shard_name(path.name):
+        raise CheckpointError(f"{path} is one rank's part of the checkpoint {path.parent}: export that.")
     if kind in (Kind.MODEL, Kind.WEIGHTS):
         raise CheckpointError(
             f"{path} holds weights as Hugging Face reads them already; only checkpoints are exported."
@@ -113,7 +121,8 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
             raise ConfigError(f"{path} is one checkpoint; --checkpoint {which} chooses among those of a run.")
         return path
     directory = path / CHECKPOINTS_NAME if kind is Kind.RUN else path
-    found = {read_completion(one).step: one for one in find_checkpoints(directory)}
+    completions = find_completions(directory)
+    found = {done.step: one for done, one in completions}
     if not found:
         raise CheckpointError(
             f"There is no whole checkpoint in {directory}; `fullshard verify {path}` says what is there. A run's best/ "
@@ -122,7 +131,7 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
     if which is None or which == "latest":
         return list(found.values())[-1]  # saved last
     if which == "best":
-        return _best(directory, found)
+        return _best(directory, completions)
     if not which.isdecimal():
         raise ConfigError(f"--checkpoint is latest, best or a step; got {which!r}.")
     if int(which) not in found:
@@ -138,14 +147,24 @@ def torn_after(checkpoint: Path) -> list[str]:
     return [path.name for path in later if path not in whole and path.suffix == ""]
 
 
-def _best(directory: Path, found: Mapping[int, Path]) -> Path:
-    judged = [(done.metric, done.step) for done in map(read_completion, found.values()) if done.metric is not None]
-    if not judged:
+def _best(directory: Path, found: Sequence[tuple[Completion, Path]]) -> Path:
+    ranked = rank_by_metric(found).paths
+    if not ranked:
         raise CheckpointError(
             f"None of the {len(found)} checkpoints in {directory} was saved with a metric, so none is the best. Choose "
             "one by its step. A run's best/ directory, if there is one, holds its best model."
         )
-    return found[max(judged)[1]]
+    return ranked[0]
+
+
+def assumed_of(best: Path) -> list[str]:
+    """What was assumed when a checkpoint was chosen as the best of its directory, for people."""
+    if rank_by_metric(find_completions(best.parent)).recorded:
+        return []
+    return [
+        f"{best.name} has the greatest metric; whether that is the best was not recorded by the earlier version that "
+        "saved it, and of a loss it is not: name another one with --checkpoint STEP"
+    ]
 
 
 def export(
@@ -172,6 +191,7 @@ def export(
     max_file_bytes = parse_size(options.max_shard_size)
     _require_room(directory)
     index = read_index(checkpoint)
+    _require_small_files(checkpoint)
     tensors = {name.removeprefix(MODEL): e for name, e in index.tensors.items() if name.startswith(MODEL)}
     assets = checkpoint / "model"
     parts = _choose_parts(tensors, options.lora, assets)
@@ -196,6 +216,17 @@ def export(
         files = tuple(sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*") if file.is_file()))
     notes = _notes(assets, files, options.lora)
     return ExportReport(checkpoint, index.step, directory, len(specs), total, files, notes)
+
+
+def _require_small_files(checkpoint: Path) -> None:
+    """What is copied beside the tensors must be as it was written, like every block of them."""
+    try:
+        changed = list(changed_small_files(checkpoint, read_completion(checkpoint)))
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error}.") from error
+    if changed:
+        name, text = changed[0]
+        raise CheckpointError(f"{checkpoint / name} is damaged: it {text}. {instead_of(checkpoint)}")
 
 
 def _require_room(directory: Path) -> None:

@@ -157,7 +157,7 @@ def load_optimizer_state(
             its state, or what ``step_in_backward`` returned.
         state: What ``state_dict()`` gave, or a file of ``torch.save`` with it, such as Trainer's ``optimizer.pt``: each
             rank maps it into memory and reads only what it holds. Several, of optimizers whose parameters ``optimizer``
-            steps together (torch's Muon and AdamW), as a list: their groups follow each other.
+            steps together (torch's Muon and AdamW), as a list, also one in a file: their groups follow each other.
         names: The parameters of each group, in order.
 
     Raises:
@@ -185,7 +185,7 @@ def _plan(
     state: UnshardedState | Sequence[UnshardedState],
     names: Sequence[Sequence[str]] | None,
 ) -> _Plan:
-    saved = [_state_dict(one) for one in ([state] if isinstance(state, (Mapping, str, Path)) else state)]
+    saved = _state_dicts(state)
     groups = [(of_one["state"], group) for of_one in saved for group in of_one["param_groups"]]
     own = stepped(model, optimizer)
     values: dict[str, Mapping[str, Any]] = {}
@@ -207,19 +207,21 @@ def _plan(
     return plan
 
 
-def _state_dict(state: UnshardedState) -> Mapping[str, Any]:
-    """What was given, or what the file holds.
+def _state_dicts(state: UnshardedState | Sequence[UnshardedState]) -> list[Mapping[str, Any]]:
+    """What was given, or what the files hold.
 
     Raises:
         CheckpointError: It is no optimizer's state.
     """
     saved = _read(Path(state)) if isinstance(state, (str, Path)) else state
+    if isinstance(saved, (list, tuple)):
+        return [found for one in saved for found in _state_dicts(one)]
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
         raise CheckpointError(
             "An optimizer's state_dict() has the keys 'state' and 'param_groups'; this is a "
             f"{type(saved).__name__}{f' with {sorted(map(str, saved))[:5]}' if isinstance(saved, Mapping) else ''}."
         )
-    return saved
+    return [saved]
 
 
 def _unnested(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -62,3 +62,8 @@ def _encode(state: torch.Tensor) -> str:
 
 def _decode(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def rng_name(rank: int) -> str:
+    """Name of a rank's random state among a checkpoint's tensors."""
+    return f"rank/{rank:05d}/rng"

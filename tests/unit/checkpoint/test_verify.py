@@ -167,14 +167,45 @@ def test_an_index_that_does_not_fit_the_files(change, file, text, checkpoint):
 
 
 def test_the_marker_and_the_small_files(checkpoint):
-    (checkpoint / "model" / "config.json").write_text("{[")
-    assert [(p.file, p.text[:10]) for p in problems_of(checkpoint)] == [("model/config.json", "is no JSON")]
+    (checkpoint / "model" / "config.json").write_text("[]")  # one letter's change of a tokenizer is no larger
+    assert [(p.file, p.text[:11]) for p in problems_of(checkpoint)] == [("model/config.json", "has SHA-256")]
     (checkpoint / "model" / "config.json").unlink()
     assert [(p.file, p.text[:10]) for p in problems_of(checkpoint)] == [("model/config.json", "is missing")]
     (checkpoint / "complete.json").write_text("{")
     assert [(p.file, p.text[:14]) for p in problems_of(checkpoint)] == [("complete.json", "cannot be read")]
     (checkpoint / "complete.json").unlink()
     assert [(p.file, p.text[:10]) for p in problems_of(checkpoint)] == [("complete.json", "is missing")]
+
+
+def test_small_files_of_an_earlier_version_are_said_to_have_no_checksums(checkpoint):
+    (whole,) = verify_path(checkpoint).verdicts
+    assert whole.unhashed == ()
+    values = json.loads((checkpoint / "complete.json").read_text())
+    del values["sha256"]
+    (checkpoint / "complete.json").write_text(json.dumps(values))
+    (verdict,) = verify_path(checkpoint).verdicts
+    assert (verdict.unhashed, verdict.problems) == (("model/config.json",), ())
+    assert verdict.as_dict()["files_without_checksums"] == ["model/config.json"]
+    (checkpoint / "model" / "config.json").write_text("{[")
+    assert [(p.file, p.text[:10]) for p in problems_of(checkpoint)] == [("model/config.json", "is no JSON")]
+
+
+def test_one_ranks_file_is_compared_with_the_index_beside_it(checkpoint):
+    pieces = [
+        piece for entry in read_index(checkpoint).tensors.values() for piece in entry.pieces if piece.file == SECOND
+    ]
+    (checkpoint / FIRST).unlink()  # says nothing of the second
+    (verdict,) = verify_path(checkpoint / SECOND).verdicts
+    assert (verdict.kind, verdict.problems) == (Kind.WEIGHTS, ())
+    assert (verdict.checksums, verdict.tensors) == (sum(len(piece.crcs) for piece in pieces), len(pieces))
+    flip(checkpoint / SECOND, (checkpoint / SECOND).stat().st_size - 1)
+    (problem,) = problems_of(checkpoint / SECOND)
+    assert (problem.file, problem.stop) == (SECOND, (checkpoint / SECOND).stat().st_size)
+    (checkpoint / "complete.json").unlink()
+    (checkpoint / "index.json").write_text("{")
+    assert [problem.file for problem in problems_of(checkpoint / SECOND)] == ["complete.json", "index.json"]
+    (checkpoint / "index.json").unlink()
+    assert problems_of(checkpoint / SECOND) == ()  # without it there is nothing to compare with
 
 
 def test_a_run_with_all_that_is_in_it(tmp_path):

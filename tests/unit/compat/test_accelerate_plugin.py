@@ -1,5 +1,6 @@
 """The plugin reads what Accelerate's reads: fields, words, numbers, environment variables."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -215,7 +216,7 @@ def test_efficient_loading_is_told_to_transformers_and_takes_rank_0s_values():
 @pytest.mark.parametrize("version", [1, 2])
 def test_one_unit_that_nobody_asked_for_is_told(version):
     def made(**options):
-        with pytest.raises(ProcessGroupError):  # what comes after
+        with contextlib.suppress(ProcessGroupError):  # version 1 shards over processes, and here are none
             shard(TinyLM(), Plugin(fsdp_version=version, **options), SoloComm(torch.device("cpu")))
 
     with pytest.warns(UserWarning, match=r"No wrap policy: all [\d,]+ parameters of TinyLM are one unit"):

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from fullshard import Checkpoints, fully_shard, load_checkpoint
+from fullshard import Checkpoints, fully_shard, load_checkpoint, save
 from fullshard.checkpoint import CheckpointReader, Piece, find_checkpoints, read_index, writer
 from fullshard.comm import run_ranks
 from fullshard.errors import CheckpointError, FullshardError
@@ -207,3 +208,135 @@ def test_after_going_back_the_new_checkpoints_are_the_newest(tmp_path):
 
     assert on_ranks(2, work) == [("step-00000210", 220)] * 2
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000210", "step-00000220"]
+
+
+def save_metrics(directory, metrics, **options):
+    """One checkpoint for each metric, steps from 1; the name of the best one."""
+
+    def work(model, comm):
+        with Checkpoints(directory, ranks=comm, **options) as checkpoints:
+            for step, metric in enumerate(metrics, start=1):
+                checkpoints.save(model, step=step, metric=metric)
+            return checkpoints.best().name
+
+    (name,) = on_ranks(1, work)
+    return name
+
+
+def best_of(directory, **options):
+    def work(_, comm):
+        with Checkpoints(directory, ranks=comm, **options) as checkpoints:
+            return checkpoints.best().name
+
+    return on_ranks(1, work)[0]
+
+
+def forget_direction(directory):
+    """As an earlier version wrote its checkpoints."""
+    for path in directory.glob("step-*"):
+        values = json.loads((path / "complete.json").read_text())
+        del values["greater_is_better"], values["sha256"]
+        (path / "complete.json").write_text(json.dumps(values))
+
+
+def test_of_a_loss_the_smallest_is_the_best_and_kept_and_known_later(tmp_path):
+    best = save_metrics(tmp_path, [3.0, 1.0, 2.0, 2.5], keep_last=1, keep_best=1, greater_is_better=False)
+    assert best == "step-00000002"
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
+    assert best_of(tmp_path) == "step-00000002"
+    assert read_index(tmp_path / "step-00000002").greater_is_better is False
+
+
+def test_where_no_direction_was_recorded_the_caller_says_it(tmp_path):
+    save_metrics(tmp_path, [3.0, 1.0, 2.0], keep_last=None)
+    forget_direction(tmp_path)
+    assert best_of(tmp_path) == "step-00000001"
+    assert best_of(tmp_path, greater_is_better=False) == "step-00000002"
+
+
+def test_a_directory_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def work(model, comm):
+        with Checkpoints("mine", ranks=comm) as checkpoints:
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            checkpoints.save(model, step=1)
+            return checkpoints.latest()
+
+    assert on_ranks(1, work) == [tmp_path / "mine" / "step-00000001"]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "header", "cut"])
+def test_damage_names_the_newest_other_whole_checkpoint_and_what_to_type(damage, tmp_path):
+    path, other = tmp_path / "step-00000003", tmp_path / "step-00000002"
+
+    def work(model, comm):
+        with Checkpoints(tmp_path, ranks=comm, keep_last=None) as checkpoints:
+            for step in (1, 2, 3):
+                checkpoints.save(model, step=step)
+        if comm.rank == 0:
+            file = path / "shard-00001-of-00002.safetensors"
+            content = bytearray(file.read_bytes())
+            content[{"flipped": -1, "header": 9, "cut": 0}[damage]] ^= 1
+            file.write_bytes(content[:-1] if damage == "cut" else content)
+        comm.barrier()
+        with pytest.raises(CheckpointError) as info:
+            load_checkpoint(model, None, path)
+        return str(info.value)
+
+    first, second = on_ranks(2, work)
+    assert first == second
+    assert f"The newest other whole one is {other}." in first
+    assert f"resume={other} to fullshard train, path='{other}' to Checkpoints.load" in first
+
+
+def test_without_another_whole_checkpoint_that_is_said(tmp_path):
+    def work(model, comm):
+        with Checkpoints(tmp_path, ranks=comm) as checkpoints:
+            checkpoints.save(model, step=1)
+        (tmp_path / "step-00000001" / "index.json").unlink()
+        (tmp_path / "step-00000002").mkdir()  # torn as well
+        with pytest.raises(CheckpointError, match="There is no other whole checkpoint in "):
+            load_checkpoint(model, None, tmp_path / "step-00000001")
+
+    on_ranks(1, work)
+
+
+EXACT = {
+    "complex64": torch.complex(torch.arange(6.0), -torch.arange(6.0)).reshape(2, 3),
+    "conjugated": torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
+    "float8_e4m3fn": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "float8_e5m2": torch.arange(256, dtype=torch.uint8).view(torch.float8_e5m2),
+    "uint16": torch.tensor([0, 65535], dtype=torch.uint16),
+}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_complex_and_fp8_buffers_come_back_to_the_bit(kind, tmp_path):
+    expected = EXACT[kind].resolve_conj().contiguous()
+
+    def work(model, comm):
+        with Checkpoints(tmp_path / "checkpoints", ranks=comm) as checkpoints:
+            checkpoints.save(model, step=1)
+            model.values.copy_(torch.zeros_like(expected))
+            checkpoints.load(model)
+        save(model, tmp_path / "full")
+        return bytes(model.values.resolve_conj().contiguous().view(torch.uint8).flatten().tolist())
+
+    found = on_ranks(2, work, lambda: Buffers(values=EXACT[kind].clone()))
+    assert found == [bytes(expected.view(torch.uint8).flatten().tolist())] * 2
+    stored = load_file(tmp_path / "full" / "model.safetensors")["values"]
+    assert stored.dtype == expected.dtype
+    assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_buffer_that_no_file_holds_is_refused_by_name_with_the_remedy(background, tmp_path):
+    words = r"'model/values' is torch\.complex128.*view_as_real.*persistent=False"
+
+    def work(model, comm):
+        with pytest.raises(CheckpointError, match=words), Checkpoints(tmp_path, ranks=comm) as checkpoints:
+            checkpoints.save(model, step=1, background=background)
+
+    on_ranks(2, work, lambda: Buffers(values=torch.zeros(3, dtype=torch.complex128)))

@@ -339,7 +339,10 @@ def test_a_second_run_is_told_to_use_another_directory(tmp_path):
 
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    assert "Mend its permissions" in same_error(2, lambda _, comm: Checkpoints(tmp_path / "file" / "x", ranks=comm))
+    text = same_error(2, lambda _, comm: Checkpoints(tmp_path / "file" / "x", ranks=comm))
+    assert f"{tmp_path / 'file'} is a file. Move it or choose another directory." in text
+    (tmp_path / "closed").symlink_to(tmp_path / "nowhere" / "deep")
+    assert "Mend its permissions" in same_error(2, lambda _, comm: Checkpoints(tmp_path / "closed" / "x", ranks=comm))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -33,7 +33,15 @@ from torch.optim import Optimizer
 from fullshard.comm import join_alone
 from fullshard.compat.accelerate import saving
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
-from fullshard.compat.accelerate.sharding import blocks_of, is_sharded, know_ranks, shard, unwrapped, upcast_trainable
+from fullshard.compat.accelerate.sharding import (
+    blocks_of,
+    is_sharded,
+    know_ranks,
+    shard,
+    takes_rank_0s_values,
+    unwrapped,
+    upcast_trainable,
+)
 from fullshard.engine import full_state_dict, no_sync
 from fullshard.errors import ConfigError
 from fullshard.optim import Places, ShardedGradScaler, clip_grad_norm_, repoint
@@ -139,7 +147,8 @@ class Accelerator(_library.Accelerator):
         inner = unwrapped(model)
         ready = is_sharded(model)
         if not ready and self.mixed_precision != "no":
-            upcast_trainable(model, tell=self.is_main_process)
+            counts = self.is_main_process or not takes_rank_0s_values(plugin)
+            upcast_trainable(model, tell=self.is_main_process, values=counts)
         with self._compiling_blocks(model, plugin, ready=ready):
             super().prepare_model(inner, device_placement=False, evaluation_mode=True)
         sharded = model if ready else shard(inner, plugin, self._ranks)

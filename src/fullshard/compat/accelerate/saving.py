@@ -8,6 +8,7 @@ own (``….tmp``) and renamed when all of it is on the disk: a state is whole, o
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from accelerate import checkpointing
 from torch import nn
 
 from fullshard.checkpoint import commit, recover, sibling
-from fullshard.comm import together
+from fullshard.comm import together, together_in_background
 from fullshard.compat.accelerate.sharding import is_sharded, unwrapped
 from fullshard.compat.torch_fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from fullshard.compat.torch_fsdp.optim_state import optim_state_dict
@@ -60,7 +61,7 @@ def save_state(
         if not _save_optimizer(accelerator, optimizer.optimizer, directory, number):
             plain.append(optimizer)
     for hook in accelerator._save_model_state_pre_hook.values():
-        hook(accelerator._models, [], str(directory))
+        together(accelerator._ranks, functools.partial(hook, accelerator._models, [], str(directory)))
     on_each = accelerator.project_configuration.save_on_each_node
 
     def rest() -> None:
@@ -80,7 +81,7 @@ def save_state(
             checkpointing.save_custom_state(one, str(directory), number, save_on_each_node=on_each)
 
     _together(accelerator, "written", directory, rest)
-    _together(accelerator, "written", final, lambda: accelerator.is_main_process and _replace(directory, final))
+    _write(accelerator, final, lambda: accelerator.is_main_process and _replace(directory, final))
     _together(accelerator, "thinned out", final.parent, lambda: _drop_oldest(accelerator, final.parent))
     accelerator.project_configuration.iteration += 1
     return final
@@ -101,7 +102,7 @@ def load_state(
         if not _load_optimizer(accelerator, optimizer.optimizer, directory, number):
             plain.append(optimizer)
     for hook in accelerator._load_model_state_pre_hook.values():
-        hook([], str(directory))
+        together(accelerator._ranks, functools.partial(hook, [], str(directory)))
 
     def rest() -> None:
         overrides = checkpointing.load_accelerator_state(
@@ -132,14 +133,19 @@ def load_state(
 
 def _together(accelerator: Any, verb: str, directory: Path, action: Any) -> None:
     """Do what may fail on the disk of any rank, so that all ranks are told."""
+    together(accelerator._ranks, lambda: _with_reason(verb, directory, action))
 
-    def careful() -> None:
-        try:
-            action()
-        except OSError as error:
-            raise CheckpointError(f"{directory} cannot be {verb}: {error}.") from error
 
-    together(accelerator._ranks, careful)
+def _write(accelerator: Any, path: Path, action: Any) -> None:
+    """The same for what may take long to write: in a thread, and no collective lasts as long as it does."""
+    together_in_background(accelerator._ranks, lambda: _with_reason("written", path, action))
+
+
+def _with_reason(verb: str, path: Path, action: Any) -> None:
+    try:
+        action()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be {verb}: {error}.") from error
 
 
 def _new_directory(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Path:
@@ -226,18 +232,13 @@ def _save_model(accelerator: Any, model: nn.Module, directory: Path, number: int
     if not is_sharded(model) or kind is StateDictType.FULL_STATE_DICT:
         state = full_state_dict(model) if is_sharded(model) else model.state_dict()
         path = _file(directory, _MODEL, number)
-        _together(accelerator, "written", path, lambda: accelerator.is_main_process and torch.save(state, path))
+        _write(accelerator, path, lambda: accelerator.is_main_process and torch.save(state, path))
     elif kind is StateDictType.SHARDED_STATE_DICT:
         save_dcp(model, None, directory / f"{_MODEL}_{number}")
     else:
         path = _file(directory, _MODEL, number, accelerator.process_index)
         shards = {one.name: one.tensor for one in local_tensors(model)}
-        _together(
-            accelerator,
-            "written",
-            path,
-            lambda: torch.save({"world": accelerator.num_processes, "shards": shards}, path),
-        )
+        _write(accelerator, path, lambda: torch.save({"world": accelerator.num_processes, "shards": shards}, path))
 
 
 def _load_model(accelerator: Any, model: nn.Module, directory: Path, number: int) -> None:
@@ -294,7 +295,7 @@ def _save_optimizer(accelerator: Any, optimizer: torch.optim.Optimizer, director
     with state_dict_type(model, StateDictType.FULL_STATE_DICT, model_config, optim_config):
         state = optim_state_dict(model, optimizer)
     path = _file(directory, _OPTIMIZER, number)
-    _together(accelerator, "written", path, lambda: accelerator.is_main_process and torch.save(state, path))
+    _write(accelerator, path, lambda: accelerator.is_main_process and torch.save(state, path))
     return True
 
 

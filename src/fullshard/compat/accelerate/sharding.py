@@ -51,10 +51,13 @@ def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm)
     Returns:
         A wrapper around it (version 1), or the model itself (version 2).
     """
-    if plugin.sync_module_states or plugin.cpu_ram_efficient_loading:
-        take_values_of_rank_0(model, ranks)
     plugin.set_auto_wrap_policy(model)
-    ignored = _ignored_modules(model, plugin.ignored_modules, ranks.device)
+    ignored = _ignored_modules(model, plugin.ignored_modules)
+    if takes_rank_0s_values(plugin):
+        _require_same_model(model, ranks)
+        for module in ignored:
+            _take_values_of_rank_0(model, module, ranks)
+    ignored = [module.to(ranks.device) for module in ignored]
     units = set(_units(model, plugin, ignored))
     if not units and not plugin.asked_for_one_unit:
         warnings.warn(
@@ -95,6 +98,7 @@ def _version_1(
         ignored_modules=ignored or None,
         param_init_fn=plugin.param_init_fn,
         device_id=ranks.device,
+        sync_module_states=takes_rank_0s_values(plugin),  # a unit at a time
         forward_prefetch=bool(plugin.forward_prefetch),
         use_orig_params=bool(plugin.use_orig_params),
     )
@@ -104,6 +108,7 @@ def _version_2(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module], ranks: Comm
 ) -> nn.Module:
     options: dict[str, Any] = {
+        "mesh": ranks,
         "reshard_after_forward": plugin.reshard_after_forward,
         "offload_policy": plugin.cpu_offload,
         "ignored_params": {param for module in ignored for param in module.parameters()},
@@ -112,8 +117,26 @@ def _version_2(
         options["mp_policy"] = plugin.mixed_precision_policy
     for module in _units(model, plugin, ignored):
         if not _is_tied(model, module):
-            fully_shard(module, **options)
-    return fully_shard(model, **options)
+            _fill_and_shard(model, module, plugin, ranks, options)
+    return _fill_and_shard(model, model, plugin, ranks, options)
+
+
+def _fill_and_shard(
+    model: nn.Module,
+    module: nn.Module,
+    plugin: FullyShardedDataParallelPlugin,
+    ranks: Comm,
+    options: dict[str, Any],
+) -> nn.Module:
+    """Make a unit of ``module``, a part of ``model``: no other has values on ranks that take them from the first."""
+    if takes_rank_0s_values(plugin):
+        _take_values_of_rank_0(model, module, ranks)
+    return fully_shard(module, **options)
+
+
+def takes_rank_0s_values(plugin: FullyShardedDataParallelPlugin) -> bool:
+    """Whether other ranks need no values of their own."""
+    return bool(plugin.sync_module_states or plugin.cpu_ram_efficient_loading)
 
 
 def _is_tied(model: nn.Module, module: nn.Module) -> bool:
@@ -124,19 +147,12 @@ def _is_tied(model: nn.Module, module: nn.Module) -> bool:
     )
 
 
-def take_values_of_rank_0(model: nn.Module, ranks: Comm) -> None:
-    """Give parameters and buffers the values they have on rank 0; every rank calls it.
-
-    What is on the meta device gets host memory first: all of the model, until it is sharded.
+def _require_same_model(model: nn.Module, ranks: Comm) -> None:
+    """Have all ranks hold a model of the same shapes; its values may differ, or be on the meta device.
 
     Raises:
         MismatchError: Names, shapes or dtypes differ; on every rank.
     """
-    for module in model.modules():
-        own: dict[str, Any] = {**module._parameters, **module._buffers}
-        for name, tensor in own.items():
-            if tensor is not None and tensor.is_meta:
-                _set(model, tensor, torch.empty_like(tensor, device="cpu"), module, name)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     everyone = ranks.all_gather_object({name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()})
     differing = sorted({name for other in everyone for name, _ in other.items() ^ everyone[0].items()})
@@ -146,8 +162,22 @@ def take_values_of_rank_0(model: nn.Module, ranks: Comm) -> None:
             f"other names, shapes or dtypes, or are tied on some ranks only ({', '.join(differing[:3])}). Build the "
             "same model on every rank; model.to('meta') unties weights, building under torch.device('meta') does not."
         )
+
+
+def _take_values_of_rank_0(model: nn.Module, part: nn.Module, ranks: Comm) -> None:
+    """Give what ``part`` of ``model`` holds, and is no shard, the values it has on rank 0; every rank calls it.
+
+    What is on the meta device gets memory first.
+    """
+    for module in part.modules():
+        own: dict[str, Any] = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is not None and tensor.is_meta:
+                _set(model, tensor, torch.empty_like(tensor, device=ranks.device), module, name)
     ranks.announce("values of rank 0")
-    for tensor in tensors.values():
+    for tensor in [*part.parameters(), *part.buffers()]:
+        if hasattr(tensor, "shard_meta"):
+            continue
         value = tensor.detach().to(ranks.device).contiguous()
         ranks.broadcast(value).wait()
         with torch.no_grad():
@@ -166,10 +196,8 @@ def _set(model: nn.Module, old: torch.Tensor, value: torch.Tensor, module: nn.Mo
         module._buffers[name] = value
 
 
-def _ignored_modules(
-    model: nn.Module, given: Iterable[nn.Module] | str | None, device: torch.device
-) -> list[nn.Module]:
-    """The modules themselves, or those whose whole name a regular expression matches; on the device."""
+def _ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | None) -> list[nn.Module]:
+    """The modules themselves, or those whose whole name a regular expression matches."""
     if isinstance(given, str):
         try:
             pattern = re.compile(given)
@@ -180,7 +208,7 @@ def _ignored_modules(
             raise ConfigError(f"ignored_modules={given!r} matches no module of {type(model).__name__}.")
     else:
         found = list(given or ())
-    return [module.to(device) for module in found]
+    return found
 
 
 def _checkpoint(model: nn.Module, units: set[nn.Module], *, offload: bool) -> None:
@@ -191,15 +219,21 @@ def _checkpoint(model: nn.Module, units: set[nn.Module], *, offload: bool) -> No
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapped, check_fn=units.__contains__)
 
 
-def upcast_trainable(model: nn.Module, *, tell: bool) -> None:
-    """Keep trainable parameters in float32 where they compute in less, as Accelerate does; before sharding."""
+def upcast_trainable(model: nn.Module, *, tell: bool, values: bool = True) -> None:
+    """Keep trainable parameters in float32 where they compute in less, as Accelerate does; before sharding.
+
+    Args:
+        model: The model.
+        tell: Whether this rank says so.
+        values: Whether what they hold counts; else it will be overwritten, and no memory is written to here.
+    """
     narrow = [
         (name, param)
         for name, param in model.named_parameters()
-        if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16) and not param.is_meta
+        if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16)
     ]
     for _, param in narrow:
-        param.data = param.data.float()
+        param.data = param.data.float() if values else torch.empty_like(param.data, dtype=torch.float32)
     if narrow and tell:
         warnings.warn(
             f"{len(narrow)} trainable parameters ({narrow[0][0]}, …) were 16 bits wide and are kept in "

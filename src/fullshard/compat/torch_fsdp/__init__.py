@@ -3,7 +3,8 @@
 A script changes its import lines: ``torch.distributed.fsdp`` becomes ``fullshard.compat.torch_fsdp``, and the modules
 in it keep their names (``.wrap``, ``.api``, ``.fully_sharded_data_parallel``, ``.sharded_grad_scaler``). Names of other
 places of torch that such scripts use are here too: ``checkpoint_wrapper``, ``CheckpointImpl``,
-``apply_activation_checkpointing``. The function ``wrap`` is in the module ``wrap``, as in torch.
+``apply_activation_checkpointing``, ``load_sharded_optimizer_state_dict``. The function ``wrap`` is in the module
+``wrap``, as in torch.
 
 ``FlatParameter`` has no counterpart: parameters are always the original ones. What else differs is listed in
 ``docs/compat.md``.
@@ -52,6 +53,9 @@ from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import (
 from fullshard.compat.torch_fsdp.sharded_grad_scaler import (
     ShardedGradScaler,
 )
+from fullshard.compat.torch_fsdp.sharded_optimizer import (
+    load_sharded_optimizer_state_dict,
+)
 from fullshard.compat.torch_fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -98,6 +102,7 @@ __all__ = [
     "enable_wrap",
     "fully_shard",
     "lambda_auto_wrap_policy",
+    "load_sharded_optimizer_state_dict",
     "offload_wrapper",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -31,7 +31,7 @@ from fullshard.compat.torch_fsdp.fsdp_module import (
     unit_of,
 )
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
-from fullshard.compat.torch_fsdp.sharded_gradient import gradient_of
+from fullshard.compat.torch_fsdp.sharded_gradient import FullTensor, gradient_of
 from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
 from fullshard.engine.runtime import runtime_of
 from fullshard.errors import ConfigError, ShardingError, WrapError
@@ -65,7 +65,8 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
 
     Call it bottom up, on blocks and then on the root, which is what may be called then. ``module`` becomes an
     :class:`FSDPModule`. Its parameters are this rank's rows, plain tensors (not DTensors), whose gradients give norms
-    over all ranks, so that ``torch.nn.utils.clip_grad_norm_`` is right.
+    over all ranks, so that ``torch.nn.utils.clip_grad_norm_`` is right. Parameters and gradients have a
+    ``full_tensor()``, which every rank calls.
 
     Args:
         module: A module, or a list of modules that make one unit.
@@ -128,6 +129,7 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     set_state_dict_type(members[0], StateDictType.SHARDED_STATE_DICT)
     for param in runtime.root.params:
         param.as_gradient = gradient_of
+        param.shard.full_tensor = FullTensor(param)  # type: ignore[attr-defined]
         describe_state_of(param.shard)
     if reshard is True:  # said, so it holds for a root too
         runtime.root.keeps_after_forward = False

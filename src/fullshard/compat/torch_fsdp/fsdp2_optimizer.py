@@ -8,7 +8,6 @@ them. Of FSDP1's it gives rows, as torch's, and torch's getters, which do not kn
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fullshard.comm import Comm
+from fullshard.compat.torch_fsdp.torch_getters import GETTERS, asking_getter, whole_on_this_rank
 from fullshard.errors import ShardingError
 from fullshard.optim.walk import has_shape_here, part_of_saved, part_of_state
 from fullshard.saving.optimizer_state import cut
@@ -24,7 +25,6 @@ from fullshard.saving.shard_tensor import ShardTensor, state_as_part
 _MARK = "_fullshard_in_fsdp2"
 _WRAPPED_MARK = "_fullshard_in_fsdp1"
 _SEEN = "_fullshard_described"
-_GETTERS = "torch.distributed.checkpoint.state_dict"
 _registered: list[object] = []
 
 
@@ -62,15 +62,12 @@ def _refuse_getters(_optimizer: Optimizer) -> None:
     Raises:
         ShardingError: One of them asks.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _GETTERS:
-            raise ShardingError(
-                f"{_GETTERS} does not know fullshard's FullyShardedDataParallel: it would save one rank's rows of the "
-                "optimizer's state as if they were all. Use FSDP.optim_state_dict(model, optimizer) and "
-                "FSDP.optim_state_dict_to_load, or shard with fully_shard, whose state it knows."
-            )
-        frame = frame.f_back
+    if asking_getter() is not None:
+        raise ShardingError(
+            f"{GETTERS} does not know fullshard's FullyShardedDataParallel: it would save one rank's rows of the "
+            "optimizer's state as if they were all. Use FSDP.optim_state_dict(model, optimizer) and "
+            "FSDP.optim_state_dict_to_load, or shard with fully_shard, whose state it knows."
+        )
 
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -80,15 +77,24 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     params = _params(optimizer)
     state = {number: _described(optimizer, params[number], values) for number, values in state_dict["state"].items()}
+    getter = asking_getter()
+    if getter is not None and getter.full_state_dict:
+        # Every rank gathers in the same order, whichever order its steps had.
+        for number, values in sorted(state.items()):
+            state[number] = {key: whole_on_this_rank(values[key], getter) for key in sorted(values)}
     return state_dict | {"state": state}
 
 
 def _described(optimizer: Optimizer, param: nn.Parameter, values: dict[str, Any]) -> dict[str, Any]:
     meta = getattr(param, "shard_meta", None)
-    if meta is None or not hasattr(param, _MARK) or tuple(param.shape) == meta.global_shape:
+    if meta is None or not hasattr(param, _MARK):
         return values
     parts = {key: part_of_state(optimizer, param, key, value, meta.name) for key, value in values.items()}
-    return {key: value if (part := parts[key]) is None else state_as_part(part, value) for key, value in values.items()}
+    comm: Comm = param.shard_comm  # type: ignore[attr-defined]
+    return {
+        key: value if (part := parts[key]) is None else state_as_part(part, value, comm)
+        for key, value in values.items()
+    }
 
 
 def _without_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -114,13 +120,8 @@ def _held(optimizer: Optimizer, param: nn.Parameter, key: str, value: Any) -> An
     if meta is None or not isinstance(value, torch.Tensor) or key == "step":
         return value
     if not isinstance(value, ShardTensor) and has_shape_here(optimizer, param, key, value.shape):
-        return value
+        return value.as_subclass(torch.Tensor)
     part = part_of_saved(optimizer, param, key, value.shape, meta.name)
     if part is None or not isinstance(value, ShardTensor):
         return value if part is None else cut(value, part)
-    if part.numel and not value.is_part(*part.held):
-        raise ShardingError(
-            f"{key} of {meta.name} has elements {value.start} to {value.start + value.flat.numel()} where this rank "
-            f"has {part.held[0]} to {part.held[1]}: give it to torch.distributed.checkpoint.load."
-        )
-    return value.flat.view(part.local_shape)
+    return value.elements(f"{key} of {meta.name}", part.held).view(part.local_shape)

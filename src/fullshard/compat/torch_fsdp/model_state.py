@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fullshard.comm import together
+from fullshard.comm import Comm, together
 from fullshard.compat.torch_fsdp.api import FullStateDictConfig, StateDictType
 from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
+from fullshard.compat.torch_fsdp.torch_getters import asking_getter, keeps_on_rank0_only, nothing_of
 from fullshard.engine import Entry, gathered, mesh_of, plain_name, sharded_roots, state_entries
 from fullshard.errors import ShardingError
-from fullshard.saving.shard_tensor import ShardTensor
+from fullshard.saving.shard_tensor import ShardTensor, WholeTensor, part_or_whole
 
 _EXTRA = "_extra_state"
 
@@ -53,8 +54,7 @@ def model_state_dict(
         ShardingError: The module is no part of a sharded model, or only rank 0 has the full parameters.
     """
     destination, prefix = _positional(args, destination, prefix)
-    settings = get_state_dict_type(module)
-    kind, config = settings.state_dict_type, settings.state_dict_config
+    kind, config = _wanted(module)
     entries = state_entries(module)
     if kind is StateDictType.FULL_STATE_DICT:
         values = _full(module, entries, config)
@@ -63,8 +63,10 @@ def model_state_dict(
     else:
         values = [_shown(entry).detach() for entry in entries]
     found = OrderedDict() if destination is None else destination
-    if values is None:
+    if values is None and asking_getter() is None:
         return found
+    if values is None:
+        values = [nothing_of(entry.tensor) for entry in entries]  # torch goes by the names before it drops them
     named: list[tuple[str, Any]] = [
         (entry.name, _to_host(value) if config.offload_to_cpu else value)
         for entry, value in zip(entries, values, strict=True)
@@ -74,6 +76,16 @@ def model_state_dict(
     for name, value in sorted(named, key=lambda one: order[one[0].rpartition(".")[0]]):
         found[prefix + name] = value
     return found
+
+
+def _wanted(module: nn.Module) -> tuple[StateDictType, Any]:
+    """The kind of state dict and its settings: as torch's getter says, where one asks, else as was chosen."""
+    getter = asking_getter()
+    if getter is not None and getter.full_state_dict:
+        rank0_only = keeps_on_rank0_only(getter)
+        return StateDictType.FULL_STATE_DICT, FullStateDictConfig(getter.cpu_offload, rank0_only)
+    settings = get_state_dict_type(module)
+    return settings.state_dict_type, settings.state_dict_config
 
 
 def _positional(
@@ -102,11 +114,12 @@ def _full(module: nn.Module, entries: Sequence[Entry], config: Any) -> list[torc
 
 
 def _sharded(entry: Entry) -> torch.Tensor:
-    tensor = _shown(entry).detach()
-    if entry.meta is None or tuple(tensor.shape) == entry.shape:
-        return tensor.clone()
+    tensor = _shown(entry)
+    if entry.meta is None:
+        return tensor.detach().clone()
     start, _ = entry.meta.element_range
-    return ShardTensor.of(entry.shape, start, tensor.reshape(-1).clone())
+    comm: Comm = tensor.shard_comm  # type: ignore[attr-defined]
+    return part_or_whole(entry.shape, start, tensor.detach().reshape(-1).clone(), comm=comm)
 
 
 def _shown(entry: Entry) -> torch.Tensor:
@@ -125,7 +138,9 @@ def _shown(entry: Entry) -> torch.Tensor:
 
 def _to_host(value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, ShardTensor):
-        return ShardTensor.of(value.shape, value.start, value.flat.cpu())
+        return ShardTensor.of(value.shape, value.start, value.flat.cpu(), comm=value.comm)
+    if isinstance(value, WholeTensor):
+        return part_or_whole(value.shape, 0, value.cpu().reshape(-1), comm=value.comm)
     return value.cpu()
 
 
@@ -196,7 +211,7 @@ def _plan(
             try:
                 copies.append((entry.tensor.detach(), part(entry, name, state[name])))
             except ShardingError as error:
-                problems.append(str(error))
+                problems.append(str(error).removesuffix("."))
     known = {entry.name for entry in entries} | set(_extra_states(module))
     unexpected = [name for name in state if name not in known]
     if strict and missing:
@@ -216,12 +231,7 @@ def _rows(entry: Entry, name: str, value: torch.Tensor) -> torch.Tensor:
         return value
     start, stop = entry.meta.element_range
     if isinstance(value, ShardTensor):
-        if stop > start and not value.is_part(start, stop):
-            raise ShardingError(
-                f"{name} has elements {value.start} to {value.start + value.flat.numel()} here where the model has "
-                f"{start} to {stop}: give it to torch.distributed.checkpoint.load"
-            )
-        return value.flat.view(entry.tensor.shape)
+        return value.elements(name, (start, stop)).view(entry.tensor.shape)
     return value.reshape(-1)[start:stop].view(entry.tensor.shape)
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fullshard.comm import Mesh, together
 from fullshard.compat.torch_fsdp.optim_out import StateDict, root_and_ranks
 from fullshard.engine import local_tensors
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ShardingError
 from fullshard.saving.full_optimizer import group_options
 from fullshard.saving.optimizer_state import Stepped, cut, saved_options
 from fullshard.saving.pieces import by_parameter, local_of
@@ -90,6 +90,9 @@ def _cut(own: Sequence[Stepped], saved: StateDict, *, local: bool) -> list[tuple
     cut = []
     for one, its_options in zip(own, saved_options(own, options), strict=True):
         state = saved["state"].get(one.saved_name(saved["state"]), {})
+        one.require_same_kind(
+            its_options, {key: v.dtype if isinstance(v, ShardTensor) else v for key, v in state.items()}
+        )
         # What this rank holds nothing of stays as it is: its steps would not be counted on.
         part = _local_part if local else _part
         new = {key: part(one, key, value) for key, value in state.items()} if one.param.numel() else one.state
@@ -101,15 +104,17 @@ def _part(one: Stepped, key: str, value: Any) -> Any:
     """This rank's part of one value of a parameter's state, full or sharded."""
     if not isinstance(value, torch.Tensor):
         return value
+    if hasattr(value, "local_shards"):
+        raise CheckpointError(
+            f"{key!r} of {one.local.name} is a ShardedTensor, cut evenly over ranks: torch's own "
+            "load_sharded_optimizer_state_dict reads these. Import that name from fullshard.compat.torch_fsdp."
+        )
     part = one.part_of_saved(key, value.shape)
     if isinstance(value, ShardTensor) and part is not None:
-        if not value.is_part(*part.held):
-            raise CheckpointError(
-                f"{key!r} of {one.local.name} has elements {value.start} to {value.start + value.flat.numel()} here "
-                f"where the parameter has {part.held[0]} to {part.held[1]}. A sharded state dict of other ranks comes "
-                "through torch.distributed.checkpoint.load."
-            )
-        return value.flat.clone().view(part.local_shape)
+        try:
+            return value.elements(f"{key!r} of {one.local.name}", part.held).clone().view(part.local_shape)
+        except ShardingError as error:
+            raise CheckpointError(str(error)) from error
     # A copy: a view would keep the whole alive.
     return (value.detach() if part is None else cut(value, part)).clone()
 

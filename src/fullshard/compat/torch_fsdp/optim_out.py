@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.comm import Mesh, together
+from fullshard.comm import Comm, Mesh, together
 from fullshard.engine import local_tensors, mesh_of, sharded_roots
 from fullshard.errors import CheckpointError, InvariantError, ProcessGroupError, ShardingError
 from fullshard.layout import StatePart
+from fullshard.optim.shards import comm_of
 from fullshard.saving.full_optimizer import Described, StateDict, StatesOfAll, group_options
 from fullshard.saving.optimizer_state import Stepped
 from fullshard.saving.pieces import by_parameter, local_of
@@ -68,9 +69,9 @@ class StateOut:
 
     def local(self) -> StateDict:
         """This rank's rows."""
-        return self._by_rank(lambda part, held: held)
+        return self._by_rank(lambda part, held, comm: held)
 
-    def _by_rank(self, as_value: Callable[[StatePart, torch.Tensor], torch.Tensor]) -> StateDict:
+    def _by_rank(self, as_value: Callable[[StatePart, torch.Tensor, Comm], torch.Tensor]) -> StateDict:
         state: dict[str, dict[str, Any]] = {}
         for name, of_param in self.all.states.items():
             one = self.all.own[name]
@@ -81,7 +82,11 @@ class StateOut:
         return {"state": state, "param_groups": self.groups}
 
     def _part(
-        self, one: Stepped, key: str, value: Described, as_value: Callable[[StatePart, torch.Tensor], torch.Tensor]
+        self,
+        one: Stepped,
+        key: str,
+        value: Described,
+        as_value: Callable[[StatePart, torch.Tensor, Comm], torch.Tensor],
     ) -> torch.Tensor:
         part = one.part_of_saved(key, value.shape)
         if part is None:
@@ -89,7 +94,8 @@ class StateOut:
         held = one.state.get(key)
         if held is None:
             held = torch.empty(part.local_shape, dtype=value.dtype, device=one.param.device)
-        return as_value(part, held.detach().to("cpu", copy=True) if self.to_host else held.detach().clone())
+        held = held.detach().to("cpu", copy=True) if self.to_host else held.detach().clone()
+        return as_value(part, held, comm_of(one.param))
 
 
 def _stepped(root: nn.Module, optim: Optimizer, given: StateDict | None) -> list[Stepped]:

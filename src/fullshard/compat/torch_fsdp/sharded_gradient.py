@@ -8,6 +8,7 @@ the gradients of modules that FSDP2's ``fully_shard`` was called on are tensors 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.utils._foreach_utils import _foreach_supported_types
 
 from fullshard.comm import Comm
 from fullshard.engine.param import ShardedParam
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, ShardingError
+from fullshard.layout import ShardMeta
+from fullshard.saving.shard_tensor import gather_whole
 
 
 class ShardedGradient(torch.Tensor):
@@ -30,9 +33,11 @@ class ShardedGradient(torch.Tensor):
 
     Attributes:
         shard_comm: The ranks that share the parameter.
+        shard_meta: Which rows these are.
     """
 
     shard_comm: Comm
+    shard_meta: ShardMeta
 
     @classmethod
     def __torch_function__(
@@ -46,8 +51,14 @@ class ShardedGradient(torch.Tensor):
             result = func(*args, **kwargs)
             source = args[0] if args and func in _COPIES else None
             if isinstance(source, ShardedGradient) and isinstance(result, torch.Tensor) and result is not source:
-                return as_gradient(source.shard_comm, result)
+                return as_gradient(source.shard_comm, source.shard_meta, result)
         return result
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole gradient, on the device of collectives; every rank that shares the parameter calls it."""
+        rows = self.as_subclass(torch.Tensor)
+        meta = self.shard_meta
+        return gather_whole(self.shard_comm, meta.global_shape, meta.element_range[0], rows.reshape(-1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain copy of these rows."""
@@ -61,16 +72,39 @@ class ShardedGradient(torch.Tensor):
 _foreach_supported_types.append(ShardedGradient)  # else clipping would walk over gradients one by one
 
 
-def as_gradient(comm: Comm, rows: torch.Tensor) -> torch.Tensor:
+def as_gradient(comm: Comm, meta: ShardMeta, rows: torch.Tensor) -> torch.Tensor:
     """``rows``, of ranks ``comm``, as a :class:`ShardedGradient` of the same memory."""
     gradient = rows.as_subclass(ShardedGradient)
-    gradient.shard_comm = comm
+    gradient.shard_comm, gradient.shard_meta = comm, meta
     return gradient
 
 
 def gradient_of(param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
     """What the engine calls for each new gradient of a parameter."""
-    return as_gradient(param.state.mesh.shard, rows)
+    return as_gradient(param.state.mesh.shard, param.meta, rows)
+
+
+class FullTensor:
+    """``param.full_tensor()`` of a parameter of a module that FSDP2's ``fully_shard`` was called on.
+
+    It is an attribute of the Parameter, as a class of its own would cost optimizers their fused paths.
+    """
+
+    def __init__(self, param: ShardedParam) -> None:
+        """Of ``param``, which this keeps not alive."""
+        self._param = weakref.ref(param)
+
+    def __call__(self) -> torch.Tensor:
+        """The whole parameter, on the device of collectives, without gradient; every rank that shares it calls it.
+
+        Raises:
+            ShardingError: The model is gone.
+        """
+        param = self._param()
+        if param is None:
+            raise ShardingError("full_tensor() of a parameter whose sharded model is gone; keep the model.")
+        start, _ = param.meta.element_range
+        return gather_whole(param.state.mesh.shard, param.meta.global_shape, start, param.shard.detach().reshape(-1))
 
 
 def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
