@@ -6,6 +6,7 @@ import argparse
 import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings over the file's, such as training.learning_rate=1e-4",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+
+
+def know_their_parsers(verbs: Any) -> None:
+    """Have the options of each verb say, as ``parser``, whose usage is to be shown with an error in them.
+
+    Args:
+        verbs: What ``add_subparsers`` returned, with all verbs added.
+    """
+    for parser in verbs.choices.values():
+        parser.set_defaults(parser=parser)
 
 
 def load_program(name: str) -> ModuleType:
@@ -34,7 +45,19 @@ def load_program(name: str) -> ModuleType:
 
 def positive(text: str) -> int:
     """The type of an argument that is a whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
+    return whole_number(text, least=1)
+
+
+def whole_number(text: str, *, least: int) -> int:
+    """A whole number of at least ``least``.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
     return number

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from fullshard.cli.accelerate import add_config_file, file_overrides
-from fullshard.cli.common import add_run_arguments, load_program, positive
+from fullshard.cli.common import add_run_arguments, know_their_parsers, load_program, positive
 from fullshard.cli.questionnaire import DEFAULT_PATH, run_questions
 from fullshard.compat.accelerate_file import read_accelerate_file
 from fullshard.compat.run_file import LEFT, run_file_text
@@ -92,6 +92,7 @@ def add_parser(verbs: Any) -> None:
     actions = parser.add_subparsers(title="actions", metavar="[ACTION]")
     _add_convert(actions)
     _add_check(actions)
+    know_their_parsers(actions)
 
 
 def _add_convert(actions: Any) -> None:
@@ -200,6 +201,8 @@ def run_check(options: argparse.Namespace) -> None:
     config = load_run(options.config, [*options.overrides, *file_overrides(options)])
     plain = dict(config.as_plain())
     if not options.dry_run:
+        if config.training.precision == "fp16":  # what the program has to be loaded for
+            load_program(PROGRAM).check_kind(config)
         print(json.dumps(plain) if options.json else yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
         return
     world_size = options.world_size or choose_nproc(config.nproc)

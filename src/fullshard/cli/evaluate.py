@@ -81,6 +81,7 @@ def run(options: argparse.Namespace) -> Failure | None:
         sys.exit(load_program(RANK_PROGRAM).main(arguments))
     nproc = choose_nproc(read_run(options.path, options.overrides).nproc)
     if options.data is not None and not options.data.is_file():
-        raise ConfigError(f"--data: there is no file {options.data}.")
+        found = f"{options.data} is a directory" if options.data.is_dir() else f"there is no file {options.data}"
+        raise ConfigError(f"--data: {found}. Name a file of rows.")
     print(f"fullshard: starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
     return launch(rank_command(RANK_PROGRAM, arguments), nproc=nproc, saves=False)

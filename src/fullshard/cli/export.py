@@ -10,6 +10,7 @@ from typing import Any
 
 from fullshard.cli.common import load_program
 from fullshard.cli.progress import ByteProgress
+from fullshard.sizes import format_bytes
 
 PROGRAM = "fullshard.saving.export"
 
@@ -46,7 +47,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="WHICH",
-        help="latest (default), best (the highest metric) or a step; among whole ones",
+        help="latest (default), best (by its metric) or a step; among whole ones",
     )
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of floating weights (default: as they are)")
     parser.add_argument(
@@ -83,10 +84,11 @@ def run(options: argparse.Namespace) -> None:
         report = program.export(checkpoint, options.output, how, progress)
     newest = options.checkpoint in (None, "latest") and checkpoint != options.path
     torn = program.torn_after(checkpoint) if newest else []
-    for note in [*report.notes, *(f"{name} is not whole and was passed over" for name in torn)]:
+    assumed = program.assumed_of(checkpoint) if options.checkpoint == "best" else []
+    for note in [*report.notes, *assumed, *(f"{name} is not whole and was passed over" for name in torn)]:
         print(f"fullshard: {note}", file=sys.stderr)
     if options.json:
         print(json.dumps(report.as_dict()))
     else:
-        size = f"{report.tensors:,} tensors, {report.nbytes / 1e6:,.1f} MB"
+        size = f"{report.tensors:,} tensors, {format_bytes(report.nbytes)}"
         print(f"{report.directory} written: {size}, of step {report.step:,} ({report.checkpoint})")

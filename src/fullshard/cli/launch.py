@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fullshard.cli.common import load_program, positive
+from fullshard.cli.common import load_program, positive, whole_number
 from fullshard.compat.accelerate_file import AccelerateFile, read_accelerate_file
 from fullshard.compat.environment import launch_environment, launch_warnings
 from fullshard.errors import ConfigError
@@ -95,7 +95,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nnodes", metavar="N", type=_nodes, help="machines (default 1); MIN:MAX with --rdzv_backend c10d"
     )
-    parser.add_argument("--node_rank", "--node-rank", metavar="K", type=int, help="number of this machine, from 0")
+    parser.add_argument("--node_rank", "--node-rank", metavar="K", type=_count, help="number of this machine, from 0")
     parser.add_argument(
         "--rdzv_endpoint",
         "--rdzv-endpoint",
@@ -129,7 +129,10 @@ class _Elsewhere(argparse.Action):
 def _nproc(text: str) -> int:
     """A number of ranks; ``gpu`` is the number of GPUs."""
     if text != "gpu":
-        return positive(text)
+        try:
+            return positive(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}; or gpu: a rank for each GPU of this machine") from None
     if not torch.cuda.device_count():
         raise argparse.ArgumentTypeError("this machine shows no GPU; give a number")
     return torch.cuda.device_count()
@@ -144,10 +147,7 @@ def _nodes(text: str) -> Nodes:
 
 def _count(text: str) -> int:
     """A whole number of at least 0."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0; got {number}")
-    return number
+    return whole_number(text, least=0)
 
 
 def run(options: argparse.Namespace) -> int:

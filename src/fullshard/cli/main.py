@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from fullshard.cli import config, evaluate, export, inspect, launch, predict, train, verify
 from fullshard.cli import report as report_verb
+from fullshard.cli.common import know_their_parsers
 from fullshard.errors import FullshardError
 from fullshard.launch import INTERRUPTED_EXIT_CODE, Failure
 from fullshard.version import __version__
@@ -64,7 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     takes_overrides = hasattr(options, "overrides")
     overrides = [text for text in rest if takes_overrides and "=" in text and not text.startswith("-")]
     if len(overrides) < len(rest):
-        parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text not in overrides)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text not in overrides)}")
     if takes_overrides:
         options.overrides = [*options.overrides, *overrides]
     return options
@@ -89,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_parser(verbs)
     export.add_parser(verbs)
     verify.add_parser(verbs)
+    know_their_parsers(verbs)
     return parser
 
 

@@ -92,6 +92,8 @@ def run(options: argparse.Namespace) -> Failure | None:
 def _file_of_rows(name: str) -> Iterator[Path]:
     """The file itself, or what standard input holds: ranks have no standard input."""
     if name != "-":
+        if Path(name).is_dir():
+            raise DataError(f"{name} is a directory; name a file of rows, or - for lines of standard input.")
         if not Path(name).is_file():
             raise DataError(f"There is no file {name}.")
         yield Path(name)

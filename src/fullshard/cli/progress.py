@@ -7,7 +7,10 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from fullshard.sizes import format_bytes
 
 _LONG_BYTES = 64 << 20
 _LONG_SECONDS = 2.0
@@ -47,12 +50,21 @@ class ByteProgress:
             self._bar.stop()
 
 
+class _Speed(ProgressColumn):
+    """The rate; rich's own column knows decimal units only."""
+
+    def render(self, task: Task) -> Text:
+        """Of the last seconds, or of all where it is done."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{format_bytes(speed)}/s", style="progress.data.speed")
+
+
 def _start(what: str, total: int) -> Progress:
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        DownloadColumn(binary_units=True),
+        _Speed(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

@@ -170,8 +170,9 @@ class _Dialogue:
         self.console.print(f"[bold]{escape(question.text)}[/bold]")
         self._list(question)
         while True:
-            text = self.console.input(f"  \\[{escape(_shown(default))}] ({escape(question.reason)}): ").strip()
-            if not text:
+            shown = "" if default is None else f"\\[{escape(_shown(default))}] "
+            text = self.console.input(f"  {shown}({escape(question.reason)}): ").strip()
+            if not text and default is not None:
                 return default
             if text == "?":
                 self.console.print(question.explain, markup=False)

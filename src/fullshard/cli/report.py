@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.cli.common import load_program
+from fullshard.errors import ConfigError
+from fullshard.sizes import format_bytes
 
 PROGRAM = "fullshard.report"
 
@@ -48,10 +50,14 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         CheckpointError: There is no run, or the page cannot be written.
-        ConfigError: plotly is missing.
+        ConfigError: plotly is missing, or there is a directory where the page is to be.
     """
+    if options.output is not None and options.output.is_dir():
+        raise ConfigError(
+            f"-o {options.output} is a directory; name a file, such as -o {options.output / 'report.html'}."
+        )
     written = load_program(PROGRAM).write_report(options.directory, options.output)
     if options.json:
         print(json.dumps(written))
     else:
-        print(f"{written['report']} ({written['bytes'] / 1e6:.1f} MB)")
+        print(f"{written['report']} ({format_bytes(written['bytes'])})")

@@ -8,7 +8,7 @@ from typing import Any
 
 from fullshard.cli.accelerate import add_config_file, file_overrides, require_one_machine
 from fullshard.cli.common import add_run_arguments, load_program
-from fullshard.config import load_run
+from fullshard.config import load_run, require_output_dir
 from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
 
 RANK_PROGRAM = "fullshard.launch.rank"
@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> Failure | None:
         sys.exit(load_program(RANK_PROGRAM).main(arguments))
     require_one_machine(options)
     config = load_run(options.config, overrides)
+    require_output_dir(config.output_dir)
     nproc = choose_nproc(config.nproc)
     # The ranks say nothing before their imports are done, which takes seconds.
     print(f"fullshard: starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 from fullshard.cli.common import load_program
 from fullshard.cli.progress import ByteProgress
 from fullshard.errors import CheckpointError
+from fullshard.sizes import format_bytes
 
 PROGRAM = "fullshard.checkpoint.verify"
 
@@ -79,14 +80,22 @@ def run(options: argparse.Namespace) -> int:
 def _print(found: Any) -> None:
     """For people."""
     for verdict in found.verdicts:
-        size = f"{verdict.tensors:,} tensors, {verdict.nbytes / 1e6:,.1f} MB"
+        size = f"{verdict.tensors:,} tensors, {format_bytes(verdict.nbytes)}"
         if verdict.problems:
             print(f"{verdict.path}: NOT WHOLE")
         elif verdict.checksums:
-            print(f"{verdict.path}: whole; {size}, {verdict.checksums:,} checksums agree")
+            print(f"{verdict.path}: whole; {size}, {verdict.checksums:,} checksums agree{_unhashed(verdict)}")
         else:
             print(f"{verdict.path}: whole as far as its structure tells, it has no checksums; {size}")
         for problem in verdict.problems:
             print(f"  {problem.file}: {problem.text}")
     for note in found.notes:
         print(f"note: {note}")
+
+
+def _unhashed(verdict: Any) -> str:
+    count = len(verdict.unhashed)
+    if not count:
+        return ""
+    files = "1 small file has none" if count == 1 else f"{count} small files have none"
+    return f"; its {files}, saved by an earlier version: only sizes were compared"

@@ -4,6 +4,7 @@ from fullshard.config.data import DataConfig as DataConfig
 from fullshard.config.evaluation import EvaluationConfig as EvaluationConfig
 from fullshard.config.load import check_run as check_run
 from fullshard.config.load import load_run as load_run
+from fullshard.config.load import require_output_dir as require_output_dir
 from fullshard.config.model import AdapterConfig as AdapterConfig
 from fullshard.config.model import ModelConfig as ModelConfig
 from fullshard.config.model import TokenizerConfig as TokenizerConfig

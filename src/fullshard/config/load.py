@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
+import os
 import re
+import shlex
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +28,9 @@ _NAME_KEYS = (("data", "dataset_name"), ("model", "path"))
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """As huggingface_hub has it: a name, or an owner and a name."""
+
+_TEXT_WANTED = ("string_type", "path_type")
+"""pydantic's names of the problem that a value is no text."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), *, under: Mapping[str, Any] | None = None) -> RunConfig:
@@ -61,18 +67,34 @@ def check_run(values: Mapping[str, Any], path: Path, overrides: Sequence[str] = 
         ConfigError: As by :func:`load_run`.
     """
     values = copy.deepcopy(dict(values))
-    for override in overrides:
-        _apply(values, override)
+    typed = dict(_apply(values, override) for override in overrides)
     resolved, problems = _resolve_files(values, path.parent)
     try:
         run = RunConfig.model_validate(resolved)
     except ValidationError as error:
-        problems = [_explain(details) for details in error.errors()] + problems
+        problems = [_explain(details, typed) for details in error.errors()] + problems
     else:
         if not problems:
             return run
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise ConfigError("\n".join([f"{path}: {count}:", *(f"  {problem}" for problem in problems)]))
+
+
+def require_output_dir(directory: Path) -> None:
+    """Find out whether a run could write to its directory, and make nothing; any process, alone.
+
+    Raises:
+        ConfigError: It could not.
+    """
+    place = directory.absolute()
+    nearest = next(one for one in (place, *place.parents) if os.path.exists(one))
+    if not nearest.is_dir():
+        problem = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problem = f"nothing may be written in {nearest}"
+    else:
+        return
+    raise ConfigError(f"output_dir: {directory} cannot be written to: {problem}. Set output_dir to another directory.")
 
 
 class _Loader(yaml.SafeLoader):
@@ -92,6 +114,8 @@ class _Loader(yaml.SafeLoader):
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     """The settings of a run file."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory where a run file (YAML) is expected. {_run_files_in(path)}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -106,6 +130,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+def _run_files_in(directory: Path) -> str:
+    """What to type in a directory's place."""
+    found = sorted(path for path in directory.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
+    if not found:
+        return "There is no .yaml file in it: give the path of the run file itself, such as run.yaml."
+    others = f" ({len(found)} .yaml files are in it)" if len(found) > 1 else ""
+    return f"Give the file itself, such as {found[0]}{others}."
+
+
 def _laid_over(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings, with those of ``under`` where ``values`` have none."""
     merged = dict(values)
@@ -118,8 +151,8 @@ def _laid_over(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
-    """Put one ``section.key=value`` into the settings, in place."""
+def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
+    """Put one ``section.key=value`` into the settings, in place; returns the key and the value as it was typed."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
@@ -127,7 +160,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"The value of the override {override!r} is not valid YAML: {error}") from error
+        raise ConfigError(
+            f"The value of the override {override!r} is not valid YAML: {error}\n{_as_text('.'.join(keys), text)}"
+        ) from error
     target = values
     for depth, key in enumerate(keys[:-1], start=1):
         if target.get(key) is None:
@@ -137,6 +172,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
             section = ".".join(keys[:depth])
             raise ConfigError(f"The override {override!r} needs {section} to be a section; it is {target!r}.")
     target[keys[-1]] = value
+    return ".".join(keys), text
+
+
+def _as_text(key: str, typed: str) -> str:
+    """How an override is written whose value is a text, whatever YAML would take it for."""
+    quoted = json.dumps(typed, ensure_ascii=False)
+    return f"If it is meant as text, write {shlex.quote(f'{key}={quoted}')}"
 
 
 def _resolve_files(values: Mapping[str, Any], directory: Path) -> tuple[dict[str, Any], list[str]]:
@@ -157,8 +199,8 @@ def _resolve_files(values: Mapping[str, Any], directory: Path) -> tuple[dict[str
     return resolved, problems
 
 
-def _explain(details: Any) -> str:
-    """One problem in words: key, what is expected, value."""
+def _explain(details: Any, typed: Mapping[str, str]) -> str:
+    """One problem in words: key, what is expected, value; ``typed`` are the overrides."""
     key = ".".join(str(part) for part in details["loc"])
     kind = details["type"]
     if kind == "extra_forbidden":
@@ -169,7 +211,13 @@ def _explain(details: Any) -> str:
     if kind == "value_error":  # one of the schema's own checks, which names the values itself
         return f"{key}: {message}" if key else message
     message = message.removeprefix("Input should be ")
-    return f"{key}: expected {message}; got {details['input']!r}"
+    problem = f"{key}: expected {message}; got {details['input']!r}"
+    if kind == "literal_error":
+        near = _nearest_leaf(str(details["input"]), re.findall(r"'([^']*)'", details["ctx"]["expected"]))
+        return problem if near is None else f"{problem}; did you mean {near}?"
+    if kind not in _TEXT_WANTED or key not in typed:
+        return problem
+    return f"{problem}, which YAML takes {typed[key]} for. {_as_text(key, typed[key])}"
 
 
 def _explain_unknown(key: str, value: Any) -> str:
@@ -186,7 +234,7 @@ def _explain_unknown(key: str, value: Any) -> str:
 
 
 def _nearest_leaf(name: str, known: Iterable[str]) -> str | None:
-    """The dotted key whose last part is nearest to a name; None when none is near."""
+    """The dotted key, or choice, whose last part is nearest to a name; None when none is near."""
     by_leaf = {other.rpartition(".")[2]: other for other in known}
     close = difflib.get_close_matches(name.lower(), by_leaf, n=1)
     return by_leaf[close[0]] if close else None

@@ -147,24 +147,29 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_optimizer(self) -> Self:
-        written = [name for name in _NOT_OF_OPTIMIZER.get(self.optimizer, ()) if name in self.model_fields_set]
-        if written:
-            raise ValueError(
-                f"optimizer: {self.optimizer} does not use {' and '.join(written)}; leave that out, or take it back "
-                f"with training.{written[0]}=null on the command line"
-            )
-        if self.learning_rate is not None:
-            return self
-        if self.optimizer != "adafactor":
-            raise ValueError(
+        """All that does not fit at once, so that nobody is asked for one override after the other."""
+        problems: list[str] = []
+        overrides: list[str] = []
+        optimizer = self.optimizer if self.learning_rate is not None else "adafactor"
+        if self.optimizer != optimizer:
+            problems.append(
                 f"learning_rate: null is for optimizer: adafactor, which has steps of its own; got {self.optimizer}"
             )
-        if self.lr_scheduler_type != "constant" or self.warmup_steps:
-            raise ValueError(
-                "learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: set "
+            overrides.append("training.optimizer=adafactor")
+        written = [name for name in _NOT_OF_OPTIMIZER.get(optimizer, ()) if name in self.model_fields_set]
+        if written:
+            problems.append(f"optimizer: {optimizer} does not use {' and '.join(written)}")
+            overrides += [f"training.{name}=null" for name in written]
+        if self.learning_rate is None and (self.lr_scheduler_type != "constant" or self.warmup_steps):
+            problems.append(
+                "learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: it goes with "
                 f"lr_scheduler_type: constant and warmup_steps: 0; got {self.lr_scheduler_type} and "
                 f"{self.warmup_steps:g}"
             )
+            overrides += ["training.lr_scheduler_type=constant", "training.warmup_steps=0"]
+        if problems:
+            said = " ".join(overrides)
+            raise ValueError(f"{'; '.join(problems)}. Change that in the file, or on the command line: {said}")
         return self
 
     @model_serializer(mode="wrap")

@@ -21,6 +21,7 @@ from fullshard.data.padding import step_sizes as step_sizes
 from fullshard.data.ragged import Ragged as Ragged
 from fullshard.data.sources import fingerprint as fingerprint
 from fullshard.data.sources import read_split as read_split
+from fullshard.data.sources import split_lists as split_lists
 from fullshard.data.stream import EpochPlan as EpochPlan
 from fullshard.data.stream import Plan as Plan
 from fullshard.data.stream import batches as batches
@@ -29,3 +30,4 @@ from fullshard.data.tokenize import LengthStats as LengthStats
 from fullshard.data.tokenize import TokenizedSet as TokenizedSet
 from fullshard.data.tokenize import TokenizeSpec as TokenizeSpec
 from fullshard.data.tokenize import tokenize as tokenize
+from fullshard.data.tokenize import writes_date as writes_date

@@ -83,7 +83,7 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
         digest.update(json.dumps(options).encode())
         return digest.hexdigest()
     path = _file(spec, split)
-    files = [path, *(list_files(path) if by_hash and spec.format == "wikihow" else ())]
+    files = [path, *split_lists(spec)]
     options += [_format(path, spec), path.suffix.lower(), [file.name for file in files[1:]]]
     digest.update(json.dumps(options).encode())
     for file in files:
@@ -91,10 +91,22 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     return digest.hexdigest()
 
 
+def split_lists(spec: SourceSpec) -> list[Path]:
+    """Files beside the training file that say which split a row is of: WikiHow's lists of titles, where they are used.
+
+    Any process may call it, alone.
+    """
+    return list_files(spec.train_file) if spec.train_file is not None and _split_by_title(spec) else []
+
+
 def _split_by_hash(spec: SourceSpec) -> bool:
-    """Whether both splits come out of the training rows; WikiHow's do by title, unless a file is given for each."""
-    own_rule = spec.format == "wikihow" and spec.dataset_name is None
-    return spec.validation_file is None and (own_rule or spec.validation_fraction > 0)
+    """Whether both splits come out of the training rows."""
+    return _split_by_title(spec) or (spec.validation_file is None and spec.validation_fraction > 0)
+
+
+def _split_by_title(spec: SourceSpec) -> bool:
+    """Whether the rows are WikiHow's, whose splits come out of one file unless a file is given for each."""
+    return spec.validation_file is None and spec.format == "wikihow" and spec.dataset_name is None
 
 
 def _of_dataset(spec: SourceSpec, split: Split) -> bool:

@@ -226,6 +226,15 @@ def uses_chat_template(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -
     return spec.chat_template
 
 
+def writes_date(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> bool:
+    """Whether ids depend on the day they are made on, because the chat template writes it.
+
+    Raises:
+        DataError: As of :func:`uses_chat_template`.
+    """
+    return uses_chat_template(tokenizer, spec) and "strftime_now" in str(tokenizer.chat_template)
+
+
 def _limits(spec: TokenizeSpec) -> tuple[int, int]:
     return spec.max_source_length, spec.max_target_length
 

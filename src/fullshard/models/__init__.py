@@ -4,6 +4,7 @@ from fullshard.models.adapters import Adapted as Adapted
 from fullshard.models.adapters import AdapterSpec as AdapterSpec
 from fullshard.models.adapters import add_adapter as add_adapter
 from fullshard.models.adapters import base_of as base_of
+from fullshard.models.adapters import load_adapter as load_adapter
 from fullshard.models.build import ModelClass as ModelClass
 from fullshard.models.build import build_model as build_model
 from fullshard.models.build import build_skeleton as build_skeleton

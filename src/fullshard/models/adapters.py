@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,13 +88,10 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
     Raises:
         ModelError: peft is not installed, or the adapter does not fit the model.
     """
-    peft = _import_peft()
+    peft = _import_peft("model.adapter")
     config = _peft_config(peft, spec, model)
     stand_ins = _StandIns(model)
-    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft sets the one by itself, and says so; and asks transformers for the other by its old name.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    with _peft_at_work(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             adapted = peft.get_peft_model(model, config)
@@ -102,15 +101,51 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
             raise ModelError(
                 f"peft cannot add {spec.type} to {type(model).__name__}: {error}. See model.adapter in the run file."
             ) from error
-    if spec.type == "prompt":
-        # Said at each generated token. Positions are right without padding, which the caller sees to.
-        warnings.filterwarnings("ignore", message="Position ids are not supported for parameter efficient tuning")
+    _forgo_positions()
     config.base_model_name_or_path = spec.base
     values = stand_ins.replace(adapted)
     lacking = next((name for name, value in values.items() if value.isnan().any()), None)
     counts = [(p.numel(), p.requires_grad) for p in adapted.parameters()]
     trainable = sum(numel for numel, trained in counts if trained)
     return Adapted(adapted.train(), values, lacking, trainable, sum(numel for numel, _ in counts))
+
+
+def load_adapter(model: PreTrainedModel, directory: Path) -> Any:
+    """Put an adapter that peft saved around a model; any rank, alone.
+
+    Args:
+        model: With its weights.
+        directory: The adapter's.
+
+    Returns:
+        peft's model.
+
+    Raises:
+        ModelError: peft is not installed, or the adapter does not fit the model.
+    """
+    peft = _import_peft(f"{directory} is an adapter, which")
+    try:
+        with _peft_at_work():
+            adapted = peft.PeftModel.from_pretrained(model, str(directory), local_files_only=True)
+    except (OSError, *_MISUSE) as error:
+        raise ModelError(f"The adapter in {directory} cannot be loaded: {error}") from error
+    _forgo_positions()
+    return adapted
+
+
+def _forgo_positions() -> None:
+    """Have peft not say at each generated token that prompts take no positions: callers see to it that none matter."""
+    warnings.filterwarnings("ignore", message="Position ids are not supported for parameter efficient tuning")
+
+
+@contextmanager
+def _peft_at_work() -> Iterator[None]:
+    """Context of one thread at a time, in which warnings do not show that nobody can do anything about."""
+    with ONE_AT_A_TIME, warnings.catch_warnings():
+        # peft sets the one by itself, and says so; and asks transformers for the other by its old name.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
 
 
 class _StandIns:
@@ -153,11 +188,11 @@ class _StandIns:
         return {name: param.detach() for name, param in named if not param.is_meta}
 
 
-def _import_peft() -> Any:
+def _import_peft(what: str) -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise ModelError(f"model.adapter needs peft: pip install peft ({error}).") from error
+        raise ModelError(f"{what} needs peft: pip install peft ({error}).") from error
 
 
 def _peft_config(peft: Any, spec: AdapterSpec, model: PreTrainedModel) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
@@ -28,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import logging
 
 from fullshard.errors import ModelError
 
@@ -196,7 +199,7 @@ def load_model(
     _require_attention(hf_config, auto_class, attention)
     try:
         # Mismatched shapes are let through here to be reported below, with their names, like missing weights.
-        with ONE_AT_A_TIME:
+        with ONE_AT_A_TIME, _without_bar():
             model, info = auto_class.from_pretrained(
                 directory,
                 config=hf_config,
@@ -283,6 +286,18 @@ def _read_config(
     auto_class = _auto_class(hf_config, model_class)
     _require_vocabulary(hf_config, tokenizer)
     return directory, hf_config, auto_class
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Context in which transformers draws no bar over what a program prints of its own; the Hub's stay, afterwards."""
+    hub_draws = not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hub_draws:
+            logging.enable_progress_bar()
 
 
 def _generation_config(directory: Path) -> GenerationConfig:

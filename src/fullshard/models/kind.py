@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
@@ -38,6 +39,31 @@ def reads_one_sequence(source: Path | Mapping[str, Any], model_class: ModelClass
         return not AutoConfig.from_pretrained(source, local_files_only=True).is_encoder_decoder
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ModelError(f"{source / 'config.json'} cannot be read: {error}") from error
+
+
+def known_kind(source: str | Mapping[str, Any]) -> str | None:
+    """A model's type, where it can be told without a network; any process, alone.
+
+    Args:
+        source: The model's local directory or id on the Hub, or its ``model_type`` and options.
+
+    Returns:
+        None where the model is not here, or does not say.
+    """
+    if isinstance(source, Mapping):
+        kind = source.get("model_type")
+        return kind if isinstance(kind, str) else None
+    path = Path(source, "config.json")
+    if not Path(source).is_dir():
+        found = try_to_load_from_cache(source, "config.json")
+        if not isinstance(found, str):
+            return None
+        path = Path(found)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return known_kind(values) if isinstance(values, dict) else None
 
 
 def task_prefixes(directory: Path) -> dict[str, str]:

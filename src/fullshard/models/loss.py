@@ -97,7 +97,14 @@ def fused_head_of(model: Any) -> FusedHead | None:
     return fused if isinstance(fused, FusedHead) else None
 
 
-def model_loss(model: Any, forward: Callable[[], Tensor], labels_BT: Tensor, objective: Objective = PLAIN) -> Tensor:
+def model_loss(
+    model: Any,
+    forward: Callable[[], Tensor],
+    labels_BT: Tensor,
+    objective: Objective = PLAIN,
+    *,
+    expected_gradient: float = 1.0,
+) -> Tensor:
     """The loss of one forward pass, summed over targets; by the model's head where that is fused.
 
     Args:
@@ -105,6 +112,8 @@ def model_loss(model: Any, forward: Callable[[], Tensor], labels_BT: Tensor, obj
         forward: Runs it and returns what it gives as logits, (B, T or more, V).
         labels_BT: int64, on the model's device; what each of the last T positions is to predict, -100 for nothing.
         objective: What is minimised.
+        expected_gradient: What the loss will be multiplied by before backward. Another gradient is right too; with this
+            one a fused head rounds gradients of 16 bits once, as an unfused one does.
 
     Returns:
         0-d, float32 or wider.
@@ -115,7 +124,7 @@ def model_loss(model: Any, forward: Callable[[], Tensor], labels_BT: Tensor, obj
     fused = fused_head_of(model)
     if fused is None:
         return summed_loss(forward()[:, -labels_BT.shape[1] :], labels_BT, objective)
-    with fused.aimed(labels_BT, objective):
+    with fused.aimed(labels_BT, objective, expected_gradient):
         returned = forward()
     bias = _logits_bias(base_of(model))
     if bias is not None and not fused.bias_is_zero:
@@ -129,6 +138,15 @@ def model_loss(model: Any, forward: Callable[[], Tensor], labels_BT: Tensor, obj
     return returned.flatten()[0] if returned.dim() else returned
 
 
+@dataclass(frozen=True)
+class _Aim:
+    """What a head computes in place of logits; see :func:`model_loss`."""
+
+    labels_BT: Tensor
+    objective: Objective
+    expected_gradient: float
+
+
 class FusedHead:
     """Takes the place of an output head's ``forward``.
 
@@ -140,16 +158,16 @@ class FusedHead:
     def __init__(self, head: nn.Linear) -> None:
         """Compute as ``head`` does."""
         self._head = head
-        self._aim: tuple[Tensor, Objective] | None = None
+        self._aim: _Aim | None = None
         self.bias_is_zero = False
 
     @contextmanager
-    def aimed(self, labels_BT: Tensor, objective: Objective) -> Iterator[None]:
+    def aimed(self, labels_BT: Tensor, objective: Objective, expected_gradient: float = 1.0) -> Iterator[None]:
         """Context in which the head returns the loss, summed over ``labels_BT``, in place of logits.
 
-        The labels are those of the last T positions; -100 where there is no target.
+        The labels are those of the last T positions; -100 where there is no target. See :func:`model_loss`.
         """
-        self._aim = labels_BT, objective
+        self._aim = _Aim(labels_BT, objective, expected_gradient)
         try:
             yield
         finally:
@@ -159,14 +177,13 @@ class FusedHead:
         """Logits, (B, T, V), of the last hidden states, as the head computes them; or the loss, 0-d."""
         if self._aim is None:
             return nn.Linear.forward(self._head, input)
-        labels_BT, objective = self._aim
-        labels = labels_BT.flatten()
+        aim, labels = self._aim, self._aim.labels_BT.flatten()
         counted = (labels != IGNORED).nonzero().squeeze(1)
-        rows = input[:, -labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
+        rows = input[:, -aim.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
         weight, bias = self._head.weight, self._head.bias
         records = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
-            return _LinearCrossEntropy.apply(rows, weight, bias, labels[counted], objective, records)  # type: ignore[return-value]
+            return _LinearCrossEntropy.apply(rows, weight, bias, labels[counted], aim, records)  # type: ignore[return-value]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -177,18 +194,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        objective: Objective,
+        aim: _Aim,
         records: bool,  # noqa: FBT001 (autograd passes by position)
     ) -> Tensor:
         wants_rows, wants_weight, wants_bias = (records and wanted for wanted in ctx.needs_input_grad[:3])
         wide = torch.promote_types(rows.dtype, torch.float32)
+        # Before gradients are rounded, if they are.
+        ctx.factor = 1.0 if wide == rows.dtype else aim.expected_gradient
         sums = _Sums(weight, wide, weight=wants_weight, bias=wants_bias)
         loss = torch.zeros((), dtype=wide, device=rows.device)
         row_gradients = torch.empty_like(rows) if wants_rows else None
         step = max(64, _CHUNK_NUMEL // weight.shape[0])
         for start in range(0, rows.shape[0], step):
             part = slice(start, start + step)
-            chunk_loss, chunk = _chunk(rows[part], weight, bias, labels[part], objective)
+            chunk_loss, chunk = _chunk(rows[part], weight, bias, labels[part], aim.objective, ctx.factor)
             loss += chunk_loss
             if row_gradients is not None:
                 torch.mm(chunk, weight, out=row_gradients[part])
@@ -201,8 +220,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("Backward through a fused loss runs once: its gradients are given away, not kept.")
-        one = gradient.device.type == "cpu" and gradient.item() == 1
-        scaled = (g if g is None or one else g.mul_(gradient.to(g.dtype)) for g in gradients)
+        # With a dimension it keeps its dtype in the product: in 16 bits it would put all gradients off alike.
+        left = (gradient / ctx.factor).reshape(1)
+        one = left.device.type == "cpu" and left.item() == 1
+        scaled = (g if g is None or one else g.mul_(left) for g in gradients)
         return (*scaled, None, None, None)
 
 
@@ -230,9 +251,9 @@ class _Sums:
 
 
 def _chunk(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective
+    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss of a few rows, 0-d, and its gradient of their logits, (rows, V), in the rows' dtype."""
+    """The summed loss of a few rows, 0-d, and in their dtype its gradient of their logits times a factor, (rows, V)."""
     logits = functional.linear(rows, weight, bias)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     picked = wide.gather(1, labels[:, None]).squeeze(1)
@@ -248,7 +269,9 @@ def _chunk(
     if share:
         gradient.sub_(share / pieces)
     gradient.scatter_add_(1, labels[:, None], gradient.new_full((1, 1), share - 1).expand(len(labels), 1))
-    return loss.sum(), gradient.to(rows.dtype)
+    if gradient.dtype == rows.dtype:
+        return loss.sum(), gradient
+    return loss.sum(), torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=rows.dtype))
 
 
 class _Sign(torch.Tensor):

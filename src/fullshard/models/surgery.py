@@ -47,13 +47,15 @@ def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
     )
 
 
-def require_fp16_fit(model: PreTrainedModel) -> None:
-    """Refuse float16 for a model that overflows in it; any rank.
+def require_fp16_fit(kind: str) -> None:
+    """Refuse float16 for a model that overflows in it; any process, alone.
+
+    Args:
+        kind: The model's type.
 
     Raises:
-        ModelError: The model is of T5's family.
+        ModelError: It is of T5's family.
     """
-    kind = model.config.model_type
     if kind in T5_FAMILY:
         raise ModelError(
             f"precision: fp16 does not fit {kind}: T5 was trained in bfloat16, and its activations go beyond float16's "

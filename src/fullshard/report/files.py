@@ -68,6 +68,11 @@ class RunFiles:
         return Confusion(tuple(values["labels"]), tuple((right, wrote, rows) for right, wrote, rows in values["cells"]))
 
 
+def _run_of(file: Path) -> Path:
+    """The directory to name in a file's place: the run that it is in, where it is in one."""
+    return next((one for one in file.parents if (one / METRICS_NAME).is_file()), Path("runs/mine"))
+
+
 def read_run(directory: Path) -> RunFiles:
     """Read what is there; any process, alone.
 
@@ -75,6 +80,10 @@ def read_run(directory: Path) -> RunFiles:
         CheckpointError: There are no metrics, or they cannot be read.
     """
     path = directory / METRICS_NAME
+    if directory.is_file():
+        raise CheckpointError(
+            f"{directory} is a file where the output_dir of a run is expected, such as {_run_of(directory)}."
+        )
     if not path.is_file():
         raise CheckpointError(
             f"{directory} holds no {METRICS_NAME}, which every run writes from its first step on. Name the output_dir "

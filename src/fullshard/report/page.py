@@ -17,8 +17,9 @@ from fullshard.report.curves import MOST_POINTS, series
 from fullshard.report.figures import Figure
 from fullshard.report.files import RunFiles, read_run
 from fullshard.report.look import SCRIPT, STYLE
+from fullshard.sizes import format_bytes
 from fullshard.train.metrics import format_metric
-from fullshard.train.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME, format_bytes
+from fullshard.train.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
 from fullshard.train.trace import TRACE_NAME, RankTrace
 from fullshard.version import __version__
 
@@ -147,7 +148,7 @@ def _state(files: RunFiles) -> str:
 def _footer(size: int) -> str:
     return (
         f"<footer>Written by fullshard {escape(__version__)}. This file is whole in itself and asks the network for "
-        f"nothing; about {size / 1e6:.1f} MB, most of it plotly.js.</footer>"
+        f"nothing; about {format_bytes(size)}, most of it plotly.js.</footer>"
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from fullshard.report.figures import MEMORY_PARTS
 from fullshard.report.files import Record
+from fullshard.sizes import format_bytes
 from fullshard.train.metrics import Confusion
-from fullshard.train.sinks import format_bytes
 from fullshard.train.trace import RankTrace
 
 SHOWN_PREDICTIONS = 20

@@ -13,13 +13,15 @@ from fullshard.config import RunConfig
 from fullshard.data import padding_share
 from fullshard.engine import UnitTable, units
 from fullshard.errors import InvariantError
+from fullshard.models import require_fp16_fit
+from fullshard.models.kind import known_kind
+from fullshard.sizes import format_bytes
 from fullshard.train.assemble import make_evaluation
-from fullshard.train.modelling import outline_model, shard_model
+from fullshard.train.modelling import outline_model, refuses_fp16, shard_model
 from fullshard.train.optimizers import expected_state_bytes
 from fullshard.train.plan import make_plan
 from fullshard.train.prepare import Progress, prepare, prepare_tokenizer
 from fullshard.train.schedule import make_schedule
-from fullshard.train.sinks import format_bytes
 from fullshard.train.trackers import tracker_sinks
 
 if TYPE_CHECKING:
@@ -77,6 +79,18 @@ def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
         UserError: Data, tokenizer, model or wrapping do not work out.
     """
     return units(_lay_out(config, prepare_tokenizer(config), world_size))
+
+
+def check_kind(config: RunConfig) -> None:
+    """Refuse what a run would refuse and the model's configuration alone tells; any process, alone, without a network.
+
+    Raises:
+        ModelError: The model is known not to fit in the precision.
+    """
+    source = config.model.path or config.model.config
+    kind = None if source is None else known_kind(source)
+    if kind is not None and refuses_fp16(config):
+        require_fp16_fit(kind)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
@@ -28,7 +29,7 @@ from fullshard.train.best import BestModel
 from fullshard.train.describe import describe_start, summarise
 from fullshard.train.ending import any_rank, count_stale, ends_early
 from fullshard.train.evaluate import evaluate
-from fullshard.train.metrics import is_better
+from fullshard.train.metrics import higher_is_better, is_better
 from fullshard.train.modelling import make_objective
 from fullshard.train.plan import group_size
 from fullshard.train.prepare import Prepared
@@ -135,18 +136,18 @@ def train(
         RunStopped: A rank was asked to stop, and there is a checkpoint to go on from; on every rank.
         UserError: Data, model, settings or disk; on every rank, with the same text.
     """
-    try:
+    with ExitStack() as closing:
+        for sink in reversed(sinks):
+            closing.callback(sink.close)
         directory = Path(config.output_dir, CHECKPOINTS_NAME)
         # Takes the lock on the directory: nothing of another run is touched before.
-        with Checkpoints(directory, ranks=comm, keep_last=config.training.save_total_limit) as checkpoints:
+        keep_last, greater = config.training.save_total_limit, higher_is_better(config.evaluation.metric)
+        with Checkpoints(directory, ranks=comm, keep_last=keep_last, greater_is_better=greater) as checkpoints:
             origin = _on_first(comm, lambda: choose_origin(config, comm.size))
             group = None if origin.values is None else origin.values["group_rows"]
             parts = assemble(config, comm, prepared, group=group)
             best = BestModel(Path(config.output_dir), comm)
             return _fit(_Run(parts, origin, checkpoints, best, sinks, stop or StopRequest()))
-    finally:
-        for sink in sinks:
-            sink.close()
 
 
 def _fit(run: _Run) -> RunSummary:
@@ -421,7 +422,7 @@ def _finish(run: _Run) -> RunSummary:
     for sink in run.sinks:
         sink.finish(summary)
     run.best.clear()
-    _on_first(comm, lambda: mark_finished(config, summary.steps))
+    _on_first(comm, lambda: mark_finished(config, summary.steps, summary.ended_by))
     return summary
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from fullshard.comm import Comm, machine_axes
 from fullshard.config import RunConfig
 from fullshard.engine import WeightSource, check_wrapped, fully_shard
-from fullshard.errors import ConfigError, ModelError
+from fullshard.engine.wrap import BY_CLASS, ONE_UNIT
+from fullshard.errors import ConfigError, ModelError, WrapError
 from fullshard.models import (
     AdapterSpec,
     Objective,
@@ -160,8 +161,8 @@ def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
     """The model with the changes that need no weights, in place."""
     if config.model.attention_dropout is not None:
         set_attention_dropout(model, config.model.attention_dropout)
-    if config.training.precision == "fp16" and not config.training.allow_fp16:
-        require_fp16_fit(model)
+    if refuses_fp16(config):
+        require_fp16_fit(model.config.model_type)
     if config.training.fused_cross_entropy:
         fuse_head(model)
     return model
@@ -243,6 +244,25 @@ def shard_model(
     Raises:
         UserError: Wrapping, precision or weights do not fit the model.
     """
+    try:
+        _shard(model, config, comm, device or comm.device, weights)
+        check_wrapped(model)
+    except WrapError as error:
+        raise WrapError(_in_the_run_files_words(str(error), config)) from error
+
+
+def _in_the_run_files_words(text: str, config: RunConfig) -> str:
+    """What the engine says of wrapping, with the remedies of a run file."""
+    size = config.sharding.wrap
+    own = {ONE_UNIT: "set sharding.wrap: none", BY_CLASS: "sharding.wrap: [Block, ...]"}
+    if isinstance(size, int):
+        own[f"MinNumel({size:,})"] = f"sharding.wrap: {size}"
+    for theirs, ours in own.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
+def _shard(model: nn.Module, config: RunConfig, comm: Comm, device: torch.device, weights: WeightSource | None) -> None:
     settings = config.sharding
     strategy = ShardingStrategy(settings.strategy)
     compute = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
@@ -255,10 +275,9 @@ def shard_model(
         prefetch=BackwardPrefetch(settings.prefetch),
         offload_policy=CPUOffload() if settings.cpu_offload else None,
         frozen=settings.frozen,
-        device=device or comm.device,
+        device=device,
         weights=weights,
     )
-    check_wrapped(model)
 
 
 def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
@@ -291,6 +310,11 @@ def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directo
         _require_fused(model, config)
     _equip(model, config)
     return model
+
+
+def refuses_fp16(config: RunConfig) -> bool:
+    """Whether the model must be one that is known to fit in fp16."""
+    return config.training.precision == "fp16" and not config.training.allow_fp16
 
 
 def make_scaler(config: RunConfig, device: torch.device) -> ShardedGradScaler | None:

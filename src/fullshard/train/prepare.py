@@ -6,8 +6,8 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import date
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +26,7 @@ from fullshard.data import (
     open_tokens,
     read_split,
     tokenize_to,
+    writes_date,
 )
 from fullshard.errors import DataError
 from fullshard.models import load_tokenizer, resolve_model, train_tokenizer
@@ -77,6 +78,7 @@ def prepare(
     config: RunConfig,
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda what, done, total: None,
+    rows_file: Path | None = None,
 ) -> Prepared:
     """Read, tokenize, and keep the ids in the cache; or find them there.
 
@@ -87,6 +89,7 @@ def prepare(
         config: The run's settings.
         say: Told in a line what takes long.
         progress: Told how far tokenizing is.
+        rows_file: Its rows are the held-out ones in place of the run's own, which training does not see either way.
 
     Returns:
         The same on every rank.
@@ -96,7 +99,7 @@ def prepare(
         ModelError: The tokenizer or the model's configuration cannot be read.
         ConfigError: The template cannot be understood.
     """
-    work = _Work(config, say, progress)
+    work = _Work(config, say, progress, rows_file)
     model = config.model
     directory = None if model.path is None else resolve_model(model.path)
     tokenizer = make_tokenizer(work, directory)
@@ -108,11 +111,16 @@ def prepare(
         causal=reads_one_sequence(directory if model.config is None else model.config, model.model_class),  # type: ignore[arg-type]
         chat_template=config.data.chat_template,
     )
+    today = date.today() if writes_date(tokenizer, spec) else None
+    if today is not None:
+        content = f"{content} {today}"
     train_set, kept, _ = _tokens(work, "train", tokenizer, content, spec)
-    notes = [*kept["notes"], *_prefix_notes(config, directory), *_length_notes("training", train_set)]
+    notes = [*kept["notes"], *_prefix_notes(config, directory), *_vocabulary_notes(config, tokenizer)]
+    notes += [] if today is None else [f"the tokenizer's chat template writes the date: {today} in this run's prompts"]
+    notes += _length_notes("training", train_set)
     held_out: list[Example] = []
     held_out_set = None
-    if config.training.eval_strategy != "no" and config.data.holds_out:
+    if config.training.eval_strategy != "no" and (rows_file is not None or config.data.holds_out):
         held_out_set, held_kept, entry = _tokens(work, "validation", tokenizer, content, spec)
         held_out = _read_examples(entry / _EXAMPLES_NAME)
         notes += [note for note in held_kept["notes"] if note not in notes]
@@ -128,6 +136,11 @@ def prepare(
         majority=kept["majority"],
         notes=tuple(notes),
     )
+
+
+def source_spec(config: RunConfig) -> SourceSpec:
+    """Where a run's rows come from; any process, alone."""
+    return SourceSpec(**{each.name: getattr(config.data, each.name) for each in fields(SourceSpec)})
 
 
 def prepare_tokenizer(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> PreTrainedTokenizerBase:
@@ -147,13 +160,16 @@ class _Work:
     config: RunConfig
     say: Callable[[str], None]
     progress: Progress = lambda what, done, total: None
+    rows_file: Path | None = None
     read: dict[Split, tuple[list[Example], tuple[str, ...]]] = field(default_factory=dict)
     hashed: dict[Split, str] = field(default_factory=dict)
 
-    @cached_property
-    def source(self) -> SourceSpec:
-        """Where rows come from."""
-        return SourceSpec(**{each.name: getattr(self.config.data, each.name) for each in fields(SourceSpec)})
+    def source(self, split: Split) -> SourceSpec:
+        """Where a split's rows come from."""
+        own = source_spec(self.config)
+        if split == "train" or self.rows_file is None:
+            return own
+        return replace(own, validation_file=self.rows_file, validation_fraction=0.0)
 
     @property
     def directory(self) -> Path:
@@ -163,7 +179,7 @@ class _Work:
     def rows(self, split: Split) -> tuple[list[Example], tuple[str, ...]]:
         """The rows that are used of a split, and notes; read once."""
         if split not in self.read:
-            table = read_split(self.source, split)
+            table = read_split(self.source(split), split)
             used = table.examples[: self.limit(split)]
             notes = table.notes
             if len(used) < len(table.examples):
@@ -176,7 +192,7 @@ class _Work:
     def content(self, split: Split) -> str:
         """The fingerprint of a split; its files are read for it once."""
         if split not in self.hashed:
-            self.hashed[split] = fingerprint(self.source, split)
+            self.hashed[split] = fingerprint(self.source(split), split)
         return self.hashed[split]
 
     def limit(self, split: Split) -> int | None:
@@ -187,7 +203,7 @@ class _Work:
         """Name of a cache entry: a hash of all that its content depends on."""
         versions = [version("tokenizers"), version("transformers")]
         # Notes name files, so that the names count as well.
-        parts = [_FORMAT, kind, split, self.content(split), asdict(self.source), self.limit(split)]
+        parts = [_FORMAT, kind, split, self.content(split), asdict(self.source(split)), self.limit(split)]
         return blake2b(json.dumps([*parts, *versions, *more], default=str).encode(), digest_size=16).hexdigest()
 
     def find(self, key: str, build: Callable[[Path], dict[str, Any]], what: str) -> tuple[Path, dict[str, Any]]:
@@ -286,6 +302,17 @@ def _prefix_notes(config: RunConfig, directory: Path | None) -> list[str]:
         return []
     listed = ", ".join(f"{task}: {prefix!r}" for task, prefix in prefixes.items())
     return [f"data.source_prefix is empty, and {config.model.path} was trained with a prefix for each task ({listed})"]
+
+
+def _vocabulary_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line when the training rows have fewer pieces than the vocabulary was to have."""
+    settings = config.model.tokenizer
+    if settings is None or len(tokenizer) >= settings.vocab_size:
+        return []
+    return [
+        f"the vocabulary has {len(tokenizer):,} pieces, not the {settings.vocab_size:,} of model.tokenizer.vocab_size: "
+        "the training rows have no more"
+    ]
 
 
 def _length_notes(name: str, tokenized: TokenizedSet) -> list[str]:

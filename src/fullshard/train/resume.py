@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import find_checkpoints, read_completion, read_index, remove_checkpoint, write_text
+from fullshard.checkpoint import check_completion, find_checkpoints, read_index, remove_checkpoint, write_text
 from fullshard.config import RunConfig
+from fullshard.data import split_lists
 from fullshard.errors import CheckpointError, ConfigError, DataError
+from fullshard.train.prepare import source_spec
+from fullshard.train.reports import EndedBy
 
 CHECKPOINTS_NAME = "checkpoints"
 FINISHED_NAME = "finished.json"
 """In the directory of the checkpoints, of a run that came to its end."""
 
 GLOBAL_BATCH = "global batch (ranks x training.per_device_train_batch_size x training.gradient_accumulation_steps)"
+
+TITLE_LISTS = "WikiHow's title lists (beside data.train_file)"
 
 _FREE_SETTINGS = (
     "output_dir",
@@ -48,6 +53,7 @@ _EVALUATION_SETTINGS = frozenset(
         "data.validation_file",
         "data.validation_fraction",
         "data.validation_split",
+        TITLE_LISTS,
         "evaluation.length_penalty",
         "evaluation.max_new_tokens",
         "evaluation.metric",
@@ -109,7 +115,7 @@ def choose_origin(config: RunConfig, world_size: int) -> Origin:
     if isinstance(config.resume, Path):
         return _at(config.resume, settings, directory, found)
     if (directory / FINISHED_NAME).exists():
-        further = f", resume={found[-1]} with more epochs to train on" if found else ""
+        further = f", resume={found[-1]} with a higher {_limit_of(directory / FINISHED_NAME)}" if found else ""
         raise ConfigError(
             f"{config.output_dir} holds a finished run, which is not replaced by accident. Set another output_dir"
             f"{further}, or resume=never to start anew, which deletes its checkpoints and in the end its model."
@@ -138,13 +144,29 @@ def prepare(origin: Origin, config: RunConfig) -> None:
         raise CheckpointError(f"An earlier run's checkpoints could not be deleted: {error}.") from error
 
 
-def mark_finished(config: RunConfig, steps: int) -> None:
-    """Note that the run came to its end, so that the same command starts anew; on rank 0.
+def mark_finished(config: RunConfig, steps: int, ended_by: EndedBy) -> None:
+    """Note that the run came to its end, and what ended it; on rank 0.
 
     Raises:
         CheckpointError: The file system refused.
     """
-    write_text(Path(config.output_dir, CHECKPOINTS_NAME, FINISHED_NAME), json.dumps({"steps": steps}) + "\n")
+    noted = {"steps": steps, "limit": _limit(config, steps, ended_by)}
+    write_text(Path(config.output_dir, CHECKPOINTS_NAME, FINISHED_NAME), json.dumps(noted) + "\n")
+
+
+def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
+    """The setting that ended a run."""
+    if ended_by == "steps":
+        return "training.max_steps" if steps == config.training.max_steps else "training.num_train_epochs"
+    return {"time": "training.max_train_minutes", "early_stopping": "training.early_stopping_patience"}[ended_by]
+
+
+def _limit_of(finished: Path) -> str:
+    """The setting that ended a finished run, as it noted."""
+    try:
+        return json.loads(finished.read_text(encoding="utf-8"))["limit"]
+    except (OSError, ValueError, TypeError, KeyError):  # damaged, or from before it was noted: what it is most often
+        return "training.num_train_epochs"
 
 
 def global_batch(config: RunConfig, world_size: int) -> int:
@@ -175,6 +197,9 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     dataset = settings["data.dataset_name"]
     if dataset is not None and Path(dataset).is_dir():
         settings["data.dataset_name"] = _dataset_content(Path(dataset))
+    lists = [f"{path.name} {_content(path)}" for path in split_lists(source_spec(config))]
+    if lists:
+        settings[TITLE_LISTS] = "; ".join(lists)
     return {**settings, GLOBAL_BATCH: global_batch(config, world_size)}
 
 
@@ -198,9 +223,14 @@ def _where_it_was_cut_short(path: Path, settings: Mapping[str, Any]) -> Origin:
 
 def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Path]) -> Origin:
     """Go on from a checkpoint that the user names; of this directory's those after it are deleted."""
+    if path.is_file():
+        raise ConfigError(
+            f"resume is auto, never or a checkpoint's directory; {path} is a file. Give its directory, such as "
+            f"resume={path.parent}."
+        )
     if not path.is_dir():
         raise ConfigError(f"resume is auto, never or a checkpoint's directory; there is no {path}.")
-    inside = find_checkpoints(path)
+    inside = find_checkpoints(path) or find_checkpoints(path / CHECKPOINTS_NAME)
     if inside:
         raise ConfigError(f"{path} holds several checkpoints; name one of them, such as resume={inside[-1]}.")
     step, values = _read_values(path)
@@ -235,7 +265,7 @@ def _require_none_torn(directory: Path) -> None:
     """Starting anew because nothing is there is one thing, because all is damaged another."""
     for path in sorted(directory.glob("step-*"), reverse=True):
         try:
-            read_completion(path)
+            check_completion(path)
         except CheckpointError as error:
             raise CheckpointError(
                 f"No checkpoint in {directory} is whole. {error} resume=never starts anew."

@@ -18,6 +18,7 @@ from rich.table import Table
 from fullshard.checkpoint import write_text
 from fullshard.config import SUMMARY_NAME
 from fullshard.errors import CheckpointError
+from fullshard.sizes import format_bytes
 from fullshard.train.flops import Flops
 from fullshard.train.metrics import format_metric
 from fullshard.train.reports import CheckpointReport, EvaluationReport, RunStart, RunSummary, StepReport
@@ -72,16 +73,41 @@ class Sink(Protocol):
         ...
 
 
+class StepLog:
+    """Which steps are logged: every so many, and the last; where a run ends early that is known only afterwards."""
+
+    def __init__(self, every: int) -> None:
+        """Log each ``every``-th step."""
+        self._every = every
+        self._total_steps = 0
+        self._left_out: StepReport | None = None
+
+    def start(self, run: RunStart) -> None:
+        """Begin, or go on."""
+        self._total_steps = run.total_steps
+
+    def due(self, report: StepReport) -> bool:
+        """Whether a step is logged now."""
+        last = report.step == self._total_steps or report.stop_requested
+        is_due = last or report.step % self._every == 0
+        self._left_out = None if is_due else report
+        return is_due
+
+    def rest(self) -> StepReport | None:
+        """The last step if it was left out, once; for when no more will come."""
+        rest, self._left_out = self._left_out, None
+        return rest
+
+
 class FileSink:
     """``run.json``, then ``metrics.jsonl`` line by line, at the end ``summary.json`` and ``predictions.jsonl``."""
 
     def __init__(self, output_dir: Path, *, logging_steps: int = 1) -> None:
         """Write into ``output_dir``: one line for every ``logging_steps``-th step, each evaluation and checkpoint."""
         self.output_dir = output_dir
-        self.logging_steps = logging_steps
+        self._log = StepLog(logging_steps)
         self._metrics: TextIO | None = None
         self._flops: Flops | None = None
-        self._total_steps = 0
 
     def start(self, run: RunStart) -> None:
         """Begin the metrics anew, or cut off those after the step that the run goes on from; clear earlier results.
@@ -91,7 +117,7 @@ class FileSink:
         Raises:
             CheckpointError: The directory cannot be written to.
         """
-        self._total_steps = run.total_steps
+        self._log.start(run)
         self._flops = run.flops
         self._metrics = self._tried(lambda: self._open(run.resumed_step))
         write_text(self.output_dir / RUN_NAME, json.dumps(run.as_dict(), indent=2, ensure_ascii=False) + "\n")
@@ -102,9 +128,8 @@ class FileSink:
         Raises:
             CheckpointError: The disk refused.
         """
-        if report.step % self.logging_steps == 0 or report.step == self._total_steps:
-            mfu = {} if self._flops is None else {"mfu": self._flops.utilisation(report)}
-            self._append({**report.as_dict(), **mfu})
+        if self._log.due(report):
+            self._append_step(report)
 
     def evaluating(self, done: int, total: int) -> None:
         """Nothing: a file shows no progress."""
@@ -139,16 +164,33 @@ class FileSink:
         Raises:
             CheckpointError: The disk refused.
         """
+        self._append_rest()
         lines = [json.dumps(prediction.as_dict(), ensure_ascii=False) + "\n" for prediction in summary.predictions]
         if lines:
             write_text(self.output_dir / PREDICTIONS_NAME, "".join(lines))
         write_text(self.output_dir / SUMMARY_NAME, json.dumps(summary.as_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Close the metrics file."""
-        if self._metrics is not None:
+        """Append the last step, if it has not been, and close the metrics file.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        if self._metrics is None:
+            return
+        try:
+            self._append_rest()
+        finally:
             self._metrics.close()
             self._metrics = None
+
+    def _append_rest(self) -> None:
+        if (rest := self._log.rest()) is not None:
+            self._append_step(rest)
+
+    def _append_step(self, report: StepReport) -> None:
+        mfu = {} if self._flops is None else {"mfu": self._flops.utilisation(report)}
+        self._append({**report.as_dict(), **mfu})
 
     def _open(self, resumed_step: int) -> TextIO:
         self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -303,16 +345,6 @@ def _records_until(step: int, path: Path) -> str:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
     return "".join(kept)
-
-
-def format_bytes(count: int) -> str:
-    """A number of bytes in binary units, such as ``1.5 GiB``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
 
 
 def _duration(seconds: float) -> str:

@@ -159,8 +159,12 @@ def _accumulate(
 ) -> Tensor:
     """Backward of ``factor`` times each micro-batch's summed loss; the sum of those losses over all ranks, 0-d."""
     total = torch.zeros((), device=comm.device)
+    expected_gradient = factor if scaler is None else factor * scaler.get_scale()
     for batch in micro_batches:
-        loss = loss_sum(model, batch.to(comm.device), causal=spec.causal, objective=spec.objective)
+        on_device = batch.to(comm.device)
+        loss = loss_sum(
+            model, on_device, causal=spec.causal, objective=spec.objective, expected_gradient=expected_gradient
+        )
         scaled = loss * factor
         (scaled if scaler is None else scaler.scale(scaled)).backward()
         total += loss.detach()
@@ -185,7 +189,14 @@ def _is_overflow(mean_loss: float, loss_scale: float | None) -> bool:
     return loss_scale is not None and loss_scale >= 1 and math.isfinite(mean_loss)
 
 
-def loss_sum(model: PreTrainedModel, batch: Batch, *, causal: bool, objective: Objective = PLAIN) -> Tensor:
+def loss_sum(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    causal: bool,
+    objective: Objective = PLAIN,
+    expected_gradient: float = 1.0,
+) -> Tensor:
     """The loss summed over the target tokens of one batch; on every rank together, as every forward.
 
     Args:
@@ -193,6 +204,7 @@ def loss_sum(model: PreTrainedModel, batch: Batch, *, causal: bool, objective: O
         batch: On the model's device.
         causal: Whether source and target are one sequence (decoder-only).
         objective: What is minimised; the default is the cross-entropy and nothing else.
+        expected_gradient: What the loss will be multiplied by before backward; see ``model_loss``.
 
     Returns:
         0-d float32; zero for a batch of fillers.
@@ -202,7 +214,8 @@ def loss_sum(model: PreTrainedModel, batch: Batch, *, causal: bool, objective: O
     if causal:
         # Position t predicts label t + 1, the last one nothing.
         labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
-    return model_loss(model, lambda: model(**inputs).logits, labels_BT, objective)
+    forward = lambda: model(**inputs).logits  # noqa: E731
+    return model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

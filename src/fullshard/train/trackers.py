@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from fullshard.checkpoint import write_text
 from fullshard.config import RunConfig
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, UserError
 from fullshard.train.reports import CheckpointReport, EvaluationReport, RunStart, RunSummary, StepReport
+from fullshard.train.sinks import METRICS_NAME, StepLog
 from fullshard.train.trace import StepTrace
 
 MOST_PARAMS = 100
 """More parameters in one request MLflow's server refuses."""
+
+PAUSE_FACTOR = 9
+"""A tracker that failed is left alone for so many times as long as that took: waiting for it takes at most a tenth of
+the run."""
 
 
 class Tracker(Protocol):
@@ -35,23 +41,46 @@ class Tracker(Protocol):
 
 
 class TrackerSink:
-    """Tells a tracker of steps and evaluations, under the names that Hugging Face's Trainer uses."""
+    """Tells a tracker of steps and evaluations, under the names that Hugging Face's Trainer uses.
 
-    def __init__(self, tracker: Tracker, *, logging_steps: int = 1) -> None:
-        """Tell ``tracker`` of every ``logging_steps``-th step and of every evaluation."""
+    Once the run has begun, a tracker that fails does not end it: that is said once, and at the end what was lost.
+    """
+
+    def __init__(
+        self, name: str, tracker: Tracker, config: RunConfig, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """Tell ``tracker`` of every ``logging_steps``-th step and of every evaluation; ``say`` is told of failures."""
+        self._name = name
         self._tracker = tracker
-        self._logging_steps = logging_steps
-        self._total_steps = 0
+        self._say = say
+        self._metrics = Path(config.output_dir, METRICS_NAME)
+        self._log = StepLog(config.training.logging_steps)
+        self._lines = self._lost = 0
+        self._pause_until = 0.0
 
     def start(self, run: RunStart) -> None:
-        """Begin."""
-        self._total_steps = run.total_steps
-        self._tracker.start(run)
+        """Begin.
+
+        Raises:
+            ConfigError: The tracker cannot: nothing is lost yet, and whoever asked for it is still there.
+        """
+        self._log.start(run)
+        try:
+            self._tracker.start(run)
+        except UserError:
+            raise
+        except Exception as error:  # a tracker raises what it likes
+            raise ConfigError(
+                f"training.report_to names {self._name}, which does not start: {_shown(error)}. Mend its settings or "
+                "the connection, or leave it out."
+            ) from error
 
     def step(self, report: StepReport) -> None:
         """Log the step, if it is one that is logged."""
-        if report.step % self._logging_steps and report.step != self._total_steps:
-            return
+        if self._log.due(report):
+            self._tell_step(report)
+
+    def _tell_step(self, report: StepReport) -> None:
         values = {
             "train/loss": report.loss,
             "train/grad_norm": report.grad_norm,
@@ -60,7 +89,7 @@ class TrackerSink:
             "train/tokens_per_second": report.tokens_per_second,
             "train/memory_bytes": float(report.memory_bytes),
         }
-        self._tracker.log(values, report.step)
+        self._tell(values, report.step)
 
     def evaluating(self, done: int, total: int) -> None:
         """Nothing: trackers show no progress within an evaluation."""
@@ -68,12 +97,12 @@ class TrackerSink:
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
         """Log the loss and every metric."""
         values = {f"eval/{name}": value for name, value in report.metrics.items()}
-        self._tracker.log({"eval/loss": report.loss, **values, "eval/is_best": float(is_best)}, report.step)
+        self._tell({"eval/loss": report.loss, **values, "eval/is_best": float(is_best)}, report.step)
 
     def checkpoint(self, report: CheckpointReport) -> None:
         """Log how long it took, and for how long training stood still."""
         values = {"checkpoint/seconds": report.seconds, "checkpoint/stall_seconds": report.stall_seconds}
-        self._tracker.log(values, report.step)
+        self._tell(values, report.step)
 
     def trace(self, trace: StepTrace) -> None:
         """Nothing: ``fullshard report`` draws it."""
@@ -82,19 +111,48 @@ class TrackerSink:
         """Nothing: the last evaluation has been logged."""
 
     def close(self) -> None:
-        """Let the tracker write what is left."""
-        self._tracker.close()
+        """Log the last step, if it has not been, let the tracker write what is left, and say what it lost."""
+        if (rest := self._log.rest()) is not None:
+            self._tell_step(rest)
+        try:
+            self._tracker.close()
+        except Exception as error:
+            self._say(f"warning: {self._name} did not close: {_shown(error)}. {self._metrics} has every line.")
+        if self._lost:
+            self._say(f"warning: {self._name} lost {self._lost:,} of {self._lines:,} lines; {self._metrics} has all.")
+
+    def _tell(self, values: Mapping[str, float], step: int) -> None:
+        """Log a line; where that fails, or failed just now, it is lost."""
+        self._lines += 1
+        began = time.monotonic()
+        if began < self._pause_until:
+            self._lost += 1
+            return
+        try:
+            self._tracker.log(values, step)
+        except Exception as error:
+            if not self._lost:
+                self._say(
+                    f"warning: {self._name} could not be told of step {step:,}: {_shown(error)}. Training goes on; "
+                    f"{self._metrics} has every line, and what {self._name} lost is counted at the end."
+                )
+            self._lost += 1
+            ended = time.monotonic()
+            self._pause_until = ended + PAUSE_FACTOR * (ended - began)
 
 
-def tracker_sinks(config: RunConfig) -> list[TrackerSink]:
+def tracker_sinks(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> list[TrackerSink]:
     """A sink for each tracker of ``training.report_to``; on rank 0.
+
+    Args:
+        config: The run's settings.
+        say: Told in a line of a tracker that fails, and of what it lost.
 
     Raises:
         ConfigError: A tracker is not installed.
     """
     made = {"tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow}
-    steps = config.training.logging_steps
-    return [TrackerSink(made[name](config), logging_steps=steps) for name in config.training.report_to]
+    return [TrackerSink(name, made[name](config), config, say) for name in config.training.report_to]
 
 
 class _TensorBoard:
@@ -174,6 +232,11 @@ class _MLflow:
     def close(self) -> None:
         if self._started:
             self._module.end_run()
+
+
+def _shown(error: Exception) -> str:
+    """An error on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
 def _known_id(config: RunConfig, tracker: str, run: RunStart) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.comm import Comm, together
 from fullshard.config import ModelConfig, RunConfig
 from fullshard.errors import ModelError
-from fullshard.models import load_model, load_tokenizer, resolve_model
+from fullshard.models import load_adapter, load_model, load_tokenizer, resolve_model
 from fullshard.train.modelling import choose_loader, make_model, shard_model
 
 if TYPE_CHECKING:
@@ -95,17 +94,10 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
 
 def _with_adapter(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The whole model on the CPU, with the adapter around it."""
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        raise ModelError(f"{trained.directory} is an adapter, which needs peft: pip install peft.") from error
     settings = trained.config.model
     kind, attention = settings.model_class, settings.attn_implementation
     model = load_model(trained.base, tokenizer, model_class=kind, attention=attention)
-    try:
-        return peft.PeftModel.from_pretrained(model, str(trained.directory), local_files_only=True)
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-        raise ModelError(f"The adapter in {trained.directory} cannot be loaded: {error}") from error
+    return load_adapter(model, trained.directory)
 
 
 def _read(path: Path) -> dict[str, Any]:

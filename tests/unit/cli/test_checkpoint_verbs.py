@@ -1,6 +1,7 @@
 """What export, verify and inspect say of checkpoints and models, and how they end."""
 
 import io
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from fullshard.cli import main as cli
 from fullshard.cli import progress
 from fullshard.comm import run_ranks
 from fullshard.saving.full import write_assets
+from fullshard.sizes import format_bytes
 from support.models import t5
 from support.parity import replicas
 from support.tiny_run import write_run_file
@@ -157,26 +159,27 @@ def test_verify_of_nothing_ends_with_9(tmp_path, capsys):
 
 
 def test_inspect_of_a_checkpoint(run, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "90")
     path = run / "checkpoints" / "step-00000010"
     monkeypatch.chdir(run)
     code, out, err = call(capsys, "inspect", path.relative_to(run))
     assert (code, err) == (0, "")
-    assert max(len(line) for line in out.splitlines()) <= 80
+    assert max(len(line) for line in out.splitlines()) <= 90
     monkeypatch.setenv("COLUMNS", "60")  # narrower than a name and what stands beside it
     _, narrow, _ = call(capsys, "inspect", path)
     tables = narrow[narrow.index("tensors by group") :].splitlines()
     assert max(len(line) for line in tables) <= 60
     folded = [line.split() for line in tables]
-    first = next(number for number, words in enumerate(folded) if words[:1] == ["model/decoder.block.0.layer.2.DenseR"])
-    assert folded[first + 1] == ["eluDense.wi.weight"]
+    name = "model/decoder.block.0.layer.2.DenseReluDense.wi.weight"
+    parts = [words[0] for words in folded if words]
+    assert any(one != name and one + other == name for one, other in itertools.pairwise(parts))
     words = [line.split() for line in out.splitlines()]
     assert ["step:", "10"] in words
     assert ["world", "size:", "2"] in words
-    assert ["metric:", "0.1"] in words
+    assert ["metric:", "0.1,", "the", "greater", "the", "better"] in words
     numel = sum(parameter.numel() for parameter in t5().parameters())
     (model,) = [row for row in words if row and row[0] == "model"]
-    assert model[2:] == [f"{numel:,}", "float32", f"{numel * 4 / 1e6:,.2f}"]
+    assert model[2:] == [f"{numel:,}", "float32", *format_bytes(numel * 4).split()]
     assert any(row and row[0] == "optimizer" for row in words)
     assert "model/encoder.block.0.layer.1.DenseReluDense.wi.weight" in out.replace("\n", "")
     assert "shard-00001-of-00002.safetensors" in out
@@ -205,7 +208,8 @@ def test_inspect_of_a_run_lists_what_is_whole_and_what_is_torn(run, capsys, monk
     assert (code, err) == (0, "")
     rows = {words[0]: words[1:] for line in out.splitlines() if (words := line.split())}
     assert rows["checkpoints/step-00000010"][:2] == ["10", "0.1"]
-    assert rows["checkpoints/step-00000010"][-1] == "whole"
+    assert rows["checkpoints/step-00000010"][-3:] == ["whole,", "the", "best"]
+    assert "best: by the metric, the greater the better\n" in out
     assert rows["checkpoints/step-00000020"][-1] == "TORN"
     assert rows["best"][-1] == "whole"
     assert "complete.json is missing" in out
@@ -216,6 +220,86 @@ def test_inspect_of_a_run_lists_what_is_whole_and_what_is_torn(run, capsys, monk
     assert found["unfinished"] == [str(run / "checkpoints" / "step-00000030.tmp")]
     code, out, _ = call(capsys, "inspect", run / "checkpoints", "--json")
     assert len(json.loads(out)["entries"]) == 2
+
+
+def rewrite_marker(checkpoint, **changes):
+    """Change ``complete.json``; None takes a fact away, as it is in checkpoints of earlier versions."""
+    values = json.loads((checkpoint / "complete.json").read_text()) | changes
+    values = {name: value for name, value in values.items() if value is not None or name == "metric"}
+    (checkpoint / "complete.json").write_text(json.dumps(values))
+
+
+def test_the_best_of_a_perplexity_is_the_smallest(run, tmp_path, capsys):
+    for path in (run / "checkpoints").glob("step-*"):
+        rewrite_marker(path, greater_is_better=False)
+    found = json.loads(call(capsys, "inspect", run, "--json")[1])
+    assert [entry["best"] for entry in found["entries"]] == [False, True, False]
+    assert (found["greater_is_better"], found["greater_is_better_recorded"]) == (False, True)
+    _, out, err = call(capsys, "export", run, "-o", tmp_path / "exported", "--checkpoint", "best")
+    assert "of step 20 " in out
+    assert err == ""
+
+
+def test_a_direction_that_was_not_recorded_is_assumed_and_said(run, tmp_path, capsys):
+    for path in (run / "checkpoints").glob("step-*"):
+        rewrite_marker(path, greater_is_better=None)
+    code, out, _ = call(capsys, "inspect", run)
+    assert code == 0
+    assert "best: by the metric, the greater the better: assumed, " in out
+    code, out, err = call(capsys, "export", run, "-o", tmp_path / "exported", "--checkpoint", "best")
+    assert (code, "of step 10 " in out) == (0, True)
+    assert err.startswith("fullshard: step-00000010 has the greatest metric; whether that is the best")
+
+
+def test_a_letter_changed_in_a_small_file_is_found(run, tmp_path, capsys):
+    config = run / "checkpoints" / "step-00000020" / "model" / "config.json"
+    config.write_text(config.read_text().replace("relu", "reLu", 1))
+    code, out, _ = call(capsys, "verify", run / "checkpoints" / "step-00000020")
+    assert code == 9
+    assert "  model/config.json: has SHA-256 " in out
+    code, _, err = call(capsys, "export", run, "-o", tmp_path / "exported")
+    assert code == 9
+    assert f"{config} is damaged: it has SHA-256 " in err
+    assert f"The newest other whole one is {run / 'checkpoints' / 'step-00000010'}." in err
+    assert not (tmp_path / "exported").exists()
+
+
+def test_small_files_without_checksums_are_counted(run, capsys):
+    rewrite_marker(run / "checkpoints" / "step-00000020", sha256=None)
+    code, out, _ = call(capsys, "verify", run / "checkpoints" / "step-00000020")
+    assert code == 0
+    assert "checksums agree; its 2 small files have none, saved by an earlier version" in out
+
+
+def test_a_file_in_a_directorys_place_and_a_directory_in_a_files(run, tmp_path, capsys):
+    checkpoint = run / "checkpoints" / "step-00000020"
+    code, _, err = call(capsys, "export", checkpoint / "index.json", "-o", tmp_path / "exported")
+    assert code == 9
+    assert f"it is in {checkpoint}, a checkpoint." in err
+    code, _, err = call(capsys, "export", next(checkpoint.glob("shard-*")), "-o", tmp_path / "exported")
+    assert code == 9
+    assert f"is one rank's part of the checkpoint {checkpoint}: export that." in err
+    (tmp_path / "rows").mkdir()
+    for verb in (["train"], ["config", "check"], ["evaluate", "--data", "x"]):
+        code, _, err = call(capsys, *verb, tmp_path / "rows")
+        assert code == 2
+        assert "Errno" not in err
+    (tmp_path / "rows" / "mine.yaml").write_text("")
+    code, _, err = call(capsys, "train", tmp_path / "rows")
+    assert code == 2
+    assert err == (
+        f"ConfigError: {tmp_path / 'rows'} is a directory where a run file (YAML) is expected. "
+        f"Give the file itself, such as {tmp_path / 'rows' / 'mine.yaml'}.\n"
+    )
+    code, _, err = call(capsys, "train", tmp_path / "rows" / "mine.yaml", "--config_file", tmp_path / "rows")
+    assert code == 2
+    assert "is a directory where Accelerate's configuration file (YAML) is expected" in err
+    code, _, err = call(capsys, "predict", run / "best", tmp_path / "rows")
+    assert code == 3
+    assert "is a directory; name a file of rows" in err
+    code, _, err = call(capsys, "report", tmp_path / "rows" / "mine.yaml")
+    assert code == 9
+    assert "is a file where the output_dir of a run is expected" in err
 
 
 def test_inspect_of_weights(run, capsys):
@@ -291,7 +375,7 @@ def test_a_bar_is_shown_on_a_terminal_for_what_takes_a_while(total, seconds, ter
         tell(total // 2, total)
     assert ("exporting" in stream.getvalue()) == shown
     if shown and total == 1 << 30:
-        assert "0.5/1.1 GB" in stream.getvalue()
+        assert "0.5/1.0 GiB" in stream.getvalue()
         assert "/s" in stream.getvalue()
 
 

@@ -43,6 +43,16 @@ def test_the_files_settings_are_the_runs(tmp_path, capsys):
     assert said == ""
 
 
+def test_a_run_file_in_the_place_of_accelerates_is_told(tmp_path, capsys):
+    run = write_run_file(tmp_path)
+    for arguments in (["config", "convert", str(run)], ["config", "check", str(run), "--config_file", str(run)]):
+        assert cli.main(arguments) == 2
+        said = capsys.readouterr().err
+        assert "is a run file of fullshard's own (it has output_dir," in said
+        assert f"`fullshard train {run}`" in said
+        assert "unknown key" not in said
+
+
 def test_what_both_say_alike_may_stand_in_both(tmp_path, capsys):
     run = write_run_file(tmp_path, sharding__strategy="shard_grad_op", training__precision="bf16")
     settings, _ = check(capsys, run, "sharding.wrap=2000", "--config_file", write_file(tmp_path))
@@ -162,3 +172,16 @@ def test_a_wrong_file_is_one_message(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "fsdp_config.fsdp_shard: unknown key" in error
     assert "Traceback" not in error
+
+
+def test_t5_in_fp16_is_refused_by_its_configuration_alone(tmp_path, capsys):
+    run = str(write_run_file(tmp_path, training__precision="fp16"))
+    assert cli.main(["config", "check", run]) == 4
+    assert "training.allow_fp16" in capsys.readouterr().err
+    assert cli.main(["config", "check", run, "training.allow_fp16=true"]) == 0
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    path = ["model.config=null", "model.tokenizer=null", f"model.path={tmp_path / 'model'}"]
+    assert cli.main(["config", "check", run, *path]) == 0
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "mt5"}')
+    assert cli.main(["config", "check", run, *path]) == 4

@@ -123,7 +123,8 @@ def test_the_questionnaire_takes_answers_refuses_wrong_ones_and_writes_an_explai
     terminal = start("--config_file", "mine.yaml")
     terminal.answer("How many machines", "none", "2")
     terminal.answer("Which of them is this one", "2", "1")
-    terminal.answer("Address of machine 0", "10.0.0.1")
+    shown = terminal.answer("Address of machine 0", "", "10.0.0.1")
+    assert "Expected a host name or an IP address" in shown  # this machine's own name would be machine 1's
     terminal.answer("Port on machine 0", "")
     terminal.answer("Train on the CPU", "")
     shown = terminal.answer("How many ranks", "?", "3", "4")

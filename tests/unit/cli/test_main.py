@@ -35,6 +35,14 @@ def test_a_wrong_command_line_ends_with_2(arguments, capsys):
     assert "usage: fullshard" in capsys.readouterr().err
 
 
+def test_what_an_action_does_not_know_is_told_with_its_own_usage(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["config", "convert", "x.yaml", "--jsn"])
+    said = capsys.readouterr().err
+    assert said.startswith("usage: fullshard config convert")
+    assert "fullshard config convert: error: unrecognized arguments: --jsn" in said
+
+
 def test_settings_may_stand_on_both_sides_of_an_option():
     options = cli.parse(["train", "x.yaml", "a=1", "--json", "b=2", "c=3"])
     assert options.overrides == ["a=1", "b=2", "c=3"]
@@ -107,6 +115,14 @@ def test_train_starts_the_rank_program_and_passes_on_its_failure(tmp_path, capsy
     captured = capsys.readouterr()
     assert captured.err == "fullshard: starting 2 ranks\nRank 1 failed first:\nTraceback: broken\n"
     assert json.loads(captured.out)["error"]["rank"] == 1
+
+
+def test_a_place_where_nothing_can_be_written_is_said_before_ranks_are_started(tmp_path, capsys, monkeypatch):
+    path = write_run_file(tmp_path)
+    (tmp_path / "out").write_text("a file")
+    monkeypatch.setattr(train_verb, "launch", None)
+    assert cli.main(["train", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: output_dir: ")
 
 
 def test_ctrl_c_ends_with_130(tmp_path, capsys, monkeypatch):

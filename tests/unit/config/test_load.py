@@ -1,10 +1,11 @@
 """Overrides, paths, and one message that names every problem by its dotted key."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from fullshard.config import RunConfig, load_run
+from fullshard.config import RunConfig, load_run, require_output_dir
 from fullshard.errors import ConfigError
 
 
@@ -58,6 +59,31 @@ def test_malformed_override(run_file, override):
 def test_override_whose_value_is_not_yaml(run_file):
     with pytest.raises(ConfigError, match=r"The value of the override 'seed=\[1' is not valid YAML"):
         load_run(run_file, ["seed=[1"])
+    with pytest.raises(ConfigError, match=r"write 'data\.template=\"{question} of {topic}\"'"):
+        load_run(run_file, ["data.template={question} of {topic}"])
+
+
+@pytest.mark.parametrize("text", ["yes", "null", "2024-01-01", "1.5e+5", "017", "summarize: ", "{a}", 'it\'s: "so"'])
+def test_what_the_answer_says_to_write_gives_the_text(run_file, text):
+    with pytest.raises(ConfigError) as caught:
+        load_run(run_file, [f"data.source_prefix={text}"])
+    (typed,) = shlex.split(str(caught.value).partition("as text, write ")[2])
+    assert load_run(run_file, [typed]).data.source_prefix == text
+
+
+def test_where_a_run_could_not_write_is_said_and_nothing_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/runs/x"):
+        with pytest.raises(ConfigError, match=rf"output_dir: .*{place} cannot be written to: .*file is a file\. Set"):
+            require_output_dir(tmp_path / place)
+    require_output_dir(tmp_path / "new" / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_closed_directory_is_no_place_to_write(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # whoever runs the tests may write anywhere
+    with pytest.raises(ConfigError, match=rf"nothing may be written in {tmp_path}"):
+        require_output_dir(tmp_path / "x")
 
 
 def test_override_through_a_value(run_file):
@@ -110,7 +136,14 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
             "evaluation.metric: expected 'exact_match', 'accuracy', 'rouge1', 'rouge2', 'rougeL', 'rougeLsum', 'bleu', "
             "'chrf' or 'perplexity'; got 'f1'",
         ),
-        ("data.source_column=3", "data.source_column: expected a valid string; got 3"),
+        ("data.source_column=3", "data.source_column: expected a valid string; got 3, which YAML takes 3 for. If it is "
+         "meant as text, write 'data.source_column=\"3\"'"),
+        ("data.source_prefix=yes", "data.source_prefix: expected a valid string; got True, which YAML takes yes for. "
+         "If it is meant as text, write 'data.source_prefix=\"yes\"'"),
+        ("data.source_prefix=null", "data.source_prefix: expected a valid string; got None, which YAML takes null for. "
+         "If it is meant as text, write 'data.source_prefix=\"null\"'"),
+        ("data.source_prefix=it's: ", "data.source_prefix: expected a valid string; got {\"it's\": None}, which YAML "
+         "takes it's:  for. If it is meant as text, write 'data.source_prefix=\"it'\"'\"'s: \"'"),
         ("training.warmup_steps=1.5", "training.warmup_steps: expected a whole number of steps, or a share of all "
          "steps below 1; got 1.5"),
         ("training.evaluation_strategy=steps", "training.evaluation_strategy: is called training.eval_strategy here; "
@@ -123,19 +156,28 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
          "write training.optimizer: adamw_8bit"),
         ("training.optim=lion_32bit", "training.optim: is called training.optimizer here, and there is no lion_32bit: "
          "it is one of adafactor, adamw, adamw_8bit, adamw_bf16, muon"),
+        ("training.optimizer=adafacter", "training.optimizer: expected 'adamw', 'adafactor', 'muon', 'adamw_8bit' or "
+         "'adamw_bf16'; got 'adafacter'; did you mean adafactor?"),
+        ("evaluation.metric=RougeLSum", "evaluation.metric: expected 'exact_match', 'accuracy', 'rouge1', 'rouge2', "
+         "'rougeL', 'rougeLsum', 'bleu', 'chrf' or 'perplexity'; got 'RougeLSum'; did you mean rougeLsum?"),
         ("training.optimizer=sgd", "training.optimizer: expected 'adamw', 'adafactor', 'muon', 'adamw_8bit' or "
          "'adamw_bf16'; got 'sgd'"),
         ("training={optimizer: adafactor, adam_beta2: 0.999, adam_epsilon: 1e-8}", "training: optimizer: adafactor "
-         "does not use adam_beta2 and adam_epsilon; leave that out, or take it back with training.adam_beta2=null on "
-         "the command line"),
+         "does not use adam_beta2 and adam_epsilon. Change that in the file, or on the command line: "
+         "training.adam_beta2=null training.adam_epsilon=null"),
         ("training.learning_rate=null", "training: learning_rate: null is for optimizer: adafactor, which has steps of "
-         "its own; got adamw"),
+         "its own; got adamw; learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: "
+         "it goes with lr_scheduler_type: constant and warmup_steps: 0; got linear and 0. Change that in the file, or "
+         "on the command line: training.optimizer=adafactor training.lr_scheduler_type=constant "
+         "training.warmup_steps=0"),
         ("training={optimizer: adafactor, learning_rate: null}", "training: learning_rate: null leaves the learning "
-         "rate to adafactor, so that no schedule applies: set lr_scheduler_type: constant and warmup_steps: 0; got "
-         "linear and 0"),
+         "rate to adafactor, so that no schedule applies: it goes with lr_scheduler_type: constant and warmup_steps: "
+         "0; got linear and 0. Change that in the file, or on the command line: training.lr_scheduler_type=constant "
+         "training.warmup_steps=0"),
         ("training={optimizer: adafactor, learning_rate: null, lr_scheduler_type: constant, warmup_steps: 0.1}",
-         "training: learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: set "
-         "lr_scheduler_type: constant and warmup_steps: 0; got constant and 0.1"),
+         "training: learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: it goes "
+         "with lr_scheduler_type: constant and warmup_steps: 0; got constant and 0.1. Change that in the file, or on "
+         "the command line: training.lr_scheduler_type=constant training.warmup_steps=0"),
         ("training.fp16=true", "training.fp16: is not an option here; write training.precision: fp16, or bf16, "
          "which T5 needs"),
         ("model.adapter={type: ia3, r: 4}", "model.adapter: r is an option of lora and dora; got type: ia3"),
@@ -281,3 +323,13 @@ def test_an_optimizer_takes_its_own_options_only_and_nothing_else_is_recorded(ru
     assert taken_back == load_run(run_file)
     own = ["training.learning_rate=null", "training.lr_scheduler_type=constant"]
     assert load_run(run_file, ["training.optimizer=adafactor", *own]).training.learning_rate is None
+
+
+def test_what_relative_steps_do_not_go_with_is_told_at_once_and_the_answer_is_taken(run_file):
+    run_file.write_text(run_file.read_text() + "  adam_beta2: 0.99\n  adam_epsilon: 1e-6\n  warmup_steps: 50\n")
+    asked = ["training.learning_rate=null"]
+    (_, told) = problems(run_file, *asked)
+    answer = told.partition("on the command line: ")[2].split()
+    assert len(answer) == 5
+    training = load_run(run_file, [*asked, *answer]).training
+    assert (training.optimizer, training.learning_rate) == ("adafactor", None)

@@ -93,6 +93,27 @@ def test_the_fused_head_agrees_in_the_precision_it_computes_in():
             a.grad = b.grad = None
 
 
+@pytest.mark.parametrize("expected", [1.0039, 0.50195])
+def test_in_16_bits_gradients_have_no_error_in_common(expected):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(32, 64)
+    hidden, labels = torch.randn(1, 400, 32).bfloat16(), torch.randint(64, (1, 400))
+    factor = 1.0039  # 1 in bfloat16
+
+    def gradients(dtype):
+        own, rows = copy.deepcopy(head).bfloat16().to(dtype), hidden.to(dtype, copy=True).requires_grad_()
+        fused = loss_module.FusedHead(own)
+        with fused.aimed(labels, BOTH, expected):
+            loss = fused(rows)
+        (loss * factor).backward()
+        assert own.weight.grad.dtype == rows.grad.dtype == dtype
+        return [one.grad.double() for one in (rows, own.weight, own.bias)]
+
+    for ours, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
+        common = (ours * exact).sum() / exact.square().sum()
+        assert common.item() == pytest.approx(1, abs=4e-4)
+
+
 def test_a_head_at_rest_gives_logits_and_a_frozen_one_gets_no_gradient():
     torch.manual_seed(0)
     model = t5_untied()

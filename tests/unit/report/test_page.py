@@ -280,7 +280,7 @@ def test_the_page_holds_plotly_once_and_is_a_few_megabytes(finished, tmp_path):
     assert written["bytes"] == len(source.encode()) < 6_000_000
     assert source.count("plotly.js v") == 1
     assert source.count("</script>") == 3
-    assert re.search(r"about \d\.\d MB", source)
+    assert re.search(r"about \d\.\d MiB", source)
 
 
 def test_without_plotly_it_names_the_package(finished, monkeypatch):

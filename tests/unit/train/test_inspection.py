@@ -51,6 +51,22 @@ def test_wrapping_errors_come_out(tmp_path):
         inspect_units(config(tmp_path, sharding__wrap=["T5Blok"]), 2)
 
 
+@pytest.mark.parametrize(
+    ("wrap", "remedies"),
+    [
+        ("auto", ["set sharding.wrap: none", "sharding.wrap: [Block, ...]", "T5Block"]),
+        (10**9, ["sharding.wrap: 1000000000 makes no unit", "or set sharding.wrap: none"]),
+    ],
+)
+def test_wrapping_errors_have_the_run_files_remedies(tmp_path, wrap, remedies):
+    model = {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}}
+    with pytest.raises(WrapError) as caught:
+        inspect_units(config(tmp_path, model=model, sharding__wrap=wrap), 2)
+    text = str(caught.value)
+    assert all(remedy in text for remedy in remedies)
+    assert not any(word in text for word in ("wrap=", "TransformerBlocks", "MinNumel"))
+
+
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16}

@@ -10,8 +10,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.data import SourceSpec, read_split
-from fullshard.errors import CheckpointError, ConfigError
-from fullshard.train import FileSink, best, loop, train
+from fullshard.errors import CheckpointError, ConfigError, RunStopped
+from fullshard.train import FileSink, StopRequest, best, loop, train
 from support.tiny_run import Memory, read_jsonl, settings
 
 
@@ -171,3 +171,20 @@ def test_a_run_has_a_step_however_short_its_time(tmp_path):
     summary, memory = run(tmp_path, training__max_train_minutes=1e-7)
     assert (summary.steps, summary.ended_by) == (1, "time")
     assert [report.step for report, _ in memory.evaluations] == [1]
+
+
+def logged_steps(directory):
+    return [record["step"] for record in read_jsonl(directory / "out" / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def test_the_last_step_of_a_run_that_ends_early_is_logged(tmp_path):
+    run(tmp_path, training__max_train_minutes=1e-7, training__logging_steps=5)
+    assert logged_steps(tmp_path) == [1]
+    stopped = StopRequest()
+    stopped.requested = True
+    config = RunConfig.model_validate(settings(tmp_path, training__logging_steps=5, resume="never"))
+    with pytest.raises(RunStopped):
+        train(config, run_ranks(1, lambda comm: comm)[0], [FileSink(config.output_dir, logging_steps=5)], stopped)
+    assert logged_steps(tmp_path) == [1]
+    run(tmp_path, training__logging_steps=5)
+    assert logged_steps(tmp_path) == [1, 5, 8]

@@ -1,14 +1,20 @@
 """What a run needs before its ranks: made once, found again, and made anew where anything it depends on has changed."""
 
+import datetime
 import json
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.data import Example
 from fullshard.errors import DataError, ModelError
+from fullshard.launch import evaluate as evaluate_program
+from fullshard.launch.evaluate import with_rows
 from fullshard.models import kind
 from fullshard.train import prepare as module
 from fullshard.train.prepare import prepare, prepare_tokenizer
@@ -164,3 +170,73 @@ def test_a_configuration_of_wrong_types_is_an_error_in_words(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "two"}))
     with pytest.raises(ModelError, match=r"(?s)config\.json cannot be read.*hidden_size"):
         kind.reads_one_sequence(tmp_path)
+
+
+def test_a_template_that_writes_the_date_is_made_anew_each_day(tmp_path, monkeypatch):
+    template = "{{ strftime_now('%d %B %Y') }}: {% for m in messages %}{{ m.content }} {% endfor %}"
+    config, said = config_of(tmp_path, **gpt2_directory(tmp_path, template), data__max_source_length=40), []
+    for day, is_new in ((1, True), (1, False), (2, True)):
+        monkeypatch.setattr(module, "date", SimpleNamespace(today=lambda day=day: datetime.date(2031, 5, day)))
+        said.clear()
+        notes = prepare(config, said.append).notes
+        assert bool(said) is is_new
+        assert f"the tokenizer's chat template writes the date: 2031-05-0{day} in this run's prompts" in notes
+
+
+def test_a_vocabulary_that_the_rows_cannot_fill_is_said(tmp_path):
+    prepared = prepare(config_of(tmp_path, model__tokenizer={"vocab_size": 5000}))
+    size = len(prepared.tokenizer)
+    assert (
+        f"the vocabulary has {size} pieces, not the 5,000 of model.tokenizer.vocab_size: the training rows have no more"
+    ) in prepared.notes
+    assert not any("the vocabulary has" in note for note in prepare(config_of(tmp_path)).notes)
+
+
+def titled(path, titles):
+    """WikiHow's file, with a headline of its own for each title."""
+    path.write_text("headline,title,text\n" + "".join(f"{t} done,{t},{'a word ' * 9}\n" for t in titles))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind_of_data", ["fraction", "wikihow"])
+def test_rows_of_another_file_are_measured_by_the_labels_that_training_saw(tmp_path, kind_of_data):
+    data = {"train_file": titled(tmp_path / "rows.csv", "abcdefghijkl"), "cache_dir": str(tmp_path / "cache")}
+    if kind_of_data == "wikihow":
+        data["format"] = "wikihow"
+        (tmp_path / "all_train.txt").write_text("\n".join("abcdefgh") + "\n")
+        (tmp_path / "all_val.txt").write_text("\n".join("ijkl") + "\n")
+    else:
+        data |= {"source_column": "title", "target_column": "headline", "validation_fraction": 0.4}
+    config = RunConfig.model_validate(settings(tmp_path, data=data))
+    seen, said = prepare(config), []
+    assert 0 < len(seen.labels) < 12
+    other = Path(titled(tmp_path / "other.csv", "mn"))
+    measured = prepare(with_rows(config, other), said.append, rows_file=other)
+    assert measured.labels == seen.labels
+    assert [row.references for row in measured.held_out] == [("m done",), ("n done",)]
+    assert said == ["tokenizing 2 held-out rows"], "the training rows are those of the run, made before"
+
+
+def test_evaluate_measures_the_file_that_it_is_given(tmp_path, monkeypatch):
+    class FoundError(Exception):
+        pass
+
+    def stop(config, say, *, rows_file):
+        raise FoundError(rows_file)
+
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
+    monkeypatch.setattr(evaluate_program, "find_trained", lambda model, config: SimpleNamespace(config=config))
+    monkeypatch.setattr(evaluate_program, "prepare", stop)
+    monkeypatch.chdir(tmp_path)
+    for given, expected in (["--data", "train.csv"], tmp_path / "train.csv"), ([], None):
+        with pytest.raises(FoundError) as found:
+            evaluate_program._evaluate(evaluate_program._parse(["run.yaml", *given]), is_first=False)
+        assert found.value.args == (expected,)
+
+
+def test_a_models_type_is_told_without_a_network(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mt5"}))
+    assert kind.known_kind(str(tmp_path)) == kind.known_kind({"model_type": "mt5"}) == "mt5"
+    (tmp_path / "config.json").write_text("[]")
+    assert kind.known_kind(str(tmp_path)) is None
+    assert kind.known_kind("nobody/has-this") is None

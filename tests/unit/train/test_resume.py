@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -11,13 +12,13 @@ import datasets
 import pytest
 from safetensors.torch import load_file
 
-from fullshard.checkpoint import find_checkpoints
+from fullshard.checkpoint import find_checkpoints, find_completions, rank_by_metric
 from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError, RunStopped
 from fullshard.saving import Checkpoints
 from fullshard.train import FileSink, StopRequest, loop, step, trace, train
-from fullshard.train.resume import deciding_settings
+from fullshard.train.resume import TITLE_LISTS, choose_origin, deciding_settings, mark_finished
 from support.tiny_run import MODEL, Memory, read_jsonl, settings, write_rows
 
 STEPS = 8
@@ -349,7 +350,8 @@ def test_a_finished_run_is_replaced_on_purpose_only_and_its_checkpoints_go(tmp_p
     run(tmp_path, training__save_strategy="steps", training__save_steps=1, training__max_steps=3, **OFTEN)
     model = (tmp_path / "out" / "model.safetensors").read_bytes()
     with pytest.raises(
-        ConfigError, match=r"holds a finished run.*resume=.*step-00000003 with more epochs.*resume=never"
+        ConfigError,
+        match=r"holds a finished run.*resume=.*step-00000003 with a higher training.max_steps.*resume=never",
     ):
         run(tmp_path, **OFTEN)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == model
@@ -378,7 +380,15 @@ def test_an_earlier_runs_best_model_does_not_pass_for_that_of_a_new_run(tmp_path
     assert not (tmp_path / "out" / "best").exists()
 
 
-@pytest.mark.parametrize(("resume", "text"), [("nevr", "auto, never or"), ("out/checkpoints", "name one of them")])
+@pytest.mark.parametrize(
+    ("resume", "text"),
+    [
+        ("nevr", "auto, never or"),
+        ("out", r"name one of them, such as resume=.*/out/checkpoints/step-00000006\."),
+        ("out/checkpoints", "name one of them"),
+        ("out/checkpoints/step-00000006/index.json", r"is a file\. Give .* resume=.*/step-00000006\."),
+    ],
+)
 def test_what_is_no_checkpoint_is_not_resumed_from(tmp_path, resume, text):
     run_until_stopped(tmp_path, ("step", 5), **OFTEN)
     with pytest.raises(ConfigError, match=text):
@@ -502,6 +512,20 @@ def test_a_torn_newest_checkpoint_is_skipped_and_said(tmp_path, uninterrupted):
     assert_same(tmp_path, uninterrupted)
 
 
+def test_a_flipped_bit_names_another_checkpoint_that_goes_on_when_typed(tmp_path, uninterrupted):
+    run_until_stopped(tmp_path, before(6), **OFTEN)
+    shard = tmp_path / "out" / "checkpoints" / "step-00000006" / "shard-00000-of-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged: block 0 of ") as info:
+        run(tmp_path, **OFTEN)
+    other = re.search(r"give resume=(\S+) to fullshard train", str(info.value))[1]
+    memory = run(tmp_path, resume=other, **OFTEN)
+    assert memory.begun[0].resumed_step == 4
+    assert_same(tmp_path, uninterrupted)
+
+
 def test_torn_checkpoints_alone_are_an_error_and_not_a_new_run(tmp_path):
     path = run_until_stopped(tmp_path, None).checkpoint
     Path(path, "complete.json").unlink()
@@ -534,6 +558,9 @@ def test_a_best_model_by_another_metric_is_not_compared_with_those_to_come(tmp_p
     losses = {report.step: report.loss for report, _ in memory.evaluations}
     assert sorted(losses) == [4, 8], "the evaluation after the checkpoint's step is made again"
     assert (summary.metric, summary.best_step) == ("perplexity", min(losses, key=losses.__getitem__))
+    found = find_completions(checkpoint.parent)
+    assert [done.greater_is_better for done, _ in found] == [True, False]
+    assert rank_by_metric(found).paths == (found[-1][1],)
 
 
 def test_a_saved_dataset_is_what_it_holds_wherever_it_is(tmp_path):
@@ -549,3 +576,44 @@ def test_a_saved_dataset_is_what_it_holds_wherever_it_is(tmp_path):
     assert deciding("two", []) == first
     shutil.rmtree(tmp_path / "one")
     assert deciding("one", ["c", "d", "e"]) != first
+
+
+def test_wikihows_title_lists_decide_where_they_split_the_rows(tmp_path):
+    data = {"train_file": str(tmp_path / "wikihowAll.csv"), "format": "wikihow"}
+    (tmp_path / "wikihowAll.csv").write_text("headline,title,text\n")
+
+    def deciding(**more):
+        return deciding_settings(RunConfig.model_validate({**settings(tmp_path), "data": data | more}), 1)
+
+    by_hash = deciding()
+    for name in ("train", "val"):
+        (tmp_path / f"all_{name}.txt").write_text("HowtoA\n")
+    by_lists = deciding()
+    (tmp_path / "all_val.txt").write_text("HowtoB\n")
+    moved = deciding()
+    assert by_lists == by_hash | {TITLE_LISTS: by_lists[TITLE_LISTS]}
+    assert moved == by_lists | {TITLE_LISTS: moved[TITLE_LISTS]} != by_lists
+    assert by_lists[TITLE_LISTS].startswith("all_train.txt 7 bytes, hash ")
+    assert TITLE_LISTS not in deciding(validation_file=str(tmp_path / "held_out.csv"))
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "steps", "limit"),
+    [
+        ("steps", 3, "training.max_steps"),
+        ("steps", 2, "training.num_train_epochs"),
+        ("time", 2, "training.max_train_minutes"),
+        ("early_stopping", 2, "training.early_stopping_patience"),
+    ],
+)
+def test_a_finished_run_says_what_ended_it(tmp_path, monkeypatch, ended_by, steps, limit):
+    config = RunConfig.model_validate(settings(tmp_path, training__max_steps=3))
+    directory = tmp_path / "out" / "checkpoints"
+    directory.mkdir(parents=True)
+    mark_finished(config, steps, ended_by)
+    monkeypatch.setattr("fullshard.train.resume.find_checkpoints", lambda _: [directory / "step-00000002"])
+    with pytest.raises(ConfigError, match=rf"resume={directory}/step-00000002 with a higher {limit}, or resume=never"):
+        choose_origin(config, 1)
+    (directory / "finished.json").write_text('{"steps": 2}')
+    with pytest.raises(ConfigError, match=r"with a higher training\.num_train_epochs, or"):
+        choose_origin(config, 1)

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from fullshard.errors import CheckpointError
+from fullshard.sizes import format_bytes
 from fullshard.train import sinks
 from fullshard.train.reports import (
     CheckpointReport,
@@ -18,7 +19,7 @@ from fullshard.train.reports import (
     RunSummary,
     StepReport,
 )
-from fullshard.train.sinks import ConsoleSink, FileSink, format_bytes
+from fullshard.train.sinks import ConsoleSink, FileSink
 from support.tiny_run import read_jsonl
 
 MIB = 1 << 20
@@ -152,6 +153,16 @@ def test_metrics_are_on_disk_after_each_step(tmp_path):
     sink.step(step(1))
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
     sink.close()
+
+
+def test_a_run_that_fails_has_its_last_step_logged_and_each_sink_is_closed(tmp_path):
+    sink = FileSink(tmp_path, logging_steps=3)
+    sink.start(START)
+    for number in range(1, 6):
+        sink.step(step(number))
+    sink.close()
+    sink.close()
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [3, 5]
 
 
 def test_an_earlier_runs_results_do_not_pass_for_this_one(tmp_path):

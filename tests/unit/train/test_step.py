@@ -12,6 +12,7 @@ from fullshard.comm import run_ranks
 from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.errors import TrainingError
 from fullshard.models import Objective, fuse_head
+from fullshard.models import loss as loss_module
 from fullshard.optim import ShardedGradScaler
 from fullshard.train.step import StepSpec, loss_sum, train_step
 from support.models import gpt2, t5
@@ -317,3 +318,27 @@ def test_fillers_count_in_no_loss():
         only_fillers = loss_sum(model, batch_of([3], fillers=[3]), causal=False)
     assert with_filler.item() == pytest.approx(alone_.item(), rel=1e-5)
     assert only_fillers.item() == 0.0
+
+
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_a_fused_head_knows_the_gradient_that_comes(scale, monkeypatch):
+    """Then it rounds once: what is left to multiply by is one."""
+    left, backward = [], loss_module._LinearCrossEntropy.backward
+
+    def spy(ctx, gradient):
+        left.append((gradient / ctx.factor).item())
+        return backward(ctx, gradient)
+
+    monkeypatch.setattr(loss_module._LinearCrossEntropy, "backward", staticmethod(spy))
+    torch.manual_seed(0)
+    model = t5()
+    fuse_head(model)
+
+    def work(comm):
+        sharded = fully_shard(model, comm, mp_policy=MixedPrecision(param="bfloat16", reduce="float32"))
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.0)
+        scaler = None if scale is None else ShardedGradScaler("cpu", init_scale=scale)
+        train_step(sharded, optimizer, [batch_of([0]), batch_of([1, 2, 3])], comm, spec(), scaler)
+
+    run_ranks(1, work)
+    assert left == [1.0, 1.0]

@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fullshard.config import check_run
 from fullshard.errors import ConfigError
+from fullshard.train import trackers
 from fullshard.train.reports import CheckpointReport, RunStart, StepReport
 from fullshard.train.trackers import tracker_sinks
 from support.tiny_run import settings
@@ -37,11 +38,11 @@ def step_of(step):
     return StepReport(step=step, target_tokens=2, tokens=6, memory_bytes=7, memory_bytes_per_rank=(7,), **numbers)
 
 
-def sink_of(tmp_path, tracker, **changes):
+def sink_of(tmp_path, tracker, say=print, **changes):
     values = settings(tmp_path, training__report_to=tracker, training__run_name="mine", **changes)
     config = check_run(values, tmp_path / "run.yaml")
     config.output_dir.mkdir(exist_ok=True)
-    (sink,) = tracker_sinks(config)
+    (sink,) = tracker_sinks(config, say)
     return sink
 
 
@@ -143,3 +144,92 @@ def test_a_tracker_that_is_not_installed_is_named_before_the_run(tmp_path, monke
     monkeypatch.setitem(sys.modules, tracker, None)
     with pytest.raises(ConfigError, match=f"training.report_to names {tracker}.*pip install {tracker}"):
         sink_of(tmp_path, tracker)
+
+
+class Broken(Wandb):
+    """Cannot be reached at some of its calls."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self.broken, self.calls = broken, 0
+
+    def init(self, **options):
+        run = super().init(**options)
+        log = run.log
+
+        def fail(values, step):
+            self.calls += 1
+            if self.calls in self.broken:
+                raise ConnectionError("no route\nto host.")
+            log(values, step)
+
+        run.log = fail
+        return run
+
+
+def test_a_tracker_that_cannot_be_reached_is_told_of_once_and_the_run_goes_on(tmp_path, monkeypatch):
+    broken, said = Broken({2, 3}), []
+    monkeypatch.setitem(sys.modules, "wandb", broken)
+    monkeypatch.setattr(trackers.time, "monotonic", lambda: 0.0)
+    tell(sink_of(tmp_path, "wandb", said.append))
+    assert [step for step, values in broken.logged if "train/loss" in values] == [1, 4, 5]
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    assert said == [
+        "warning: wandb could not be told of step 2: ConnectionError: no route to host. Training goes on; "
+        f"{metrics} has every line, and what wandb lost is counted at the end.",
+        f"warning: wandb lost 2 of 6 lines; {metrics} has all.",
+    ]
+    assert broken.ended == 1
+
+
+def test_waiting_for_a_tracker_takes_at_most_a_tenth_of_the_run(tmp_path, monkeypatch):
+    clock, asked, wandb = [0.0], [], Wandb()
+
+    def time_out(values, step):
+        asked.append(step)
+        clock[0] += 2.0
+        raise TimeoutError
+
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(wandb, "init", lambda **_: types.SimpleNamespace(id="x", log=time_out, finish=wandb.finish))
+    monkeypatch.setattr(trackers.time, "monotonic", lambda: clock[0])
+    sink = sink_of(tmp_path, "wandb", lambda line: None)
+    sink.start(start_of())
+    for step in range(1, 41):
+        sink.step(step_of(step))
+        clock[0] += 1.0
+    assert asked == [1, 19, 37]
+
+
+def test_a_tracker_that_does_not_start_or_close(tmp_path, monkeypatch):
+    wandb, said = Wandb(), []
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
+    def fail(**_options):
+        raise ValueError("api_key not configured")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    sink = sink_of(tmp_path, "wandb", said.append)
+    with pytest.raises(ConfigError, match=r"names wandb, which does not start: ValueError: api_key not .*leave it out"):
+        sink.start(start_of())
+    sink.close()
+    assert said == []
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(wandb, "finish", fail)
+    tell(sink_of(tmp_path, "wandb", said.append))
+    assert said == [
+        f"warning: wandb did not close: ValueError: api_key not configured. {tmp_path / 'out' / 'metrics.jsonl'} has "
+        "every line."
+    ]
+
+
+def test_the_last_step_of_a_run_that_ends_early_is_told(tmp_path, monkeypatch):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = sink_of(tmp_path, "wandb", training__logging_steps=2)
+    sink.start(start_of())
+    for step in (1, 2, 3):
+        sink.step(step_of(step))
+    sink.close()
+    assert [step for step, _ in wandb.logged] == [2, 3]

@@ -1,12 +1,14 @@
 """A trained model found, loaded over ranks, and put to use on new rows."""
 
 import json
+import warnings
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.utils import logging
 
 from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
@@ -107,6 +109,21 @@ def test_a_run_says_prefix_and_beams(tokenizer, tmp_path):
     assert texts == written_alone(model, tokenizer, "route: ", num_beams=2)
     assert texts != written_alone(model, tokenizer, num_beams=2)
     assert notes == ()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_loading_an_adapter_draws_and_warns_of_nothing(tokenizer, tmp_path, capfd):
+    base = save(build_model(MODEL, tokenizer, seed=3), tokenizer, tmp_path / "base")
+    add_adapter(build_model(MODEL, tokenizer, seed=3), AdapterSpec("lora", str(base)), seed=1).model.save_pretrained(
+        tmp_path / "adapter"
+    )
+    capfd.readouterr()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run_ranks(1, lambda comm: load_trained(find_trained(str(tmp_path / "adapter")), comm))
+    assert capfd.readouterr().err == ""
+    assert [str(one.message) for one in warned] == []
+    assert logging.is_progress_bar_enabled()
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
