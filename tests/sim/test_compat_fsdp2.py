@@ -597,6 +597,7 @@ def test_full_tensor_gives_whole_parameters_gradients_and_states_whoever_holds_t
             found[f"moment of {names[number]}"] = values["exp_avg"].full_tensor()
         for name, value in model.state_dict().items():
             assert torch.equal(value.full_tensor(), found[name])
+            assert torch.equal(value.to(torch.float64).cpu().full_tensor(), found[name].double())
         doubled = next(p.grad for p in model.parameters() if p.grad is not None).double()
         assert doubled.full_tensor().dtype == torch.float64
         return found

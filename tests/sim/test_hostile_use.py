@@ -515,6 +515,51 @@ def test_shards_are_not_computed_with_as_if_they_were_the_parameters(use):
     assert_gradients(run_ranks(SIZE, work), reference)
 
 
+ASKS = {
+    "new": lambda model, _: next(model.blocks.parameters()).new_zeros(3),
+    "cast like": lambda model, x: x.type_as(model.blocks[0].scale).to(model.blocks[0].up.weight),
+    "type": lambda model, x: torch.ones(len(model.blocks[0].up.weight.type())),
+    "result type": lambda model, x: x.to(torch.result_type(x, model.blocks[0].up.weight)),
+}
+
+
+@pytest.mark.parametrize("use", ASKS)
+def test_shards_may_be_asked_what_does_not_depend_on_their_rows(use, monkeypatch):
+    monkeypatch.setitem(BORROWS, use, ASKS[use])
+    reference, models = replicas(Borrowing, SIZE)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    reference.use = use
+    expected = reference(x).item()
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=TransformerBlocks({"Part"}))
+        model.use = use
+        return model(x).item()
+
+    assert run_ranks(SIZE, work) == pytest.approx([expected] * SIZE, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torchs_encoder_goes_its_fast_way_over_sharded_layers_too():
+    """It asks about its first layer's weights, and another answer would let padded positions be other than zero."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    reference, models = replicas(lambda: nn.Sequential(nn.TransformerEncoder(layer, 3)).eval(), SIZE)
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))
+    padding = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]).bool()
+    with torch.no_grad():
+        expected = reference[0](x, src_key_padding_mask=padding)
+
+    def work(comm):
+        model = models[comm.rank]
+        model.forward = lambda x: model[0](x, src_key_padding_mask=padding)
+        model = fully_shard(model, comm, wrap=TransformerBlocks({"TransformerEncoderLayer"}))
+        with torch.no_grad():
+            return model(x)
+
+    for found in run_ranks(SIZE, work):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 class DeafComm(ThreadComm):
     """Collectives as NCCL has them: ranks in different ones of a size take whatever is there, and nobody is told."""
 

@@ -300,7 +300,7 @@ def prune(directory: Path, keep: Keep, *, newest: Path) -> None:
         return
     found = find_completions(directory)
     best = rank_by_metric(found, otherwise=keep.greater_is_better).paths[: keep.best]
-    kept = {newest, *(path for _, path in found[len(found) - keep.last :]), *best}
+    kept = {newest, *(path for _, path in found[max(0, len(found) - keep.last) :]), *best}
     for _, path in found:
         if path not in kept:
             remove_checkpoint(path)

@@ -22,7 +22,7 @@ class FirstValues:
         initialize: Called, on every rank, with each module of a unit of which a part is on the meta device, outer
             modules first. It gives what the module itself owns memory and values (``module.to_empty(device=…,
             recurse=False)`` and what follows). The random state is the same on every rank, and restored. None: a
-            module's ``reset_parameters()``, or ``_reset_parameters()`` where it has that alone, as
+            module's ``reset_parameters()``, or ``_reset_parameters()`` of
             ``nn.MultiheadAttention``, or the ``_init_weights`` of a Hugging Face model.
         from_rank0: Every rank takes rank 0's values of the sharded parameters and of all buffers. Other ranks may hold
             other values, or none: on the meta device nothing but memory is made for them there.
@@ -155,7 +155,7 @@ class Initializer:
             classes = ", ".join(sorted({name for _, name in lacking}))
             raise WrapError(
                 f"Unit {spec.name} is on the meta device, and nothing gives {', '.join(name for name, _ in lacking)} "
-                f"first values: {classes} has no reset_parameters() (nor _reset_parameters()), which a module on the "
+                f"first values: {classes} has no reset_parameters(), which a module on the "
                 "meta device is initialised by. Add that method to the class, or build the model on CPU."
             )
         everything = [module for member in spec.modules for module in member.modules()]
@@ -169,7 +169,9 @@ class Initializer:
         of_model = getattr(self.model, "_init_weights", None)
         if of_model is not None:
             return partial(of_model, module)
-        return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        # Elsewhere a method of this name often fills all that is below the module, in whichever unit it is.
+        of_attention = module._reset_parameters if isinstance(module, nn.MultiheadAttention) else None
+        return getattr(module, "reset_parameters", of_attention)
 
     def _initialize_module(self, module: nn.Module) -> None:
         """Give the module's meta buffers memory, and all it holds its first values.

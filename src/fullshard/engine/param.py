@@ -27,6 +27,7 @@ _ABOUT_SHARDS = (
     | {"is_contiguous", "is_floating_point", "is_complex", "is_meta", "is_cpu", "is_sparse", "is_quantized"}
     | {"is_nested", "is_inference", "is_pinned", "is_shared", "get_device", "grad_fn", "grad_dtype", "retains_grad"}
     | {"names", "requires_grad_", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "__len__"}
+    | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "result_type"}
 )
 
 COPY_REFUSED = (
@@ -122,7 +123,8 @@ class GuardedShard(nn.Parameter):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         name = _attribute_of(func) if name in ("__get__", "__set__", "__delete__") else name
-        if name in _ABOUT_SHARDS:
+        cast_like_it = name in ("to", "type_as") and not isinstance(args[0], cls)
+        if name in _ABOUT_SHARDS or cast_like_it or (name == "type" and len(args) == 1 and not kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         values = [one for v in (*args, *kwargs.values()) for one in (v if isinstance(v, (tuple, list)) else (v,))]

@@ -65,6 +65,8 @@ class Runtime:
         self._reducing: Unit | None = None
         self._in_backward = False
         self._guarded = False
+        inspected = _looked_at_from_outside(self.root)
+        self._guardable = [param for _, param in self.all_params() if param.slots[0][0] not in inspected]
         for index, unit in enumerate(units):
             unit.index = index
             unit.runtime = self
@@ -226,7 +228,7 @@ class Runtime:
         """Refuse what computes with shards while the root's forward runs, where only full parameters are meant."""
         if on is not self._guarded:
             self._guarded = on
-            for _, param in self.all_params():
+            for param in self._guardable:
                 param.guard_shard(on=on)
 
     def replan(self) -> None:
@@ -465,3 +467,12 @@ def runtime_of(model: nn.Module) -> Runtime:
             f"{type(model).__name__} is not sharded: call fully_shard(model) first, and pass that model."
         )
     return runtime
+
+
+def _looked_at_from_outside(root: Unit) -> set[nn.Module]:
+    """Modules whose parameters a container asks about in its own forward without computing with them.
+
+    torch's encoder goes another way where one of its layers' parameters has a ``__torch_function__``.
+    """
+    encoders = (m for top in root.modules for m in top.modules() if isinstance(m, nn.TransformerEncoder))
+    return {module for encoder in encoders for module in encoder.modules()}

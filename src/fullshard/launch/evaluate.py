@@ -17,6 +17,7 @@ from fullshard.data import CollateSpec
 from fullshard.errors import ConfigError
 from fullshard.launch.program import run_as_rank
 from fullshard.launch.progress import WorkProgress
+from fullshard.train.assemble import require_same_rows
 from fullshard.train.evaluate import HeldOut, evaluate, evaluation_spec
 from fullshard.train.outcome import draw_evaluation, evaluation_values, require_no_run, write_evaluation
 from fullshard.train.prepare import Prepared, prepare
@@ -57,6 +58,7 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     prepared = prepare(trained.config, _say if is_first else _nothing, rows_file=file)
     rows = held_out_rows(prepared)
     comm = init_from_env()
+    require_same_rows(comm, prepared)
     spec = together(comm, lambda: evaluation_spec(trained.config, rows))
     model, tokenizer, notes = load_trained(trained, comm)
     with WorkProgress("evaluating", shown=is_first) as progress:

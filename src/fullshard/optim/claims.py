@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fullshard.layout import Claims
@@ -33,7 +34,7 @@ def note_claims(optimizer: Optimizer) -> None:
     of_model: dict[int, tuple[list[Claims], Claims]] = {}
     number = 0
     for group in optimizer.param_groups:
-        params = [p for p in group["params"] if hasattr(p, "shard_claims") and not hasattr(p, "shard_optimizer")]
+        params = [p for p in group["params"] if hasattr(p, "shard_claims") and not _steps_in_backward(p)]
         if not params:
             continue
         options = tuple(f"{key}={value!r}" for key, value in group.items() if _is_compared(key, value))
@@ -45,6 +46,11 @@ def note_claims(optimizer: Optimizer) -> None:
         claims.append(new)
     if of_model:
         _noted[optimizer] = sizes
+
+
+def _steps_in_backward(param: Parameter) -> bool:
+    """Whether it is stepped when its gradient is there: by ours, or by a hook, which ranks without rows never run."""
+    return hasattr(param, "shard_optimizer") or bool(param._post_accumulate_grad_hooks)
 
 
 def _is_compared(key: str, value: object) -> bool:

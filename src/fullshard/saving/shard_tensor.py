@@ -160,10 +160,25 @@ class WholeTensor(torch.Tensor):
     # What is computed of it is a plain tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
+    @staticmethod
+    def of(whole: torch.Tensor, comm: Comm) -> WholeTensor:
+        """``whole``, whose elements the ranks of ``comm`` share."""
+        made = whole.as_subclass(WholeTensor)
+        made.comm = comm
+        return made
+
     def full_tensor(self) -> torch.Tensor:
         """As :meth:`ShardTensor.full_tensor`."""
         flat = self.as_subclass(torch.Tensor).reshape(-1)
         return gather_whole(self.comm, self.shape, 0, flat)
+
+    def to(self, *args: Any, **kwargs: Any) -> WholeTensor:
+        """As a part's, moved or cast, so that every rank can still call ``full_tensor()``."""
+        return WholeTensor.of(self.as_subclass(torch.Tensor).to(*args, **kwargs), self.comm)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> WholeTensor:
+        """As :meth:`to`."""
+        return WholeTensor.of(self.as_subclass(torch.Tensor).cpu(*args, **kwargs), self.comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone()
@@ -221,9 +236,7 @@ def part_or_whole(
         return ShardTensor.of(shape, start, flat, written, comm)
     if comm is None:
         return flat.view(shape)
-    whole = flat.view(shape).as_subclass(WholeTensor)
-    whole.comm = comm
-    return whole
+    return WholeTensor.of(flat.view(shape), comm)
 
 
 def state_as_part(part: StatePart, value: torch.Tensor, comm: Comm | None = None) -> torch.Tensor:

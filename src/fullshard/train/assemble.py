@@ -10,6 +10,7 @@ import torch
 from fullshard.comm import Comm, together
 from fullshard.config import RunConfig
 from fullshard.data import CollateSpec, Plan, TokenizedSet, padding_share
+from fullshard.errors import MismatchError
 from fullshard.optim import ShardedGradScaler
 from fullshard.train.evaluate import EvaluationSpec, HeldOut, evaluation_spec
 from fullshard.train.flops import Flops, count_flops, peak_flops
@@ -76,9 +77,12 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
 
     Raises:
         UserError: Data, model or settings do not fit together; on every rank, with the same text.
+        MismatchError: See :func:`require_same_settings` and :func:`require_same_rows`.
     """
+    require_same_settings(comm, config)
     ready_data = prepared or together(comm, lambda: prepare(config))
     tokenizer, train_set, causal = ready_data.tokenizer, ready_data.train_set, ready_data.causal
+    require_same_rows(comm, ready_data)
     evaluation = together(comm, lambda: make_evaluation(config, ready_data))
     plan = together(comm, lambda: make_plan(config, train_set, comm.size, causal=causal, group=group))
     ready = together(comm, lambda: prepare_model(config, tokenizer, ready_data.model_directory))
@@ -105,6 +109,55 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
         flops=None if peak is None else Flops(source_flops, target_flops, peak * comm.size),
         notes=(*ready_data.notes, f"training batches: {share:.1%} of all positions are padding", *ready.notes),
     )
+
+
+_MAY_DIFFER = frozenset({"nproc", "model.path", "data.train_file", "data.validation_file", "data.cache_dir"})
+"""Settings that are a machine's own; what is read there is compared as it is read."""
+
+
+def require_same_settings(comm: Comm, config: RunConfig) -> None:
+    """Compare ranks' settings, where each machine has read its own run file; every rank calls it.
+
+    Raises:
+        MismatchError: They differ; on every rank.
+    """
+    everyone = comm.all_gather_object({k: str(v) for k, v in config.as_flat().items() if k not in _MAY_DIFFER})
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            apart = sorted(key for key, value in theirs.items() ^ everyone[0].items())
+            shown = "; ".join(
+                f"{key} is {everyone[0].get(key)} on rank 0 and {theirs.get(key)} on rank {rank}"
+                for key in dict.fromkeys(apart)
+            )
+            raise MismatchError(
+                f"Ranks have other settings: {shown}. Give every machine the same run file and options."
+            )
+
+
+def require_same_rows(comm: Comm, prepared: Prepared) -> None:
+    """Compare the token ids that ranks have made, each from the files of its machine; every rank calls it.
+
+    Raises:
+        MismatchError: They differ; on every rank.
+    """
+    sets = {"training": prepared.train_set, "held-out": prepared.held_out_set}
+    mine = {name: _summary(one) for name, one in sets.items() if one is not None}
+    everyone = comm.all_gather_object(mine)
+    for rank, theirs in enumerate(everyone):
+        for name in everyone[0]:
+            if theirs.get(name) != everyone[0][name]:
+                raise MismatchError(
+                    f"Ranks have other {name} rows: rank 0 has {everyone[0][name]}, rank {rank} {theirs.get(name)}. "
+                    "Each rank trains its share of the same rows: every machine needs the same files, tokenizer and "
+                    "version of transformers. Where the chat template writes the date, midnight between two ranks' "
+                    "starts does it too: start again."
+                )
+
+
+def _summary(rows: TokenizedSet) -> str:
+    source, target = rows.source_ids, rows.target_ids
+    sums = f"{source.checksum():08x}-{target.checksum():08x}"
+    return f"{len(rows):,} of {source.ids.size:,} and {target.ids.size:,} tokens (checksum {sums})"
 
 
 def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | None:

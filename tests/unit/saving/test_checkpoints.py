@@ -304,6 +304,19 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("step*")) == [f"step-{step:08d}" for step in (2, 4, 5)]
 
 
+@pytest.mark.parametrize("keep", [3, 5])
+def test_as_many_are_kept_as_there_are_until_there_are_more(keep, tmp_path):
+    def work(model, comm):
+        model, found = fully_shard(model, comm), []
+        with Checkpoints(tmp_path, ranks=comm, keep_last=keep) as checkpoints:
+            for step in range(1, 8):
+                checkpoints.save(model, step=step)
+                found.append(len(find_checkpoints(tmp_path)))
+        return found
+
+    assert on_ranks(1, work)[0] == [min(step, keep) for step in range(1, 8)]
+
+
 def test_small_files_go_in_beside_the_tensors(tmp_path):
     def work(model, comm):
         with Checkpoints(tmp_path, ranks=comm) as checkpoints:

@@ -5,7 +5,7 @@ import torch
 
 from fullshard.comm import run_ranks, together
 from fullshard.config import RunConfig
-from fullshard.errors import DataError, ModelError
+from fullshard.errors import DataError, MismatchError, ModelError
 from fullshard.train.assemble import assemble
 from fullshard.train.plan import make_plan
 from fullshard.train.prepare import prepare
@@ -42,6 +42,38 @@ def test_sample_limits_take_the_first_rows(tmp_path):
     parts = assemble(config(tmp_path, data__max_train_samples=6, data__max_eval_samples=2), alone())
     assert len(parts.train_set) == 6
     assert [example.line for example in parts.evaluation.rows.examples] == [2, 3]
+
+
+def told_alike(comm, action):
+    """The error that ``action`` ends with on every rank, in the same words."""
+    with pytest.raises(MismatchError) as error:
+        action()
+    return set(comm.all_gather_object(str(error.value)))
+
+
+def test_settings_that_differ_between_ranks_are_told(tmp_path):
+    settings_ = [config(tmp_path, training__learning_rate=rate) for rate in (1e-3, 2e-3)]
+    said = run_ranks(2, lambda comm: told_alike(comm, lambda: assemble(settings_[comm.rank], comm)))
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+    assert "training.learning_rate is 0.001 on rank 0 and 0.002 on rank 1" in said[0].pop()
+
+
+def test_rows_that_differ_between_ranks_are_told_whatever_their_files_are_called(tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    settings_ = [config(tmp_path / name) for name in ("here", "there")]
+    file = tmp_path / "there" / "train.csv"
+    file.write_text(file.read_text().replace("card", "cord", 1))
+
+    def work(comm):
+        mine = settings_[comm.rank].model_copy(update={"output_dir": tmp_path / "out"})
+        return told_alike(comm, lambda: assemble(mine, comm))
+
+    said = run_ranks(2, work)
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+    assert "other training rows: rank 0 has 25 of " in said[0].pop()
 
 
 def test_no_evaluation_reads_no_held_out_file(tmp_path):
