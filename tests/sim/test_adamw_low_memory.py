@@ -249,17 +249,15 @@ def test_an_optimizer_that_lacks_empty_shards_is_refused():
         run_ranks(3, work)
 
 
-def in_backward(width):
-    """Weights after two steps in backward on 2 ranks, and after two steps of one optimizer."""
-    torch.manual_seed(0)
-    models = copies(nn.Linear(width, 30), 4)
-    data = [torch.randn(3, width) for _ in range(2)]
+def after_and_in_backward(original, make, data, ranks=2):
+    """Weights after a step for each batch by one optimizer, and by one in backward."""
+    models = copies(original, 2 * ranks)
 
-    def work(comm, steps_in_backward):
-        model = fully_shard(models[comm.rank + 2 * steps_in_backward], comm, wrap=None)
-        optimizer = None if steps_in_backward else AdamW8bit(model.parameters(), lr=1e-2)
-        if steps_in_backward:
-            step_in_backward(model, lambda params: AdamW8bit(params, lr=1e-2))
+    def work(comm, inside):
+        model = fully_shard(models[comm.rank + ranks * inside], comm, wrap=None)
+        optimizer = None if inside else make(model.parameters())
+        if inside:
+            step_in_backward(model, make)
         for batch in data:
             model(batch).square().sum().backward()
             if optimizer:
@@ -267,7 +265,14 @@ def in_backward(width):
                 optimizer.zero_grad()
         return whole(model)
 
-    return [run_ranks(2, lambda comm, here=here: work(comm, here))[0] for here in (False, True)]
+    return [run_ranks(ranks, lambda comm, inside=inside: work(comm, inside))[0] for inside in (False, True)]
+
+
+def in_backward(width):
+    """The same of a matrix of 30 rows on 2 ranks, with states of 8 bits."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(width, 30), [torch.randn(3, width) for _ in range(2)]
+    return after_and_in_backward(model, lambda params: AdamW8bit(params, lr=1e-2), data)
 
 
 def test_steps_in_backward_where_no_block_is_cut():
@@ -283,23 +288,8 @@ def test_steps_in_backward_are_refused_where_blocks_are_cut():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_steps_in_backward_round_as_one_optimizer_does(ranks):
     torch.manual_seed(0)
-    models = copies(nn.Sequential(*(nn.Linear(24, 24).bfloat16() for _ in range(4))), 2 * ranks)
-    models[0][1].requires_grad_(False)  # frozen ones have a number too
-    for model in models[1:]:
-        model[1].requires_grad_(False)
+    model = nn.Sequential(*(nn.Linear(24, 24).bfloat16() for _ in range(4)))
+    model[1].requires_grad_(False)  # frozen ones have a number too
     data = [torch.randn(3, 24).bfloat16() for _ in range(2)]
-
-    def work(comm, inside):
-        model = fully_shard(models[comm.rank + ranks * inside], comm, wrap=None)
-        optimizer = None if inside else AdamWBF16(model.parameters(), lr=1e-2, seed=3)
-        if inside:
-            step_in_backward(model, lambda params: AdamWBF16(params, lr=1e-2, seed=3))
-        for batch in data:
-            model(batch).square().sum().backward()
-            if optimizer:
-                optimizer.step()
-                optimizer.zero_grad()
-        return whole(model)
-
-    after, within = (run_ranks(ranks, lambda comm, inside=inside: work(comm, inside))[0] for inside in (False, True))
+    after, within = after_and_in_backward(model, lambda params: AdamWBF16(params, lr=1e-2, seed=3), data, ranks)
     assert all(torch.equal(after[name], within[name]) for name in after)

@@ -22,7 +22,7 @@ from fullshard.comm import run_ranks
 from fullshard.comm.threads import ThreadComm
 from fullshard.engine import wrap
 from fullshard.errors import MismatchError, ShardingError
-from support.models import TinyLM, batches, lm_loss
+from support.models import SkippingLM, TinyLM, batches, lm_loss
 from support.parity import (
     ROWS_PER_RANK,
     assert_gradients,
@@ -262,19 +262,6 @@ def test_weights_changed_between_forward_and_backward_are_refused_as_unsharded()
     run_ranks(SIZE, work)
 
 
-class Skipping(TinyLM):
-    """Lets no gradient through the blocks in ``cut``."""
-
-    cut = ()
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            y = block(x)
-            x = x + (y - x).detach() if number in self.cut else y
-        return self.head(x)
-
-
 @pytest.mark.parametrize(
     "prefetch",
     [
@@ -287,7 +274,7 @@ class Skipping(TinyLM):
 )
 @pytest.mark.parametrize("skipped", [(1,), (2,), (1, 2), (3,)])
 def test_ranks_whose_backward_skips_different_blocks_issue_the_same_gathers(prefetch, skipped):
-    reference, models = replicas(Skipping, SIZE)
+    reference, models = replicas(SkippingLM, SIZE)
     tokens = batches(1, SIZE * ROWS_PER_RANK)[0]
     for rank in range(SIZE):
         reference.cut = skipped if rank else ()
@@ -574,7 +561,7 @@ class DeafComm(ThreadComm):
 
 def test_collectives_in_another_order_are_told_where_no_collective_tells():
     """A block that one rank skips in backward, and an older graph that may still need it: when to reduce it differs."""
-    _, models = replicas(Skipping, SIZE)
+    _, models = replicas(SkippingLM, SIZE)
     data = batches(2, SIZE * ROWS_PER_RANK)
 
     def work(comm):

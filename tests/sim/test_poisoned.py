@@ -23,26 +23,13 @@ from fullshard.engine.lane import LaneState
 from fullshard.engine.reduce import finish_reduce
 from fullshard.optim import step_in_backward
 from fullshard.policy import CPUOffload
-from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts, two_forwards_loss
+from support.models import SkippingLM, TinyLM, batches, lm_loss, lm_with_frozen_parts, two_forwards_loss
 from support.parity import replicas
 from support.poison import LateComm, MisuseError
 
 pytestmark = pytest.mark.parity
 
 TWO_BY_TWO = ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
-
-
-class Uneven(TinyLM):
-    """Lets no gradient through the blocks in ``cut``."""
-
-    cut = ()
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            y = block(x)
-            x = x + (y - x).detach() if number in self.cut else y
-        return self.head(x)
 
 
 def small(cls=TinyLM, reentrant=None):
@@ -61,7 +48,7 @@ def run(model, comm):
         mine = tokens[2 * comm.rank : 2 * comm.rank + 2]
         model.cut = ((), (1,), (0, 2))[(step + comm.rank) % 3]
         kept = lm_loss(model, mine.flip(0))  # a forward without backward
-        if isinstance(model, Uneven):
+        if isinstance(model, SkippingLM):
             kept = kept.detach()  # ranks that skip blocks differently must not keep its graph too
         if step:
             with (no_sync, no_all_reduce)[step - 1](model):
@@ -112,8 +99,8 @@ CASES = {
     **{prefetch.name: {"prefetch": prefetch} for prefetch in BackwardPrefetch},
     "one in flight": {"prefetch": Prefetch(max_in_flight=1)},
     "three ahead": {"prefetch": Prefetch(ahead=3)},
-    "uneven ranks": {"make": lambda: small(Uneven)},
-    "uneven ranks of two axes": {"make": lambda: small(Uneven), "strategy": ShardingStrategy.HYBRID_SHARD},
+    "uneven ranks": {"make": lambda: small(SkippingLM)},
+    "uneven ranks of two axes": {"make": lambda: small(SkippingLM), "strategy": ShardingStrategy.HYBRID_SHARD},
     "checkpoint": {"make": lambda: small(reentrant=False)},
     "reentrant checkpoint": {"make": lambda: small(reentrant=True)},
     "frozen parts": {"make": lm_with_frozen_parts},
@@ -166,4 +153,4 @@ def drop_early(pending, divide):
 def test_the_poison_works(where, name, broken, monkeypatch):
     monkeypatch.setattr(where, name, broken)
     with pytest.raises((MisuseError, AssertionError), match=r"settled|finite"):
-        assert_finite(train(lambda: small(Uneven), late=True))
+        assert_finite(train(lambda: small(SkippingLM), late=True))
