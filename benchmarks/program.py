@@ -45,7 +45,7 @@ from fullshard.comm import Comm
 from fullshard.config import RunConfig
 from fullshard.models import train_tokenizer
 from fullshard.train import train
-from fullshard.train.prepare import Prepared, prepare
+from fullshard.train.setup.prepare import Prepared, prepare
 
 LATEST = Path(__file__).parent / "results" / "program.json"
 TIMEOUT_S = 3000.0

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from fullshard import Checkpoints, fully_shard, load_checkpoint
-from fullshard.checkpoint import read_index
-from fullshard.checkpoint.verify import verify
-from fullshard.comm import run_ranks
+from fullshard.storage import read_index
+from fullshard.storage.verify import verify
+from fullshard.testing import run_ranks
 from support.states import rank_runs, whole
 
 GOLDEN = Path(__file__).parent / "checkpoint_v1"

@@ -5,7 +5,7 @@ import signal
 import sys
 
 from fullshard.launch import rank
-from fullshard.train import loop
+from fullshard.train.run import loop
 
 kind = sys.argv[1]
 real_step = loop.train_step

@@ -12,8 +12,8 @@ import weakref
 import torch
 
 from fullshard.comm.device import CpuDevice
-from fullshard.comm.threads import ThreadComm
-from fullshard.engine import api
+from fullshard.engine.setup import api
+from fullshard.testing.threads import ThreadComm
 
 NAN_BYTE = 0xFF
 """Of all floating dtypes, a number of such bytes is nan."""

@@ -346,7 +346,7 @@ _here = threading.local()
 
 def install(monkeypatch):
     """Let the engine use the device of the checker that its thread has entered; once a test, on any thread."""
-    monkeypatch.setattr("fullshard.engine.api.device_of", lambda _device: _here.checker.device)
+    monkeypatch.setattr("fullshard.engine.setup.api.device_of", lambda _device: _here.checker.device)
     for name in ("tolist", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, _host_read(getattr(torch.Tensor, name)))
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fullshard.compat.accelerate_file import AccelerateFile, read_accelerate_file
-from fullshard.compat.translate import Setting, nested, translate
+from fullshard.compat.accelerate_config.file import AccelerateFile, read_accelerate_file
+from fullshard.compat.accelerate_config.translate import Setting, nested, translate
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.launch import launched_elsewhere

@@ -13,14 +13,14 @@ import yaml
 from fullshard.cli.accelerate import add_config_file, file_overrides
 from fullshard.cli.common import add_run_arguments, know_their_parsers, load_program, positive
 from fullshard.cli.questionnaire import DEFAULT_PATH, run_questions
-from fullshard.compat.accelerate_file import read_accelerate_file
-from fullshard.compat.run_file import LEFT, run_file_text
-from fullshard.compat.translate import nested, translate
+from fullshard.compat.accelerate_config.file import read_accelerate_file
+from fullshard.compat.accelerate_config.run_file import LEFT, run_file_text
+from fullshard.compat.accelerate_config.translate import nested, translate
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
 
-PROGRAM = "fullshard.train.inspection"
+PROGRAM = "fullshard.train.dry_run"
 
 DESCRIPTION = f"""\
 Without an action: answer questions on machines, ranks, sharding and precision, and get a configuration file in

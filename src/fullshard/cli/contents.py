@@ -19,7 +19,7 @@ def draw(found: Any) -> None:
     """Print what a path holds.
 
     Args:
-        found: The ``Contents`` or ``Listing`` of ``fullshard.checkpoint.contents``.
+        found: The ``Contents`` or ``Listing`` of ``fullshard.storage.contents``.
     """
     console = Console(highlight=False, soft_wrap=False)
     console.print(Text(f"{found.path}: {found.kind.value}"), soft_wrap=True)

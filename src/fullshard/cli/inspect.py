@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import WEIGHT_SUFFIXES
 from fullshard.cli.common import load_program, positive
 from fullshard.cli.contents import draw
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
+from fullshard.storage import WEIGHT_SUFFIXES
 
-UNITS_PROGRAM = "fullshard.train.inspection"
-CONTENTS_PROGRAM = "fullshard.checkpoint.contents"
+UNITS_PROGRAM = "fullshard.train.dry_run"
+CONTENTS_PROGRAM = "fullshard.storage.contents"
 
 DESCRIPTION = """\
 Of a run file: show how its model would be sharded: units, parameters, lanes, padding, bytes on each rank.

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 
 from fullshard.cli.common import load_program, positive, whole_number
-from fullshard.compat.accelerate_file import AccelerateFile, read_accelerate_file
-from fullshard.compat.environment import launch_environment, launch_warnings
+from fullshard.compat.accelerate_config.environment import launch_environment, launch_warnings
+from fullshard.compat.accelerate_config.file import AccelerateFile, read_accelerate_file
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
 from fullshard.launch.machines import DYNAMIC, Nodes, Wishes, parse_endpoint, plan_machines, slurm_wishes

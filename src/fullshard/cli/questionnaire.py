@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from fullshard.cli.common import load_program
-from fullshard.compat.accelerate_file import AccelerateFile, read_accelerate_file
-from fullshard.compat.questions import (
+from fullshard.compat.accelerate_config.file import AccelerateFile, read_accelerate_file
+from fullshard.compat.accelerate_config.questions import (
     LAYER_CLASSES,
     MODEL,
     QUESTIONS,
@@ -27,10 +27,10 @@ from fullshard.compat.questions import (
     pick_classes,
     this_machine,
 )
-from fullshard.compat.written_file import file_text, meaning, next_commands
+from fullshard.compat.accelerate_config.written import file_text, meaning, next_commands
 from fullshard.errors import ConfigError, ModelError
 
-CLASSES_PROGRAM = "fullshard.compat.model_classes"
+CLASSES_PROGRAM = "fullshard.compat.accelerate_config.model_classes"
 DEFAULT_PATH = Path("fsdp_config.yaml")
 """Where the answers go unless a file is named: beside the user's script, not in Accelerate's cache."""
 

@@ -13,7 +13,7 @@ from fullshard.cli.progress import ByteProgress
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
 
-PROGRAM = "fullshard.checkpoint.verify"
+PROGRAM = "fullshard.storage.verify"
 
 DESCRIPTION = """\
 Read everything in PATH and compare it with what was written; say all that is wrong, and where.

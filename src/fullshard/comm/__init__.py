@@ -5,8 +5,6 @@ from fullshard.comm.clock import clock_of as clock_of
 from fullshard.comm.device import Device as Device
 from fullshard.comm.device import device_of as device_of
 from fullshard.comm.gloo import GlooComm as GlooComm
-from fullshard.comm.ledger import Entry as Entry
-from fullshard.comm.ledger import RecordingComm as RecordingComm
 from fullshard.comm.machines import machine_axes as machine_axes
 from fullshard.comm.machines import machines_of_world as machines_of_world
 from fullshard.comm.memory import MemoryMeter as MemoryMeter
@@ -28,5 +26,3 @@ from fullshard.comm.protocol import DONE as DONE
 from fullshard.comm.protocol import Comm as Comm
 from fullshard.comm.protocol import Work as Work
 from fullshard.comm.protocol import settle as settle
-from fullshard.comm.threads import ThreadComm as ThreadComm
-from fullshard.comm.threads import run_ranks as run_ranks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fullshard.comm.direct import Link
 from fullshard.comm.protocol import DONE, ReduceOp, Work
-from fullshard.comm.watchdog import WATCHDOG, Board, Call, FlightRecorder, Watch
+from fullshard.comm.watchdog import WATCHDOG, Board, Collective, FlightRecorder, Watch
 
 # A message's tag is 31 bits: a code of what the collective is, then its number. Two in flight never share the number,
 # and two that differ never share the code, so they cannot exchange buffers: gloo ends the process if sizes differ, and
@@ -52,7 +52,7 @@ def _code(kind: str, numel: int, dtype: torch.dtype, purpose: str) -> int:
     return zlib.crc32(f"{kind}\0{numel}\0{dtype}\0{purpose}".encode()) % _CODES
 
 
-def code_of(call: Call, step: str = "") -> int:
+def code_of(call: Collective, step: str = "") -> int:
     """The code under which ranks meet in such a collective, or in a further step of it; equal in every process."""
     return _code(call.kind + step, call.numel, call.dtype, call.announced if call.bound else "")
 
@@ -63,7 +63,7 @@ class GlooWork:
     def __init__(
         self,
         watch: Watch,
-        call: Call,
+        call: Collective,
         messages: Sequence[tuple[int, dist.Work]],
         finish: Callable[[], None] | None,
     ) -> None:
@@ -104,7 +104,7 @@ class ReadingWork:
         self,
         comm: GlooComm,
         link: Link,
-        call: Call,
+        call: Collective,
         offered: torch.Tensor,
         take: Callable[[int, int], None],
         *,
@@ -318,7 +318,7 @@ class GlooComm:
         return group.link
 
     @contextlib.contextmanager
-    def waiting_in(self, call: Call) -> Iterator[Callable[[int, Callable[[], int | None]], int]]:
+    def waiting_in(self, call: Collective) -> Iterator[Callable[[int, Callable[[], int | None]], int]]:
         """Give a function that asks until another rank has an answer, under the eyes of the watchdog."""
         recorder, started = self._watch.recorder, time.monotonic()
         peer_now: int | None = None
@@ -345,7 +345,7 @@ class GlooComm:
         finally:
             recorder.waiting = None
 
-    def _issue(self, kind: str, about: torch.Tensor | None = None, *, bound: bool = False) -> Call:
+    def _issue(self, kind: str, about: torch.Tensor | None = None, *, bound: bool = False) -> Collective:
         """The next collective; ``about`` has the same size and dtype on every rank."""
         numel, dtype = (0, torch.uint8) if about is None else (about.numel(), about.dtype)
         call = self._watch.recorder.issue(kind, numel, dtype, self._announced, bound=bound)
@@ -355,7 +355,7 @@ class GlooComm:
 
     def _exchange(
         self,
-        call: Call,
+        call: Collective,
         receive: Iterable[tuple[int, torch.Tensor]],
         send: Iterable[tuple[int, torch.Tensor]],
         finish: Callable[[], None] | None = None,

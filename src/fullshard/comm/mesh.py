@@ -64,11 +64,11 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Work:
 
 
 class Mesh:
-    """Ranks on two axes: ``size = replicate.size * shard.size``, ``rank = replicate.rank * shard.size + shard.rank``.
+    """Ranks on two axes: ``size`` is the product of both sizes.
 
     Attributes:
-        shard: The ranks that share each unit: it is gathered and reduce-scattered among them.
-        replicate: The ranks that hold copies of this rank's shards: gradients are all-reduced among them.
+        shard_group: The ranks that share each unit: it is gathered and reduce-scattered among them.
+        replica_group: The ranks that hold copies of this rank's shards: gradients are all-reduced among them.
         size: Number of ranks in all, over which gradients are averaged.
         rank: This rank's number among them.
         device: Device whose tensors the collectives take.
@@ -76,39 +76,39 @@ class Mesh:
 
     def __init__(self, shard: Comm, replicate: Comm) -> None:
         """Cross the two groups that this rank belongs to."""
-        self.shard = shard
-        self.replicate = replicate
+        self.shard_group = shard
+        self.replica_group = replicate
         self.size = replicate.size * shard.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``tensor`` over all ranks, in place: over one axis, then the other."""
-        if self.replicate.size == 1:
-            return self.shard.all_reduce(tensor, op)
-        self.shard.all_reduce(tensor, op).wait()
-        return self.replicate.all_reduce(tensor, op)
+        if self.replica_group.size == 1:
+            return self.shard_group.all_reduce(tensor, op)
+        self.shard_group.all_reduce(tensor, op).wait()
+        return self.replica_group.all_reduce(tensor, op)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor`` on all ranks with that of rank 0: over one axis, then the other. Blocks."""
-        self.replicate.broadcast(tensor).wait()
-        self.shard.broadcast(tensor).wait()
+        self.replica_group.broadcast(tensor).wait()
+        self.shard_group.broadcast(tensor).wait()
 
     def announce(self, what: str) -> None:
         """Say what the next collectives are for; shown when one does not complete."""
-        self.shard.announce(what)
-        self.replicate.announce(what)
+        self.shard_group.announce(what)
+        self.replica_group.announce(what)
 
     @property
     def everyone(self) -> Any:
         """One group of all ranks, for sums."""
-        if self.replicate.size == 1:
-            return self.shard
-        return self.replicate if self.shard.size == 1 else _Everyone(self)
+        if self.replica_group.size == 1:
+            return self.shard_group
+        return self.replica_group if self.shard_group.size == 1 else _Everyone(self)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """The picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path."""
-        by_replica = self.replicate.all_gather_object(self.shard.all_gather_object(value))
+        by_replica = self.replica_group.all_gather_object(self.shard_group.all_gather_object(value))
         return [item for replica in by_replica for item in replica]
 
 
@@ -131,7 +131,10 @@ class _Everyone:
 
 def same_ranks(one: Mesh, other: Mesh) -> bool:
     """Whether two meshes cross the same groups."""
-    return all(_group(a) == _group(b) for a, b in ((one.shard, other.shard), (one.replicate, other.replicate)))
+    return all(
+        _group(a) == _group(b)
+        for a, b in ((one.shard_group, other.shard_group), (one.replica_group, other.replica_group))
+    )
 
 
 def _group(comm: Any) -> tuple[int, int, object]:

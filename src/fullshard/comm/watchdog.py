@@ -45,7 +45,7 @@ _RPC_TIMEOUT_S = 5.0
 _log = logging.getLogger("fullshard")
 
 
-class Call(NamedTuple):
+class Collective(NamedTuple):
     """One collective as this rank issued it.
 
     Attributes:
@@ -89,14 +89,14 @@ class FlightRecorder:
     def __init__(self, rank: int) -> None:
         """Record what ``rank`` does."""
         self.rank = rank
-        self.issued: deque[Call] = deque(maxlen=HISTORY)
-        self.waiting: Call | None = None
+        self.issued: deque[Collective] = deque(maxlen=HISTORY)
+        self.waiting: Collective | None = None
         self._seq = 0
 
-    def issue(self, kind: str, numel: int, dtype: torch.dtype, announced: str, *, bound: bool) -> Call:
-        """Give the next collective its number; the arguments are those of :class:`Call`."""
+    def issue(self, kind: str, numel: int, dtype: torch.dtype, announced: str, *, bound: bool) -> Collective:
+        """Give the next collective its number; the arguments are those of :class:`Collective`."""
         self._seq += 1
-        call = Call(self._seq, kind, numel, dtype, announced, bound)
+        call = Collective(self._seq, kind, numel, dtype, announced, bound)
         self.issued.append(call)
         return call
 
@@ -287,7 +287,7 @@ class Watch:
         self._ranks = ranks
         self._break_waits = break_waits
         self.broken = False
-        self._call: Call | None = None
+        self._call: Collective | None = None
         self._since = 0.0
         self._shown = self._warned = False
         self._parted_since: float | None = None
@@ -308,7 +308,7 @@ class Watch:
         elif call is not None and now - self._since >= WAIT_S:
             self._look_at_others(call, now)
 
-    def failure(self, call: Call, error: RuntimeError, waited_s: float, peer: int | None) -> UserError:
+    def failure(self, call: Collective, error: RuntimeError, waited_s: float, peer: int | None) -> UserError:
         """What to raise for an ``error`` of the backend in ``call``.
 
         Args:
@@ -333,14 +333,14 @@ class Watch:
             f"has none, it ran fewer collectives than this rank. (gloo: {reason})"
         )
 
-    def _show(self, call: Call | None) -> None:
+    def _show(self, call: Collective | None) -> None:
         self._shown = call is not None
         # What is waited for may have been issued long ago.
         calls = [*([call] if call else []), *tuple(self.recorder.issued)]
         shown = {issued.seq: (issued.name(), issued.text()) for issued in calls}
         self._board.show(Post(call.seq if call else None, shown))
 
-    def _look_at_others(self, call: Call, now: float) -> None:
+    def _look_at_others(self, call: Collective, now: float) -> None:
         if not self._shown:
             self._show(call)
         posts = self._board.posts()
@@ -372,7 +372,7 @@ class Watch:
             return None
         return self._board.propose(describe(seq, posts, self._ranks))
 
-    def _absent(self, call: Call) -> list[int]:
+    def _absent(self, call: Collective) -> list[int]:
         posts = self._board.posts()
         there = {self.recorder.rank} | {number for number, post in posts.items() if post.waits == call.seq}
         return [rank for number, rank in enumerate(self._ranks) if number not in there]

@@ -17,11 +17,11 @@ from fullshard.data import CollateSpec
 from fullshard.errors import ConfigError
 from fullshard.launch.program import run_as_rank
 from fullshard.launch.progress import WorkProgress
-from fullshard.train.assemble import require_same_rows
-from fullshard.train.evaluate import HeldOut, evaluate, evaluation_spec
-from fullshard.train.outcome import draw_evaluation, evaluation_values, require_no_run, write_evaluation
-from fullshard.train.prepare import Prepared, prepare
-from fullshard.train.trained import find_trained, load_trained
+from fullshard.train.evaluation.evaluate import HeldOut, evaluate, evaluation_spec
+from fullshard.train.evaluation.results import draw_evaluation, evaluation_values, require_no_run, write_evaluation
+from fullshard.train.evaluation.trained import find_trained, load_trained
+from fullshard.train.run.assemble import require_same_rows
+from fullshard.train.setup.prepare import Prepared, prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

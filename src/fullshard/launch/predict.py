@@ -18,9 +18,9 @@ from fullshard.errors import DataError
 from fullshard.launch.program import run_as_rank
 from fullshard.launch.progress import WorkProgress
 from fullshard.models import resolve_model
-from fullshard.train.predict import predict
-from fullshard.train.prepare import source_spec
-from fullshard.train.trained import find_trained, load_trained
+from fullshard.train.evaluation.predict import predict
+from fullshard.train.evaluation.trained import find_trained, load_trained
+from fullshard.train.setup.prepare import source_spec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,8 +20,8 @@ from fullshard.launch.program import run_as_rank
 from fullshard.launch.progress import WorkProgress
 from fullshard.launch.signals import StopSignals
 from fullshard.train import ConsoleSink, FileSink, Sink, train
-from fullshard.train.prepare import prepare
-from fullshard.train.trackers import tracker_sinks
+from fullshard.train.reporting.trackers import tracker_sinks
+from fullshard.train.setup.prepare import prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -51,7 +51,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class LaneLayout:
     """One contiguous buffer of ``world_size`` equal shards. All sizes are in elements.
 
     Attributes:
@@ -60,7 +60,7 @@ class Lane:
         placements: The parameters of the lane by ascending start; they do not overlap.
 
     Examples:
-        >>> lane = Lane(2, 48, (Placement(0, 0, 60, row_numel=6, granule=6), Placement(1, 64, 5, 1, 1)))
+        >>> lane = LaneLayout(2, 48, (Placement(0, 0, 60, row_numel=6, granule=6), Placement(1, 64, 5, 1, 1)))
         >>> lane.numel, lane.used_numel, lane.padding_numel
         (96, 65, 31)
         >>> lane.gaps()
@@ -99,7 +99,7 @@ class Lane:
             InvariantError: The rank is not one of the lane's ranks.
 
         Examples:
-            >>> Lane(4, 16, ()).shard_bounds(3)
+            >>> LaneLayout(4, 16, ()).shard_bounds(3)
             (48, 64)
         """
         if not 0 <= rank < self.world_size:
@@ -122,7 +122,7 @@ class Lane:
             InvariantError: The rank is not one of the lane's ranks.
 
         Examples:
-            >>> lane = Lane(3, 48, (Placement(0, 0, 60, row_numel=6, granule=6),))
+            >>> lane = LaneLayout(3, 48, (Placement(0, 0, 60, row_numel=6, granule=6),))
             >>> [lane.local_range(lane.placements[0], rank) for rank in range(3)]
             [(0, 48), (48, 60), (0, 0)]
         """
@@ -140,7 +140,7 @@ class Lane:
             The ranks in ascending order, never empty.
 
         Examples:
-            >>> lane = Lane(1024, 16, (Placement(0, 32, 60, row_numel=4, granule=4),))
+            >>> lane = LaneLayout(1024, 16, (Placement(0, 32, 60, row_numel=4, granule=4),))
             >>> lane.owners(lane.placements[0])
             range(2, 6)
         """
@@ -161,7 +161,7 @@ class UnitLayout:
         world_size: Number of ranks that share the unit.
     """
 
-    lanes: tuple[Lane, ...]
+    lanes: tuple[LaneLayout, ...]
     world_size: int
 
     @property

@@ -47,7 +47,7 @@ from itertools import count
 from math import gcd, lcm, prod
 
 from fullshard.errors import ConfigError, InvariantError, ProcessGroupError, WrapError
-from fullshard.layout.lanes import Lane, Placement, UnitLayout
+from fullshard.layout.lanes import LaneLayout, Placement, UnitLayout
 
 ALIGNMENT = 16
 """Starts of parameters and sizes of shards are multiples of this many elements."""
@@ -384,14 +384,14 @@ def _first_start(lo: int, item: _Item, shard_numel: int) -> int | None:
     return start if start + item.numel <= boundary + 2 * shard_numel else None
 
 
-def _lane(filled: _Filled, world_size: int) -> Lane:
+def _lane(filled: _Filled, world_size: int) -> LaneLayout:
     """Freeze a filled lane, giving back full granules where the boundaries keep them anyway."""
     placements: list[Placement] = []
     for start, item in sorted(filled.starts, key=lambda pair: pair[0]):
         coarser = (item.wanted, max(item.granule, item.row_numel))
         granule = next((g for g in coarser if _keeps(start, item.numel, g, filled.shard_numel)), item.granule)
         placements.append(Placement(item.index, start, item.numel, item.row_numel, granule))
-    return Lane(world_size, filled.shard_numel, tuple(placements))
+    return LaneLayout(world_size, filled.shard_numel, tuple(placements))
 
 
 def _keeps(start: int, numel: int, granule: int, shard_numel: int) -> bool:

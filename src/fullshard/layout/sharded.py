@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fullshard.layout.lanes import Lane, Placement
+from fullshard.layout.lanes import LaneLayout, Placement
 
 Claims = dict[str, tuple[int, tuple[str, ...]]]
 """What an optimizer steps of a sharded model: by parameter name, the number of its group and that group's options.
@@ -21,7 +21,7 @@ class ShardMeta:
         name: First fully qualified name of the parameter in the model.
         aliases: Its other names, when the parameter is tied.
         global_shape: Shape of the unsharded parameter.
-        lane: The lane that holds it.
+        layout: The layout of the lane that holds it.
         placement: Its place in that lane.
         rank: The rank whose shard this is.
 
@@ -36,19 +36,19 @@ class ShardMeta:
     name: str
     aliases: tuple[str, ...]
     global_shape: tuple[int, ...]
-    lane: Lane
+    layout: LaneLayout
     placement: Placement
     rank: int
 
     @property
     def element_range(self) -> tuple[int, int]:
         """First and past-the-last element of the flattened parameter that this rank holds; ``(0, 0)`` when none."""
-        return self.lane.local_range(self.placement, self.rank)
+        return self.layout.local_range(self.placement, self.rank)
 
     @property
     def owners(self) -> range:
         """The ranks that hold part of the parameter; they are consecutive."""
-        return self.lane.owners(self.placement)
+        return self.layout.owners(self.placement)
 
     @property
     def row_range(self) -> tuple[int, int] | None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
-from fullshard.optim.guard import refuse_equal_names
-from fullshard.optim.runs import Run, find_runs, local, parts
+from fullshard.optim.guard.guard import refuse_equal_names
+from fullshard.optim.lane.runs import Run, find_runs, local, parts
 
 
 class ExponentialMovingAverage:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import together
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
-from fullshard.optim.guard import refuse_equal_names, refuse_parts
+from fullshard.optim.guard.guard import refuse_equal_names, refuse_parts
 from fullshard.optim.shards import by_comm, meta_of, require_model
 
 
@@ -157,9 +157,9 @@ def _refuse_communication(optimizer: Optimizer, param: nn.Parameter) -> None:
         meta = meta_of(param)
         raise ConfigError(
             f"{type(optimizer).__name__} cannot step {meta.name}, {meta.global_shape}, in backward: {len(meta.owners)} "
-            f"of {meta.lane.world_size} ranks hold parts of it, which have to exchange sums in a step, and in backward "
-            "each rank steps for itself. Step after backward, or give make_optimizer an elementwise optimizer for it "
-            "(AdamW; look at param.shard_meta)."
+            f"of {meta.layout.world_size} ranks hold parts of it, which have to exchange sums in a step, and in "
+            "backward each rank steps for itself. Step after backward, or give make_optimizer an elementwise "
+            "optimizer for it (AdamW; look at param.shard_meta)."
         )
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fullshard.comm import Comm, SoloComm
 from fullshard.errors import ConfigError, UserError
-from fullshard.layout import Lane, Placement, ShardMeta
+from fullshard.layout import LaneLayout, Placement, ShardMeta
 
 
 def meta_of(param: nn.Parameter) -> ShardMeta:
@@ -25,7 +25,7 @@ def meta_of(param: nn.Parameter) -> ShardMeta:
     shape = tuple(param.shape)
     row = max(1, param.numel() // shape[0] if len(shape) > 1 and shape[0] else 1)
     placement = Placement(0, 0, param.numel(), row, row)
-    return ShardMeta("", (), shape, Lane(1, max(1, param.numel()), (placement,)), placement, 0)
+    return ShardMeta("", (), shape, LaneLayout(1, max(1, param.numel()), (placement,)), placement, 0)
 
 
 def comm_of(param: nn.Parameter) -> Comm:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fullshard.errors import CheckpointError
-from fullshard.train.metrics import Confusion
-from fullshard.train.sinks import METRICS_NAME, PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
-from fullshard.train.trace import TRACE_NAME, StepTrace
+from fullshard.train.evaluation.metrics import Confusion
+from fullshard.train.reporting.sinks import METRICS_NAME, PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
+from fullshard.train.reporting.trace import TRACE_NAME, StepTrace
 
 T = TypeVar("T")
 

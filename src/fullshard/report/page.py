@@ -10,7 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import write_text
 from fullshard.errors import ConfigError
 from fullshard.report import figures, tables
 from fullshard.report.curves import MOST_POINTS, series
@@ -18,9 +17,10 @@ from fullshard.report.figures import Figure
 from fullshard.report.files import RunFiles, read_run
 from fullshard.report.look import SCRIPT, STYLE
 from fullshard.sizes import format_bytes
-from fullshard.train.metrics import format_metric
-from fullshard.train.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
-from fullshard.train.trace import TRACE_NAME, RankTrace
+from fullshard.storage import write_text
+from fullshard.train.evaluation.metrics import format_metric
+from fullshard.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
+from fullshard.train.reporting.trace import TRACE_NAME, RankTrace
 from fullshard.version import __version__
 
 REPORT_NAME = "report.html"

@@ -9,8 +9,8 @@ from typing import Any
 from fullshard.report.figures import MEMORY_PARTS
 from fullshard.report.files import Record
 from fullshard.sizes import format_bytes
-from fullshard.train.metrics import Confusion
-from fullshard.train.trace import RankTrace
+from fullshard.train.evaluation.metrics import Confusion
+from fullshard.train.reporting.trace import RankTrace
 
 SHOWN_PREDICTIONS = 20
 SHOWN_MISTAKES = 15

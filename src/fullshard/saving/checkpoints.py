@@ -17,7 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import (
+from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
+from fullshard.engine import mesh_of, units, unreduced
+from fullshard.errors import CheckpointError
+from fullshard.optim.average import ExponentialMovingAverage
+from fullshard.policy import ShardingStrategy
+from fullshard.saving.background import LEAVE_SECONDS
+from fullshard.saving.full import write_assets
+from fullshard.saving.loading import Restored, load_checkpoint
+from fullshard.saving.pieces import State, Stepping, state_to_write
+from fullshard.saving.rng import rng_bytes, rng_name
+from fullshard.storage import (
     GIVEN_UP,
     DirectoryLock,
     Index,
@@ -31,16 +41,6 @@ from fullshard.checkpoint import (
     find_completions,
     rank_by_metric,
 )
-from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
-from fullshard.engine import mesh_of, units, unreduced
-from fullshard.errors import CheckpointError
-from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.policy import ShardingStrategy
-from fullshard.saving.background import LEAVE_SECONDS
-from fullshard.saving.full import write_assets
-from fullshard.saving.loading import Restored, load_checkpoint
-from fullshard.saving.pieces import State, Stepping, state_to_write
-from fullshard.saving.rng import rng_bytes, rng_name
 from fullshard.version import __version__
 
 _log = logging.getLogger("fullshard")

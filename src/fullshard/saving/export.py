@@ -11,7 +11,11 @@ from typing import Any, Literal
 
 import torch
 
-from fullshard.checkpoint import (
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.policy import dtype_name
+from fullshard.saving.lora import ADAPTER_CONFIG_NAME, LowRank, Part, adapter_parts, holds_adapter, merged_parts
+from fullshard.saving.pieces import MODEL
+from fullshard.storage import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
     CheckpointReader,
@@ -35,10 +39,6 @@ from fullshard.checkpoint import (
     read_completion,
     read_index,
 )
-from fullshard.errors import CheckpointError, ConfigError
-from fullshard.policy import dtype_name
-from fullshard.saving.lora import ADAPTER_CONFIG_NAME, LowRank, Part, adapter_parts, holds_adapter, merged_parts
-from fullshard.saving.pieces import MODEL
 
 RUN_BYTES = 16 << 20
 """Most bytes of a tensor that are in memory at once, in float32 where something is added to it."""

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import (
+from fullshard.comm import Mesh, await_all
+from fullshard.engine import RUNS_BYTES, Run, SavedTensor, full_runs, mesh_of, saved_tensors
+from fullshard.errors import CheckpointError
+from fullshard.policy import dtype_name
+from fullshard.saving.background import BackgroundWriter
+from fullshard.saving.lora import adapter_names
+from fullshard.storage import (
     ADAPTER_NAME,
     SafetensorsWriter,
     TensorSpec,
@@ -21,12 +27,6 @@ from fullshard.checkpoint import (
     atomic_directory,
     parse_size,
 )
-from fullshard.comm import Mesh, await_all
-from fullshard.engine import RUNS_BYTES, Run, SavedTensor, full_runs, mesh_of, saved_tensors
-from fullshard.errors import CheckpointError
-from fullshard.policy import dtype_name
-from fullshard.saving.background import BackgroundWriter
-from fullshard.saving.lora import adapter_names
 
 _STREAM_BYTES = RUNS_BYTES * 3 // 4
 """Of the stream's buffers; the rest is left for casts."""

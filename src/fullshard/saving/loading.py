@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import CheckpointReader, Piece, read_index
 from fullshard.comm import device_of, together, together_in_background
 from fullshard.engine import mesh_of
 from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.saving.pieces import Stepping, Target
 from fullshard.saving.rng import restore_rng, rng_name
+from fullshard.storage import CheckpointReader, Piece, read_index
 
 
 @dataclass(frozen=True)

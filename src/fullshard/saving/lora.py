@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fullshard.checkpoint import TensorEntry
 from fullshard.errors import CheckpointError
 from fullshard.saving.pieces import MODEL
+from fullshard.storage import TensorEntry
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import CheckpointReader, Index, Piece, TensorEntry, dtype_of
 from fullshard.engine import LocalTensor, local_tensors, mesh_of
 from fullshard.errors import CheckpointError
 from fullshard.layout import StatePart
@@ -24,6 +23,7 @@ from fullshard.optim.walk import (
     require_same_kind,
     require_same_values,
 )
+from fullshard.storage import CheckpointReader, Index, Piece, TensorEntry, dtype_of
 
 Stepping = torch.optim.Optimizer | StepInBackward
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import WeightFiles
 from fullshard.engine import WantedTensor, load_weights, wanted_tensors
 from fullshard.errors import CheckpointError
+from fullshard.storage import WeightFiles
 
 _SHOWN = 5
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

@@ -106,7 +106,7 @@ def b14_mixed_requires_grad_reduced_numel_is_trainable_only(ranks):
     lm_loss(model, ranks.rows(data_for(ranks, 1)[0])).backward()
     sent = sum(entry.sent_bytes for entry in ledger.entries if entry.collective == "reduce_scatter")
     reduced = sent // (ranks.size - 1) * ranks.size // 4  # of S * (N - 1) float32 each rank sends
-    padding = sum(lane.lane.padding_numel for unit in runtime(model).units for lane in unit.lanes if lane.trainable)
+    padding = sum(lane.layout.padding_numel for unit in runtime(model).units for lane in unit.lanes if lane.trainable)
     expect(reduced - padding, trainable, "elements reduced")
     expect(ledger.of("RS"), ["RS blocks.2", "RS blocks.1", "RS (root)"], "reduces")
     for name, p in model.named_parameters():

@@ -4,8 +4,9 @@ import copy
 
 import torch
 
-from fullshard.comm import RecordingComm, SoloComm
+from fullshard.comm import SoloComm
 from fullshard.policy import ShardingStrategy
+from fullshard.testing import RecordingComm
 
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from fullshard import full_tensors
-from fullshard.comm import run_ranks
 from fullshard.errors import MismatchError
 from fullshard.layout import UnitLayout
-from fullshard.layout.reshard import copy_list
+from fullshard.testing import run_ranks
 from support.behaviours.ranks import Ranks
 from support.behaviours.running import STEPS, assert_weights, expect, lm, lm_step, runtime, shard, weights_of
 from support.models import batches, lm_loss
@@ -31,7 +30,7 @@ def full_state(comm, model):
 
 def layouts_of(model):
     """The layout of each unit."""
-    lanes = [[state.lane for state in unit.lanes] for unit in runtime(model).units]
+    lanes = [[state.layout for state in unit.lanes] for unit in runtime(model).units]
     return [UnitLayout(tuple(unit), unit[0].world_size) for unit in lanes]
 
 
@@ -44,12 +43,17 @@ def resharded(old, by_rank, new, rank):
     """Shards of ``rank`` under the layouts ``new``, from those of every rank under the layouts ``old``."""
     made = []
     for number, (source, target) in enumerate(zip(old, new, strict=True)):
-        lanes = [torch.zeros(lane.shard_numel) for lane in target.lanes]
-        for copy in copy_list(source, target):
-            if copy.target_rank == rank:
-                values = by_rank[copy.source_rank][number][copy.source_lane]
-                part = lanes[copy.target_lane][copy.target_start : copy.target_start + copy.numel]
-                part.copy_(values[copy.source_start : copy.source_start + copy.numel])
+        full = {}
+        for place, lane in enumerate(source.lanes):
+            flat = torch.cat([shards[number][place] for shards in by_rank])
+            full |= {p.index: flat[p.start : p.start + p.numel] for p in lane.placements}
+        lanes = []
+        for lane in target.lanes:
+            flat = torch.zeros(lane.world_size * lane.shard_numel)
+            for p in lane.placements:
+                flat[p.start : p.start + p.numel] = full[p.index]
+            low, high = lane.shard_bounds(rank)
+            lanes.append(flat[low:high])
         made.append(lanes)
     return made
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from fullshard import Checkpoints, fully_shard
 from fullshard.cli import main as cli
 from fullshard.cli import progress
-from fullshard.comm import run_ranks
 from fullshard.saving.full import write_assets
 from fullshard.sizes import format_bytes
+from fullshard.testing import run_ranks
 from support.models import t5
 from support.parity import replicas
 from support.tiny_run import write_run_file

@@ -16,7 +16,7 @@ import yaml
 
 from fullshard.cli import main as cli
 from fullshard.cli import questionnaire
-from fullshard.compat.accelerate_file import read_accelerate_file
+from fullshard.compat.accelerate_config.file import read_accelerate_file
 from support.tiny_run import MODEL
 
 SECONDS = 60

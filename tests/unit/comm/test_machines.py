@@ -2,8 +2,9 @@
 
 import pytest
 
-from fullshard.comm import machine_axes, run_ranks
+from fullshard.comm import machine_axes
 from fullshard.errors import ProcessGroupError
+from fullshard.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)

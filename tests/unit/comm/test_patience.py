@@ -2,8 +2,9 @@
 
 import pytest
 
-from fullshard.comm import run_ranks, together, together_in_background
+from fullshard.comm import together, together_in_background
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.testing import run_ranks
 
 
 @pytest.mark.parametrize("way", [together, together_in_background])

@@ -6,9 +6,9 @@ import warnings
 import pytest
 import yaml
 
-from fullshard.compat.accelerate_file import read_accelerate_file
-from fullshard.compat.environment import launch_environment, launch_warnings
-from fullshard.compat.translate import nested, translate
+from fullshard.compat.accelerate_config.environment import launch_environment, launch_warnings
+from fullshard.compat.accelerate_config.file import read_accelerate_file
+from fullshard.compat.accelerate_config.translate import nested, translate
 from fullshard.errors import ConfigError
 
 GUIDE = """\

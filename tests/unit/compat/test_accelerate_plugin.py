@@ -13,7 +13,7 @@ from accelerate import FullyShardedDataParallelPlugin as Theirs
 
 from fullshard.comm import SoloComm
 from fullshard.compat.accelerate import FullyShardedDataParallelPlugin as Plugin
-from fullshard.compat.accelerate.sharding import shard
+from fullshard.compat.accelerate.prepare import shard
 from fullshard.compat.torch_fsdp import api, fsdp2, wrap
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
 from support.models import TinyLM, t5

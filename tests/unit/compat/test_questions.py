@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from fullshard.compat.accelerate_file import read_accelerate_file
-from fullshard.compat.accelerate_keys import FSDP, TOP
-from fullshard.compat.model_classes import layer_classes
-from fullshard.compat.questions import (
+from fullshard.compat.accelerate_config.file import read_accelerate_file
+from fullshard.compat.accelerate_config.keys import FSDP, TOP
+from fullshard.compat.accelerate_config.model_classes import layer_classes
+from fullshard.compat.accelerate_config.questions import (
     LAYER_CLASSES,
     MODEL,
     QUESTIONS,
@@ -14,7 +14,7 @@ from fullshard.compat.questions import (
     default_answers,
     pick_classes,
 )
-from fullshard.compat.written_file import file_text, meaning, next_commands
+from fullshard.compat.accelerate_config.written import file_text, meaning, next_commands
 from fullshard.errors import ModelError
 
 CPU = Machine(gpus=0, bf16=False, name="here")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from fullshard.engine.schedule import Schedule, Verb
+from fullshard.engine.step.schedule import Schedule, Verb
 
 ROOT, A, B, C = range(4)
 
@@ -57,10 +57,10 @@ class Rank:
         if ROOT in arrives:
             self.perform(schedule.all_arrived(ROOT))
         self.perform(schedule.sweep())
-        trace = schedule.trace
+        checksum = schedule.checksum
         schedule.reset()
         self.state = dict.fromkeys(self.state, "sharded")
-        return forward, self.issued, trace
+        return forward, self.issued, checksum
 
 
 def test_the_first_step_guesses_nothing_and_later_ones_gather_one_ahead():
@@ -86,10 +86,10 @@ def test_backward_gathers_one_ahead_and_reduces_in_order():
 @pytest.mark.parametrize("used", [u for n in range(4) for u in itertools.combinations((A, B, C), n)])
 @pytest.mark.parametrize("arrives", [{ROOT, A, B, C}, {A, C}, {ROOT}, set()])
 def test_whatever_a_rank_skips_it_issues_the_same_collectives(used, arrives):
-    _, expected, trace = Rank().step()
-    _, issued, own_trace = Rank().step(used=used, arrives=arrives)
+    _, expected, checksum = Rank().step()
+    _, issued, own_checksum = Rank().step(used=used, arrives=arrives)
     assert issued == expected
-    assert own_trace == trace
+    assert own_checksum == checksum
 
 
 def test_frozen_units_are_gathered_and_not_reduced():

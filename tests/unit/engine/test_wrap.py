@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.engine.wrap import ROOT_NAME, assign_parameters, check_parameters, find_units
+from fullshard.engine.setup.wrap import ROOT_NAME, assign_parameters, check_parameters, find_units
 from fullshard.errors import WrapError
 from fullshard.policy import TransformerBlocks
 from support.models import Block, TinyLM, bart, gpt2, t5, t5_untied

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import InvariantError
-from fullshard.layout import Lane, Placement, plan_unit
+from fullshard.layout import LaneLayout, Placement, plan_unit
 
 shapes_of_units = st.lists(
     st.lists(st.sampled_from([1, 3, 8, 31, 64, 100, 768]), max_size=3).map(tuple), min_size=1, max_size=7
@@ -17,7 +17,7 @@ bounded = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def test_sizes_add_up():
-    lane = Lane(4, 32, (Placement(1, 0, 60, 6, 6), Placement(0, 64, 5, 1, 1)))
+    lane = LaneLayout(4, 32, (Placement(1, 0, 60, 6, 6), Placement(0, 64, 5, 1, 1)))
     assert (lane.numel, lane.used_numel, lane.padding_numel) == (128, 65, 63)
     assert lane.gaps() == ((60, 64), (69, 128))
     assert [lane.shard_bounds(rank) for rank in range(4)] == [(0, 32), (32, 64), (64, 96), (96, 128)]
@@ -25,7 +25,7 @@ def test_sizes_add_up():
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_outside_the_lane_is_an_error(rank):
-    lane = Lane(4, 32, (Placement(0, 0, 60, 6, 6),))
+    lane = LaneLayout(4, 32, (Placement(0, 0, 60, 6, 6),))
     with pytest.raises(InvariantError, match=f"ranks 0 to 3, not {rank}"):
         lane.local_range(lane.placements[0], rank)
 
@@ -52,11 +52,11 @@ def test_gaps_and_parameters_tile_the_lane(shapes, world_size):
 
 def test_ranges_are_arithmetic_at_any_world_size():
     """A lane of a billion ranks answers at once and is as small as a lane of two."""
-    lane = Lane(10**9, 4096, (Placement(0, 0, 4096 * 10**9, 4096, 4096),))
+    lane = LaneLayout(10**9, 4096, (Placement(0, 0, 4096 * 10**9, 4096, 4096),))
     assert lane.local_range(lane.placements[0], 10**9 - 1) == (4096 * (10**9 - 1), 4096 * 10**9)
     owners = lane.owners(lane.placements[0])
     assert (owners.start, owners.stop) == (0, 10**9)
-    assert len({lane, Lane(10**9, 4096, lane.placements)}) == 1
+    assert len({lane, LaneLayout(10**9, 4096, lane.placements)}) == 1
 
 
 def test_a_unit_sums_its_lanes():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
-from fullshard.layout import Lane, Placement, UnitLayout, plan, plan_unit
+from fullshard.layout import LaneLayout, Placement, UnitLayout, plan, plan_unit
 
 ALIGNMENT = 16
 
@@ -24,7 +24,7 @@ def fresh_plan(shapes: tuple[tuple[int, ...], ...], world_size: int, rows: int =
     return plan_unit.__wrapped__(shapes, world_size, block_rows=rows)
 
 
-def pairs(layout: UnitLayout) -> list[tuple[Lane, Placement]]:
+def pairs(layout: UnitLayout) -> list[tuple[LaneLayout, Placement]]:
     return [(lane, placement) for lane in layout.lanes for placement in lane.placements]
 
 

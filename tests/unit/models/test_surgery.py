@@ -8,7 +8,6 @@ from torch import nn
 from transformers import MT5Config, MT5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
 
 from fullshard import fully_shard
-from fullshard.comm import run_ranks
 from fullshard.errors import ModelError
 from fullshard.models import (
     build_model,
@@ -19,6 +18,7 @@ from fullshard.models import (
     set_attention_dropout,
     train_tokenizer,
 )
+from fullshard.testing import run_ranks
 from support.models import bart, gpt2, t5, tiny_t5_config
 
 DYNAMO = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings

@@ -9,8 +9,8 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.layout import ShardMeta, plan_unit
-from fullshard.optim.adafactor import Adafactor, TorchAdafactor
-from fullshard.optim.matrices import matrices_of
+from fullshard.optim.adafactor.adafactor import Adafactor, TorchAdafactor
+from fullshard.optim.adafactor.matrices import matrices_of
 from support.optimizers import batches, train, zoo
 
 PEERS = {Adafactor: transformers.Adafactor, TorchAdafactor: torch.optim.Adafactor}

@@ -9,9 +9,9 @@ from torch import nn
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.layout import ShardMeta, plan_unit
-from fullshard.optim import blockwise
-from fullshard.optim.adamw_8bit import AdamW8bit
-from fullshard.optim.blockwise import (
+from fullshard.optim.lowbit import blockwise
+from fullshard.optim.lowbit.adamw_8bit import AdamW8bit
+from fullshard.optim.lowbit.blockwise import (
     BLOCK,
     CodeBook,
     any_block_is_cut,

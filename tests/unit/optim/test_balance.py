@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.optim.balance import Plan, SplitMatrix, newton_schulz_flops, plan_rounds
+from fullshard.optim.muon.balance import Plan, SplitMatrix, newton_schulz_flops, plan_rounds
 
 RANKS = 4
 

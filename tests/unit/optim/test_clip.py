@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fullshard import clip_grad_norm_, fully_shard
-from fullshard.comm import SoloComm, run_ranks
+from fullshard.comm import SoloComm
 from fullshard.errors import ConfigError, TrainingError
+from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts
 from support.parity import assert_gradients, replicas, sharded_gradients
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, step_in_backward
-from fullshard.comm import run_ranks
 from fullshard.errors import ConfigError
 from fullshard.optim.groups import decay_groups
-from fullshard.optim.muon_groups import muon_groups
+from fullshard.optim.muon.muon_groups import muon_groups
+from fullshard.testing import run_ranks
 from support.optimizers import copies, zoo
 
 

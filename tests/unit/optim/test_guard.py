@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, step_in_backward
-from fullshard.comm import run_ranks
 from fullshard.errors import ConfigError
-from fullshard.optim.guard import why_not_elementwise
-from fullshard.optim.muon import Muon
-from fullshard.optim.trial import Cut, steps_parts_alike
+from fullshard.optim.guard.guard import why_not_elementwise
+from fullshard.optim.guard.trial import Cut, steps_parts_alike
+from fullshard.optim.muon.muon import Muon
+from fullshard.testing import run_ranks
 
 
 class Sums(torch.optim.SGD):

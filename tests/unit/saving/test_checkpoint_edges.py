@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fullshard import Checkpoints, fully_shard, load_checkpoint, save
-from fullshard.checkpoint import CheckpointReader, Piece, find_checkpoints, read_index, writer
-from fullshard.comm import run_ranks
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.storage import CheckpointReader, Piece, find_checkpoints, read_index, writer
+from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fullshard import Checkpoints, ShardingStrategy, fully_shard, load_checkpoint, no_sync, step_in_backward
-from fullshard.checkpoint import find_checkpoints, read_index
-from fullshard.comm import run_ranks
 from fullshard.errors import CheckpointError
+from fullshard.storage import find_checkpoints, read_index
+from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss, t5
 from support.parity import replicas
 from support.states import assert_same_bits, rank_runs, whole

@@ -11,10 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fullshard import Checkpoints, MixedPrecision, fully_shard, save
-from fullshard.comm import MemoryMeter, run_ranks
+from fullshard.comm import MemoryMeter
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.saving import export as exporting
 from fullshard.saving.export import ExportOptions, choose_checkpoint, export
+from fullshard.testing import run_ranks
 from support.models import bart, gpt2, t5, t5_untied
 from support.parity import replicas
 

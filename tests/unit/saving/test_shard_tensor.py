@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.comm import run_ranks
 from fullshard.errors import ShardingError
 from fullshard.saving.shard_tensor import ShardTensor, part_or_whole
+from fullshard.testing import run_ranks
 
 
 def part():

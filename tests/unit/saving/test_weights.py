@@ -11,11 +11,11 @@ from torch import nn
 from transformers import GPT2Model, LlamaConfig, LlamaForCausalLM
 
 from fullshard import CPUOffload, MixedPrecision, ShardingStrategy, full_tensors, fully_shard, memory_summary, unsharded
-from fullshard.checkpoint import safetensors_reader
-from fullshard.comm import run_ranks
-from fullshard.engine import initial
+from fullshard.engine.setup import initial
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ShardingError
 from fullshard.saving import Pretrained, load
+from fullshard.storage import safetensors_reader
+from fullshard.testing import run_ranks
 from support.models import TinyLM, bart, batches, causal_loss, gpt2, lm_loss, lm_with_frozen_parts, seq2seq_loss, t5
 from support.models import t5_untied as untied
 from support.parity import optimizer_for

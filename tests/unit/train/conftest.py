@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from fullshard.train import modelling
+from fullshard.train.setup import model as modelling
 
 
 @pytest.fixture

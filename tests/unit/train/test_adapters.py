@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from fullshard import save, unsharded
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.errors import ConfigError, ModelError
 from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
-from fullshard.train.modelling import outline_model, prepare_model, shard_model
-from fullshard.train.optimizers import make_optimizer
-from fullshard.train.step import StepSpec, train_step
+from fullshard.testing import run_ranks
+from fullshard.train.run.step import StepSpec, train_step
+from fullshard.train.setup.model import outline_model, prepare_model, shard_model
+from fullshard.train.setup.optimizers import make_optimizer
 
 pytestmark = [
     # peft's own, where the tests use it by itself

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from fullshard.comm import run_ranks, together
+from fullshard.comm import together
 from fullshard.config import RunConfig
 from fullshard.errors import DataError, MismatchError, ModelError
-from fullshard.train.assemble import assemble
-from fullshard.train.plan import make_plan
-from fullshard.train.prepare import prepare
-from fullshard.train.schedule import make_schedule
+from fullshard.testing import run_ranks
+from fullshard.train.run.assemble import assemble
+from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.learning_rate import make_schedule
+from fullshard.train.setup.prepare import prepare
 from support.tiny_run import settings
 
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from fullshard.comm import run_ranks
 from fullshard.config import TrainingConfig
-from fullshard.train.ending import count_stale, ends_early
-from fullshard.train.record import Record
-from fullshard.train.reports import EvaluationReport
+from fullshard.testing import run_ranks
+from fullshard.train.reporting.reports import EvaluationReport
+from fullshard.train.run.early_stop import count_stale, ends_early
+from fullshard.train.run.record import Record
 
 
 def report(metric, value):

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from fullshard import fully_shard
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.data import CollateSpec, TokenizeSpec, tokenize
 from fullshard.data.examples import Example
 from fullshard.errors import ConfigError
 from fullshard.models import build_model, train_tokenizer
 from fullshard.policy import TransformerBlocks
-from fullshard.train.evaluate import EvaluationSpec, HeldOut, evaluate, evaluation_spec
-from fullshard.train.generation import GenerationSpec
-from fullshard.train.metrics import baselines
+from fullshard.testing import run_ranks
+from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluate, evaluation_spec
+from fullshard.train.evaluation.generation import GenerationSpec
+from fullshard.train.evaluation.metrics import baselines
 from support.parity import replicas
 from support.tiny_run import settings
 

@@ -3,8 +3,8 @@
 import torch
 from transformers import T5ForConditionalGeneration
 
-from fullshard.train.flops import Flops, count_flops, peak_flops
-from fullshard.train.reports import StepReport
+from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
+from fullshard.train.reporting.reports import StepReport
 from support.models import gpt2, t5
 
 

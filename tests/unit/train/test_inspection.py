@@ -5,14 +5,14 @@ import sys
 import pytest
 
 from fullshard import units
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.errors import UserError, WrapError
-from fullshard.train import prepare
-from fullshard.train.assemble import assemble
-from fullshard.train.inspection import dry_run, inspect_units
-from fullshard.train.modelling import make_model
-from fullshard.train.prepare import prepare_tokenizer
+from fullshard.testing import run_ranks
+from fullshard.train.dry_run import dry_run, inspect_units
+from fullshard.train.run.assemble import assemble
+from fullshard.train.setup import prepare
+from fullshard.train.setup.model import make_model
+from fullshard.train.setup.prepare import prepare_tokenizer
 from support.tiny_run import MODEL, settings
 
 

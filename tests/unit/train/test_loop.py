@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.data import SourceSpec, read_split
 from fullshard.errors import CheckpointError, ConfigError, RunStopped
-from fullshard.train import FileSink, StopRequest, best, loop, train
+from fullshard.testing import run_ranks
+from fullshard.train import FileSink, StopRequest, train
+from fullshard.train.run import best, loop
 from support.tiny_run import Memory, read_jsonl, settings
 
 

@@ -8,7 +8,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import corpus_bleu, corpus_chrf
 
 from fullshard.errors import ConfigError
-from fullshard.train.metrics import (
+from fullshard.train.evaluation.metrics import (
     OTHER,
     baselines,
     format_metric,

@@ -6,15 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.errors import ConfigError
 from fullshard.optim.shards import meta_of
-from fullshard.train import FileSink, resume, trace, train
-from fullshard.train.assemble import assemble
-from fullshard.train.inspection import dry_run
-from fullshard.train.optimizers import expected_state_bytes, held_state_bytes, make_optimizer
-from fullshard.train.resume import deciding_settings
+from fullshard.testing import run_ranks
+from fullshard.train import FileSink, train
+from fullshard.train.dry_run import dry_run
+from fullshard.train.reporting import trace
+from fullshard.train.run.assemble import assemble
+from fullshard.train.setup import resume
+from fullshard.train.setup.optimizers import expected_state_bytes, held_state_bytes, make_optimizer
+from fullshard.train.setup.resume import deciding_settings
 from support.tiny_run import MODEL, Memory, settings
 
 NAMES = ("adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16")

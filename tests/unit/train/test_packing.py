@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fullshard.comm import run_ranks
 from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.engine import fully_shard
 from fullshard.errors import ModelError
 from fullshard.models.packing import PACKABLE_CAUSAL, PACKABLE_SEQ2SEQ, enable_packing
-from fullshard.train.inputs import model_inputs
+from fullshard.testing import run_ranks
+from fullshard.train.forward import model_inputs
 
 STATS = LengthStats(1.0, 9, 0, 9)
 VOCAB = 40

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.data import Example
 from fullshard.errors import DataError, ModelError
 from fullshard.launch import evaluate as evaluate_program
 from fullshard.launch.evaluate import with_rows
 from fullshard.models import kind
-from fullshard.train import prepare as module
-from fullshard.train.prepare import prepare, prepare_tokenizer
+from fullshard.testing import run_ranks
+from fullshard.train.setup import prepare as module
+from fullshard.train.setup.prepare import prepare, prepare_tokenizer
 from support.tiny_run import LABELS, settings, write_rows
 
 

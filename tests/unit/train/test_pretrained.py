@@ -7,15 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard import unsharded
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ModelError
 from fullshard.models import load_model, load_tokenizer
-from fullshard.train import modelling
-from fullshard.train.assemble import assemble
-from fullshard.train.inspection import inspect_units
-from fullshard.train.modelling import make_model
-from fullshard.train.prepare import prepare_tokenizer
+from fullshard.testing import run_ranks
+from fullshard.train.dry_run import inspect_units
+from fullshard.train.run.assemble import assemble
+from fullshard.train.setup import model as modelling
+from fullshard.train.setup.model import make_model
+from fullshard.train.setup.prepare import prepare_tokenizer
 from support.tiny_run import settings
 
 

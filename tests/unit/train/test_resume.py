@@ -12,13 +12,15 @@ import datasets
 import pytest
 from safetensors.torch import load_file
 
-from fullshard.checkpoint import find_checkpoints, find_completions, rank_by_metric
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError, RunStopped
 from fullshard.saving import Checkpoints
-from fullshard.train import FileSink, StopRequest, loop, step, trace, train
-from fullshard.train.resume import TITLE_LISTS, choose_origin, deciding_settings, mark_finished
+from fullshard.storage import find_checkpoints, find_completions, rank_by_metric
+from fullshard.testing import run_ranks
+from fullshard.train import FileSink, StopRequest, train
+from fullshard.train.reporting import trace
+from fullshard.train.run import loop, step
+from fullshard.train.setup.resume import TITLE_LISTS, choose_origin, deciding_settings, mark_finished
 from support.tiny_run import MODEL, Memory, read_jsonl, settings, write_rows
 
 STEPS = 8
@@ -225,7 +227,7 @@ def test_killed_between_the_last_checkpoint_and_the_summary_it_ends_as_it_would_
     tmp_path, uninterrupted, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr("fullshard.train.loop.publish_model", lambda *_: kill())
+        patch.setattr("fullshard.train.run.loop.publish_model", lambda *_: kill())
         with pytest.raises(KilledError):
             run(tmp_path, **OFTEN)
     memory = run(tmp_path, **OFTEN)
@@ -611,7 +613,7 @@ def test_a_finished_run_says_what_ended_it(tmp_path, monkeypatch, ended_by, step
     directory = tmp_path / "out" / "checkpoints"
     directory.mkdir(parents=True)
     mark_finished(config, steps, ended_by)
-    monkeypatch.setattr("fullshard.train.resume.find_checkpoints", lambda _: [directory / "step-00000002"])
+    monkeypatch.setattr("fullshard.train.setup.resume.find_checkpoints", lambda _: [directory / "step-00000002"])
     with pytest.raises(ConfigError, match=rf"resume={directory}/step-00000002 with a higher {limit}, or resume=never"):
         choose_origin(config, 1)
     (directory / "finished.json").write_text('{"steps": 2}')

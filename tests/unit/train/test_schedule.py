@@ -6,7 +6,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 from transformers.optimization import Adafactor
 
 from fullshard.config import TrainingConfig
-from fullshard.train.schedule import Schedule, learning_rate
+from fullshard.train.setup.learning_rate import Schedule, learning_rate
 
 
 def factors_of(make, steps):

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.engine import units
 from fullshard.errors import WrapError
-from fullshard.train import loop, train
-from fullshard.train.assemble import assemble
-from fullshard.train.inspection import inspect_units
+from fullshard.testing import run_ranks
+from fullshard.train import train
+from fullshard.train.dry_run import inspect_units
+from fullshard.train.run import loop
+from fullshard.train.run.assemble import assemble
 from support.tiny_run import MODEL, Memory, settings
 
 PLAIN = {"config": MODEL | {"dropout_rate": 0.0}, "tokenizer": {"vocab_size": 60}}

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
-from fullshard.train import sinks
-from fullshard.train.reports import (
+from fullshard.train.reporting import sinks
+from fullshard.train.reporting.reports import (
     CheckpointReport,
     EvaluationReport,
     Prediction,
@@ -19,7 +19,7 @@ from fullshard.train.reports import (
     RunSummary,
     StepReport,
 )
-from fullshard.train.sinks import ConsoleSink, FileSink
+from fullshard.train.reporting.sinks import ConsoleSink, FileSink
 from support.tiny_run import read_jsonl
 
 MIB = 1 << 20

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fullshard import MixedPrecision, fully_shard, unsharded
-from fullshard.comm import run_ranks
 from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.errors import TrainingError
 from fullshard.models import Objective, fuse_head
 from fullshard.models import loss as loss_module
 from fullshard.optim import ShardedGradScaler
-from fullshard.train.step import StepSpec, loss_sum, train_step
+from fullshard.testing import run_ranks
+from fullshard.train.run.step import StepSpec, loss_sum, train_step
 from support.models import gpt2, t5
 
 STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)

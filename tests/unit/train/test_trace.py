@@ -7,9 +7,9 @@ import torch
 
 from fullshard import fully_shard, memory_summary
 from fullshard.comm import SoloComm
-from fullshard.engine import wrap
-from fullshard.train.reports import StepReport
-from fullshard.train.trace import TIMELINE_POINTS, StepTrace, traced_step
+from fullshard.engine.setup import wrap
+from fullshard.train.reporting.reports import StepReport
+from fullshard.train.reporting.trace import TIMELINE_POINTS, StepTrace, traced_step
 from support.models import TinyLM, batches, lm_loss
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "other")
@@ -102,5 +102,5 @@ def test_what_the_step_raises_comes_through_and_recording_ends(run):
 
     with pytest.raises(ValueError, match="no step"):
         traced_step(model, optimizer, SoloComm(torch.device("cpu")), fail)
-    assert model.__dict__["_fullshard_runtime"].trace is None
+    assert model.__dict__["_fullshard_runtime"].recorder is None
     lm_loss(model, batches(1, 2)[0]).backward()

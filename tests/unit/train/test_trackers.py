@@ -8,9 +8,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fullshard.config import check_run
 from fullshard.errors import ConfigError
-from fullshard.train import trackers
-from fullshard.train.reports import CheckpointReport, RunStart, StepReport
-from fullshard.train.trackers import tracker_sinks
+from fullshard.train.reporting import trackers
+from fullshard.train.reporting.reports import CheckpointReport, RunStart, StepReport
+from fullshard.train.reporting.trackers import tracker_sinks
 from support.tiny_run import settings
 
 

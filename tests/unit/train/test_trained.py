@@ -10,19 +10,19 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging
 
-from fullshard.comm import run_ranks
 from fullshard.config import RunConfig
 from fullshard.config.recorded import read_run, recorded_run
 from fullshard.data import SourceSpec, read_inputs, read_split
 from fullshard.data.examples import Example
 from fullshard.errors import ConfigError, DataError, ModelError
 from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
-from fullshard.train import predict as predict_module
-from fullshard.train.metrics import Confusion
-from fullshard.train.outcome import draw_evaluation, evaluation_values, require_no_run, write_evaluation
-from fullshard.train.predict import predict
-from fullshard.train.reports import EvaluationReport, Prediction
-from fullshard.train.trained import find_trained, load_trained
+from fullshard.testing import run_ranks
+from fullshard.train.evaluation import predict as predict_module
+from fullshard.train.evaluation.metrics import Confusion
+from fullshard.train.evaluation.predict import predict
+from fullshard.train.evaluation.results import draw_evaluation, evaluation_values, require_no_run, write_evaluation
+from fullshard.train.evaluation.trained import find_trained, load_trained
+from fullshard.train.reporting.reports import EvaluationReport, Prediction
 from support.tiny_run import MODEL, read_jsonl, settings
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.5}

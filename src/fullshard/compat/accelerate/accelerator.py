@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from fullshard.comm import join_alone
 from fullshard.compat.accelerate import saving
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
-from fullshard.compat.accelerate.sharding import (
+from fullshard.compat.accelerate.prepare import (
     blocks_of,
     is_sharded,
     know_ranks,

@@ -19,17 +19,17 @@ import torch
 from accelerate import checkpointing
 from torch import nn
 
-from fullshard.checkpoint import commit, recover, sibling
 from fullshard.comm import together, together_in_background
-from fullshard.compat.accelerate.sharding import is_sharded, unwrapped
+from fullshard.compat.accelerate.prepare import is_sharded, unwrapped
 from fullshard.compat.torch_fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from fullshard.compat.torch_fsdp.optim_state import optim_state_dict
 from fullshard.compat.torch_fsdp.state_dict_type import state_dict_type
 from fullshard.engine import full_state_dict, local_tensors
-from fullshard.engine.state import load_full_state
+from fullshard.engine.full.state import load_full_state
 from fullshard.errors import CheckpointError
 from fullshard.saving import load_optimizer_state
 from fullshard.saving.dcp import load_dcp, load_dcp_optimizer, save_dcp, save_dcp_optimizer
+from fullshard.storage import commit, recover, sibling
 
 _MODEL = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"

@@ -33,7 +33,7 @@ from fullshard.compat.torch_fsdp.fsdp_module import (
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.sharded_gradient import FullTensor, gradient_of
 from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
-from fullshard.engine.runtime import runtime_of
+from fullshard.engine.registry import runtime_of
 from fullshard.errors import ConfigError, ShardingError, WrapError
 from fullshard.policy import ShardingStrategy
 
@@ -129,8 +129,8 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     set_state_dict_type(members[0], StateDictType.SHARDED_STATE_DICT)
     for param in runtime.root.params:
         param.as_gradient = gradient_of
-        param.shard.full_tensor = FullTensor(param)  # type: ignore[attr-defined]
-        describe_state_of(param.shard)
+        param.sharded.full_tensor = FullTensor(param)  # type: ignore[attr-defined]
+        describe_state_of(param.sharded)
     if reshard is True:  # said, so it holds for a root too
         runtime.root.keeps_after_forward = False
         runtime.follow_units()
@@ -199,7 +199,7 @@ def _reshard(after_forward: Any, mesh: Any, device: torch.device | None) -> bool
     """What ``reshard_after_forward`` says, where it is an int too."""
     if after_forward is None or isinstance(after_forward, bool):
         return after_forward
-    size = as_mesh(mesh, _strategy(mesh, keep=False), device).shard.size
+    size = as_mesh(mesh, _strategy(mesh, keep=False), device).shard_group.size
     if isinstance(after_forward, int) and after_forward in (1, size):
         return after_forward == size and size > 1
     raise ConfigError(

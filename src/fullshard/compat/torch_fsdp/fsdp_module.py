@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
-from fullshard.engine.unit import State, Unit
+from fullshard.engine.step.unit import State, Unit
 from fullshard.errors import ConfigError, ShardingError
 
 _STATE = "_fullshard_fsdp2"
@@ -128,7 +128,7 @@ class FSDPModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether backward adds up gradients over replicas; without replicas it changes nothing."""
         for unit in _units(self, recurse=recurse):
-            unit.across = requires_all_reduce or unit.runtime.mesh.replicate.size == 1
+            unit.across = requires_all_reduce or unit.runtime.mesh.replica_group.size == 1
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` instead of the number of ranks.

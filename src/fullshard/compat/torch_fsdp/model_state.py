@@ -14,7 +14,7 @@ from fullshard.comm import Comm, together
 from fullshard.compat.torch_fsdp.api import FullStateDictConfig, StateDictType
 from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
 from fullshard.compat.torch_fsdp.torch_getters import asking_getter, keeps_on_rank0_only, nothing_of
-from fullshard.engine import Entry, gathered, mesh_of, plain_name, sharded_roots, state_entries
+from fullshard.engine import StateEntry, gathered, mesh_of, plain_name, sharded_roots, state_entries
 from fullshard.errors import ShardingError
 from fullshard.saving.shard_tensor import ShardTensor, WholeTensor, part_or_whole
 
@@ -98,7 +98,7 @@ def _positional(
     return destination, prefix
 
 
-def _full(module: nn.Module, entries: Sequence[Entry], config: Any) -> list[torch.Tensor] | None:
+def _full(module: nn.Module, entries: Sequence[StateEntry], config: Any) -> list[torch.Tensor] | None:
     """The whole tensors; None where another rank has them."""
     root = sharded_roots(module)[0]
     rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
@@ -113,7 +113,7 @@ def _full(module: nn.Module, entries: Sequence[Entry], config: Any) -> list[torc
     return [entry.tensor.detach().clone() if entry.meta is None else whole[entry.meta.name] for entry in entries]
 
 
-def _sharded(entry: Entry) -> torch.Tensor:
+def _sharded(entry: StateEntry) -> torch.Tensor:
     tensor = _shown(entry)
     if entry.meta is None:
         return tensor.detach().clone()
@@ -122,7 +122,7 @@ def _sharded(entry: Entry) -> torch.Tensor:
     return part_or_whole(entry.shape, start, tensor.detach().reshape(-1).clone(), comm=comm)
 
 
-def _shown(entry: Entry) -> torch.Tensor:
+def _shown(entry: StateEntry) -> torch.Tensor:
     """This rank's part.
 
     Raises:
@@ -223,7 +223,7 @@ def _plan(
     return copies, missing, unexpected
 
 
-def _rows(entry: Entry, name: str, value: torch.Tensor) -> torch.Tensor:
+def _rows(entry: StateEntry, name: str, value: torch.Tensor) -> torch.Tensor:
     """What of a full or sharded value goes to what the module shows now."""
     if tuple(value.shape) != entry.shape:
         raise ShardingError(f"{name} has shape {tuple(value.shape)} where the model has {entry.shape}")
@@ -235,7 +235,7 @@ def _rows(entry: Entry, name: str, value: torch.Tensor) -> torch.Tensor:
     return value.reshape(-1)[start:stop].view(entry.tensor.shape)
 
 
-def _local_part(entry: Entry, name: str, value: torch.Tensor) -> torch.Tensor:
+def _local_part(entry: StateEntry, name: str, value: torch.Tensor) -> torch.Tensor:
     if value.shape != entry.tensor.shape:
         raise ShardingError(
             f"{name} has shape {tuple(value.shape)} here where this rank's rows have {tuple(entry.tensor.shape)}: a "

@@ -168,7 +168,10 @@ class _Scattered:
             whole = torch.empty(sent.shape, dtype=sent.dtype, device=device)
         else:
             whole = tensor.detach().to(device).contiguous()
-        for comm, takes_part in ((self.mesh.shard, self.mesh.replicate.rank == 0), (self.mesh.replicate, True)):
+        for comm, takes_part in (
+            (self.mesh.shard_group, self.mesh.replica_group.rank == 0),
+            (self.mesh.replica_group, True),
+        ):
             if takes_part:
                 comm.broadcast(whole).wait()
         return whole

@@ -33,10 +33,10 @@ def root_and_ranks(model: nn.Module, group: Any) -> tuple[nn.Module, Mesh]:
             f"Optimizer states are of one sharded model; {type(model).__name__} holds {len(roots)}. Pass that model."
         )
     mesh = mesh_of(roots[0])
-    if group is not None and group.size() not in (mesh.size, mesh.shard.size):
+    if group is not None and group.size() not in (mesh.size, mesh.shard_group.size):
         raise ProcessGroupError(
-            f"group has {group.size()} ranks, and the model is sharded over {mesh.shard.size} of {mesh.size}. Leave it "
-            "out: the model knows its ranks."
+            f"group has {group.size()} ranks, and the model is sharded over {mesh.shard_group.size} of {mesh.size}. "
+            "Leave it out: the model knows its ranks."
         )
     return roots[0], mesh
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._foreach_utils import _foreach_supported_types
 
 from fullshard.comm import Comm
-from fullshard.engine.param import ShardedParam
+from fullshard.engine.step.param import ShardedParam
 from fullshard.errors import ConfigError, ShardingError
 from fullshard.layout import ShardMeta
 from fullshard.saving.shard_tensor import gather_whole
@@ -81,7 +81,7 @@ def as_gradient(comm: Comm, meta: ShardMeta, rows: torch.Tensor) -> torch.Tensor
 
 def gradient_of(param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
     """What the engine calls for each new gradient of a parameter."""
-    return as_gradient(param.state.mesh.shard, param.meta, rows)
+    return as_gradient(param.lane.mesh.shard_group, param.meta, rows)
 
 
 class FullTensor:
@@ -104,7 +104,9 @@ class FullTensor:
         if param is None:
             raise ShardingError("full_tensor() of a parameter whose sharded model is gone; keep the model.")
         start, _ = param.meta.element_range
-        return gather_whole(param.state.mesh.shard, param.meta.global_shape, start, param.shard.detach().reshape(-1))
+        return gather_whole(
+            param.lane.mesh.shard_group, param.meta.global_shape, start, param.sharded.detach().reshape(-1)
+        )
 
 
 def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:

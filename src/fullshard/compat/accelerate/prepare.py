@@ -1,0 +1,291 @@
+"""One model sharded as a plugin says."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.comm import Comm
+from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
+from fullshard.compat.torch_fsdp.checkpointing import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from fullshard.compat.torch_fsdp.fsdp2 import fully_shard
+from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fullshard.compat.torch_fsdp.wrap import modules_to_wrap
+from fullshard.engine import full_state_dict, plain_name
+from fullshard.errors import ConfigError, MismatchError
+from fullshard.layout.names import WRAPPERS
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some parameter of ``model`` is a shard."""
+    return any(hasattr(param, "shard_meta") for param in model.parameters())
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside the wrappers of version 1 that are around ``model`` itself."""
+    while isinstance(model, FullyShardedDataParallel):
+        model = model.module
+    return model
+
+
+def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm) -> nn.Module:
+    """Shard ``model`` over ``ranks``, in place; every rank calls it.
+
+    Args:
+        model: A model on the CPU or on the device, on other ranks than the first perhaps on the meta device.
+        plugin: What to do.
+        ranks: All ranks.
+
+    Returns:
+        A wrapper around it (version 1), or the model itself (version 2).
+    """
+    plugin.set_auto_wrap_policy(model)
+    ignored = _ignored_modules(model, plugin.ignored_modules)
+    if takes_rank_0s_values(plugin):
+        _require_same_model(model, ranks)
+        for module in ignored:
+            _take_values_of_rank_0(model, module, ranks)
+    ignored = [module.to(ranks.device) for module in ignored]
+    units = set(_units(model, plugin, ignored))
+    if not units and not plugin.asked_for_one_unit:
+        warnings.warn(
+            f"No wrap policy: all {sum(param.numel() for param in model.parameters()):,} parameters of "
+            f"{type(model).__name__} are one unit, which every rank gathers at once. Give the plugin "
+            "auto_wrap_policy='transformer_based_wrap' (FSDP_AUTO_WRAP_POLICY), or 'no_wrap' if that is meant.",
+            stacklevel=2,
+        )
+    wrap = _version_1 if plugin.fsdp_version == 1 else _version_2
+    sharded = wrap(model, plugin, ignored, ranks)
+    if plugin.activation_checkpointing:
+        _checkpoint(sharded, units, offload=bool(plugin.activation_checkpointing_offload))
+    return sharded
+
+
+def blocks_of(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """The modules that become units beside the model itself."""
+    plugin.set_auto_wrap_policy(model)
+    return _units(model, plugin, [])
+
+
+def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module]) -> list[nn.Module]:
+    inside = {module for one in ignored for module in one.modules()}
+    params = {param for one in ignored for param in one.parameters()}
+    return list(modules_to_wrap(model, plugin.auto_wrap_policy, {}, (inside, params)))
+
+
+def _version_1(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module], ranks: Comm
+) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=plugin.sharding_strategy,
+        cpu_offload=plugin.cpu_offload,
+        auto_wrap_policy=plugin.auto_wrap_policy,
+        backward_prefetch=plugin.backward_prefetch,
+        mixed_precision=plugin.mixed_precision_policy,
+        ignored_modules=ignored or None,
+        param_init_fn=plugin.param_init_fn,
+        device_id=ranks.device,
+        sync_module_states=takes_rank_0s_values(plugin),  # a unit at a time
+        forward_prefetch=bool(plugin.forward_prefetch),
+        use_orig_params=bool(plugin.use_orig_params),
+    )
+
+
+def _version_2(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module], ranks: Comm
+) -> nn.Module:
+    options: dict[str, Any] = {
+        "mesh": ranks,
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "offload_policy": plugin.cpu_offload,
+        "ignored_params": {param for module in ignored for param in module.parameters()},
+    }
+    if plugin.mixed_precision_policy is not None:
+        options["mp_policy"] = plugin.mixed_precision_policy
+    for module in _units(model, plugin, ignored):
+        if not _is_tied(model, module):
+            _fill_and_shard(model, module, plugin, ranks, options)
+    return _fill_and_shard(model, model, plugin, ranks, options)
+
+
+def _fill_and_shard(
+    model: nn.Module,
+    module: nn.Module,
+    plugin: FullyShardedDataParallelPlugin,
+    ranks: Comm,
+    options: dict[str, Any],
+) -> nn.Module:
+    """Make a unit of ``module``, a part of ``model``: no other has values on ranks that take them from the first."""
+    if takes_rank_0s_values(plugin):
+        _take_values_of_rank_0(model, module, ranks)
+    return fully_shard(module, **options)
+
+
+def takes_rank_0s_values(plugin: FullyShardedDataParallelPlugin) -> bool:
+    """Whether other ranks need no values of their own."""
+    return bool(plugin.sync_module_states or plugin.cpu_ram_efficient_loading)
+
+
+def _is_tied(model: nn.Module, module: nn.Module) -> bool:
+    """Whether a parameter of ``module`` has another place outside of it: then it is of a unit around both."""
+    params, inside = set(module.parameters()), set(module.modules())
+    return any(
+        param in params for other in model.modules() if other not in inside for param in other._parameters.values()
+    )
+
+
+def _require_same_model(model: nn.Module, ranks: Comm) -> None:
+    """Have all ranks hold a model of the same shapes; its values may differ, or be on the meta device.
+
+    Raises:
+        MismatchError: Names, shapes or dtypes differ; on every rank.
+    """
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    everyone = ranks.all_gather_object({name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()})
+    differing = sorted({name for other in everyone for name, _ in other.items() ^ everyone[0].items()})
+    if differing:
+        raise MismatchError(
+            f"Ranks hold different models, so that none can take the values of rank 0: {len(differing)} tensors have "
+            f"other names, shapes or dtypes, or are tied on some ranks only ({', '.join(differing[:3])}). Build the "
+            "same model on every rank; model.to('meta') unties weights, building under torch.device('meta') does not."
+        )
+
+
+def _take_values_of_rank_0(model: nn.Module, part: nn.Module, ranks: Comm) -> None:
+    """Give what ``part`` of ``model`` holds, and is no shard, the values it has on rank 0; every rank calls it.
+
+    What is on the meta device gets memory first.
+    """
+    for module in part.modules():
+        own: dict[str, Any] = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is not None and tensor.is_meta:
+                _set(model, tensor, torch.empty_like(tensor, device=ranks.device), module, name)
+    ranks.announce("values of rank 0")
+    for tensor in [*part.parameters(), *part.buffers()]:
+        if hasattr(tensor, "shard_meta"):
+            continue
+        value = tensor.detach().to(ranks.device).contiguous()
+        ranks.broadcast(value).wait()
+        with torch.no_grad():
+            tensor.copy_(value)
+
+
+def _set(model: nn.Module, old: torch.Tensor, value: torch.Tensor, module: nn.Module, name: str) -> None:
+    """Put ``value`` in the place of a tensor on the meta device, and in the other places of a tied one."""
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(value, requires_grad=old.requires_grad)
+        for other in model.modules():
+            for key, param in other._parameters.items():
+                if param is old:
+                    other._parameters[key] = new
+    else:
+        module._buffers[name] = value
+
+
+def _ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | None) -> list[nn.Module]:
+    """The modules themselves, or those whose whole name a regular expression matches."""
+    if isinstance(given, str):
+        try:
+            pattern = re.compile(given)
+        except re.error as error:
+            raise ConfigError(f"ignored_modules={given!r} is no regular expression: {error}.") from error
+        found = [module for name, module in model.named_modules() if pattern.fullmatch(plain_name(name))]
+        if not found:
+            raise ConfigError(f"ignored_modules={given!r} matches no module of {type(model).__name__}.")
+    else:
+        found = list(given or ())
+    return found
+
+
+def _checkpoint(model: nn.Module, units: set[nn.Module], *, offload: bool) -> None:
+    def wrapped(module: nn.Module) -> nn.Module:
+        module = checkpoint_wrapper(module)
+        return offload_wrapper(module) if offload else module
+
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapped, check_fn=units.__contains__)
+
+
+def upcast_trainable(model: nn.Module, *, tell: bool, values: bool = True) -> None:
+    """Keep trainable parameters in float32 where they compute in less, as Accelerate does; before sharding.
+
+    Args:
+        model: The model.
+        tell: Whether this rank says so.
+        values: Whether what they hold counts; else it will be overwritten, and no memory is written to here.
+    """
+    narrow = [
+        (name, param)
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16)
+    ]
+    for _, param in narrow:
+        param.data = param.data.float() if values else torch.empty_like(param.data, dtype=torch.float32)
+    if narrow and tell:
+        warnings.warn(
+            f"{len(narrow)} trainable parameters ({narrow[0][0]}, …) were 16 bits wide and are kept in "
+            "float32 now, because mixed precision is on: checkpoints are in float32.",
+            stacklevel=4,
+        )
+
+
+def know_ranks(model: Any, *, writes: bool) -> None:
+    """Have ``save_pretrained`` and ``generate`` of a sharded Hugging Face model do right when every rank calls them.
+
+    ``save_pretrained`` gathers the weights to the first rank, which writes; ``generate`` goes on until all ranks have
+    finished, because each step gathers units.
+
+    Args:
+        model: The sharded module.
+        writes: Whether this is the first rank.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "generate"):
+            module._is_fsdp_managed_module = True
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = _saving_once(model, model.save_pretrained, writes=writes)
+
+
+def _saving_once(model: nn.Module, original: Callable[..., Any], *, writes: bool) -> Callable[..., Any]:
+    parameters = inspect.signature(original).parameters
+
+    @functools.wraps(original)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        if given.get("state_dict") is None:
+            given["state_dict"] = full_state_dict(model)
+        given.setdefault("is_main_process", writes)
+        with _plain_module_names(model):
+            return original(**given)
+
+    return save_pretrained
+
+
+@contextmanager
+def _plain_module_names(model: Any) -> Iterator[None]:
+    """Show the tree without wrappers: peft picks an adapter's weights by the names of its modules."""
+    original = model.named_modules
+
+    def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in original(*args, **kwargs):
+            if not WRAPPERS & module._modules.keys():
+                yield plain_name(name), module
+
+    model.named_modules = named_modules
+    try:
+        yield
+    finally:
+        del model.named_modules

@@ -1,0 +1,1 @@
+"""Accelerate's configuration files: read, written and translated."""

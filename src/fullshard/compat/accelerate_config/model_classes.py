@@ -1,0 +1,64 @@
+"""The layer classes of a model, found out without its weights: what a wrap policy can name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModel
+
+from fullshard.engine.setup.wrap import find_units
+from fullshard.errors import ModelError, WrapError
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """A class that a wrap policy could name.
+
+    Attributes:
+        name: Its name.
+        count: How many layers of it the model has.
+        numel: Parameters of one of them.
+        repeated: Whether these are the model's repeated blocks, which are wrapped unless told otherwise.
+    """
+
+    name: str
+    count: int
+    numel: int
+    repeated: bool
+
+
+def layer_classes(path_or_id: str) -> list[LayerClass]:
+    """Layer classes of a model, its repeated blocks first; one process, without network and without weights.
+
+    Args:
+        path_or_id: A directory with a config.json, or the id of a model that is in the Hugging Face cache.
+
+    Raises:
+        ModelError: There is no such model here, or it cannot be built.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path_or_id, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModel.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"No model can be laid out from {path_or_id!r}: name a directory with a config.json, or a model that is in "
+            f"the Hugging Face cache. ({reason[:200]})"
+        ) from error
+    try:
+        blocks = {type(module).__name__ for _, (module, *_) in find_units(model, "auto")}
+    except WrapError:
+        blocks = set()
+    plain = {name for name in blocks if hasattr(torch.nn, name)}
+    sizes: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    for module in model.modules():
+        name, numel = type(module).__name__, sum(parameter.numel() for parameter in module.parameters())
+        if module is not model and numel and next(module.children(), None) is not None and not hasattr(torch.nn, name):
+            counts[name] += 1
+            sizes[name] = max(numel, sizes.get(name, 0))
+    found = [LayerClass(name, count, sizes[name], name in blocks - plain) for name, count in counts.items()]
+    return sorted(found, key=lambda layer: (not layer.repeated, -layer.numel))

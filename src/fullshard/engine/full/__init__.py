@@ -1,0 +1,1 @@
+"""Full parameters of a sharded model: shown, streamed, loaded and listed."""

@@ -1,0 +1,154 @@
+"""The class of a sharded model: that of the model, with a few overrides that keep it from harm."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fullshard.engine.full.state import load_full_state
+from fullshard.engine.full.table import unit_table
+from fullshard.engine.registry import runtime_of
+from fullshard.engine.step.hooks import RootHeld, UnitHooks
+from fullshard.engine.step.runtime import Runtime
+from fullshard.errors import ShardingError
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the model's class with the same name."""
+
+    def __repr__(self: nn.Module) -> str:
+        runtime = runtime_of(self)
+        return f"{cls.__repr__(self)}\n{unit_table(runtime.units, runtime.mesh.shard_group.size)}"
+
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if runtime_of(self).root.held:  # inside unsharded(model) it is whole; views of it would not outlive that
+            return {name: value.clone() for name, value in cls.state_dict(self, *args, **kwargs).items()}
+        if (others := runtime_of(self).state_dict) is not None:
+            return others[0](self, *args, **kwargs)
+        raise ShardingError(
+            f"state_dict() of a sharded {cls.__name__} would hold this rank's rows only. Write the whole model with "
+            "fullshard.save(model, directory), or stream it with fullshard.full_tensors(model)."
+        )
+
+    def load_state_dict(
+        self: nn.Module,
+        state_dict: Mapping[str, torch.Tensor],
+        strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
+        assign: bool = False,  # noqa: FBT001, FBT002
+    ) -> _IncompatibleKeys:
+        if (others := runtime_of(self).state_dict) is not None:
+            return others[1](self, state_dict, strict, assign)
+        if assign:
+            raise ShardingError(
+                "load_state_dict(assign=True) would replace the shards by full tensors. Leave out assign: each rank "
+                "copies its rows."
+            )
+        return _IncompatibleKeys(*load_full_state(self, state_dict, strict=strict))
+
+    def generate(self: nn.Module, *args: object, **kwargs: object) -> object:
+        with RootHeld(runtime_of(self)):
+            return cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    overrides: dict[str, Any] = {
+        "__repr__": __repr__,
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "__module__": cls.__module__,
+    }
+    if hasattr(cls, "generate"):
+        overrides["generate"] = generate
+    made = type(cls.__name__, (cls,), overrides)
+    made.__qualname__ = cls.__qualname__
+    return made
+
+
+def root_held(model: nn.Module) -> RootHeld:
+    """Context in which a sharded model's root unit stays gathered between forwards; all ranks enter it together.
+
+    ``generate`` of a sharded model enters it by itself.
+    """
+    return RootHeld(runtime_of(model))
+
+
+def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that :func:`sharded_class` made ``cls`` of."""
+    return cls.__mro__[1]
+
+
+def on_state_dict(model: nn.Module, make: Callable[..., dict[str, Any]], load: Callable[..., Any]) -> None:
+    """Have others answer for ``state_dict()`` and ``load_state_dict()`` of a sharded model; any rank, no communication.
+
+    Args:
+        model: A sharded model.
+        make: Called as ``make(model, *args, **kwargs)`` with the arguments of ``state_dict()``.
+        load: Called as ``load(model, state_dict, strict, assign)``.
+    """
+    runtime_of(model).state_dict = make, load
+
+
+def register_forward_method(model: nn.Module, name: str) -> None:
+    """Let a method other than ``forward`` compute with full parameters, under sharding as without; any rank, once.
+
+    Its first call in a step begins a forward pass, as ``model(...)`` does. Needed only for methods that use parameters
+    themselves (``F.linear(x, self.weight)``): modules that a method calls gather for themselves.
+
+    Args:
+        model: A sharded model.
+        name: Name of the method, with a path for one of a submodule (``"encoder.encode"``).
+
+    Raises:
+        ShardingError: The model is not sharded, or there is no such method.
+    """
+    runtime = runtime_of(model)
+    path, _, method = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise ShardingError(f"{type(model).__name__} has no method {name} to register.") from None
+    wrap_forward_method(_hooks_around(runtime, model, path), module, method)
+
+
+def wrap_forward_method(hooks: UnitHooks, module: nn.Module, method: str) -> None:
+    """Do for one method of ``module`` what ``hooks`` do for forward.
+
+    Raises:
+        ShardingError: There is no such method.
+    """
+    original = getattr(module, method, None)
+    if original is None:
+        raise ShardingError(f"{type(module).__name__} has no method {method} to register.")
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if hooks.passing or hooks.unit.open_calls:  # called from inside the unit's own forward
+            return original(*args, **kwargs)
+        args, kwargs = hooks.before_forward(module, args, kwargs)
+        hooks.passing = True
+        try:
+            output = original(*args, **kwargs)
+        except BaseException:
+            hooks.passing = False
+            hooks.after_failure(module, args, None)
+            raise
+        hooks.passing = False
+        output = hooks.after_forward(module, args, output)
+        hooks.after_failure(module, args, output)
+        return output
+
+    setattr(module, method, wrapped)
+
+
+def _hooks_around(runtime: Runtime, model: nn.Module, path: str) -> UnitHooks:
+    """The hooks of the innermost unit around the module at ``path``."""
+    of_module = {id(module): unit for unit in runtime.units for module in unit.modules}
+    parts = path.split(".") if path else []
+    for depth in range(len(parts), -1, -1):
+        unit = of_module.get(id(model.get_submodule(".".join(parts[:depth]))))
+        if unit is not None:
+            return unit.hooks
+    return runtime.root.hooks

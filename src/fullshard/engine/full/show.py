@@ -1,0 +1,298 @@
+"""Whole tensors in the dtype that they are kept in: gathered a lane at a time, and full parameters on show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fullshard.comm import settle
+from fullshard.engine.registry import home_of, runtime_of
+from fullshard.engine.step.adopt import adopt_changes
+from fullshard.engine.step.lane import Lane
+from fullshard.engine.step.param import ShardedParam
+from fullshard.engine.step.runtime import Runtime
+from fullshard.engine.step.torch_private import in_backward
+from fullshard.engine.step.unit import Unit, Whole
+from fullshard.errors import ShardingError
+from fullshard.layout import ShardMeta
+from fullshard.layout.names import plain_name
+
+
+def gathered(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, torch.dtype],
+    *,
+    rank0_only: bool = False,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Put tensors together that ranks hold as they hold parameters; every rank iterates to the end.
+
+    One step is one lane, on the device of the collectives: nothing beside it is held.
+
+    Args:
+        model: A sharded model.
+        tensors: By a parameter's first name, what this rank has of a tensor of the parameter's shape: its shard, its
+            gradient or a state of its optimizer, in the shard's shape. What a rank does not give counts as zeros.
+        wanted: The dtype of each tensor that is to be put together, by the same names, the same on every rank.
+        rank0_only: Whether rank 0 alone gets them.
+
+    Yields:
+        The whole tensors by name, views of one buffer; nothing on other ranks with ``rank0_only``.
+
+    Raises:
+        ShardingError: Only rank 0 has the full parameters right now.
+    """
+    runtime = runtime_of(model)
+    for unit in runtime.units:
+        for lane in unit.lanes:
+            members = [param for param in unit.params if param.lane is lane and param.meta.name in wanted]
+            if members and unit.whole is not None:
+                unit.whole.require_here()
+            for dtype in dict.fromkeys(wanted[param.meta.name] for param in members):
+                alike = [param for param in members if wanted[param.meta.name] == dtype]
+                runtime.mesh.announce(f"gather of unit {unit.name}")
+                full = _gather(lane, alike, tensors, dtype, rank0_only=rank0_only)
+                yield {} if full is None else {param.meta.name: _part(full, param) for param in alike}
+
+
+def _gather(
+    lane: Lane,
+    members: Iterable[ShardedParam],
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    rank0_only: bool,
+) -> torch.Tensor | None:
+    """The whole lane, (numel,), from what each rank has of ``members``."""
+    comm = lane.mesh.shard_group
+    if rank0_only and lane.mesh.replica_group.rank > 0:  # copies have the same to tell
+        return None
+    low, high = lane.layout.shard_bounds(comm.rank)
+    full = torch.empty(lane.numel if not rank0_only or comm.rank == 0 else 0, dtype=dtype, device=comm.device)
+    mine = torch.empty(high - low, dtype=dtype, device=comm.device) if rank0_only else full[low:high]
+    mine.zero_()
+    with torch.no_grad():
+        for param in members:
+            if param.has_rows and param.meta.name in tensors:
+                param.local_view(mine).copy_(tensors[param.meta.name])
+    target = full if comm.rank == 0 else None
+    work = comm.gather(mine, target) if rank0_only else comm.all_gather(full, mine)
+    work.wait()
+    settle(work)  # nobody reads here any more: the caller may write to it
+    return full if full.numel() else None
+
+
+def _part(full: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+    start = param.meta.placement.start
+    return full[start : start + param.numel].view(param.meta.global_shape)
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One name of a module's saved state.
+
+    Attributes:
+        name: In the ``state_dict()`` of the module without wrappers.
+        tensor: The parameter or buffer that the module shows now.
+        meta: What ``tensor`` is of a whole; None where it is the whole.
+        on_show: Whether it is the whole of a sharded parameter, which is on show for a while.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    meta: ShardMeta | None
+    on_show: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.tensor.shape) if self.meta is None else self.meta.global_shape
+
+
+def state_entries(module: nn.Module) -> list[StateEntry]:
+    """Parameters and persistent buffers of a module of a sharded model, under every name, as ``state_dict()`` has them.
+
+    Raises:
+        ShardingError: The module is no part of a sharded model.
+    """
+    sharded = {(id(m), key): p for _, p in home_of(module).all_params() for m, key in p.slots}
+    entries = []
+    for path, owner in module.named_modules(remove_duplicate=False):
+        kept = {key: b for key, b in owner._buffers.items() if key not in owner._non_persistent_buffers_set}
+        for key, tensor in [*owner._parameters.items(), *kept.items()]:
+            if tensor is not None:
+                name = plain_name(f"{path}.{key}" if path else key)
+                param = sharded.get((id(owner), key))
+                on_show = param is not None and param.sharded is not tensor
+                entries.append(StateEntry(name, tensor, None if param is None or on_show else param.meta, on_show))
+    return entries
+
+
+@contextmanager
+def whole_parameters(
+    model: nn.Module,
+    modules: Iterable[nn.Module],
+    *,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Show full parameters, in the dtype they are kept in, of the units of some modules; all ranks enter it together.
+
+    Inside, such a unit is a plain module with plain Parameters: its forward casts and gathers nothing, gradients stay
+    in the Parameters. Memory: the parameters that are shown, whole.
+
+    Args:
+        model: A sharded model.
+        modules: Units of which some module is among them are shown.
+        writeback: Whether each rank takes over its rows of what the Parameters hold in the end.
+        rank0_only: Whether rank 0 alone gets full parameters; other ranks keep seeing their shards.
+        offload_to_cpu: Whether they are in host memory.
+        with_grads: Whether ``.grad`` is the full gradient, and written back too.
+
+    Raises:
+        ShardingError: During forward or backward, or where full parameters are on show already.
+    """
+    runtime = runtime_of(model)
+    chosen = {id(module) for module in modules}
+    units = [unit for unit in runtime.units if any(id(module) in chosen for module in unit.modules)]
+    _check(runtime, units)
+    runtime.forward_event()
+    for unit in units:
+        runtime.release(unit)  # what is gathered may be older than the shards
+    if adopt_changes(units):
+        runtime.replan()
+    here = runtime.mesh.rank == 0 or not rank0_only
+    device = torch.device("cpu") if offload_to_cpu else None
+    params = [param for unit in units for param in unit.params]
+    shown = _Shown(runtime, params, device, rank0_only=rank0_only)
+    if with_grads:
+        shown.take_gradients()
+    with ExitStack() as stack:
+        stack.callback(shown.take_back, writeback=writeback and here, with_grads=with_grads)
+        for unit in units:
+            unit.whole = Whole(here=here)
+            stack.callback(setattr, unit, "whole", None)
+        shown.show()
+        yield
+
+
+def _check(runtime: Runtime, units: Iterable[Unit]) -> None:
+    if in_backward() or runtime.open_calls:
+        raise ShardingError(
+            "Full parameters cannot be shown during forward or backward: units come and go there. Enter the context "
+            "before or after."
+        )
+    for unit in units:
+        if unit.whole is not None or unit.held:
+            raise ShardingError(
+                f"The full parameters of unit {unit.name} are on show already: leave that context before you enter "
+                "another one, or use it."
+            )
+
+
+class _Shown:
+    """The full Parameters that take the shards' places for a while."""
+
+    def __init__(
+        self, runtime: Runtime, params: list[ShardedParam], device: torch.device | None, *, rank0_only: bool
+    ) -> None:
+        """Gather ``params``; nothing is shown yet."""
+        self.runtime = runtime
+        self.device = device
+        self.rank0_only = rank0_only
+        self.by_name = {param.meta.name: param for param in params}
+        wanted = {name: param.sharded.dtype for name, param in self.by_name.items()}
+        held = {name: param.sharded for name, param in self.by_name.items()}
+        self.full: dict[str, nn.Parameter] = {}
+        self.before = {name: shard.detach().clone() for name, shard in held.items()}
+        for name, tensor in self._gathered(held, wanted):
+            # .data: a version counter of its own, as Parameters of a plain module have.
+            self.full[name] = nn.Parameter(tensor.data, requires_grad=self.by_name[name].sharded.requires_grad)
+
+    def _gathered(
+        self, held: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.dtype]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self.runtime.root.modules[0]
+        for lane in gathered(model, held, wanted, rank0_only=self.rank0_only):
+            for name, tensor in lane.items():
+                # A copy on the CPU must not keep the lane, nor be it.
+                yield name, tensor if self.device is None else tensor.to(self.device)
+
+    def take_gradients(self) -> None:
+        """Put the gradients together that any rank has."""
+        held = {name: p.sharded.grad for name, p in self.by_name.items() if p.sharded.grad is not None}
+        by_rank = self.runtime.mesh.all_gather_object({name: gradient.dtype for name, gradient in held.items()})
+        wanted = {name: dtype for of_rank in by_rank for name, dtype in of_rank.items()}
+        ordered = {name: wanted[name] for name in self.by_name if name in wanted}
+        for name, gradient in self._gathered(held, ordered):
+            self.full[name].grad_dtype = gradient.dtype
+            self.full[name].grad = gradient
+
+    def show(self) -> None:
+        """Put the full Parameters into every slot."""
+        for name, full in self.full.items():
+            for module, key in self.by_name[name].slots:
+                module._parameters[key] = full
+
+    def take_back(self, *, writeback: bool, with_grads: bool) -> None:
+        """Put the shards back, and what is ours of the full Parameters into them.
+
+        Raises:
+            ShardingError: A parameter was replaced, or has another shape now, or its shard was changed; the shards are
+                back in place.
+        """
+        replaced = []
+        for name, full in self.full.items():
+            param = self.by_name[name]
+            kept = all(module._parameters.get(key) is full for module, key in param.slots)
+            if not kept or tuple(full.shape) != param.meta.global_shape:
+                replaced.append(name)
+            param.show_shard()
+        if writeback:
+            self._refuse_changed_shards()
+        if writeback and replaced:
+            raise ShardingError(
+                f"{', '.join(replaced)}: replaced by another Parameter, or given another shape, while the full "
+                "parameters were on show. Change values in place (param.copy_, param.data.copy_) instead."
+            )
+        for name, full in self.full.items() if writeback else ():
+            self._write(self.by_name[name], full, with_grads=with_grads)
+
+    def _refuse_changed_shards(self) -> None:
+        """Refuse to overwrite what an optimizer has done to the shards meanwhile: nobody would notice the lost step."""
+        changed = [
+            name
+            for name, before in self.before.items()
+            if not torch.allclose(before, self.by_name[name].sharded, rtol=0.0, atol=0.0, equal_nan=True)
+        ]
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise ShardingError(
+                f"{', '.join(changed[:3])}{more}: the shards were changed (by optimizer.step(), or a load) while the "
+                "full parameters were on show, which would be written over them. Step outside of the context, or enter "
+                "it with writeback=False."
+            )
+
+    def _write(self, param: ShardedParam, full: nn.Parameter, *, with_grads: bool) -> None:
+        rows = _rows(param, full.detach())
+        # Only what differs: a shard that is written is one that a backward under way must not use any more.
+        if not torch.equal(rows.to(param.sharded.device), param.sharded):
+            with torch.no_grad():
+                param.sharded.copy_(rows)
+        if with_grads and param.has_rows:
+            dtype = param.lane.dtypes.grad or param.sharded.dtype
+            gradient = None if full.grad is None else _rows(param, full.grad).to(param.sharded.device, dtype, copy=True)
+            if gradient is not None and param.as_gradient is not None:
+                gradient = param.as_gradient(param, gradient)
+            param.sharded.grad = gradient
+
+
+def _rows(param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
+    start, stop = param.meta.element_range
+    return full.reshape(-1)[start:stop].view(param.meta.local_shape)

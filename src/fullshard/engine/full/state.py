@@ -1,0 +1,205 @@
+"""A sharded model's parameters as a whole: seen, streamed out, loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fullshard.engine.registry import runtime_of
+from fullshard.engine.step.param import ShardedParam
+from fullshard.engine.step.torch_private import in_backward
+from fullshard.errors import ShardingError
+from fullshard.layout.names import plain_name
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Show full parameters, in the compute dtype, on every rank; all ranks enter it together.
+
+    In-place changes of parameters made inside are kept (each rank keeps its own rows of what it wrote: write the same
+    on every rank). Memory: the whole gathered model.
+
+    Raises:
+        ShardingError: Entered during backward.
+    """
+    runtime = runtime_of(model)
+    if in_backward():
+        raise ShardingError("unsharded(model) cannot be entered during backward: units come and go there.")
+    if any(unit.whole is not None for unit in runtime.units):
+        raise ShardingError("unsharded(model) cannot be entered while full parameters are on show already.")
+    runtime.forward_event()
+    for unit in runtime.units:
+        if not unit.held and not unit.open_calls:
+            runtime.release(unit)  # what is gathered may be older than the shards
+        runtime.gather(unit)
+        unit.settle()  # what is written inside must not reach a rank that still reads
+        unit.held += 1
+    try:
+        yield
+    finally:
+        for unit in runtime.units:
+            unit.held -= 1
+        if not runtime.root.held:
+            for unit in runtime.units:
+                unit.write_back()
+        for unit in runtime.units:
+            if not unit.open_calls:
+                runtime.release(unit)
+
+
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
+    """Stream the whole model to rank 0, one unit at a time; every rank iterates to the end.
+
+    Yields:
+        The unit's name, and for each of its parameters the first name and, on rank 0, the full tensor on CPU in the
+        shard's dtype (valid until the next step of the iteration); None on other ranks. Parameters that were left out
+        of sharding and persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
+    """
+    runtime = runtime_of(model)
+    writes = runtime.mesh.rank == 0
+    for unit in runtime.units:
+        tensors: dict[str, torch.Tensor | None] = {}
+        for lane in unit.lanes:
+            full = None
+            mine = lane.shard.to(runtime.mesh.device)
+            if writes:
+                full = torch.empty(lane.numel, dtype=mine.dtype, device=mine.device)
+            if lane.mesh.replica_group.rank == 0:  # copies have the same to tell
+                runtime.mesh.announce(f"gather of unit {unit.name} to rank 0")
+                lane.mesh.shard_group.gather(mine, full).wait()
+            full = None if full is None else full.cpu()
+            for param in unit.params:
+                if param.lane is lane:
+                    start, numel = param.meta.placement.start, param.meta.placement.numel
+                    view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
+                    tensors[param.meta.name] = view
+        yield unit.name, tensors
+    yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in left_out(model).items()}
+    yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in persistent_buffers(model)}
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """What this rank holds of one tensor of a model's saved state.
+
+    Attributes:
+        name: First name of the parameter, or the name of the buffer.
+        aliases: The parameter's other names, when it is tied.
+        shape: Shape of the whole tensor.
+        start: First element that this rank holds, counted in the flattened tensor.
+        tensor: This rank's elements, 1-D, possibly none: a view of ``home``, or a copy where that is not contiguous.
+        home: The tensor that training uses.
+        replica: Which of the copies of these elements this one is, from 0.
+        replicas: How many ranks hold a copy of these elements.
+        param: The Parameter an optimizer knows; None for a buffer.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+    home: torch.Tensor
+    replica: int
+    replicas: int
+    param: nn.Parameter | None
+
+
+def local_tensors(model: nn.Module) -> list[LocalTensor]:
+    """What this rank holds of the model's saved state, in the same order on every rank; no communication.
+
+    Sharded parameters unit by unit, then parameters left out of sharding, then persistent buffers.
+    """
+    runtime = runtime_of(model)
+    runtime.guard_shards(on=False)  # whoever saves after an interrupted forward
+    found = []
+    for _, param in runtime.all_params():
+        meta, copies, shard = param.meta, param.lane.mesh.replica_group, param.sharded
+        names = (meta.name, meta.aliases, meta.global_shape, meta.element_range[0])
+        found.append(LocalTensor(*names, shard.detach().reshape(-1), shard, copies.rank, copies.size, shard))
+    rank, size = runtime.mesh.rank, runtime.mesh.size
+    whole = [(name, param, param) for name, param in left_out(model).items()]
+    for name, tensor, param in [*whole, *((name, buffer, None) for name, buffer in persistent_buffers(model))]:
+        # Lazily conjugated elements are not what lies in memory.
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        found.append(LocalTensor(name, (), tuple(tensor.shape), 0, flat, tensor, rank, size, param))
+    return found
+
+
+def left_out(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are not sharded, by their first name."""
+    sharded = {id(m._parameters.get(key)) for _, param in runtime_of(model).all_params() for m, key in param.slots}
+    return {plain_name(name): param for name, param in model.named_parameters() if id(param) not in sharded}
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of each buffer that belongs to the model's saved state; any rank."""
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield plain_name(f"{path}.{key}" if path else key), buffer
+
+
+def load_full_state(
+    model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """Copy this rank's rows of unsharded tensors into the shards, and whole buffers; every rank, with equal tensors.
+
+    Args:
+        model: The sharded model.
+        state: Full tensors by name, on any device, of any floating dtype; a tied parameter under any of its names.
+        strict: Whether names must fit exactly.
+
+    Returns:
+        Names that ``state`` lacks, and names that the model has not.
+
+    Raises:
+        ShardingError: Names do not fit (if strict), or a shape does not; nothing has been copied then.
+    """
+    targets, missing, used = _targets(model, state)
+    unexpected = sorted(set(state) - used)
+    problems = [f"it lacks {', '.join(missing)}"] if missing else []
+    problems += [f"the model has no {', '.join(unexpected)}"] if unexpected else []
+    problems = problems if strict else []
+    for name, (_, shape) in targets.items():
+        if tuple(state[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(state[name].shape)} where the model has {shape}")
+    if problems:
+        raise ShardingError(f"This state dict does not fit {type(model).__name__}: {'; '.join(problems)}.")
+    with torch.no_grad():
+        for name, (target, _) in targets.items():
+            if isinstance(target, ShardedParam):
+                start, stop = target.meta.element_range
+                target.sharded.copy_(state[name].reshape(-1)[start:stop].view(target.meta.local_shape))
+            else:
+                target.copy_(state[name])
+    return missing, unexpected
+
+
+def _targets(
+    model: nn.Module, state: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, tuple[ShardedParam | torch.Tensor, tuple[int, ...]]], list[str], set[str]]:
+    """What each name of ``state`` is copied to and the shape it must have; names that lack; names that are known."""
+    runtime = runtime_of(model)
+    targets: dict[str, tuple[ShardedParam | torch.Tensor, tuple[int, ...]]] = {}
+    missing: list[str] = []
+    known: set[str] = set()
+    for _, param in runtime.all_params():
+        names = (param.meta.name, *param.meta.aliases)
+        known.update(names)
+        given = next((name for name in names if name in state), None)
+        if given is None:
+            missing.append(param.meta.name)
+        else:
+            targets[given] = param, param.meta.global_shape
+    for name, tensor in [*left_out(model).items(), *persistent_buffers(model)]:
+        known.add(name)
+        if name in state:
+            targets[name] = tensor, tuple(tensor.shape)
+        else:
+            missing.append(name)
+    return targets, missing, known & set(state)

@@ -1,0 +1,1 @@
+"""What runs once, when a model is sharded."""

@@ -1,0 +1,87 @@
+"""Weights from a source into a model, each rank its own elements: no full parameter is ever in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fullshard.comm import Mesh, together_in_background
+from fullshard.engine.full.state import left_out, local_tensors
+from fullshard.engine.registry import runtime_of
+from fullshard.engine.setup.source import WeightReader, WeightSource, wanted_tensors
+from fullshard.layout.names import plain_name
+
+
+def open_weights(model: nn.Module, mesh: Mesh, source: WeightSource, ignored: frozenset[nn.Parameter]) -> WeightReader:
+    """Have every rank look whether the source fits the model, before anything changes; all ranks call it.
+
+    Args:
+        model: The root, sharded or not.
+        mesh: Its ranks.
+        source: This rank's.
+        ignored: Parameters that are not sharded.
+
+    Raises:
+        UserError: It does not fit on some rank; on every rank, with the same text.
+    """
+    return together_in_background(mesh, lambda: source.open(model, wanted_tensors(model, ignored)))
+
+
+def give_memory(
+    model: nn.Module, ignored: frozenset[nn.Parameter], device: torch.device, reader: WeightReader
+) -> frozenset[nn.Parameter]:
+    """Replace what is on the meta device, is not sharded and will be read: left-out parameters, persistent buffers.
+
+    Returns:
+        The left-out parameters as they are now.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None and param.is_meta and param in ignored:
+                fresh = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                module._parameters[key] = made.setdefault(id(param), fresh)
+        for key, buffer in module._buffers.items():
+            kept = key not in module._non_persistent_buffers_set
+            name = plain_name(f"{path}.{key}" if path else key)
+            if buffer is not None and buffer.is_meta and kept and reader.has(name):
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+    return frozenset(made.get(id(param), param) for param in ignored)
+
+
+def fill(model: nn.Module, reader: WeightReader) -> None:
+    """Read this rank's elements of every tensor to their place; all ranks of a sharded model call it.
+
+    Raises:
+        UserError: Some rank could not read; on every rank, with the same text. What was read by then stays.
+    """
+    runtime = runtime_of(model)
+    for unit in runtime.units:
+        unit.fresh = False
+
+    def read() -> None:
+        for local in local_tensors(model):
+            if not reader.has(local.name):
+                continue
+            reader.read(local.name, local.start, local.tensor)
+            if local.tensor.data_ptr() != local.home.data_ptr():
+                with torch.no_grad():
+                    local.home.copy_(local.tensor.view(local.home.shape))
+
+    together_in_background(runtime.mesh, runtime.device.carried(read))
+
+
+def load_weights(model: nn.Module, source: WeightSource) -> None:
+    """Replace the weights of a sharded model, in place, by those of a source; all ranks call it.
+
+    Args:
+        model: The sharded model.
+        source: This rank's.
+
+    Raises:
+        ShardingError: The model is not sharded.
+        UserError: The weights do not fit, or cannot be read; on every rank, with the same text. Where they do not fit,
+            nothing was changed.
+    """
+    reader = open_weights(model, runtime_of(model).mesh, source, frozenset(left_out(model).values()))
+    fill(model, reader)

@@ -1,0 +1,91 @@
+"""What the engine knows of a place where weights come from, and what a model wants of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fullshard.layout.names import plain_name
+
+
+@dataclass
+class WantedTensor:
+    """One tensor of a model's saved state.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dtype: What it is kept in.
+        required: Whether the model cannot do without; else it stays as it is where the source has none.
+        buffer: Whether it is a buffer.
+        names: Every name it has in the model, first one first; more than one when it is tied.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    required: bool
+    buffer: bool
+    names: list[str] = field(default_factory=list)
+
+
+class WeightReader(Protocol):
+    """Weights that fit one model; of one rank."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name, one of the model's."""
+        ...
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out``, (numel,), contiguous, on any device, with a run of the flattened tensor from ``start`` on.
+
+        Raises:
+            UserError: It cannot be read.
+        """
+        ...
+
+
+class WeightSource(Protocol):
+    """Weights of a whole model, by name, such as :class:`fullshard.Pretrained`; every rank has its own."""
+
+    def open(self, model: nn.Module, wanted: list[WantedTensor]) -> WeightReader:
+        """Look at names, shapes and dtypes, and at no values; changes nothing, talks to no rank.
+
+        Raises:
+            UserError: They do not fit the model, or cannot be read.
+        """
+        ...
+
+
+def wanted_tensors(model: nn.Module, left_out: frozenset[nn.Parameter] = frozenset()) -> list[WantedTensor]:
+    """The saved state of a model: every parameter and persistent buffer with all its names; any rank.
+
+    Args:
+        model: Sharded, in part or not at all.
+        left_out: Parameters that are not to be sharded: one with values keeps them where a source has none.
+    """
+    found: dict[int, WantedTensor] = {}
+    for name, tensor, is_buffer in _named_state(model):
+        one = found.get(id(tensor))
+        if one is None:
+            meta = getattr(tensor, "shard_meta", None)
+            shape = tuple(tensor.shape) if meta is None else meta.global_shape
+            required = tensor.is_meta or tensor not in left_out
+            one = found[id(tensor)] = WantedTensor(shape, tensor.dtype, required, is_buffer)
+        one.names.append(name)
+    return list(found.values())
+
+
+def _named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every name of each parameter and persistent buffer, the tensor, and whether it is a buffer."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        path = plain_name(path)
+        prefix = f"{path}." if path else ""
+        for key, param in module._parameters.items():
+            if param is not None:
+                yield prefix + key, param, False
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield prefix + key, buffer, True

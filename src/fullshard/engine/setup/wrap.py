@@ -1,0 +1,330 @@
+"""Which modules become units, and which unit each parameter belongs to. Reads the module tree, changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fullshard.engine.step.plain_modules import is_plain_embedding, plain_type
+from fullshard.errors import WrapError
+from fullshard.layout.names import plain_name
+from fullshard.policy import MinNumel, Named, TransformerBlocks, WrapPolicy
+
+ROOT_NAME = "(root)"
+TINY_NUMEL = 1_000_000
+"""Where the engine chooses the units, neighbours are merged up to so many elements: a unit costs a collective's latency
+and some microseconds of Python twice a step, which a gather of a few megabytes does not make up for."""
+
+LARGE_NUMEL = 1 << 20
+"""From so many elements on, an embedding or a head outside the blocks is worth a collective of its own."""
+
+ONE_UNIT = "pass wrap=None"
+BY_CLASS = "wrap=TransformerBlocks({...})"
+"""What errors advise, in the library's words; the program puts its own in their place."""
+
+Found = tuple[str, tuple[nn.Module, ...]]
+"""A unit's name and its modules, in the order they run in; nearly always one."""
+
+
+class NoRepeatedBlocksError(WrapError):
+    """The engine was to choose the units and found no blocks."""
+
+
+@dataclass
+class ParamSpec:
+    """One parameter and every place it is registered at.
+
+    Attributes:
+        param: The unsharded parameter.
+        names: Fully qualified names, first one first; more than one when it is tied.
+        slots: ``(module, key)`` for each registration, distinct modules only.
+    """
+
+    param: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+@dataclass
+class UnitSpec:
+    """A unit before it exists: its modules and the parameters that are gathered with them."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    params: list[ParamSpec] = field(default_factory=list)
+
+    def sent_numel(self, *, frozen_too: bool) -> int:
+        """Elements of the parameters that are gathered; ``frozen_too``: frozen ones are among them."""
+        return sum(spec.param.numel() for spec in self.params if frozen_too or spec.param.requires_grad)
+
+
+def is_table(spec: ParamSpec) -> bool:
+    """Whether the parameter is a large embedding, perhaps tied to linear heads, and nothing else."""
+    modules = [module for module, key in spec.slots if key == "weight"]
+    known = all(is_plain_embedding(module) or plain_type(module) is nn.Linear for module in modules)
+    embeds = any(is_plain_embedding(module) for module in modules)
+    return len(modules) == len(spec.slots) and known and embeds and spec.param.numel() >= LARGE_NUMEL
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Outermost modules that stand in a ModuleList or Sequential beside another of their class."""
+    blocks: list[tuple[str, nn.Module]] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_parameters(child)]
+        counts: Counter[type] = Counter()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            counts.update(type(child) for _, child in children)
+        for name, child in children:
+            if counts[type(child)] > 1:
+                blocks.append((name, child))
+            else:
+                visit(f"{name}.", child)
+
+    visit("", model)
+    composite = [block for block in blocks if next(block[1].children(), None) is not None]
+    return composite or blocks
+
+
+def candidate_classes(model: nn.Module) -> list[str]:
+    """Class names that a wrap policy could name in ``model``, most frequent first, with their counts."""
+    counts = Counter(
+        type(m).__name__
+        for m in model.modules()
+        if m is not model and _has_parameters(m) and any(True for _ in m.children())
+    )
+    return [f"{name} (x{count})" for name, count in counts.most_common() if not name.startswith("Module")]
+
+
+def find_units(model: nn.Module, wrap: WrapPolicy) -> list[Found]:
+    """Modules that become units, in the order of the module tree, without the root.
+
+    Args:
+        model: The root module.
+        wrap: ``"auto"`` (repeated blocks), :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate
+            over modules, or None (none).
+
+    Raises:
+        WrapError: The policy names a class or module the model has not, matches nothing, or finds no repeated blocks.
+    """
+    if isinstance(wrap, Named):
+        return _find_named(model, wrap)
+    return [(plain_name(name), (module,)) for name, module in _find_modules(model, wrap)]
+
+
+def _find_modules(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Module]]:
+    if wrap is None:
+        return []
+    if wrap == "auto":
+        found = _repeated_blocks(model)
+        if not found:
+            raise NoRepeatedBlocksError(
+                f"{type(model).__name__} has no repeated blocks, so all of its "
+                f"{sum(p.numel() for p in model.parameters()):,} parameters would be one unit, gathered whole on every "
+                f"rank. If that is meant, {ONE_UNIT}; else name the classes to wrap: {BY_CLASS}. "
+                f"Classes in this model: {', '.join(candidate_classes(model)) or 'none with submodules'}."
+            )
+        return _with_large_leaves(model, found)
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    if isinstance(wrap, TransformerBlocks):
+        return _find_classes(model, modules, wrap)
+    if isinstance(wrap, MinNumel):
+        return _find_large(model, wrap.numel)
+    if not callable(wrap):
+        raise WrapError(
+            f"wrap must be 'auto', TransformerBlocks, MinNumel, Named, a predicate over modules or None; got {wrap!r}."
+        )
+    found = [(name, module) for name, module in modules if wrap(module)]
+    if not found:
+        raise WrapError(f"The wrap predicate is true for none of the {len(modules)} modules of {type(model).__name__}.")
+    return found
+
+
+def _with_large_leaves(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Blocks, and large embeddings and heads beside them; one that is tied to another stays with the root."""
+    inside = {id(part) for _, block in blocks for part in block.modules()}
+    chosen = {id(block) for _, block in blocks}
+    for module in model.modules():
+        large = isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.numel() >= LARGE_NUMEL
+        if large and id(module) not in inside and module is not model:
+            chosen.add(id(module))
+    return [(name, module) for name, module in model.named_modules() if id(module) in chosen]
+
+
+def _find_named(model: nn.Module, wrap: Named) -> list[Found]:
+    modules = dict(model.named_modules())
+    unknown = sorted({name for group in wrap.units for name in group if name not in modules or not name})
+    if unknown:
+        raise WrapError(
+            f"{type(model).__name__} has no module named {', '.join(map(repr, unknown))}. Names are those of "
+            "model.named_modules(), without the root."
+        )
+    counts = Counter(name for group in wrap.units for name in group)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise WrapError(f"Named() lists {', '.join(twice)} more than once; a module belongs to one unit.")
+    return [(" + ".join(group), tuple(modules[name] for name in group)) for group in wrap.units]
+
+
+def _find_large(model: nn.Module, numel: int) -> list[tuple[str, nn.Module]]:
+    """Modules with at least ``numel`` elements beside those in units inside, as FSDP1's size-based policy counts."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        """Elements of ``module`` that no unit inside it holds."""
+        left = sum(p.numel() for p in module.parameters(recurse=False))
+        for child_name, child in module.named_children():
+            left += visit(f"{name}.{child_name}" if name else child_name, child)
+        # A container has no forward of its own to gather for.
+        if not name or left < numel or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return left
+        found.append((name, module))
+        return 0
+
+    visit("", model)
+    if not found:
+        raise WrapError(
+            f"MinNumel({numel:,}) makes no unit: no module of {type(model).__name__} has as many of its own. "
+            f"The model has {sum(p.numel() for p in model.parameters()):,} in all; choose a "
+            f"smaller number, or {ONE_UNIT}."
+        )
+    return found
+
+
+def _find_classes(
+    model: nn.Module, modules: Iterable[tuple[str, nn.Module]], wrap: TransformerBlocks
+) -> list[tuple[str, nn.Module]]:
+    classes = tuple(c for c in wrap.classes if isinstance(c, type))
+    names = {c for c in wrap.classes if isinstance(c, str)}
+    found = [(n, m) for n, m in modules if isinstance(m, classes) or type(m).__name__ in names]
+    present = {type(m).__name__ for _, m in found} | {c.__name__ for c in classes for _, m in found if isinstance(m, c)}
+    unknown = sorted(wrap.names - present)
+    if unknown:
+        raise WrapError(
+            f"No module of class {', '.join(unknown)} in {type(model).__name__}. Classes that would work: "
+            f"{', '.join(candidate_classes(model)) or 'none with submodules'}."
+        )
+    return found
+
+
+def assign_parameters(model: nn.Module, found: list[Found], ignored: frozenset[nn.Parameter]) -> list[UnitSpec]:
+    """Give each parameter to the innermost unit that contains all places it is registered at.
+
+    Args:
+        model: The root, which becomes unit 0.
+        found: What :func:`find_units` found.
+        ignored: Parameters that stay as they are, or are sharded already.
+
+    Returns:
+        The root's unit first, then the others in the order of the module tree; units without parameters are left out.
+    """
+    units = [UnitSpec(ROOT_NAME, (model,)), *(UnitSpec(name, modules) for name, modules in found)]
+    unit_of = {id(module): index for index, unit in enumerate(units) for module in unit.modules}
+    specs: dict[int, ParamSpec] = {}
+    chains: dict[int, list[tuple[int, ...]]] = {}
+    by_path = dict(model.named_modules(remove_duplicate=False))
+    for path, module in by_path.items():
+        chain = _enclosing_units(path, by_path, unit_of)
+        for key, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            spec = specs.setdefault(id(param), ParamSpec(param))
+            spec.names.append(plain_name(f"{path}.{key}" if path else key))
+            if not any(m is module and k == key for m, k in spec.slots):
+                spec.slots.append((module, key))
+            chains.setdefault(id(param), []).append(chain)
+    for key, spec in specs.items():
+        units[_deepest_common(chains[key])].params.append(spec)
+    return [units[0], *(unit for unit in units[1:] if unit.params)]
+
+
+def merge_tiny(units: list[UnitSpec], *, frozen_too: bool) -> list[UnitSpec]:
+    """Join neighbours of one container, such as small blocks of one list, up to ``TINY_NUMEL`` elements a unit.
+
+    Args:
+        units: What :func:`assign_parameters` returned, root first, each other of one module.
+        frozen_too: Whether frozen parameters count: not where each rank has them and nobody sends them.
+    """
+    merged: list[UnitSpec] = units[:1]
+    parents: list[str] = [""]
+    for unit in units[1:]:
+        parent, _, leaf = unit.name.rpartition(".")
+        last = merged[-1]
+        if (
+            len(merged) > 1
+            and parents[-1] == parent
+            and last.sent_numel(frozen_too=frozen_too) + unit.sent_numel(frozen_too=frozen_too) <= TINY_NUMEL
+        ):
+            name = f"{last.name.partition(' .. ')[0]} .. {leaf}"
+            merged[-1] = UnitSpec(name, last.modules + unit.modules, last.params + unit.params)
+        else:
+            merged.append(unit)
+            parents.append(parent)
+    return merged
+
+
+def modules_kept(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """The outermost modules whose class, or the last part of whose name, is one of ``names``, in tree order.
+
+    Raises:
+        WrapError: A name fits no module.
+    """
+    kept: list[nn.Module] = []
+    inside: set[int] = set()
+    matched: set[str] = set()
+    for path, module in model.named_modules():
+        fits = {plain_name(path).rpartition(".")[2], type(module).__name__} & set(names)
+        matched |= fits
+        if fits and id(module) not in inside:
+            kept.append(module)
+            inside |= {id(child) for child in module.modules()}
+    lacking = sorted(set(names) - matched)
+    if lacking:
+        raise WrapError(f"keep_fp32 names {', '.join(lacking)}, which no module of {type(model).__name__} is called.")
+    return kept
+
+
+def _enclosing_units(path: str, by_path: dict[str, nn.Module], unit_of: dict[int, int]) -> tuple[int, ...]:
+    """Indices of the units on the way from the root to ``path``, outermost first."""
+    parts = path.split(".") if path else []
+    prefixes = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+    return tuple(unit_of[id(by_path[p])] for p in prefixes if id(by_path[p]) in unit_of)
+
+
+def _deepest_common(chains: list[tuple[int, ...]]) -> int:
+    """Last element of the longest common prefix."""
+    common = 0
+    for level in zip(*chains, strict=False):
+        if len(set(level)) > 1:
+            break
+        common = level[0]
+    return common
+
+
+def check_parameters(units: list[UnitSpec], *, sharded: int = 0) -> None:
+    """Refuse what cannot be sharded, before any memory moves; ``sharded`` parameters of the model were sharded before.
+
+    Raises:
+        WrapError: There are no parameters, one has no elements, or one is not strided.
+    """
+    specs = [spec for unit in units for spec in unit.params]
+    if not specs and not sharded:
+        raise WrapError("The model has no parameters to shard.")
+    for spec in specs:
+        if spec.param.numel() == 0:
+            raise WrapError(
+                f"Parameter {spec.names[0]} has shape {tuple(spec.param.shape)}: no elements. "
+                "Is the model sharded already?"
+            )
+        if spec.param.layout != torch.strided:
+            raise WrapError(
+                f"Parameter {spec.names[0]} has layout {spec.param.layout}; only strided ones can be sharded."
+            )

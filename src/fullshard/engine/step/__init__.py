@@ -1,0 +1,1 @@
+"""What runs in every training step: gather, forward, backward, reduce."""

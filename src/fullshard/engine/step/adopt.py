@@ -1,0 +1,146 @@
+"""What users do to parameters between steps: noticed when a forward pass begins, and taken over or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from fullshard.engine.step.lane import Lane
+from fullshard.engine.step.param import ShardedParam
+from fullshard.engine.step.precision import dtypes_of
+from fullshard.engine.step.unit import Unit
+from fullshard.errors import ShardingError
+from fullshard.layout.names import plain_name
+
+
+def adopt_changes(units: Sequence[Unit]) -> bool:
+    """Take over parameters that were frozen, unfrozen, cast or given new memory since the last pass; no communication.
+
+    Returns:
+        Whether the schedule must be made anew.
+
+    Raises:
+        ShardingError: A parameter was replaced, moved to another device, given a gradient hook, or only some of the
+            parameters of a unit were cast.
+    """
+    replan = False
+    for unit in units:
+        if unit.shown or unit.whole is not None:
+            continue
+        for lane in unit.lanes:
+            members = [param for param in unit.params if param.lane is lane]
+            for param in members:
+                _check(param)
+            _adopt_dtype(unit, lane, members)
+            for param in members:
+                if param.sharded.data_ptr() != param.address:
+                    _adopt_values(param)
+        # Under no_grad nothing asks; peft freezes adapters for the length of a reference forward.
+        if torch.is_grad_enabled() and any(p.sharded.requires_grad != p.trainable for p in unit.params):
+            _adopt_requires_grad(unit)
+            replan = True
+    return replan
+
+
+def check_nothing_was_added(
+    modules: Sequence[nn.Module], params: Iterable[tuple[Unit, ShardedParam]], ignored: frozenset[int]
+) -> None:
+    """Notice parameters that no unit holds.
+
+    Raises:
+        ShardingError: There is one.
+    """
+    known = {id(one) for _, param in params for one in (param.sharded, param.full)} | ignored
+    for name, param in (pair for module in modules for pair in module.named_parameters()):
+        if id(param) not in known:
+            raise ShardingError(
+                f"{plain_name(name)} was added to the model after fully_shard, so nothing would keep it equal on all "
+                "ranks. Add it before sharding, or name it in ignored_params."
+            )
+
+
+def _check(param: ShardedParam) -> None:
+    for module, key in param.slots:
+        if module._parameters.get(key) is not param.sharded:
+            raise ShardingError(
+                f"{param.meta.name} was replaced by another Parameter after fully_shard (load_state_dict(assign=True), "
+                f"or an assignment to {type(module).__name__}.{key}). Change values in place, or replace it "
+                "before sharding."
+            )
+    if param.sharded._backward_hooks:
+        raise ShardingError(
+            f"{param.meta.name} has a gradient hook (register_hook), which would never be called: gradients arrive in "
+            "the unsharded parameter. Use register_post_accumulate_grad_hook, which gets the reduced gradient, or "
+            "change .grad after backward."
+        )
+
+
+def _adopt_dtype(unit: Unit, lane: Lane, members: Sequence[ShardedParam]) -> None:
+    """Follow ``model.double()``: the lane is kept in the new dtype, and computed in it where no policy says another."""
+    dtypes = {param.sharded.dtype for param in members}
+    if dtypes == {lane.shard.dtype}:
+        return
+    if len(dtypes) > 1 or not lane.shard.is_floating_point():
+        raise ShardingError(
+            f"Only some parameters of unit {unit.name} were cast after fully_shard: it holds {sorted(map(str, dtypes))}"
+            f" where it was sharded as {lane.shard.dtype}. Cast the whole model, or cast before fully_shard."
+        )
+    _check_no_accumulation(unit, lane, "cast")
+    precision = unit.policy.precision
+    kept = precision.param is not None and lane.dtypes.compute != dtypes_of(precision, lane.shard, kept=False).compute
+    new = dtypes_of(precision, members[0].sharded.data, kept=kept)
+    _retype(lane, members, dataclasses.replace(new, shard=members[0].sharded.dtype))
+
+
+def _check_no_accumulation(unit: Unit, lane: Lane, done: str) -> None:
+    if lane.gradient is not None or lane.partial is not None:
+        raise ShardingError(
+            f"Parameters of unit {unit.name} were {done} while gradients of no_sync or no_all_reduce wait to be "
+            "reduced. Finish the accumulation with a backward outside of it first."
+        )
+
+
+def _retype(lane: Lane, members: Sequence[ShardedParam], dtypes: object) -> None:
+    values = [param.sharded.data for param in members]
+    lane.retype(dtypes)  # type: ignore[arg-type]
+    for param, value in zip(members, values, strict=True):
+        local = param.local_view(lane.shard)
+        local.copy_(value)
+        param.sharded.data = local
+        param.sharded.grad = (
+            None if param.sharded.grad is None else param.sharded.grad.to(lane.dtypes.grad or local.dtype)
+        )
+        param.bind(trainable=param.trainable)
+    lane.full.release()
+
+
+def _adopt_values(param: ShardedParam) -> None:
+    """Take over the values of a shard that ``.data`` or a cast to and fro gave new memory."""
+    expected = param.local_view(param.lane.shard)
+    if (param.sharded.device, param.sharded.shape) != (expected.device, expected.shape):
+        raise ShardingError(
+            f"{param.meta.name} is {tuple(param.sharded.shape)} on {param.sharded.device} but was sharded as "
+            f"{tuple(expected.shape)} on {expected.device}: move the model before fully_shard, or shard it for another "
+            "device with fully_shard(device=…)."
+        )
+    with torch.no_grad():
+        expected.copy_(param.sharded)
+        param.sharded.data = expected
+
+
+def _adopt_requires_grad(unit: Unit) -> None:
+    """Freeze and unfreeze: rows stay where they are, so that what an optimizer knows of them stays true."""
+    for lane in unit.lanes:
+        members = [param for param in unit.params if param.lane is lane]
+        _check_no_accumulation(unit, lane, "frozen or unfrozen")
+        wanted = [param.sharded.requires_grad for param in members]
+        master = lane.dtypes.master
+        if any(wanted) and lane.shard.dtype != master:
+            # Frozen parameters were kept in the compute dtype; something updates them from now on.
+            _retype(lane, members, dataclasses.replace(lane.dtypes, shard=master))
+        for param, trainable in zip(members, wanted, strict=True):
+            param.set_trainable(trainable=trainable)
+    unit.count_trainable()

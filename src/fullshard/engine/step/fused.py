@@ -1,0 +1,174 @@
+"""Weight gradients computed straight into the lane, for the two modules that hold most parameters.
+
+Autograd makes a weight's gradient as a tensor of its own, adds up the uses of a tied weight in further ones (for T5's
+shared table three of them at once), and only then shows it. Here the backward of ``nn.Linear`` multiplies straight into
+the lane (``mm(out=)``, then ``addmm_``) and that of ``nn.Embedding`` adds just the rows that were looked up. No
+gradient-sized temporary exists and nothing is copied. Values are those of autograd, up to the order of additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.engine.step.hooks import UnitHooks
+from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
+from fullshard.engine.step.plain_modules import is_plain_embedding, plain_type
+from fullshard.engine.step.torch_private import in_backward, will_execute
+from fullshard.errors import ShardingError
+
+
+class _Site:
+    """A module whose weight is a sharded parameter; takes the place of its ``forward``."""
+
+    def __init__(self, hooks: UnitHooks, param: ShardedParam, module: nn.Module) -> None:
+        self.hooks = hooks
+        self.unit = hooks.unit
+        self.param = param
+        self.module = module
+        self.plain = type(module).forward
+
+    def applies(self) -> bool:
+        """Whether this call can go past autograd: eager, recording, with the weight in its slot."""
+        device = self.param.lane.full.tensor.device.type
+        return (
+            torch.is_grad_enabled()
+            and self.param.trainable
+            and self.module._parameters["weight"] is self.param.full
+            and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
+            and not torch.is_autocast_enabled(device)
+        )
+
+    def receive(self, write: Callable[[], None]) -> None:
+        """Have ``write`` put the weight's gradient into the lane, if this backward is to compute it.
+
+        ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` are not.
+
+        Raises:
+            ShardingError: Inside ``backward(create_graph=True)``.
+        """
+        if torch.is_grad_enabled():
+            raise ShardingError(CREATE_GRAPH_REFUSED)
+        if will_execute(self.param.accumulate):
+            self.hooks.runtime.receive(self.unit, self.param, write)
+
+
+class _LinearSite(_Site):
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        dtypes = self.param.lane.dtypes
+        if not self.applies() or input.dtype != dtypes.reduce or dtypes.compute != dtypes.reduce:
+            return self.plain(self.module, input)
+        # Backward multiplies by the weight, for the input's gradient; a recomputation is the same use again.
+        reads = input.requires_grad and not in_backward()
+        self.param.reads += reads
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Linear.apply(input, self.param.full, self.module.bias, self, reads)  # type: ignore[return-value]
+
+    def input_gradient(self, out_gradient: torch.Tensor, *, was_counted: bool) -> torch.Tensor:
+        """``out_gradient @ weight``; the last use of the weight where no other was counted."""
+        runtime, param = self.hooks.runtime, self.param
+        runtime.need(self.unit, param)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = out_gradient @ param.full
+        if was_counted:
+            param.reads -= 1
+            runtime.read_for_the_last_time(self.unit, param)
+        return result
+
+    def write(self, out_gradient: torch.Tensor, x: torch.Tensor) -> None:
+        """Add ``out_gradient.T @ x``, (out, in), to the lane."""
+        view, fresh = self.param.lane.gradient_of(self.param.place)
+        if fresh:
+            torch.mm(out_gradient.t(), x, out=view)
+        else:
+            view.addmm_(out_gradient.t(), x)
+
+
+class _EmbeddingSite(_Site):
+    @property
+    def padding_index(self) -> int | None:
+        """The row that gets no gradient."""
+        return self.module.padding_idx  # type: ignore[return-value]
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.applies():
+            return self.plain(self.module, input)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Embedding.apply(input, self.param.full, self)  # type: ignore[return-value]
+
+    def write(self, out_gradient: torch.Tensor, indices: torch.Tensor) -> None:
+        """Add the rows of ``out_gradient``, (lookups, width), to the rows of the lane that were looked up."""
+        view, fresh = self.param.lane.gradient_of(self.param.place)
+        if fresh:
+            view.zero_()
+        rows = out_gradient.to(view.dtype)
+        if self.padding_index is not None:
+            rows = rows.masked_fill(torch.eq(indices, self.padding_index).unsqueeze(1), 0)
+        # index_put_ sorts on CUDA and so adds in a fixed order, where index_add_ would not.
+        if view.is_cuda:
+            view.index_put_((indices,), rows, accumulate=True)
+        else:
+            view.index_add_(0, indices, rows)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        site: _LinearSite,
+        reads: bool,  # noqa: FBT001 (autograd passes by position)
+    ) -> torch.Tensor:
+        ctx.site, ctx.reads = site, reads
+        ctx.save_for_backward(x)
+        if x.dim() <= 2:
+            return F.linear(x, weight, bias)
+        # Not F.linear: with a bias it returns a view, and in-place changes of a view made here are refused.
+        rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], weight.shape[0]])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        site: _LinearSite = ctx.site
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        # The input's gradient first: the weight's may complete the unit, which then releases its parameters.
+        x_gradient = site.input_gradient(gradient, was_counted=ctx.reads) if ctx.needs_input_grad[0] else None
+        bias_gradient = rows.sum(0) if ctx.needs_input_grad[2] else None
+        site.receive(lambda: site.write(rows, x.reshape(-1, x.shape[-1])))
+        return x_gradient, None, bias_gradient, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: torch.Tensor, weight: torch.Tensor, site: _EmbeddingSite) -> torch.Tensor:
+        ctx.site = site
+        ctx.save_for_backward(indices)
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (indices,) = ctx.saved_tensors
+        site: _EmbeddingSite = ctx.site
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        site.receive(lambda: site.write(rows, indices.reshape(-1)))
+        return None, None, None
+
+
+def install(hooks: UnitHooks) -> None:
+    """Let the plain linear and embedding modules of a unit write their weight gradients into the lane."""
+    for param in hooks.unit.params:
+        for module, key in param.slots:
+            if key != "weight" or "forward" in module.__dict__:
+                continue
+            if plain_type(module) is nn.Linear:
+                module.forward = _LinearSite(hooks, param, module)
+            elif is_plain_embedding(module):
+                module.forward = _EmbeddingSite(hooks, param, module)

@@ -1,0 +1,1 @@
+"""Adafactor for sharded models."""

@@ -1,0 +1,1 @@
+"""Refuses optimizers that would step shards differently from unsharded parameters."""

@@ -1,0 +1,1 @@
+"""Elementwise optimizers that step whole lanes."""

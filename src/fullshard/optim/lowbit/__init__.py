@@ -1,0 +1,1 @@
+"""AdamW with moments in 8 bits or bfloat16."""

@@ -1,0 +1,300 @@
+"""What checkpoints, models and weight files hold, told without reading any tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import CheckpointError
+from fullshard.storage.index import Index, TensorEntry
+from fullshard.storage.places import (
+    ADAPTER_NAME,
+    CHECKPOINTS_NAME,
+    Kind,
+    checkpoints_in,
+    kind_of,
+    models_in,
+    unfinished_in,
+)
+from fullshard.storage.safetensors_reader import StoredTensor
+from fullshard.storage.shard_file import dtype_name
+from fullshard.storage.store import check_completion, find_completions, rank_by_metric, read_index
+from fullshard.storage.weight_files import WeightFiles
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as it is stored.
+
+    Attributes:
+        name: Its name.
+        dtype: Its dtype's name in torch.
+        shape: Its whole shape.
+        nbytes: Its bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of one purpose, such as the model or the optimizer.
+
+    Attributes:
+        name: What their names begin with, in a checkpoint; else ``model``.
+        tensors: How many.
+        elements: Of all.
+        nbytes: Of all.
+        dtypes: Their dtypes, each once.
+    """
+
+    name: str
+    tensors: int
+    elements: int
+    nbytes: int
+    dtypes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {
+            "tensors": self.tensors,
+            "elements": self.elements,
+            "bytes": self.nbytes,
+            "dtypes": list(self.dtypes),
+        }
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one checkpoint, model or file holds.
+
+    Attributes:
+        path: What was looked at.
+        kind: What it is.
+        facts: What it says about itself beside tensors, for people and programs.
+        tensors: Everything stored.
+        files: Bytes of each file, by its name.
+    """
+
+    path: Path
+    kind: Kind
+    facts: Mapping[str, Any]
+    tensors: tuple[TensorInfo, ...]
+    files: Mapping[str, int]
+
+    @property
+    def groups(self) -> list[Group]:
+        """The tensors by purpose."""
+        split: dict[str, list[TensorInfo]] = {}
+        for tensor in self.tensors:
+            name = tensor.name.partition("/")[0] if self.kind is Kind.CHECKPOINT else "model"
+            split.setdefault(name, []).append(tensor)
+        return [
+            Group(
+                name,
+                len(tensors),
+                sum(tensor.numel for tensor in tensors),
+                sum(tensor.nbytes for tensor in tensors),
+                tuple(sorted({tensor.dtype for tensor in tensors})),
+            )
+            for name, tensors in sorted(split.items())
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind.value,
+            **self.facts,
+            "groups": {group.name: group.as_dict() for group in self.groups},
+            "tensors": {t.name: {"dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes} for t in self.tensors},
+            "files": dict(self.files),
+        }
+
+
+@dataclass(frozen=True)
+class ContentsEntry:
+    """A checkpoint or a model in a run's directory.
+
+    Attributes:
+        path: Its directory.
+        kind: What it is.
+        step: Optimizer steps taken; None where it is not known.
+        metric: What the run gave; None where it gave none.
+        nbytes: Bytes of all its files.
+        problem: Why it is not whole; None where it is, as far as markers and sizes tell.
+        is_best: Whether its metric is the best of the whole ones.
+    """
+
+    path: Path
+    kind: Kind
+    step: int | None
+    metric: float | None
+    nbytes: int
+    problem: str | None
+    is_best: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind.value,
+            "step": self.step,
+            "metric": self.metric,
+            "bytes": self.nbytes,
+            "whole": self.problem is None,
+            "problem": self.problem,
+            "best": self.is_best,
+        }
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a run, or a directory of checkpoints, holds.
+
+    Attributes:
+        path: What was looked at.
+        kind: What it is.
+        entries: Checkpoints by step, then models.
+        unfinished: What is being written or was left half done.
+        greater_is_better: Which way the metrics are compared; None: there are none.
+        recorded: Whether a checkpoint says so; else it is an assumption.
+    """
+
+    path: Path
+    kind: Kind
+    entries: tuple[ContentsEntry, ...]
+    unfinished: tuple[Path, ...]
+    greater_is_better: bool | None = None
+    recorded: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind.value,
+            "entries": [entry.as_dict() for entry in self.entries],
+            "unfinished": [str(path) for path in self.unfinished],
+            "greater_is_better": self.greater_is_better,
+            "greater_is_better_recorded": self.recorded,
+        }
+
+
+def inspect_path(path: Path) -> Contents | Listing:
+    """Look at a checkpoint, a directory of them, a run, a model's directory or a file of weights; one process.
+
+    Raises:
+        CheckpointError: It is none of these, or it is damaged so that its contents cannot be told.
+    """
+    kind = kind_of(path)
+    try:
+        if kind is Kind.CHECKPOINT:
+            return _of_checkpoint(path)
+        if kind in (Kind.MODEL, Kind.WEIGHTS):
+            return _of_weights(path, kind)
+        return _list(path, kind)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _of_checkpoint(path: Path) -> Contents:
+    index = read_index(path)
+    tensors = tuple(_stored_run_by_run(path, name, entry) for name, entry in index.tensors.items())
+    return Contents(path, Kind.CHECKPOINT, _facts(index), tensors, _files(path))
+
+
+def _stored_run_by_run(path: Path, name: str, entry: TensorEntry) -> TensorInfo:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{path}: {name} has a dtype {entry.dtype!r} that this torch has not.")
+    return TensorInfo(name, entry.dtype, entry.shape, entry.numel * dtype.itemsize)
+
+
+def _facts(index: Index) -> dict[str, Any]:
+    return {
+        "step": index.step,
+        "world_size": index.world_size,
+        "metric": index.metric,
+        "greater_is_better": index.greater_is_better,
+        "versions": dict(index.versions),
+        "policies": list(index.policies),
+        "optimizer_groups": [dict(group) for group in index.groups],
+        "values": dict(index.values),
+    }
+
+
+def _of_weights(path: Path, kind: Kind) -> Contents:
+    adapter = path / ADAPTER_NAME
+    stored = WeightFiles(adapter if adapter.exists() else path).tensors
+    tensors = tuple(_info(name, tensor) for name, tensor in stored.items())
+    facts: dict[str, Any] = {}
+    config = path / "config.json"
+    if config.exists():
+        try:
+            values = json.loads(config.read_bytes())
+            facts = {name: values[name] for name in ("model_type", "architectures", "dtype") if name in values}
+        except ValueError as error:
+            raise CheckpointError(f"{config} is no JSON: {error}.") from error
+    return Contents(path, kind, facts, tensors, _files(path))
+
+
+def _info(name: str, stored: StoredTensor) -> TensorInfo:
+    return TensorInfo(name, dtype_name(stored.dtype), stored.shape, prod(stored.shape) * stored.dtype.itemsize)
+
+
+def _list(path: Path, kind: Kind) -> Listing:
+    directory = path / CHECKPOINTS_NAME if kind is Kind.RUN else path
+    ranking = rank_by_metric(find_completions(directory))
+    best = ranking.paths[:1]
+    entries = [_checkpoint_entry(found, is_best=found in best) for found in checkpoints_in(directory)]
+    unfinished = unfinished_in(directory)
+    if kind is Kind.RUN:
+        unfinished += unfinished_in(path)
+        entries += [
+            ContentsEntry(found, Kind.MODEL, None, None, sum(_files(found).values()), _problem_of_model(found))
+            for found in models_in(path)
+        ]
+    greater = ranking.greater_is_better if best else None
+    return Listing(path, kind, tuple(entries), tuple(unfinished), greater, ranking.recorded)
+
+
+def _checkpoint_entry(path: Path, *, is_best: bool) -> ContentsEntry:
+    nbytes = sum(_files(path).values())
+    try:
+        done = check_completion(path)
+    except CheckpointError as error:
+        return ContentsEntry(
+            path, Kind.CHECKPOINT, int(path.name.split("-")[1].split(".")[0]), None, nbytes, str(error)
+        )
+    return ContentsEntry(path, Kind.CHECKPOINT, done.step, done.metric, nbytes, None, is_best)
+
+
+def _problem_of_model(path: Path) -> str | None:
+    adapter = path / ADAPTER_NAME
+    try:
+        WeightFiles(adapter if adapter.exists() else path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _files(path: Path) -> dict[str, int]:
+    """Bytes of a file, or of the files of a directory and, in a checkpoint, of its small ones."""
+    if path.is_file():
+        return {path.name: path.stat().st_size}
+    found = [*path.iterdir(), *(path / "model").glob("*")]
+    return {str(file.relative_to(path)): file.stat().st_size for file in sorted(found) if file.is_file()}

@@ -1,0 +1,238 @@
+"""One safetensors file, read by element ranges and trusted in nothing: what its header says is checked first.
+
+The library's own reader maps the file, and what a slice touches of the mapping counts as the process's memory until it
+is unmapped: twice what is wanted. Here ``preadv`` puts the bytes where they belong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import CheckpointError
+from fullshard.storage.dtypes import DTYPES
+
+HEADER_LIMIT_BYTES = 100_000_000
+"""Longest header that is read; the library's own limit."""
+
+STAGING_BYTES = 16 << 20
+"""What is converted, or goes to another device, passes through host memory in pieces of this size at most."""
+
+_REMEDY = "The file is damaged or was not copied to its end: fetch or save it again."
+# Linux reads at most 0x7ffff000 bytes a call; smaller pieces also let Ctrl-C in between.
+_READ_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file, by its header.
+
+    Attributes:
+        shape: Its whole shape.
+        dtype: Its dtype in the file.
+        offset: Its first byte, counted from the start of the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+
+class SafetensorsFile:
+    """The header of one file, checked, and reads of runs of elements; any rank, each for itself.
+
+    The file is opened for each read, so nothing has to be closed; one that is not the same any more is noticed.
+
+    Attributes:
+        path: The file.
+        tensors: What it holds, by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read and check the header.
+
+        Raises:
+            CheckpointError: The file cannot be read, or its header cannot be true.
+        """
+        self.path = path
+        self._staging: torch.Tensor | None = None
+        with self._opened() as descriptor:
+            self._identity = _identity(descriptor)
+            size = os.fstat(descriptor).st_size
+            self.tensors = _parse(path, *_read_header(path, descriptor, size), size)
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` with a run of the elements of a tensor, straight from the file where nothing is converted.
+
+        Args:
+            name: Of the tensor.
+            start: First element, counted in the flattened tensor.
+            out: (numel,), contiguous, on any device; of the stored dtype, or both are floating.
+
+        Raises:
+            CheckpointError: The file was changed since its header was read, or ends early, or cannot be read.
+        """
+        stored = self.tensors[name]
+        position = stored.offset + start * stored.dtype.itemsize
+        with self._opened() as descriptor:
+            if _identity(descriptor) != self._identity:
+                raise CheckpointError(f"{self.path} was changed while it was read. Load it again when it is whole.")
+            if out.device.type == "cpu" and out.dtype == stored.dtype:
+                self._fill(descriptor, position, out.detach().view(torch.uint8))
+                torch.autograd.graph.increment_version(out)  # written past torch, which counts changes for autograd
+                return
+            itemsize = stored.dtype.itemsize
+            step = STAGING_BYTES // itemsize
+            for low in range(0, out.numel(), step):
+                part = out[low : low + step]
+                piece = self._stage(part.numel() * itemsize)
+                self._fill(descriptor, position + low * itemsize, piece)
+                with torch.no_grad():
+                    part.copy_(piece.view(stored.dtype))
+
+    def _stage(self, nbytes: int) -> torch.Tensor:
+        """The one reused buffer's first ``nbytes``."""
+        if self._staging is None:
+            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+        return self._staging[:nbytes]
+
+    def _fill(self, descriptor: int, position: int, out: torch.Tensor) -> None:
+        """Read the bytes from ``position`` on into ``out``, uint8 on the CPU; a call may bring less than asked for."""
+        view = out.numpy().data
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], position + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path} ends at byte {position + done:,}, inside a tensor that goes to byte "
+                    f"{position + len(view):,}. {_REMEDY}"
+                )
+            done += count
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the file; what the file system refuses is the user's to mend."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+
+
+def _identity(descriptor: int) -> tuple[int, ...]:
+    """What tells one content of a path from another, as far as the file system does."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read_header(path: Path, descriptor: int, size: int) -> tuple[bytes, int]:
+    """The header's text, and where the data starts."""
+    if size < 8:
+        raise CheckpointError(f"{path} has {size} bytes; a safetensors file begins with 8 that count its header's.")
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if length > HEADER_LIMIT_BYTES:
+        raise CheckpointError(
+            f"{path} announces a header of {length:,} bytes; the limit is {HEADER_LIMIT_BYTES:,}. "
+            "Is it a safetensors file? If it is, fetch or save it again."
+        )
+    if 8 + length > size:
+        raise CheckpointError(f"{path} announces a header of {length:,} bytes, but has {size:,} in all. {_REMEDY}")
+    text = b""
+    while len(text) < length:
+        more = os.pread(descriptor, length - len(text), 8 + len(text))
+        if not more:
+            raise CheckpointError(f"{path} ends inside its header of {length:,} bytes. {_REMEDY}")
+        text += more
+    return text, 8 + length
+
+
+def _parse(path: Path, text: bytes, data_start: int, size: int) -> dict[str, StoredTensor]:
+    """The tensors of a header: together they cover the data, each once."""
+    entries = _load_json(path, text)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: __metadata__ in the header is no JSON object. {_REMEDY}")
+    tensors = {}
+    runs = []
+    for name, entry in entries.items():
+        dtype, shape, (begin, end) = _check_entry(path, name, entry)
+        expected = prod(shape) * dtype.itemsize
+        if end - begin != expected:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} of shape {shape} in {dtype} takes {expected:,} bytes, but its data_offsets "
+                f"[{begin}, {end}] give it {end - begin:,}. {_REMEDY}"
+            )
+        tensors[name] = StoredTensor(shape, dtype, data_start + begin)
+        runs.append((begin, end, name))
+    _check_cover(path, sorted(runs), size - data_start)
+    return tensors
+
+
+def _load_json(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            twice = next(name for name in counts if counts[name] > 1)
+            raise CheckpointError(f"{path}: the header names {twice!r} twice. {_REMEDY}")
+        return found
+
+    try:
+        entries = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header of {len(text):,} bytes is no JSON ({error}). {_REMEDY}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: the header is no JSON object. {_REMEDY}")
+    return entries
+
+
+def _check_entry(path: Path, name: str, entry: object) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
+    """Dtype, shape and byte range of one tensor."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{path}: tensor {name!r} needs a dtype, a shape and data_offsets. {_REMEDY}")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has dtype {code!r}; known are {', '.join(DTYPES)}. "
+            "Save the model in one of these."
+        )
+    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
+        # JSON's true and false are numbers to Python.
+        if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+            raise CheckpointError(f"{path}: tensor {name!r} has {what} {numbers!r}, no list of counts. {_REMEDY}")
+    if len(offsets) != 2:
+        raise CheckpointError(f"{path}: tensor {name!r} has data_offsets {offsets}; two are needed. {_REMEDY}")
+    return DTYPES[code], tuple(shape), offsets
+
+
+def _check_cover(path: Path, runs: list[tuple[int, int, str]], data_bytes: int) -> None:
+    """Byte ranges follow each other without gap or overlap, to the end of the file."""
+    reached, before = 0, "the header"
+    for begin, end, name in runs:
+        if end > data_bytes:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} goes to byte {end:,} of the data, which has {data_bytes:,}. {_REMEDY}"
+            )
+        if begin != reached:
+            what = "overlaps" if begin < reached else "leaves a gap after"
+            raise CheckpointError(
+                f"{path}: tensor {name!r} begins at byte {begin:,} of the data and {what} {before!r}, which ends at "
+                f"{reached:,}. {_REMEDY}"
+            )
+        reached, before = end, name
+    if reached != data_bytes:
+        raise CheckpointError(
+            f"{path}: the header accounts for {reached:,} bytes of data, and the file has {data_bytes:,}. {_REMEDY}"
+        )

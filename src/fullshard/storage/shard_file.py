@@ -1,0 +1,68 @@
+"""One rank's file of a sharded checkpoint: its runs as 1-D tensors in a safetensors file, with checksums by block."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from fullshard.storage.hf import SafetensorsWriter, TensorSpec
+from fullshard.storage.index import PieceEntry, TensorEntry
+from fullshard.storage.piece import Piece
+
+BLOCK_BYTES = 4 * 1024 * 1024
+"""Bytes that share a checksum: read as a whole to be checked, also where a rank needs only part of them."""
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """Name of a rank's file."""
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file's name is one that :func:`shard_name` gives."""
+    return re.fullmatch(r"shard-\d{5,}-of-\d{5,}\.safetensors", name) is not None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name without its module, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def crc_of(block: torch.Tensor) -> int:
+    """CRC-32 of the bytes of a contiguous 1-D CPU tensor."""
+    return zlib.crc32(block.view(torch.uint8).numpy().data)
+
+
+def write_shard_file(path: Path, pieces: Sequence[Piece], told: Callable[[int], None]) -> dict[str, TensorEntry]:
+    """Write one rank's pieces and put them on the disk; beside them in memory there is one block.
+
+    Args:
+        path: File to create.
+        pieces: Non-empty runs of tensors, each name once, on any device.
+        told: Called with the number of bytes written since the last call; may raise to give up.
+
+    Returns:
+        This rank's part of the index.
+
+    Raises:
+        CheckpointError: A dtype cannot be stored.
+        OSError: The file system refused.
+    """
+    specs = [TensorSpec(piece.name, (piece.tensor.numel(),), piece.tensor.dtype) for piece in pieces]
+    entries: dict[str, TensorEntry] = {}
+    with SafetensorsWriter(path, specs) as writer:
+        for piece in pieces:
+            per_block = BLOCK_BYTES // piece.tensor.dtype.itemsize
+            crcs = []
+            for start in range(0, piece.tensor.numel(), per_block):
+                block = piece.tensor[start : start + per_block].cpu()
+                crcs.append(crc_of(block))
+                writer.write_run(piece.name, start, block)
+                told(block.nbytes)
+            entry = PieceEntry(path.name, piece.start, piece.stop, tuple(crcs))
+            entries[piece.name] = TensorEntry(dtype_name(piece.tensor.dtype), piece.shape, (entry,))
+    return entries

@@ -1,0 +1,104 @@
+"""One file of ``torch.save`` (``.bin``, ``.pt``, ``.pth``), read by element ranges.
+
+The file is mapped into memory: what a rank reads of it counts as its memory until the mapping is let go of, on top of
+its shards, though the system may drop those pages at any time. Files from before torch 1.6 cannot be mapped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import CheckpointError
+from fullshard.sizes import format_bytes
+from fullshard.storage.safetensors_reader import STAGING_BYTES, StoredTensor
+
+_ZIP_MAGIC = b"PK\x03\x04"
+
+
+class TorchFile:
+    """A state dict in torch's own format; any rank, each for itself.
+
+    Attributes:
+        path: The file.
+        tensors: What it holds, by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map the file; of a legacy one, read all of it.
+
+        Raises:
+            CheckpointError: The file cannot be read, is damaged, holds more than tensors, or is no state dict.
+        """
+        self.path = path
+        self._values = _load(path)
+        self.tensors = {name: StoredTensor(tuple(t.shape), t.dtype, 0) for name, t in self._values.items()}
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out``, (numel,), on any device, with a run of the flattened elements of a tensor, from ``start`` on.
+
+        A tensor that was saved as a transposed view is copied whole to be read from.
+        """
+        flat = self._values[name].detach().reshape(-1)
+        step = STAGING_BYTES // flat.dtype.itemsize
+        with torch.no_grad():
+            for low in range(0, out.numel(), step):
+                part = out[low : low + step]
+                part.copy_(flat[start + low : start + low + part.numel()])
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two names stand for one tensor: tied parameters are saved under each of their names."""
+        a, b = self._values[one], self._values[other]
+        return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with path.open("rb") as file:
+            mapped = file.read(4) == _ZIP_MAGIC
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # unpickling damaged bytes can raise nearly anything
+        raise CheckpointError(_what_is_wrong(path, error)) from error
+    values = _state_dict(path, content)
+    if not mapped:
+        warnings.warn(
+            f"{path} cannot be mapped into memory (torch's format from before 1.6): every rank reads all of its "
+            f"{format_bytes(sum(value.nbytes for value in values.values()))} and holds them while it loads. Convert it "
+            "once to safetensors.",
+            stacklevel=2,
+        )
+    return values
+
+
+def _what_is_wrong(path: Path, error: Exception) -> str:
+    # Torch puts advice to load it all the same in front.
+    text = str(error).rpartition("WeightsUnpickler error: ")[2]
+    if "GLOBAL" in text or "Unsupported class" in text:
+        return (
+            f"{path} holds Python objects beside tensors, and to load those runs code that the file names. It was not "
+            "loaded. If you trust where it comes from, convert it once: "
+            'safetensors.torch.save_file(torch.load(path, weights_only=False), "model.safetensors").'
+        )
+    reason = text.strip().partition("\n")[0][:200] or type(error).__name__
+    return f"{path} is no whole file of torch.save ({reason}). Fetch or save it again."
+
+
+def _state_dict(path: Path, content: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} where a state dict is needed: "
+            "torch.save(model.state_dict(), path)."
+        )
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            raise CheckpointError(
+                f"{path}: entry {name!r} is a {type(value).__name__}, and a state dict of names and strided tensors is "
+                "needed: torch.save(model.state_dict(), path)."
+            )
+    return dict(content)

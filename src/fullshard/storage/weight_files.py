@@ -1,0 +1,150 @@
+"""A model's weights on disk, in one file or several, in Hugging Face's layout: one set of names, read by ranges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import CheckpointError
+from fullshard.storage.safetensors_reader import STAGING_BYTES, SafetensorsFile, StoredTensor
+from fullshard.storage.torch_reader import TorchFile
+
+INDEX_SUFFIX = ".index.json"
+
+WEIGHTS_IN_DIRECTORY = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""What is looked for in a directory, in the order of preference."""
+
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+
+
+class WeightFiles:
+    """Every tensor of a checkpoint by its stored name; any rank, each for itself.
+
+    Attributes:
+        path: The directory or file that was named.
+        tensors: What is stored, by name.
+        bytes_read: Bytes of tensors that were read so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Find the files and read what they hold, but no values.
+
+        Args:
+            path: A Hugging Face directory (safetensors first, then ``.bin``, one file or several with an index), an
+                index, or one ``.safetensors``, ``.bin``, ``.pt`` or ``.pth`` file.
+
+        Raises:
+            CheckpointError: There is no such file, one is damaged, or the index does not fit the files.
+        """
+        self.path = path
+        self.bytes_read = 0
+        self._file_of: dict[str, SafetensorsFile | TorchFile] = {}
+        found = _find(path)
+        if found.name.endswith(INDEX_SUFFIX):
+            self._open_indexed(found)
+        else:
+            one = _open(found)
+            self._file_of = dict.fromkeys(one.tensors, one)
+        self.tensors: dict[str, StoredTensor] = {name: file.tensors[name] for name, file in self._file_of.items()}
+
+    def _open_indexed(self, index: Path) -> None:
+        """Open every file that an index names; what they hold beside is known too, so that it can be told."""
+        weight_map = _read_index(index)
+        files: dict[str, SafetensorsFile | TorchFile] = {}
+        for name in sorted(set(weight_map.values())):
+            if not (index.parent / name).is_file():
+                raise CheckpointError(
+                    f"{index} names {name}, which is not beside it. Fetch the missing file, or save the model again."
+                )
+            files[name] = _open(index.parent / name)
+            self._file_of |= dict.fromkeys(files[name].tensors, files[name])
+        for tensor, name in weight_map.items():
+            if tensor not in files[name].tensors:
+                raise CheckpointError(
+                    f"{index} has {tensor!r} in {name}, which does not hold it. Fetch both again, or save the model "
+                    "again."
+                )
+            self._file_of[tensor] = files[name]
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` with a run of the elements of a tensor.
+
+        Args:
+            name: As it is stored.
+            start: First element, counted in the flattened tensor.
+            out: (numel,), contiguous, on any device; of the stored dtype, or both are floating.
+
+        Raises:
+            CheckpointError: The file was changed, ends early, or cannot be read.
+        """
+        if out.numel():
+            self._file_of[name].read(name, start, out)
+            self.bytes_read += out.numel() * self.tensors[name].dtype.itemsize
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two stored tensors hold the same; they are read through once, unless they are one by construction.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
+        a, b = self.tensors[one], self.tensors[other]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return False
+        file = self._file_of[one]
+        if isinstance(file, TorchFile) and file is self._file_of[other] and file.same(one, other):
+            return True
+        numel = torch.Size(a.shape).numel()
+        step = STAGING_BYTES // a.dtype.itemsize
+        for low in range(0, numel, step):
+            parts = [torch.empty(min(step, numel - low), dtype=a.dtype) for _ in range(2)]
+            for name, part in zip((one, other), parts, strict=True):
+                self.read(name, low, part)
+            if not torch.equal(parts[0].view(torch.uint8), parts[1].view(torch.uint8)):
+                return False
+        return True
+
+
+def _open(path: Path) -> SafetensorsFile | TorchFile:
+    return TorchFile(path) if path.suffix in _TORCH_SUFFIXES else SafetensorsFile(path)
+
+
+def _find(path: Path) -> Path:
+    """The file to begin with."""
+    if path.is_dir():
+        for name in WEIGHTS_IN_DIRECTORY:
+            if (path / name).is_file():
+                return path / name
+        raise CheckpointError(f"{path} holds no weights: none of {', '.join(WEIGHTS_IN_DIRECTORY)}.")
+    if not path.exists():
+        raise CheckpointError(f"There is no {path}. Weights are read from a local directory or file.")
+    if path.suffix not in (".safetensors", *_TORCH_SUFFIXES) and not path.name.endswith(INDEX_SUFFIX):
+        raise CheckpointError(
+            f"{path} is none of the files that weights are read from: .safetensors, {', '.join(_TORCH_SUFFIXES)} or "
+            f"an index, *{INDEX_SUFFIX}."
+        )
+    return path
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Which file holds each tensor."""
+    try:
+        content: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON ({error}). Fetch or save it again.") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} holds no weight_map from tensors to files. Fetch or save it again.")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{path} has {tensor!r} in {name!r}, which is no name of a file beside it.")
+    return weight_map

@@ -1,0 +1,6 @@
+"""Ranks as threads and a recording communicator, for tests. No production code imports it."""
+
+from fullshard.testing.ledger import LedgerEntry as LedgerEntry
+from fullshard.testing.ledger import RecordingComm as RecordingComm
+from fullshard.testing.threads import ThreadComm as ThreadComm
+from fullshard.testing.threads import run_ranks as run_ranks

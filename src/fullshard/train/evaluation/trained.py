@@ -1,0 +1,110 @@
+"""A model that is trained already: where it is, how it was trained, and loading it over ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.comm import Comm, together
+from fullshard.config import ModelConfig, RunConfig
+from fullshard.errors import ModelError
+from fullshard.models import load_adapter, load_model, load_tokenizer, resolve_model
+from fullshard.train.setup.model import choose_loader, make_model, shard_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ADAPTER_NAME = "adapter_config.json"
+"""What peft writes beside an adapter."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where a trained model is.
+
+    Attributes:
+        directory: The model's, or the adapter's.
+        base: The model's directory; of an adapter that of the model under it. The tokenizer is there, too.
+        config: How it was trained, with ``model`` being this one.
+    """
+
+    directory: Path
+    base: Path
+    config: RunConfig
+
+
+def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
+    """Find a model; any process, alone, before there are ranks: a model of the Hub may be fetched.
+
+    Args:
+        path_or_id: Its directory, that of an adapter by peft, or the id of a model on the Hub.
+        config: How it was trained; None: not known.
+
+    Raises:
+        ModelError: There is no model.
+    """
+    directory = resolve_model(path_or_id)
+    if not any((directory / name).is_file() for name in ("config.json", ADAPTER_NAME)):
+        raise ModelError(
+            f"{directory} holds no model (neither config.json nor {ADAPTER_NAME}). A run places its model there when "
+            "it is finished; name the directory of a model."
+        )
+    base = directory
+    if (directory / ADAPTER_NAME).is_file():
+        base = resolve_model(str(_read(directory / ADAPTER_NAME)["base_model_name_or_path"]))
+    values: dict[str, Any] = {"path": str(base)}
+    if config is None:
+        plain = {"output_dir": directory, "model": values, "data": {"train_file": "-"}}
+        config = RunConfig.model_validate({**plain, "training": {"eval_strategy": "no"}})
+    else:
+        kept = ("class", "attn_implementation")
+        before = config.model.model_dump(by_alias=True)
+        model = ModelConfig.model_validate({**values, **{name: before[name] for name in kept}})
+        config = config.model_copy(update={"model": model})
+    return Trained(directory, base, config)
+
+
+def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[str, ...]]:
+    """Load a model sharded as in training, in evaluation mode; on every rank together.
+
+    Args:
+        trained: Where it is.
+        comm: The ranks to shard over.
+
+    Returns:
+        The model, its tokenizer, and notes on how it was loaded.
+
+    Raises:
+        UserError: It cannot be loaded or sharded; on every rank, with the same text.
+    """
+    config = trained.config
+    tokenizer = together(comm, lambda: load_tokenizer(trained.base))
+    if trained.directory != trained.base:
+        model = together(comm, lambda: _with_adapter(trained, tokenizer))
+        notes = (f"{trained.directory} is an adapter; {trained.base} under it was loaded whole on every rank",)
+        shard_model(model, config, comm)
+    else:
+        skeleton = together(comm, lambda: make_model(config, tokenizer))
+        model, weights, notes = together(comm, lambda: choose_loader(skeleton, config, tokenizer))
+        shard_model(model, config, comm, weights=weights)
+    return model.eval(), tokenizer, notes
+
+
+def _with_adapter(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The whole model on the CPU, with the adapter around it."""
+    settings = trained.config.model
+    kind, attention = settings.model_class, settings.attn_implementation
+    model = load_model(trained.base, tokenizer, model_class=kind, attention=attention)
+    return load_adapter(model, trained.directory)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(values, dict) or "base_model_name_or_path" not in values:
+        raise ModelError(f"{path} does not name the model that the adapter is for.")
+    return values

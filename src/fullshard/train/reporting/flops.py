@@ -1,0 +1,95 @@
+"""Model FLOPs utilisation: what the model's arithmetic needs over what the devices could do at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fullshard.train.reporting.reports import StepReport
+
+_HALF_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+}
+"""Dense bf16 and fp16 FLOP/s, by NVIDIA's data sheets; the first that the device's name holds."""
+
+_FLOPS_PER_WEIGHT = 6
+"""Of a linear layer, a token: 2 forward and 4 backward (Kaplan et al., 2020, arXiv:2001.08361, section 2.1)."""
+
+_FLOPS_PER_FROZEN_WEIGHT = 4
+"""A frozen weight needs no gradient of its own."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What a token costs, and what the devices could do. Attention's own products are left out.
+
+    Attributes:
+        source_token: FLOPs of a source token; of a causal model, of any token.
+        target_token: FLOPs of a target token beside; 0 for a causal model.
+        peak: FLOP/s of all devices together.
+    """
+
+    source_token: float
+    target_token: float
+    peak: float
+
+    def utilisation(self, report: StepReport) -> float:
+        """Share of the peak that a step's arithmetic came to.
+
+        Args:
+            report: The step; of a causal model all its tokens count as source tokens.
+        """
+        target_tokens = report.target_tokens if self.target_token else 0
+        source_tokens = report.tokens - target_tokens
+        needed = source_tokens * self.source_token + target_tokens * self.target_token
+        return needed / report.seconds / self.peak
+
+
+def count_flops(model: PreTrainedModel) -> tuple[float, float]:
+    """FLOPs of a source and of a target token in forward and backward; before the model is sharded.
+
+    Args:
+        model: On any device; an adapter's base counts as frozen.
+
+    Returns:
+        Of a source token and of a target token; of a causal model, of any token and 0.
+    """
+    encoder, everything = 0.0, 0.0
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Embedding) or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+            continue
+        cost = weight.numel() * (_FLOPS_PER_WEIGHT if weight.requires_grad else _FLOPS_PER_FROZEN_WEIGHT)
+        everything += cost
+        # Keys and values of what was read are computed once a source token.
+        if "encoder." in name.replace("decoder.", "") or "EncDecAttention.k" in name or "EncDecAttention.v" in name:
+            encoder += cost
+    if not model.config.is_encoder_decoder:
+        return everything, 0.0
+    return encoder, everything - encoder
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """FLOP/s of one device at most; None where it is not known. Known are NVIDIA's data-sheet values for bf16 and fp16.
+
+    Args:
+        device: Of this rank.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+    """
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _HALF_PEAKS.items() if part in name), None)

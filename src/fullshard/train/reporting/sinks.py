@@ -1,0 +1,385 @@
+"""Where a run's reports go: files and the terminal. Sinks are handed values and know nothing of the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TextIO, TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from fullshard.config import SUMMARY_NAME
+from fullshard.errors import CheckpointError
+from fullshard.sizes import format_bytes
+from fullshard.storage import write_text
+from fullshard.train.evaluation.metrics import format_metric
+from fullshard.train.reporting.flops import Flops
+from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport, RunStart, RunSummary, StepReport
+from fullshard.train.reporting.trace import TRACE_NAME, StepTrace
+
+T = TypeVar("T")
+
+METRICS_NAME = "metrics.jsonl"
+RUN_NAME = "run.json"
+PREDICTIONS_NAME = "predictions.jsonl"
+
+CELL_CHARACTERS = 200
+"""Most characters of a text in the table of samples."""
+
+PLAIN_LINES = 20
+"""Step lines a run prints where there is no terminal to draw a bar on."""
+
+
+class Sink(Protocol):
+    """Something that is told what a run does, in order; on rank 0 only."""
+
+    def start(self, run: RunStart) -> None:
+        """The run is assembled; called once, before the first step."""
+        ...
+
+    def step(self, report: StepReport) -> None:
+        """An optimizer step was taken."""
+        ...
+
+    def evaluating(self, done: int, total: int) -> None:
+        """An evaluation has done so many of its batches."""
+        ...
+
+    def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
+        """The model was evaluated, and kept when it was the best so far."""
+        ...
+
+    def checkpoint(self, report: CheckpointReport) -> None:
+        """A checkpoint is on the disk; steps may have been taken since."""
+        ...
+
+    def trace(self, trace: StepTrace) -> None:
+        """One step was recorded: what every unit did when, and what memory was taken by."""
+        ...
+
+    def finish(self, summary: RunSummary) -> None:
+        """The run is over and the model is saved; called once."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and the terminal; called in any case, also after a failure and before ``start``."""
+        ...
+
+
+class StepLog:
+    """Which steps are logged: every so many, and the last; where a run ends early that is known only afterwards."""
+
+    def __init__(self, every: int) -> None:
+        """Log each ``every``-th step."""
+        self._every = every
+        self._total_steps = 0
+        self._left_out: StepReport | None = None
+
+    def start(self, run: RunStart) -> None:
+        """Begin, or go on."""
+        self._total_steps = run.total_steps
+
+    def due(self, report: StepReport) -> bool:
+        """Whether a step is logged now."""
+        last = report.step == self._total_steps or report.stop_requested
+        is_due = last or report.step % self._every == 0
+        self._left_out = None if is_due else report
+        return is_due
+
+    def rest(self) -> StepReport | None:
+        """The last step if it was left out, once; for when no more will come."""
+        rest, self._left_out = self._left_out, None
+        return rest
+
+
+class FileSink:
+    """``run.json``, then ``metrics.jsonl`` line by line, at the end ``summary.json`` and ``predictions.jsonl``."""
+
+    def __init__(self, output_dir: Path, *, logging_steps: int = 1) -> None:
+        """Write into ``output_dir``: one line for every ``logging_steps``-th step, each evaluation and checkpoint."""
+        self.output_dir = output_dir
+        self._log = StepLog(logging_steps)
+        self._metrics: TextIO | None = None
+        self._flops: Flops | None = None
+
+    def start(self, run: RunStart) -> None:
+        """Begin the metrics anew, or cut off those after the step that the run goes on from; clear earlier results.
+
+        What an earlier run left would pass for this run's.
+
+        Raises:
+            CheckpointError: The directory cannot be written to.
+        """
+        self._log.start(run)
+        self._flops = run.flops
+        self._metrics = self._tried(lambda: self._open(run.resumed_step))
+        write_text(self.output_dir / RUN_NAME, json.dumps(run.as_dict(), indent=2, ensure_ascii=False) + "\n")
+
+    def step(self, report: StepReport) -> None:
+        """Append the step, if it is one that is logged.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        if self._log.due(report):
+            self._append_step(report)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Nothing: a file shows no progress."""
+
+    def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
+        """Append the evaluation.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        self._append({**report.as_dict(), "is_best": is_best})
+
+    def checkpoint(self, report: CheckpointReport) -> None:
+        """Append the checkpoint.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        self._append(report.as_dict())
+
+    def trace(self, trace: StepTrace) -> None:
+        """Write the trace beside the metrics.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        write_text(self.output_dir / TRACE_NAME, json.dumps(trace.as_dict()) + "\n")
+
+    def finish(self, summary: RunSummary) -> None:
+        """Write predictions and summary; the summary last, as a sign that the run is whole.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        self._append_rest()
+        lines = [json.dumps(prediction.as_dict(), ensure_ascii=False) + "\n" for prediction in summary.predictions]
+        if lines:
+            write_text(self.output_dir / PREDICTIONS_NAME, "".join(lines))
+        write_text(self.output_dir / SUMMARY_NAME, json.dumps(summary.as_dict(), indent=2, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        """Append the last step, if it has not been, and close the metrics file.
+
+        Raises:
+            CheckpointError: The disk refused.
+        """
+        if self._metrics is None:
+            return
+        try:
+            self._append_rest()
+        finally:
+            self._metrics.close()
+            self._metrics = None
+
+    def _append_rest(self) -> None:
+        if (rest := self._log.rest()) is not None:
+            self._append_step(rest)
+
+    def _append_step(self, report: StepReport) -> None:
+        mfu = {} if self._flops is None else {"mfu": self._flops.utilisation(report)}
+        self._append({**report.as_dict(), **mfu})
+
+    def _open(self, resumed_step: int) -> TextIO:
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        # A run that goes on need not record a step again.
+        for name in (SUMMARY_NAME, PREDICTIONS_NAME, *(() if resumed_step else (TRACE_NAME,))):
+            (self.output_dir / name).unlink(missing_ok=True)
+        path = self.output_dir / METRICS_NAME
+        write_text(path, _records_until(resumed_step, path))
+        return path.open("a", encoding="utf-8")
+
+    def _append(self, values: dict[str, Any]) -> None:
+        def write() -> None:
+            assert self._metrics is not None, "start() opens the file"
+            self._metrics.write(json.dumps(values) + "\n")
+            self._metrics.flush()
+
+        self._tried(write)
+
+    def _tried(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except OSError as error:
+            raise CheckpointError(f"Could not write to {self.output_dir}: {error}.") from error
+
+
+class ConsoleSink:
+    """A progress bar on a terminal, a few plain lines elsewhere; at the end the result, samples and memory."""
+
+    def __init__(self, console: Console, *, samples: int = 0) -> None:
+        """Write to ``console``, and show ``samples`` predictions at the end."""
+        self.console = console
+        self.samples = samples
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._total_steps = 0
+        self._resumed_step = 0
+        self._validation_rows = 0
+        self._started = 0.0
+
+    def start(self, run: RunStart) -> None:
+        """Say what is about to be trained on what."""
+        ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
+        self._print(f"{run.parameters:,} parameters, sharded over {ranks} on {run.device}; {run.optimizer}")
+        self._print(run.unit_table)
+        for note in run.notes:
+            self._print(note)
+        self._print(f"{run.total_steps:,} steps, {run.steps_per_epoch:,} an epoch; writing to {run.output_dir}")
+        self._total_steps = run.total_steps
+        self._resumed_step = run.resumed_step
+        self._validation_rows = run.validation_rows
+        self._started = time.monotonic()
+        if self.console.is_terminal:
+            columns = (BarColumn(bar_width=8), TextColumn("{task.description}", markup=False))
+            self._progress = Progress(*columns, console=self.console)
+            self._task = self._progress.add_task("first step", total=run.total_steps, completed=run.resumed_step)
+            self._progress.start()
+
+    def step(self, report: StepReport) -> None:
+        """Move the bar, or print a line for about every twentieth part of the run."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=report.step, description=self._describe(report))
+        elif (
+            report.step in (self._resumed_step + 1, self._total_steps)
+            or report.step % max(1, self._total_steps // PLAIN_LINES) == 0
+        ):
+            self._print(self._describe(report))
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Say beside the bar how far the evaluation is."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=f"evaluating: batch {done}/{total}")
+
+    def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
+        """Print every metric, beside its baseline where there is one."""
+        metrics = ", ".join(_beside(name, value, report.baselines.get(name)) for name, value in report.metrics.items())
+        self._print(
+            f"epoch {report.epoch:.2f}: held-out loss {report.loss:.4f}, {metrics} in {report.seconds:.1f} s"
+            f"{', best so far: saved' if is_best else ''}"
+        )
+
+    def checkpoint(self, report: CheckpointReport) -> None:
+        """Say that the run can go on from here."""
+        self._print(
+            f"checkpoint of step {report.step:,} saved ({format_bytes(report.nbytes)} in {report.seconds:.1f} s)"
+        )
+
+    def trace(self, trace: StepTrace) -> None:
+        """Nothing: ``fullshard report`` draws it."""
+
+    def finish(self, summary: RunSummary) -> None:
+        """Print samples, memory and the result."""
+        self.close()
+        if summary.predictions and self.samples:
+            self.console.print(_sample_table(summary, self.samples))
+        self.console.print(_memory_table(summary))
+        self._print(
+            f"trained {summary.steps:,} steps with {summary.optimizer} in {_duration(summary.train_seconds)} "
+            f"(evaluation {_duration(summary.evaluation_seconds)}), {summary.tokens_per_second:,.0f} tokens/s"
+        )
+        if summary.ended_by != "steps":
+            reason = {
+                "time": "its time was up (training.max_train_minutes)",
+                "early_stopping": "evaluations got no better (training.early_stopping_patience)",
+            }[summary.ended_by]
+            self._print(f"ended after step {summary.steps:,} of {self._total_steps:,}: {reason}")
+        if summary.skipped_steps:
+            self._print(f"{summary.skipped_steps:,} steps were left out: loss or gradient was no finite number")
+        if summary.metric is not None and summary.value is not None:
+            basis = ""
+            if summary.baseline is not None:
+                basis = f"; baseline ({summary.baseline_name}) {format_metric(summary.metric, summary.baseline)}"
+            self._print(
+                f"{summary.metric} {format_metric(summary.metric, summary.value)} on {self._validation_rows:,} "
+                f"held-out rows, after step {summary.best_step:,}{basis}"
+            )
+        self._print(f"model saved in {summary.output_dir}")
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _describe(self, report: StepReport) -> str:
+        """One line that fits a terminal of 80 columns beside a short bar; the metrics file has the rest."""
+        seconds_a_step = (time.monotonic() - self._started) / (report.step - self._resumed_step)
+        left = seconds_a_step * (self._total_steps - report.step)
+        memory = max((report.memory_bytes, *report.memory_bytes_per_rank))
+        return (
+            f"step {report.step}/{self._total_steps}  loss {report.loss:.4f}  "
+            f"{report.tokens_per_second:,.0f} tokens/s  {format_bytes(memory)}  {_duration(left)} left"
+            f"{'  SKIPPED' if report.skipped else ''}"
+        )
+
+    def _print(self, text: str) -> None:
+        """Print above the bar, as it is: no markup, no wrapping where there is no terminal to wrap for."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _beside(metric: str, value: float, baseline: float | None) -> str:
+    basis = "" if baseline is None else f" (baseline {format_metric(metric, baseline)})"
+    return f"{metric} {format_metric(metric, value)}{basis}"
+
+
+def _records_until(step: int, path: Path) -> str:
+    """The metrics of the first steps; the last line of a killed run may be torn."""
+    if step == 0 or not path.exists():
+        return ""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    return "".join(kept)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _sample_table(summary: RunSummary, samples: int) -> Table:
+    """Predictions beside references, spread evenly over the held-out rows: files are often sorted."""
+    table = Table(title="predictions on held-out rows", title_justify="left", show_lines=True)
+    for name in ("source", "prediction", "reference"):
+        table.add_column(name, overflow="fold")
+    rows = len(summary.predictions)
+    count = min(samples, rows)
+    for position in range(count):
+        shown = summary.predictions[position * rows // count]
+        cells = (shown.source, shown.prediction, "\n".join(shown.references))
+        table.add_row(*(escape(_shortened(cell)) for cell in cells))
+    return table
+
+
+def _shortened(text: str) -> str:
+    """The files have all of it; a terminal is to show several rows at once."""
+    return text if len(text) <= CELL_CHARACTERS else f"{text[:CELL_CHARACTERS]}…"
+
+
+def _memory_table(summary: RunSummary) -> Table:
+    columns = ("parameters", "gradients", "optimizer", "gathered_peak", "gradient_buffer_peak", "peak")
+    titles = ("parameters", "gradients", "optimizer", "gathered\npeak", "gradient\nbuffer peak", "step peak")
+    table = Table(title="tensor memory of each rank", title_justify="left", box=box.SIMPLE_HEAD)
+    for title in ("rank", *titles):
+        table.add_column(title, justify="right", vertical="bottom")
+    for rank in summary.memory:
+        table.add_row(str(rank.rank), *(format_bytes(getattr(rank, name)) for name in columns))
+    return table

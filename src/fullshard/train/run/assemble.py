@@ -1,0 +1,182 @@
+"""From a run's settings to its parts: data, tokenizer, sharded model, optimizer, schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from fullshard.comm import Comm, together
+from fullshard.config import RunConfig
+from fullshard.data import CollateSpec, Plan, TokenizedSet, padding_share
+from fullshard.errors import MismatchError
+from fullshard.optim import ShardedGradScaler
+from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
+from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
+from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.learning_rate import Schedule, make_schedule
+from fullshard.train.setup.model import make_scaler, prepare_model, shard_model
+from fullshard.train.setup.optimizers import make_optimizer
+from fullshard.train.setup.prepare import Prepared, prepare
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of a run on one rank.
+
+    Attributes:
+        config: The run's settings.
+        comm: The ranks.
+        tokenizer: The model's tokenizer.
+        model: The sharded model, in training mode; with an adapter, peft's around it.
+        optimizer: Over this rank's shards.
+        scaler: In fp16, what scales the loss.
+        schedule: Learning rate factor of each step.
+        train_set: Ids of the training rows.
+        plan: Which rows each step of the first epoch has.
+        collate: Padding and the kind of model.
+        evaluation: What is evaluated; None when the run never evaluates.
+        parameters: Elements of all parameters, a tied one counted once.
+        padding_share: Padding among all positions of an epoch's batches.
+        flops: What a token costs, and what the devices could do; None where that is not known.
+        notes: What is worth knowing about data and model.
+    """
+
+    config: RunConfig
+    comm: Comm
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    scaler: ShardedGradScaler | None
+    schedule: Schedule
+    train_set: TokenizedSet
+    plan: Plan
+    collate: CollateSpec
+    evaluation: EvaluationSpec | None
+    parameters: int
+    padding_share: float
+    flops: Flops | None
+    notes: tuple[str, ...]
+
+
+def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *, group: int | None = None) -> Assembly:
+    """Build every part of a run; on every rank together, with the same settings.
+
+    Args:
+        config: The run's settings.
+        comm: The ranks to shard over.
+        prepared: Tokenizer and token ids; None: made here.
+        group: :func:`~fullshard.train.setup.data_plan.group_size` where the run began; None: it begins here.
+
+    Returns:
+        The parts.
+
+    Raises:
+        UserError: Data, model or settings do not fit together; on every rank, with the same text.
+        MismatchError: See :func:`require_same_settings` and :func:`require_same_rows`.
+    """
+    require_same_settings(comm, config)
+    ready_data = prepared or together(comm, lambda: prepare(config))
+    tokenizer, train_set, causal = ready_data.tokenizer, ready_data.train_set, ready_data.causal
+    require_same_rows(comm, ready_data)
+    evaluation = together(comm, lambda: make_evaluation(config, ready_data))
+    plan = together(comm, lambda: make_plan(config, train_set, comm.size, causal=causal, group=group))
+    ready = together(comm, lambda: prepare_model(config, tokenizer, ready_data.model_directory))
+    model = ready.model
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    source_flops, target_flops = count_flops(model)
+    peak = peak_flops(comm.device, config.training.precision)
+    shard_model(model, config, comm, weights=ready.weights)
+    share = padding_share(plan, train_set, causal=causal, packed=config.training.packing)
+    return Assembly(
+        config=config,
+        comm=comm,
+        tokenizer=tokenizer,
+        model=model,
+        optimizer=make_optimizer(model, config),
+        scaler=make_scaler(config, comm.device),
+        schedule=make_schedule(config, plan.num_steps),
+        train_set=train_set,
+        plan=plan,
+        collate=_collate(ready_data),
+        evaluation=evaluation,
+        parameters=parameters,
+        padding_share=share,
+        flops=None if peak is None else Flops(source_flops, target_flops, peak * comm.size),
+        notes=(*ready_data.notes, f"training batches: {share:.1%} of all positions are padding", *ready.notes),
+    )
+
+
+_MAY_DIFFER = frozenset({"nproc", "model.path", "data.train_file", "data.validation_file", "data.cache_dir"})
+"""Settings that are a machine's own; what is read there is compared as it is read."""
+
+
+def require_same_settings(comm: Comm, config: RunConfig) -> None:
+    """Compare ranks' settings, where each machine has read its own run file; every rank calls it.
+
+    Raises:
+        MismatchError: They differ; on every rank.
+    """
+    everyone = comm.all_gather_object({k: str(v) for k, v in config.as_flat().items() if k not in _MAY_DIFFER})
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            apart = sorted(key for key, value in theirs.items() ^ everyone[0].items())
+            shown = "; ".join(
+                f"{key} is {everyone[0].get(key)} on rank 0 and {theirs.get(key)} on rank {rank}"
+                for key in dict.fromkeys(apart)
+            )
+            raise MismatchError(
+                f"Ranks have other settings: {shown}. Give every machine the same run file and options."
+            )
+
+
+def require_same_rows(comm: Comm, prepared: Prepared) -> None:
+    """Compare the token ids that ranks have made, each from the files of its machine; every rank calls it.
+
+    Raises:
+        MismatchError: They differ; on every rank.
+    """
+    sets = {"training": prepared.train_set, "held-out": prepared.held_out_set}
+    mine = {name: _summary(one) for name, one in sets.items() if one is not None}
+    everyone = comm.all_gather_object(mine)
+    for rank, theirs in enumerate(everyone):
+        for name in everyone[0]:
+            if theirs.get(name) != everyone[0][name]:
+                raise MismatchError(
+                    f"Ranks have other {name} rows: rank 0 has {everyone[0][name]}, rank {rank} {theirs.get(name)}. "
+                    "Each rank trains its share of the same rows: every machine needs the same files, tokenizer and "
+                    "version of transformers. Where the chat template writes the date, midnight between two ranks' "
+                    "starts does it too: start again."
+                )
+
+
+def _summary(rows: TokenizedSet) -> str:
+    source, target = rows.source_ids, rows.target_ids
+    sums = f"{source.checksum():08x}-{target.checksum():08x}"
+    return f"{len(rows):,} of {source.ids.size:,} and {target.ids.size:,} tokens (checksum {sums})"
+
+
+def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | None:
+    """What the run evaluates; None when it never does. Any rank, alone.
+
+    Raises:
+        ConfigError: See :func:`~fullshard.train.evaluation.evaluate.evaluation_spec`.
+    """
+    if prepared.held_out_set is None:
+        return None
+    rows = HeldOut(
+        prepared.held_out,
+        prepared.held_out_set,
+        _collate(prepared),
+        labels=prepared.labels,
+        majority=prepared.majority,
+    )
+    return evaluation_spec(config, rows)
+
+
+def _collate(prepared: Prepared) -> CollateSpec:
+    return CollateSpec(cast(int, prepared.tokenizer.pad_token_id), causal=prepared.causal)

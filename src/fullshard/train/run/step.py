@@ -1,0 +1,257 @@
+"""One optimizer step over all ranks: count, forward, backward, clip, update, report."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fullshard.comm import Comm
+from fullshard.data import IGNORED_LABEL, Batch
+from fullshard.errors import TrainingError
+from fullshard.models import PLAIN, Objective, model_loss
+from fullshard.optim import ShardedGradScaler, clip_grad_norm_
+from fullshard.train.forward import model_inputs
+from fullshard.train.reporting.reports import StepReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What one step is told.
+
+    Attributes:
+        step: Number of the step, from 1.
+        epoch: Epochs trained after it.
+        learning_rate: Learning rate of its update.
+        max_grad_norm: Norm that the whole gradient is scaled down to; None leaves it.
+        causal: Whether source and target are one sequence (decoder-only).
+        stop: Whether this rank is asked to stop; the report says whether any is.
+        objective: What is minimised beside the plain cross-entropy.
+        on_nonfinite: Whether a loss or gradient that is no finite number ends the run, or the step is left out.
+        precision: What the run computes in, for the advice in errors.
+    """
+
+    step: int
+    epoch: float
+    learning_rate: float
+    max_grad_norm: float | None
+    causal: bool
+    stop: bool = False
+    objective: Objective = PLAIN
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    precision: str = "fp32"
+
+
+def train_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Batch],
+    comm: Comm,
+    spec: StepSpec,
+    scaler: ShardedGradScaler | None = None,
+) -> StepReport:
+    """Take one optimizer step; on every rank together, each with its own micro-batches, equally many.
+
+    The loss is the sum over all target tokens of all ranks and micro-batches divided by their number, so world size and
+    accumulation do not change it.
+
+    In fp16 a gradient that is not finite, of a finite loss, is the scaler's business: the step is left out and the
+    scale is halved, until it is below 1.
+
+    Args:
+        model: The sharded model, in training mode.
+        optimizer: Over the model's local shards.
+        micro_batches: This rank's, on the CPU, at least one.
+        comm: The ranks the model is sharded over.
+        spec: Number, rate and limits of this step.
+        scaler: In fp16, what scales the loss.
+
+    Returns:
+        The report, with the same loss, norm and counts on every rank.
+
+    Raises:
+        TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights are changed.
+    """
+    started = time.perf_counter()
+    totals = _count(micro_batches, comm, spec)
+    # Forward and backward. The engine averages gradients over ranks; times the world size makes it their sum.
+    optimizer.zero_grad(set_to_none=True)
+    loss_scale = None if scaler is None else scaler.get_scale()
+    total = _accumulate(model, micro_batches, comm, spec, comm.size / totals.target_tokens, scaler)
+    # Measure, check, clip, update.
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(model, math.inf)
+    mean_loss, grad_norm = torch.stack([total / totals.target_tokens, norm.to(total)]).tolist()
+    finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
+    # Loss and norm are global, so every rank decides alike.
+    if not finite and spec.on_nonfinite == "stop" and not _is_overflow(mean_loss, loss_scale):
+        raise TrainingError(_describe(model, micro_batches, comm, spec, mean_loss, grad_norm))
+    if finite and spec.max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), spec.max_grad_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = spec.learning_rate
+    _update(optimizer, scaler, finite=finite)
+    return StepReport(
+        step=spec.step,
+        epoch=spec.epoch,
+        loss=mean_loss,
+        grad_norm=grad_norm,
+        learning_rate=spec.learning_rate,
+        target_tokens=totals.target_tokens,
+        tokens=totals.tokens,
+        seconds=time.perf_counter() - started,
+        memory_bytes=peak_memory_bytes(comm.device),
+        stop_requested=totals.stop,
+        memory_bytes_per_rank=totals.memory,
+        skipped=not finite,
+        loss_scale=loss_scale,
+    )
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Of all ranks.
+
+    Attributes:
+        target_tokens: In the step's micro-batches.
+        tokens: In them, padding left out.
+        stop: Whether some rank is asked to stop.
+        memory: Peak bytes of each rank.
+    """
+
+    target_tokens: int
+    tokens: int
+    stop: bool
+    memory: tuple[int, ...]
+
+
+def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> _Totals:
+    """Count once over all ranks and micro-batches; the wish to stop travels along, and memory in each rank's slot."""
+    target_tokens = sum(batch.target_tokens for batch in micro_batches)
+    tokens = sum(batch.tokens for batch in micro_batches)
+    counts = [target_tokens, tokens, int(spec.stop), *[0] * comm.size]
+    counts[3 + comm.rank] = peak_memory_bytes(comm.device)
+    totals = torch.tensor(counts, device=comm.device)
+    comm.all_reduce(totals).wait()
+    target_tokens, tokens, stop, *memory = totals.tolist()
+    return _Totals(target_tokens, tokens, stop > 0, tuple(memory))
+
+
+def _accumulate(
+    model: PreTrainedModel,
+    micro_batches: Sequence[Batch],
+    comm: Comm,
+    spec: StepSpec,
+    factor: float,
+    scaler: ShardedGradScaler | None,
+) -> Tensor:
+    """Backward of ``factor`` times each micro-batch's summed loss; the sum of those losses over all ranks, 0-d."""
+    total = torch.zeros((), device=comm.device)
+    expected_gradient = factor if scaler is None else factor * scaler.get_scale()
+    for batch in micro_batches:
+        on_device = batch.to(comm.device)
+        loss = loss_sum(
+            model, on_device, causal=spec.causal, objective=spec.objective, expected_gradient=expected_gradient
+        )
+        scaled = loss * factor
+        (scaled if scaler is None else scaler.scale(scaled)).backward()
+        total += loss.detach()
+    comm.all_reduce(total).wait()
+    return total
+
+
+def _update(optimizer: torch.optim.Optimizer, scaler: ShardedGradScaler | None, *, finite: bool) -> None:
+    """Step, or drop gradients that would spoil the weights."""
+    if scaler is not None:
+        if finite:
+            scaler.step(optimizer)
+        scaler.update()
+    elif finite:
+        optimizer.step()
+    if not finite:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _is_overflow(mean_loss: float, loss_scale: float | None) -> bool:
+    """Whether what is not finite may be finite again with a smaller scale."""
+    return loss_scale is not None and loss_scale >= 1 and math.isfinite(mean_loss)
+
+
+def loss_sum(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    causal: bool,
+    objective: Objective = PLAIN,
+    expected_gradient: float = 1.0,
+) -> Tensor:
+    """The loss summed over the target tokens of one batch; on every rank together, as every forward.
+
+    Args:
+        model: The sharded model.
+        batch: On the model's device.
+        causal: Whether source and target are one sequence (decoder-only).
+        objective: What is minimised; the default is the cross-entropy and nothing else.
+        expected_gradient: What the loss will be multiplied by before backward; see ``model_loss``.
+
+    Returns:
+        0-d float32; zero for a batch of fillers.
+    """
+    inputs = model_inputs(model, batch, causal=causal)
+    labels_BT = batch.labels_BT
+    if causal:
+        # Position t predicts label t + 1, the last one nothing.
+        labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+    forward = lambda: model(**inputs).logits  # noqa: E731
+    return model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this rank has used: the allocator's on CUDA, the process's peak resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _describe(
+    model: torch.nn.Module,
+    micro_batches: Sequence[Batch],
+    comm: Comm,
+    spec: StepSpec,
+    loss: float,
+    grad_norm: float,
+) -> str:
+    """What is not finite, where, and what to do; every rank calls it."""
+    mine = [index for batch in micro_batches for index in batch.indices]
+    bad = [p for p in model.parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    names = [p.shard_meta.name for p in bad]  # type: ignore[attr-defined]
+    gathered = comm.all_gather_object((mine, names))
+    rows = "; ".join(f"rank {rank}: {_some(indices)}" for rank, (indices, _) in enumerate(gathered))
+    # A parameter may lie on several ranks.
+    spoiled = list(dict.fromkeys(name for _, names in gathered for name in names))
+    where = f" The gradient is not finite in {len(spoiled)} parameters: {_some(spoiled, 5)}." if spoiled else ""
+    limit = "off" if spec.max_grad_norm is None else f"{spec.max_grad_norm:g}"
+    precise = "" if spec.precision == "fp32" else f" or training.precision=fp32 (it is {spec.precision})"
+    return (
+        f"Step {spec.step}: the loss is {loss} and the gradient's norm {grad_norm}; both must be finite numbers. The "
+        f"weights are those of step {spec.step - 1}. Rows of the training data in it: {rows}.{where} Learning rate "
+        f"{spec.learning_rate:g}, max_grad_norm {limit}: lower training.learning_rate, add training.warmup_steps"
+        f"{precise}; training.on_nonfinite=skip leaves out such steps."
+    )
+
+
+def _some(values: Sequence[object], most: int = 20) -> str:
+    return ", ".join(str(value) for value in values[:most]) + (", …" if len(values) > most else "")

@@ -1,0 +1,112 @@
+"""What a run says at its start and at its end."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from fullshard.engine import memory_summary, units
+from fullshard.storage import holds_model
+from fullshard.train.reporting.reports import EndedBy, RankMemory, RunStart, RunSummary
+from fullshard.train.run.assemble import Assembly
+from fullshard.train.run.record import Record
+from fullshard.train.setup.optimizers import held_state_bytes, optimizer_title
+from fullshard.version import __version__
+
+
+def describe_start(parts: Assembly, *, resumed_step: int, notes: Sequence[str]) -> RunStart:
+    """What is about to be trained on what; any rank.
+
+    Args:
+        parts: The run's parts.
+        resumed_step: Steps taken before; 0 when it starts anew.
+        notes: What is to be said about that.
+    """
+    earlier: tuple[str, ...] = ()
+    if holds_model(Path(parts.config.output_dir)):
+        earlier = (f"{parts.config.output_dir} holds an earlier run's model, which this run's replaces at the end",)
+    return RunStart(
+        output_dir=str(parts.config.output_dir),
+        world_size=parts.comm.size,
+        device=parts.comm.device.type,
+        total_steps=parts.schedule.total_steps,
+        steps_per_epoch=parts.schedule.steps_per_epoch,
+        parameters=parts.parameters,
+        optimizer=optimizer_title(parts.config.training.optimizer),
+        train_rows=len(parts.train_set),
+        validation_rows=0 if parts.evaluation is None else len(parts.evaluation.rows.tokenized),
+        unit_table=str(units(parts.model)),
+        config=parts.config.as_plain(),
+        versions=_versions(),
+        padding_share=parts.padding_share,
+        flops=parts.flops,
+        notes=(*parts.notes, *notes, *earlier),
+        resumed_step=resumed_step,
+    )
+
+
+def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: EndedBy) -> RunSummary:
+    """The outcome; every rank calls it, and gets every rank's memory.
+
+    Args:
+        parts: The run's parts.
+        record: What was done.
+        train_seconds: Wall time of the whole run.
+        ended_by: What ended the run.
+    """
+    assert record.last is not None, "a run has at least one step"
+    best, last = record.best, record.last
+    return RunSummary(
+        metric=None if best is None else best.metric,
+        value=None if best is None else best.value,
+        baseline=None if best is None else best.baseline,
+        baseline_name=None if best is None else best.baseline_name,
+        loss=None if best is None else best.loss,
+        best_step=last.step if best is None else best.step,
+        steps=last.step,
+        epochs=last.epoch,
+        train_loss=last.loss,
+        train_seconds=train_seconds,
+        step_seconds=record.step_seconds,
+        evaluation_seconds=record.evaluation_seconds,
+        tokens=record.tokens,
+        tokens_per_second=record.tokens / record.step_seconds,
+        world_size=parts.comm.size,
+        device=parts.comm.device.type,
+        parameters=parts.parameters,
+        optimizer=optimizer_title(parts.config.training.optimizer),
+        memory=tuple(parts.comm.all_gather_object(_memory(parts, record))),
+        output_dir=str(parts.config.output_dir),
+        config=parts.config.as_plain(),
+        versions=_versions(),
+        ended_by=ended_by,
+        skipped_steps=record.skipped_steps,
+        metrics={} if best is None else best.metrics,
+        baselines={} if best is None else best.baselines,
+        confusion=None if best is None else best.confusion,
+        predictions=() if best is None else best.predictions,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Of what the result depends on."""
+    packages = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
+    return {"fullshard": __version__, "python": platform.python_version(), **packages}
+
+
+def _memory(parts: Assembly, record: Record) -> RankMemory:
+    held = memory_summary(parts.model)
+    device = parts.comm.device
+    return RankMemory(
+        rank=parts.comm.rank,
+        parameters=held["parameters"],
+        gradients=held["gradients"],
+        optimizer=held_state_bytes(parts.optimizer),
+        gathered_peak=held["gathered_peak"],
+        gradient_buffer_peak=held["gradient_buffer_peak"],
+        peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else record.peak_bytes,
+    )

@@ -1,0 +1,1 @@
+"""What a run needs before its first step: data, model, optimizer, schedule."""

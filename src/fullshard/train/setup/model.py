@@ -1,0 +1,327 @@
+"""The model of a run: built or loaded, sharded, and its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fullshard.comm import Comm, machine_axes
+from fullshard.config import RunConfig
+from fullshard.engine import WeightSource, check_wrapped, fully_shard
+from fullshard.engine.setup.wrap import BY_CLASS, ONE_UNIT
+from fullshard.errors import ConfigError, ModelError, WrapError
+from fullshard.models import (
+    AdapterSpec,
+    Objective,
+    add_adapter,
+    build_model,
+    build_skeleton,
+    compile_blocks,
+    converted_names,
+    enable_activation_checkpointing,
+    fuse_head,
+    fused_head_of,
+    is_causal,
+    load_model,
+    require_fp16_fit,
+    resolve_model,
+    set_attention_dropout,
+)
+from fullshard.models.packing import enable_packing
+from fullshard.optim import ShardedGradScaler
+from fullshard.policy import (
+    BackwardPrefetch,
+    CPUOffload,
+    MinNumel,
+    MixedPrecision,
+    ShardingStrategy,
+    TransformerBlocks,
+    WrapPolicy,
+)
+from fullshard.saving import AdaptedWeights, Pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """A model as it is sharded.
+
+    Attributes:
+        model: On the CPU or the meta device; peft's around it where there is an adapter.
+        weights: What its shards are filled with; None: its own values.
+        notes: What is worth knowing about it.
+    """
+
+    model: PreTrainedModel
+    weights: WeightSource | None
+    notes: tuple[str, ...]
+
+
+def prepare_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> ReadyModel:
+    """Build or lay out the model and change it as the settings say; every rank for itself, with the same outcome.
+
+    Args:
+        config: The run's settings.
+        tokenizer: The model's.
+        directory: What ``resolve_model`` made of ``model.path``; None: it is resolved here.
+
+    Raises:
+        UserError: The model cannot be built, or the settings do not fit it.
+    """
+    if config.model.path is None:
+        if config.model.adapter is not None:
+            raise ConfigError(
+                "model.adapter needs model.path: an adapter is saved without the model under it, and one that is made "
+                "from model.config has random weights, which would be lost."
+            )
+        ready = ReadyModel(_changed(make_model(config, tokenizer), config), None, ())
+    else:
+        directory = directory or resolve_model(config.model.path)
+        ready = ReadyModel(*choose_loader(make_model(config, tokenizer, directory), config, tokenizer, directory))
+        ready = _adapted(replace(ready, model=_changed(ready.model, config)), config, tokenizer, directory)
+    _equip(ready.model, config)
+    return ready
+
+
+def _equip(model: PreTrainedModel, config: RunConfig) -> None:
+    """Change what the model's forward does, in place; with its adapter around it."""
+    if config.training.gradient_checkpointing:
+        enable_activation_checkpointing(model)
+    if config.training.torch_compile:
+        compile_blocks(model)
+    if config.training.packing:
+        enable_packing(model)
+
+
+def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> PreTrainedModel:
+    """The bare model: of ``model.config`` on the CPU, alike on every rank; of ``model.path`` on the meta device.
+
+    Args:
+        config: The run's settings.
+        tokenizer: The model's.
+        directory: What ``resolve_model`` made of ``model.path``; None: it is resolved here.
+
+    Raises:
+        ModelError: It cannot be built.
+    """
+    settings = config.model
+    kind, attention = settings.model_class, settings.attn_implementation
+    if settings.path is not None:
+        directory = directory or resolve_model(settings.path)
+        return build_skeleton(directory, tokenizer, model_class=kind, attention=attention)
+    assert settings.config is not None, "the schema asks for one of path and config"
+    return build_model(settings.config, tokenizer, model_class=kind, attention=attention, seed=config.seed)
+
+
+def choose_loader(
+    skeleton: PreTrainedModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None
+) -> tuple[PreTrainedModel, Pretrained | None, tuple[str, ...]]:
+    """Whether ``model.path`` is read shard by shard, or its files need what only transformers' own loader does.
+
+    Args:
+        skeleton: The model on the meta device.
+        config: The run's settings, with ``model.path``.
+        tokenizer: The model's.
+        directory: What ``resolve_model`` made of ``model.path``; None: it is resolved here.
+
+    Returns:
+        The skeleton and the weights to shard it with; or the loaded model, None, and a note that says so.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+        ModelError: Transformers cannot load it either.
+    """
+    assert config.model.path is not None, "called for model.path only"
+    directory = directory or resolve_model(config.model.path)
+    weights = Pretrained(directory)
+    converted = converted_names(skeleton, weights.names())
+    reason = f"transformers converts {len(converted)} of its tensors ({converted[0]}, …)" if converted else None
+    reason = reason or weights.misfit(skeleton)
+    if reason is None:
+        return skeleton, weights, ()
+    return _load_whole(config, tokenizer, directory), None, (_loaded_whole(config, reason),)
+
+
+def _load_whole(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedModel:
+    settings = config.model
+    return load_model(directory, tokenizer, model_class=settings.model_class, attention=settings.attn_implementation)
+
+
+def _loaded_whole(config: RunConfig, reason: str) -> str:
+    return f"{config.model.path} was loaded whole on every rank, not shard by shard: {reason}"
+
+
+def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
+    """The model with the changes that need no weights, in place."""
+    if config.model.attention_dropout is not None:
+        set_attention_dropout(model, config.model.attention_dropout)
+    if refuses_fp16(config):
+        require_fp16_fit(model.config.model_type)
+    if config.training.fused_cross_entropy:
+        fuse_head(model)
+    return model
+
+
+def _adapted(ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> ReadyModel:
+    """The model with its adapter, if it is to have one."""
+    settings = config.model.adapter
+    if settings is None:
+        return ready
+    _check_adapter(config, causal=is_causal(ready.model))
+    assert config.model.path is not None, "prepare_model refuses an adapter of a new model"
+    spec = AdapterSpec(base=config.model.path, **dict(settings))
+    adapted, notes = add_adapter(ready.model, spec, seed=config.seed), ready.notes
+    weights: WeightSource | None = ready.weights
+    if adapted.lacking is not None:
+        reason = f"peft computes {adapted.lacking} from its weights"
+        notes = (*notes, _loaded_whole(config, reason))
+        whole = _changed(_load_whole(config, tokenizer, directory), config)
+        adapted, weights = add_adapter(whole, spec, seed=config.seed), None
+    elif isinstance(weights, Pretrained):
+        weights = AdaptedWeights(weights, adapted.values)
+    _require_fused(adapted.model, config)
+    share = adapted.trainable / adapted.total
+    trained = (
+        f"{settings.type} adapter: {adapted.trainable:,} of {adapted.total:,} parameters are trained ({share:.3%})"
+    )
+    return ReadyModel(adapted.model, weights, (*notes, trained))
+
+
+def _require_fused(model: nn.Module, config: RunConfig) -> None:
+    if config.training.fused_cross_entropy and fused_head_of(model) is None:
+        raise ModelError(
+            "The adapter changes the output layer, in which fused_cross_entropy computes the loss; leave out one."
+        )
+
+
+def _check_adapter(config: RunConfig, *, causal: bool) -> None:
+    """Refuse what peft computes wrongly.
+
+    Raises:
+        ConfigError: The adapter does not go with another setting.
+    """
+    assert config.model.adapter is not None, "called where there is one"
+    kind, training = config.model.adapter.type, config.training
+    if kind in ("prompt", "prefix") and training.packing:
+        raise ConfigError(
+            f"A {kind} adapter does not go with training.packing: its vectors come before the first row of a sequence "
+            "only. Set packing: false."
+        )
+    if kind == "prefix" and training.gradient_checkpointing:
+        raise ConfigError(
+            "A prefix adapter does not go with gradient_checkpointing: transformers takes the prefix for a cache, and "
+            "leaves it out. Set one of them aside."
+        )
+    if kind == "prompt" and causal and training.eval_strategy != "no" and training.per_device_eval_batch_size > 1:
+        raise ConfigError(
+            "A prompt adapter of a decoder-only model writes other text where its input is padded, because peft counts "
+            "padding as positions. Set per_device_eval_batch_size to 1, so that nothing is padded, or take prefix."
+        )
+
+
+def shard_model(
+    model: nn.Module,
+    config: RunConfig,
+    comm: Comm,
+    device: torch.device | None = None,
+    weights: WeightSource | None = None,
+) -> None:
+    """Shard a model in place as the settings say; on every rank together.
+
+    Args:
+        model: On the CPU or the meta device.
+        config: The run's settings.
+        comm: The ranks to shard over.
+        device: Where shards live; None: the ranks' device.
+        weights: What the shards are filled with; None: the model's own values, or initial ones.
+
+    Raises:
+        UserError: Wrapping, precision or weights do not fit the model.
+    """
+    try:
+        _shard(model, config, comm, device or comm.device, weights)
+        check_wrapped(model)
+    except WrapError as error:
+        raise WrapError(_in_the_run_files_words(str(error), config)) from error
+
+
+def _in_the_run_files_words(text: str, config: RunConfig) -> str:
+    """What the engine says of wrapping, with the remedies of a run file."""
+    size = config.sharding.wrap
+    own = {ONE_UNIT: "set sharding.wrap: none", BY_CLASS: "sharding.wrap: [Block, ...]"}
+    if isinstance(size, int):
+        own[f"MinNumel({size:,})"] = f"sharding.wrap: {size}"
+    for theirs, ours in own.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
+def _shard(model: nn.Module, config: RunConfig, comm: Comm, device: torch.device, weights: WeightSource | None) -> None:
+    settings = config.sharding
+    strategy = ShardingStrategy(settings.strategy)
+    compute = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
+    fully_shard(
+        model,
+        machine_axes(comm, config.nproc) if strategy.needs_two_axes else comm,
+        wrap=_wrap_policy(settings.wrap),
+        strategy=strategy,
+        mp_policy=MixedPrecision() if compute is None else MixedPrecision(param=compute, reduce="float32"),
+        prefetch=BackwardPrefetch(settings.prefetch),
+        offload_policy=CPUOffload() if settings.cpu_offload else None,
+        frozen=settings.frozen,
+        device=device,
+        weights=weights,
+    )
+
+
+def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
+    """The engine's policy for ``sharding.wrap``."""
+    if isinstance(wrap, tuple):
+        return TransformerBlocks(wrap)
+    if isinstance(wrap, int):
+        return MinNumel(wrap)
+    return None if wrap == "none" else wrap
+
+
+def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> nn.Module:
+    """The model without its weights, on the meta device, with its adapter: for a look at its units; any process.
+
+    Args:
+        config: The run's settings.
+        tokenizer: The model's.
+        directory: What ``resolve_model`` made of ``model.path``; None: it is resolved here.
+
+    Raises:
+        UserError: The model cannot be built, or the settings do not fit it.
+    """
+    with torch.device("meta"):
+        model = _changed(make_model(config, tokenizer, directory), config)
+    settings = config.model.adapter
+    if settings is not None:
+        _check_adapter(config, causal=is_causal(model))
+        spec = AdapterSpec(base=str(config.model.path), **dict(settings))
+        model = add_adapter(model, spec, seed=config.seed).model
+        _require_fused(model, config)
+    _equip(model, config)
+    return model
+
+
+def refuses_fp16(config: RunConfig) -> bool:
+    """Whether the model must be one that is known to fit in fp16."""
+    return config.training.precision == "fp16" and not config.training.allow_fp16
+
+
+def make_scaler(config: RunConfig, device: torch.device) -> ShardedGradScaler | None:
+    """What scales the loss in fp16; None in other precisions. Its ``state_dict()`` holds plain numbers."""
+    return ShardedGradScaler(device.type) if config.training.precision == "fp16" else None
+
+
+def make_objective(config: RunConfig) -> Objective:
+    """What training minimises."""
+    return Objective(config.training.label_smoothing_factor, config.training.z_loss)

@@ -1,0 +1,186 @@
+"""The optimizers that a run can choose: how each is made, and how many bytes its state takes, known from the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.config import RunConfig, TrainingConfig
+from fullshard.errors import ConfigError
+from fullshard.layout import ShardMeta, by_block
+from fullshard.optim.adafactor.adafactor import Adafactor
+from fullshard.optim.adafactor.matrices import matrices_of
+from fullshard.optim.groups import decay_groups
+from fullshard.optim.lowbit.adamw_8bit import SMALLEST, AdamW8bit
+from fullshard.optim.lowbit.adamw_bf16 import AdamWBF16
+from fullshard.optim.lowbit.blockwise import BLOCK
+from fullshard.optim.muon.muon import Muon
+from fullshard.optim.muon.muon_groups import muon_groups
+from fullshard.optim.shards import meta_of
+
+Groups = list[dict[str, Any]]
+
+_FP32 = 4
+"""Bytes of a number, and of a count of steps that is a tensor: shards are fp32 in every precision."""
+
+_TABLES = 2 * 256 * _FP32
+"""What 8-bit codes stand for, once for all parameters."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One of the optimizers.
+
+    Attributes:
+        title: What people call it.
+        make: The optimizer of such groups as ``_groups`` gives.
+        state_bytes: Bytes of state that this rank holds for such groups.
+    """
+
+    title: str
+    make: Callable[[Groups, RunConfig], Optimizer]
+    state_bytes: Callable[[Groups], int]
+
+
+def make_optimizer(model: nn.Module, config: RunConfig) -> Optimizer:
+    """The optimizer of a run, over all trainable parameters in the same order on every rank; every rank calls it.
+
+    As in Hugging Face's Trainer, vectors (biases, norms) do not decay.
+
+    Args:
+        model: The sharded model.
+        config: The run's settings.
+
+    Raises:
+        ConfigError: Nothing is trainable.
+    """
+    return _KINDS[config.training.optimizer].make(_groups(model, config.training), config)
+
+
+def optimizer_title(name: str) -> str:
+    """What people call ``training.optimizer``."""
+    return _KINDS[name].title
+
+
+def expected_state_bytes(model: nn.Module, config: RunConfig) -> int:
+    """Bytes of optimizer state that this rank holds after a step with all gradients; no communication.
+
+    Args:
+        model: The sharded model, which may be on the meta device.
+        config: The run's settings.
+
+    Raises:
+        ConfigError: Nothing is trainable.
+    """
+    return _KINDS[config.training.optimizer].state_bytes(_groups(model, config.training))
+
+
+def held_state_bytes(optimizer: Optimizer, device: torch.device | None = None) -> int:
+    """Bytes of optimizer state that this rank holds; a tensor that several parameters share counts once.
+
+    Args:
+        optimizer: Any of torch's.
+        device: Count only what is there; None: everywhere.
+    """
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and device in (None, v.device)]
+    return sum({(tensor.data_ptr(), tensor.nbytes): tensor.nbytes for tensor in tensors}.values())
+
+
+def _groups(model: nn.Module, settings: TrainingConfig) -> Groups:
+    """The trainable parameters with their options, the same on every rank; none of the groups is empty."""
+    if settings.optimizer != "muon":
+        return decay_groups(model, settings.weight_decay)
+    groups = muon_groups(model, weight_decay=settings.weight_decay)
+    trainable = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    if not any(group["params"] for group in trainable):
+        raise ConfigError("The model has no trainable parameters.")
+    return [group for group in trainable if group["params"]]
+
+
+def _held(groups: Groups) -> Iterator[tuple[dict[str, Any], ShardMeta, int]]:
+    """Each parameter of which this rank holds elements: its group, its place, and how many."""
+    for group in groups:
+        for meta in map(meta_of, group["params"]):
+            start, stop = meta.element_range
+            if stop > start:
+                yield group, meta, stop - start
+
+
+def _adam_options(settings: TrainingConfig) -> dict[str, Any]:
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    return {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
+
+
+def _adamw(groups: Groups, config: RunConfig) -> Optimizer:
+    return torch.optim.AdamW(groups, fused=True, **_adam_options(config.training))
+
+
+def _adamw_bytes(groups: Groups) -> int:
+    return sum(2 * _FP32 * numel + _FP32 for _, _, numel in _held(groups))
+
+
+def _adafactor(groups: Groups, config: RunConfig) -> Optimizer:
+    rate = config.training.learning_rate
+    # With a learning rate as Hugging Face's Trainer makes it, without one as T5 was trained.
+    return Adafactor(groups, lr=rate, scale_parameter=rate is None, relative_step=rate is None)
+
+
+def _adafactor_bytes(groups: Groups) -> int:
+    def numbers(meta: ShardMeta, numel: int) -> int:
+        matrices, shape = matrices_of(meta), meta.global_shape
+        if matrices is None:
+            return numel
+        return matrices.part_of_rows(shape[:-1]).numel + matrices.part_of_columns((*shape[:-2], shape[-1])).numel
+
+    return sum(_FP32 * numbers(meta, numel) + _FP32 for _, meta, numel in _held(groups))
+
+
+def _muon(groups: Groups, config: RunConfig) -> Optimizer:
+    settings = config.training
+    assert settings.learning_rate is not None, "the schema asks for one"
+    return Muon(
+        groups,
+        lr=settings.learning_rate,
+        adjust_lr_fn="match_rms_adamw",
+        adamw_betas=(settings.adam_beta1, settings.adam_beta2),
+        adamw_eps=settings.adam_epsilon,
+    )
+
+
+def _muon_bytes(groups: Groups) -> int:
+    return sum(_FP32 * numel if group["use_muon"] else 2 * _FP32 * numel + _FP32 for group, _, numel in _held(groups))
+
+
+def _adamw_8bit(groups: Groups, config: RunConfig) -> Optimizer:
+    return AdamW8bit(groups, **_adam_options(config.training))
+
+
+def _adamw_8bit_bytes(groups: Groups) -> int:
+    narrow = [(meta, numel) for _, meta, numel in _held(groups) if meta.placement.numel >= SMALLEST]
+    wide = [numel for _, meta, numel in _held(groups) if meta.placement.numel < SMALLEST]
+    codes = sum(2 * (numel + _FP32 * by_block(meta, BLOCK).numel) for meta, numel in narrow)
+    return codes + (_TABLES if narrow else 0) + 2 * _FP32 * sum(wide)
+
+
+def _adamw_bf16(groups: Groups, config: RunConfig) -> Optimizer:
+    return AdamWBF16(groups, seed=config.seed, **_adam_options(config.training))
+
+
+def _adamw_bf16_bytes(groups: Groups) -> int:
+    return sum(2 * 2 * numel + _FP32 for _, _, numel in _held(groups))
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "adamw": _Kind("AdamW", _adamw, _adamw_bytes),
+    "adafactor": _Kind("Adafactor", _adafactor, _adafactor_bytes),
+    "muon": _Kind("Muon", _muon, _muon_bytes),
+    "adamw_8bit": _Kind("8-bit AdamW", _adamw_8bit, _adamw_8bit_bytes),
+    "adamw_bf16": _Kind("AdamW with bf16 state", _adamw_bf16, _adamw_bf16_bytes),
+}
+"""By what ``training.optimizer`` calls them."""

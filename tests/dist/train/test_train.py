@@ -1,0 +1,144 @@
+"""Whole training runs through the command line, on two gloo processes, which exchange matrices for Muon."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from fullshard.launch import launch
+from support.tiny_run import read_jsonl, write_run_file
+
+pytestmark = pytest.mark.dist
+
+FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
+FAULTY_RANK = Path(__file__).parents[2] / "support" / "faulty_rank.py"
+
+
+def environment(**changes):
+    """This process's, one thread a rank, without another launcher's variables."""
+    values = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return values | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+
+
+@pytest.fixture(scope="module")
+def own_ranks(tmp_path_factory):
+    """A run that the program launches by itself."""
+    directory = tmp_path_factory.mktemp("own")
+    run_file = write_run_file(directory, training__optimizer="muon")
+    done = subprocess.run(
+        [*FULLSHARD, "train", str(run_file), "--json"], capture_output=True, text=True, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return directory / "out", done
+
+
+@pytest.fixture(scope="module")
+def joined_ranks(tmp_path_factory):
+    """The same run, its ranks started as torchrun starts them, with the same files in another place."""
+    directory = tmp_path_factory.mktemp("joined")
+    run_file = write_run_file(directory, training__optimizer="muon")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [*FULLSHARD, "train", str(run_file)],
+            env=environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE="2",
+                LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    return directory / "out", outputs
+
+
+def test_json_on_standard_output_is_the_summary(own_ranks):
+    out, done = own_ranks
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((out / "summary.json").read_text())
+    assert summary["metric"] == "exact_match"
+    assert summary["world_size"] == 2
+    assert summary["steps"] == 4
+    assert len(summary["peak_bytes_per_rank"]) == 2
+    assert min(summary["peak_bytes_per_rank"]) > 0
+    assert {"value", "baseline", "train_seconds", "tokens_per_second"} <= summary.keys()
+    assert "units over 2 ranks" in done.stderr
+    assert "step 4/4" in done.stderr
+
+
+def test_every_held_out_row_is_predicted_once(own_ranks):
+    out, _ = own_ranks
+    sources = [record["input"] for record in read_jsonl(out / "predictions.jsonl")]
+    assert [source.split()[-1] for source in sources] == [str(row) for row in range(25, 32)]
+
+
+def test_the_saved_model_gives_the_reported_loss(own_ranks):
+    out, done = own_ranks
+    model = AutoModelForSeq2SeqLM.from_pretrained(out).eval()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    total = count = 0
+    for row in read_jsonl(out / "predictions.jsonl"):
+        source = tokenizer(row["input"], return_tensors="pt", truncation=True, max_length=12).input_ids
+        target = row["references"][0]
+        labels = tokenizer(text_target=target, return_tensors="pt", truncation=True, max_length=8).input_ids
+        with torch.no_grad():
+            total += model(input_ids=source, labels=labels).loss.item() * labels.numel()
+            written = model.generate(input_ids=source, max_new_tokens=4, do_sample=False)
+        count += labels.numel()
+        assert tokenizer.batch_decode(written, skip_special_tokens=True)[0].strip() == row["prediction"]
+    assert total / count == pytest.approx(json.loads(done.stdout)["loss"], rel=1e-5)
+
+
+def test_the_same_run_twice_is_the_same_to_the_bit_whoever_launches_it(own_ranks, joined_ranks):
+    runs = [directory for directory, _ in (own_ranks, joined_ranks)]
+    # When a checkpoint is on the disk is a matter of time.
+    metrics = [read_jsonl(directory / "metrics.jsonl") for directory in runs]
+    records = [[record for record in some if record["kind"] != "checkpoint"] for some in metrics]
+    for name in ("kind", "step", "loss", "grad_norm", "learning_rate", "tokens", "value", "is_best"):
+        assert [record.get(name) for record in records[0]] == [record.get(name) for record in records[1]]
+    ours, theirs = (load_file(directory / "model.safetensors") for directory in runs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_only_rank_0_speaks(joined_ranks):
+    _, outputs = joined_ranks
+    assert "model saved in" in outputs[0]
+    assert outputs[1] == ""
+
+
+def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, capfd):
+    failure = launch([sys.executable, str(FAULTY_RANK), "raise", str(write_run_file(tmp_path))], nproc=2)
+    assert (failure.rank, failure.exit_code) == (1, 1)
+    assert failure.text().startswith("Rank 1 failed first:\nTraceback (most recent call last):\n")
+    assert failure.text().endswith("RuntimeError: the fault of rank 1")
+    assert "Traceback" not in capfd.readouterr().err  # ranks leave it to the launcher
+    assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) >= 2
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_run(tmp_path):
+    failure = launch([sys.executable, str(FAULTY_RANK), "kill", str(write_run_file(tmp_path))], nproc=2)
+    assert failure.rank == 1
+    assert "SIGKILL" in failure.text()
+    assert failure.exit_code == 137
+    # The first epoch's model was committed before; the second's was not.
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "best")
+    assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -1,0 +1,747 @@
+"""``FullyShardedDataParallel`` on ranks as threads: what it computes and what its methods say."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
+from torch import nn
+from torch.distributed import fsdp as theirs
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers.models.t5.modeling_t5 import T5Block
+
+from fullshard.compat.torch_fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CustomPolicy,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardedGradScaler,
+    ShardingStrategy,
+    apply_activation_checkpointing,
+    enable_wrap,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP
+from fullshard.compat.torch_fsdp.wrap import wrap
+from fullshard.errors import ConfigError, MismatchError, ShardingError, WrapError
+from fullshard.layout.sharded import ShardMeta
+from fullshard.testing import run_ranks
+from support.models import Block, TinyLM, batches, lm_loss, seq2seq_loss, t5
+from support.parity import ROWS_PER_RANK, assert_same_run, optimizer_for, replicas, train_unsharded
+
+STEPS = 3
+BLOCKS = ModuleWrapPolicy({Block})
+T5_BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})
+
+
+def pair_of_groups(comm):
+    """Of 4 ranks, this rank's (shard, replicate)."""
+    return comm.split([[0, 1], [2, 3]]), comm.split([[0, 2], [1, 3]])
+
+
+def train(model, comm, loss_of, data):
+    """As a script of torch's tutorials does it: losses, norms and final weights."""
+    optimizer, losses, norms = optimizer_for(model), [], []
+    for tokens in data:
+        loss = loss_of(model, tokens[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK])
+        loss.backward()
+        norms.append(model.clip_grad_norm_(1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().reshape(1).clone()
+        comm.all_reduce(mean).wait()
+        losses.append(mean.item() / comm.size)
+    with FSDP.summon_full_params(model):
+        weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return losses, norms, weights
+
+
+def assert_as_unsharded(make, loss_of, wrapped, ranks=2):
+    reference, models = replicas(make, ranks)
+    data = batches(STEPS, ranks * ROWS_PER_RANK)
+    plain = train_unsharded(reference, loss_of, data)
+    for run in run_ranks(ranks, lambda comm: train(wrapped(models[comm.rank], comm), comm, loss_of, data)):
+        assert_same_run(run, plain)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"auto_wrap_policy": BLOCKS},
+        {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "backward_prefetch": None},
+        {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"auto_wrap_policy": BLOCKS, "backward_prefetch": BackwardPrefetch.BACKWARD_POST, "forward_prefetch": True},
+        {"auto_wrap_policy": BLOCKS, "cpu_offload": CPUOffload(offload_params=True), "use_orig_params": True},
+        {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=500)},
+    ],
+    ids=["one unit", "blocks", "shard_grad_op", "no_shard", "prefetch", "offload", "size"],
+)
+def test_a_wrapped_model_trains_as_the_unsharded_one(arguments):
+    assert_as_unsharded(TinyLM, lm_loss, lambda model, comm: FSDP(model, comm, **arguments))
+
+
+def test_t5_with_its_shared_embedding_trains_as_the_unsharded_one():
+    def wrapped(model, comm):
+        model = FSDP(model, comm, auto_wrap_policy=T5_BLOCKS, device_id=torch.device("cpu"))
+        assert len(FSDP.fsdp_modules(model)) == 1 + 4
+        return model
+
+    assert_as_unsharded(t5, seq2seq_loss, wrapped)
+
+
+def test_adapters_on_t5_with_pefts_policy_train_as_the_unsharded_ones():
+    def adapted():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft uses names that transformers renamed
+            config = LoraConfig(r=4, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM", init_lora_weights="gaussian")
+            model = get_peft_model(t5(), config)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(param, std=0.1)
+        return model
+
+    def wrapped(model, comm):
+        policy = fsdp_auto_wrap_policy(model)
+        model = FSDP(model, comm, auto_wrap_policy=policy)
+        assert any(isinstance(one.module, T5Block) for one in FSDP.fsdp_modules(model))
+        assert model.peft_config is model.module.peft_config
+        return model
+
+    assert_as_unsharded(adapted, seq2seq_loss, wrapped)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
+def test_a_pair_of_groups_shards_inside_the_first_and_replicates_over_the_second(strategy):
+    def wrapped(model, comm):
+        pair = pair_of_groups(comm)
+        model = FSDP(model, pair, sharding_strategy=strategy, auto_wrap_policy=BLOCKS)
+        assert model.world_size == 4
+        assert all(param.shard_comm is pair[0] for param in model.parameters())
+        return model
+
+    assert_as_unsharded(TinyLM, lm_loss, wrapped, ranks=4)
+
+
+def by_hand(model, comm):
+    for index in (0, 2):
+        model.blocks[index] = FSDP(model.blocks[index], comm)
+    model.blocks[1].up = FSDP(model.blocks[1].up, comm, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    return model
+
+
+@pytest.mark.parametrize("policy", [None, BLOCKS, functools.partial(size_based_auto_wrap_policy, min_num_params=1)])
+def test_a_model_wrapped_by_hand_inside_trains_as_the_unsharded_one(policy):
+    def wrapped(model, comm):
+        inner = by_hand(model, comm).blocks[0]
+        assert inner.check_is_root()
+        model = FSDP(model, comm, auto_wrap_policy=policy)
+        assert not inner.check_is_root()
+        assert FSDP.fsdp_modules(model, root_only=True) == [model]
+        assert model.blocks[0] is inner
+        return model
+
+    assert_as_unsharded(TinyLM, lm_loss, wrapped)
+
+
+class Two(nn.Module):
+    """Two models under a module that is not wrapped."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_each_outermost_wrapper_is_a_root_of_its_own_under_a_plain_module():
+    reference, models = replicas(Two, 2)
+    torch.manual_seed(3)
+    data = torch.randn(4, 6)
+    reference(data).square().mean().backward()
+    reference.eval()
+
+    def work(comm):
+        model = models[comm.rank]
+        model.first = FSDP(model.first, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        model.second = FSDP(model.second, comm)
+        assert FSDP.fsdp_modules(model, root_only=True) == [model.first, model.second]
+        model(data).square().mean().backward()
+        for one in (model.first, model.second):
+            with FSDP.summon_full_params(one, with_grads=True):
+                yielded = {name: p.grad.clone() for name, p in one.named_parameters()}
+            expected = getattr(reference, "first" if one is model.first else "second")
+            for name, param in expected.named_parameters():
+                torch.testing.assert_close(yielded[name], param.grad)
+        state = model.state_dict()
+        assert state.keys() == reference.state_dict().keys()
+        torch.testing.assert_close(state, dict(reference.state_dict()))
+        doubled = {name: value * 2 for name, value in state.items()}
+        model.load_state_dict(doubled)
+        torch.testing.assert_close(model.state_dict(), doubled)
+        del doubled["first.0.weight"]
+        assert model.load_state_dict(doubled, strict=False).missing_keys == ["first.0.weight"]
+        with pytest.raises(RuntimeError, match=r"first\.other"):
+            model.load_state_dict(state | {"first.other": data})
+
+    run_ranks(2, work)
+
+
+def test_wrap_inside_enable_wrap_wraps_while_the_model_is_built():
+    class Built(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = wrap(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+            self.two = wrap(nn.Linear(4, 4))
+            self.three = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.three(self.two(self.one(x)))
+
+    def make(comm):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            if comm is None:
+                return Built()
+            with enable_wrap(wrapper_cls=FSDP, process_group=comm, sync_module_states=True):
+                return wrap(Built())
+
+    expected = make(None)(torch.ones(2, 4))
+
+    def work(comm):
+        model = make(comm)
+        assert model.one.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+        assert [one.check_is_root() for one in FSDP.fsdp_modules(model)] == [True, False, False]
+        return model(torch.ones(2, 4)).shape
+
+    assert run_ranks(2, work) == [expected.shape] * 2
+
+
+def test_a_custom_policy_gives_units_their_own_strategy_and_dtypes():
+    _, models = replicas(TinyLM, 2)
+    seen = {}
+
+    def policy_for(model):
+        def choose(module):
+            if module is model.blocks[1]:
+                return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+            if module is model.blocks[2]:
+                return {"mixed_precision": MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True)}
+            return module in set(model.blocks)
+
+        return CustomPolicy(choose)
+
+    def work(comm):
+        model = models[comm.rank]
+        blocks = list(model.blocks)
+        mixed = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+        wrapped = FSDP(model, comm, auto_wrap_policy=policy_for(model), mixed_precision=mixed)
+        for index, block in enumerate(blocks):
+            block.up.register_forward_hook(
+                lambda m, args, out, index=index: seen.__setitem__(index, (args[0].dtype, out.dtype))
+            )
+        lm_loss(wrapped, batches(1, 2)[0]).backward()
+        return [unit.policy.strategy.name for unit in wrapped.module._fullshard_runtime.units]
+
+    units = run_ranks(2, work)
+    assert units == [["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD"]] * 2
+    assert {index: dtypes[1] for index, dtypes in seen.items()} == {
+        0: torch.bfloat16,
+        1: torch.bfloat16,
+        2: torch.float32,
+        3: torch.bfloat16,
+    }
+
+
+def test_a_custom_policy_cannot_change_what_is_the_whole_models():
+    def work(comm):
+        policy = CustomPolicy(lambda module: {"backward_prefetch": None} if isinstance(module, Block) else False)
+        with pytest.raises(ConfigError, match="gives Block its own backward_prefetch"):
+            FSDP(TinyLM(), comm, auto_wrap_policy=policy)
+
+    run_ranks(1, work)
+
+
+# Attributes and items
+
+
+def test_attributes_items_and_names_are_those_of_the_wrapped_module():
+    _, models = replicas(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), 2)
+
+    def work(comm):
+        model = models[comm.rank]
+        model.label = "mine"
+        wrapped = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        assert wrapped.module is model
+        assert wrapped.label == "mine"
+        assert isinstance(wrapped[0], FSDP)
+        assert isinstance(wrapped[0].module, nn.Linear)
+        assert wrapped[0].in_features == 3
+        assert list(wrapped) == [wrapped[0], wrapped[1], wrapped[2]]
+        with pytest.raises(TypeError, match="len"):
+            len(wrapped)
+        with pytest.raises(AttributeError, match="no attribute 'missing'"):
+            _ = wrapped.missing
+        assert [name for name, _ in wrapped.named_parameters()][:2] == ["0.weight", "0.bias"]
+        assert next(name for name, _ in wrapped.named_buffers("m")) == "m.1.running_mean"
+        assert {p.shard_meta.name for p in wrapped.parameters()} >= {"0.weight", "2.bias"}
+        assert (wrapped.rank, wrapped.world_size) == (comm.rank, 2)
+        return repr(wrapped)
+
+    shown = run_ranks(2, work)[0]
+    assert shown.splitlines()[:4] == [
+        "FullyShardedDataParallel(",
+        "  (_fsdp_wrapped_module): Sequential(",
+        "    (0): FullyShardedDataParallel(",
+        "      (_fsdp_wrapped_module): Linear(in_features=3, out_features=4, bias=True)",
+    ]
+    assert shown.splitlines()[-2:] == ["  )", ")"]
+
+
+def test_a_module_at_two_places_has_one_wrapper():
+    def work(comm):
+        shared = nn.Linear(3, 3)
+        model = FSDP(nn.Sequential(shared, nn.Sequential(shared)), comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        assert model[0] is model[1][0]
+        model(torch.ones(1, 3)).sum().backward()
+
+    run_ranks(1, work)
+
+
+def test_a_module_without_parameters_is_wrapped_and_does_nothing():
+    def work(comm):
+        model = FSDP(nn.Sequential(FSDP(nn.ReLU(), comm), nn.Linear(2, 2)), comm)
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+        assert FSDP(nn.ReLU(), comm)(-torch.ones(1)).item() == 0.0
+
+    run_ranks(1, work)
+
+
+# A step
+
+
+def test_no_sync_accumulates_as_a_larger_batch():
+    reference, models = replicas(TinyLM, 2)
+    (tokens,) = batches(1, 8)
+    (sum(lm_loss(reference, part) for part in tokens.chunk(4)) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf")).item()
+
+    def work(comm):
+        model = FSDP(models[comm.rank], comm, auto_wrap_policy=BLOCKS)
+        first, second = tokens.chunk(4)[2 * comm.rank : 2 * comm.rank + 2]
+        with model.no_sync():
+            lm_loss(model, first).backward()
+        assert all(param.grad is None for param in model.parameters())
+        lm_loss(model, second).backward()
+        with pytest.raises(ShardingError, match="no_sync\\(\\) is of the outermost wrapper"), model.blocks[0].no_sync():
+            pass
+        with pytest.raises(ShardingError, match="clip_grad_norm_"):
+            model.blocks[0].clip_grad_norm_(1.0)
+        return model.clip_grad_norm_(float("inf")).item(), model.clip_grad_norm_(0.5, "inf").item()
+
+    expected = max(p.grad.abs().max().item() for p in reference.parameters() if p.grad is not None)
+    for found, largest in run_ranks(2, work):
+        assert found == pytest.approx(norm, rel=1e-5)
+        assert largest == pytest.approx(expected, rel=1e-5)
+
+
+def test_ignored_modules_and_parameters_stay_as_they_are():
+    _, models = replicas(Two, 2)
+
+    def work(comm):
+        model = models[comm.rank]
+        norm, bias = model.second[1], model.first[0].bias
+        mixed = MixedPrecision(buffer_dtype=torch.float64)
+        model.first = FSDP(model.first, comm, ignored_states=[bias])
+        model = FSDP(model, comm, ignored_modules=[norm], mixed_precision=mixed)
+        assert isinstance(model.module.first.module[0].bias, nn.Parameter)
+        assert model.module.first.module[0].bias is bias
+        assert bias.shape == (8,)
+        assert norm.running_mean.dtype == torch.float32
+        sharded = {name for name, param in model.named_parameters() if hasattr(param, "shard_meta")}
+        assert sharded == {"first.0.weight", "first.2.weight", "first.2.bias"} | {
+            f"second.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")
+        }
+        model(torch.ones(4, 6)).sum().backward()
+
+    run_ranks(2, work)
+
+
+def test_what_cannot_be_ignored_is_refused():
+    def work(comm):
+        model = Two()
+        model.first = FSDP(model.first, comm)
+        with pytest.raises(WrapError, match="wrapped itself"):
+            FSDP(model, comm, ignored_modules=[model.first])
+        with pytest.raises(ConfigError, match="leave out ignored_modules"):
+            FSDP(model, comm, ignored_modules=[], ignored_states=[])
+        with pytest.raises(ConfigError, match="got Linear, Parameter"):
+            FSDP(model, comm, ignored_states=[model.second[0], model.second[2].bias])
+
+    run_ranks(1, work)
+
+
+def test_apply_sees_full_parameters_inner_modules_first():
+    _, models = replicas(TinyLM, 2)
+    seen = [[], []]
+
+    def work(comm):
+        model = FSDP(models[comm.rank], comm, auto_wrap_policy=BLOCKS)
+
+        def fill(module):
+            seen[comm.rank].append(type(module).__name__)
+            if isinstance(module, nn.Linear):
+                assert module.weight.shape == (module.out_features, module.in_features)
+                with torch.no_grad():
+                    module.weight.fill_(0.5)
+
+        assert model.apply(fill) is model
+        return {p.shard_meta.name for p in model.parameters() if p.numel() and bool((p == 0.5).all())}
+
+    changed = set.union(*run_ranks(2, work))
+    assert {f"blocks.{i}.{name}.weight" for i in range(4) for name in ("up", "down", "side")} <= changed
+    for names in seen:
+        assert names[0] == "Embedding"
+        assert names.index("Block") == names.index("FullyShardedDataParallel") - 1
+        assert names[-2:] == ["TinyLM", "FullyShardedDataParallel"]
+
+
+# Precision
+
+
+class Seen(nn.Module):
+    """Notes the dtypes that its parts see."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.register_buffer("scale", torch.ones(4))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(("root", x.dtype, self.scale.dtype))
+        return self.inner(x.float())
+
+    def watch(self):
+        for module in self.inner:
+            module.forward = functools.partial(self.note, module, module.forward)
+        return self
+
+    def note(self, module, forward, x):
+        self.seen.append((type(module).__name__, x.dtype, module.weight.dtype))
+        return forward(x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "root", "linear"),
+    [
+        ({}, torch.bfloat16, None),
+        ({"cast_forward_inputs": True}, torch.bfloat16, torch.bfloat16),
+        ({"cast_forward_inputs": True, "cast_root_forward_inputs": False}, torch.float32, torch.bfloat16),
+    ],
+    ids=["root", "all", "inner"],
+)
+def test_inputs_are_cast_where_torch_says(changes, root, linear):
+    _, models = replicas(Seen, 2)
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, **changes)
+
+    def work(comm):
+        model = FSDP(
+            models[comm.rank].watch(), comm, mixed_precision=mixed, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})
+        )
+        wrapped = {type(one.module).__name__ for one in FSDP.fsdp_modules(model)}
+        assert wrapped == {"Seen", "Sequential", "BatchNorm1d"}
+        if linear is None:
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(torch.ones(4, 4))
+        else:
+            model(torch.ones(4, 4)).float().sum().backward()
+            assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+        return model.seen
+
+    for seen in run_ranks(2, work):
+        assert seen[0] == ("root", root, torch.bfloat16)
+        assert seen[1] == ("Linear", linear or torch.float32, torch.bfloat16)
+        if linear is not None:
+            assert ("BatchNorm1d", torch.float32, torch.float32) in seen
+
+
+def test_without_a_wrap_policy_batch_norm_computes_in_the_low_dtype_as_in_torch():
+    def work(comm):
+        model = FSDP(Seen().watch(), comm, mixed_precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16))
+        model.module.forward = lambda x: model.module.inner(x)
+        model(torch.ones(4, 4))
+        return model.seen
+
+    assert ("BatchNorm1d", torch.bfloat16, torch.bfloat16) in run_ranks(1, work)[0]
+
+
+def test_low_precision_gradients_are_kept_where_that_is_asked_for():
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, keep_low_precision_grads=True)
+        model = FSDP(models[comm.rank], comm, mixed_precision=mixed, auto_wrap_policy=BLOCKS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            lm_loss(model, batches(1, 2)[0]).backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        assert {grad.dtype for grad in grads} == {torch.bfloat16}
+        assert model.clip_grad_norm_(1.0).isfinite()
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.step()
+        assert all(param.dtype == torch.float32 for param in model.parameters())
+        return sum(bool((a != b).any()) for a, b in zip(before, model.parameters(), strict=True))
+
+    assert min(run_ranks(2, work)) > 5
+
+
+# First values
+
+
+def test_sync_module_states_gives_every_rank_the_values_of_rank_0():
+    def build(rank, *, meta=False):
+        with torch.random.fork_rng(), torch.device("meta" if meta else "cpu"):
+            torch.manual_seed(rank)
+            model = TinyLM(layers=2)
+            model.register_buffer("table", torch.arange(3) + rank)
+            model.register_buffer("flag", torch.tensor(rank == 0))
+        return model
+
+    models = [build(0), build(1), build(2, meta=True)]
+    expected = {name: value.clone() for name, value in models[0].state_dict().items()}
+
+    def work(comm):
+        model = FSDP(models[comm.rank], comm, auto_wrap_policy=BLOCKS, sync_module_states=True)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    for state in run_ranks(3, work):
+        torch.testing.assert_close(state, expected, atol=0, rtol=0)
+
+    with pytest.raises(MismatchError, match="different values"):
+        run_ranks(2, lambda comm: FSDP(build(comm.rank), comm, auto_wrap_policy=BLOCKS))
+
+
+def test_sync_module_states_tells_ranks_with_other_buffers():
+    def work(comm):
+        model = nn.Linear(2, 2)
+        model.register_buffer("table", torch.zeros(2 + comm.rank))
+        FSDP(model, comm, sync_module_states=True)
+
+    with pytest.raises(MismatchError, match="different buffers"):
+        run_ranks(2, work)
+
+
+def empty_and_reset(module):
+    module.to_empty(device="cpu", recurse=False)
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def test_param_init_fn_initialises_units_of_the_meta_device_one_at_a_time():
+    called = [[], []]
+
+    def work(comm):
+        with torch.device("meta"):
+            model = TinyLM()
+        blocks = list(model.blocks)
+        largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+
+        def init(module):
+            called[comm.rank].append(module)
+            whole = sum(
+                p.numel()
+                for block in blocks
+                for p in block.parameters()
+                if not p.is_meta and not hasattr(p, "shard_meta")
+            )
+            assert whole <= largest  # of the unit that is initialised now
+            empty_and_reset(module)
+
+        wrapped = FSDP(model, comm, auto_wrap_policy=BLOCKS, param_init_fn=init)
+        assert model.head.weight is model.embed.weight
+        assert all(isinstance(p.shard_meta, ShardMeta) for p in wrapped.parameters())
+        lm_loss(wrapped, batches(1, 2)[0]).backward()
+        return {name: value.clone() for name, value in wrapped.state_dict().items()}
+
+    one, two = run_ranks(2, work)
+    torch.testing.assert_close(one, two, atol=0, rtol=0)
+    assert one["blocks.0.up.weight"].std() > 0.1
+    assert not torch.equal(one["blocks.0.up.weight"], one["blocks.1.up.weight"])
+    for modules in called:
+        assert len(set(modules)) == len(modules) == 25
+
+
+def test_param_init_fn_with_sync_initialises_and_rank_0_wins():
+    def work(comm):
+        torch.manual_seed(0)
+        with torch.device("meta" if comm.rank else "cpu"):
+            model = TinyLM(layers=2)
+        if comm.rank == 0:
+            with torch.no_grad():
+                for index, param in enumerate(model.parameters()):
+                    param.fill_(index)
+        wrapped = FSDP(
+            model,
+            comm,
+            auto_wrap_policy=BLOCKS,
+            sync_module_states=True,
+            param_init_fn=lambda m: m.to_empty(device="cpu", recurse=False),
+        )
+        return [value.unique().tolist() for value in wrapped.state_dict().values()]
+
+    one, two = run_ranks(2, work)
+    assert one == two
+    assert all(len(values) == 1 for values in one)
+
+
+def test_a_function_that_leaves_a_parameter_on_the_meta_device_is_told_so():
+    def work(comm):
+        with torch.device("meta"):
+            model = nn.Linear(2, 2)
+        FSDP(model, comm, param_init_fn=lambda _module: None)
+
+    with pytest.raises(WrapError, match=r"left weight as .* on meta"):
+        run_ranks(2, work)
+
+
+# The old spelling, refusals, the scaler
+
+
+def test_the_old_spelling_of_the_policy_is_taken_with_a_warning():
+    _, models = replicas(TinyLM, 1)
+
+    def work(comm):
+        with pytest.warns(FutureWarning, match="is called auto_wrap_policy"):
+            model = FSDP(models[0], comm, fsdp_auto_wrap_policy=BLOCKS)
+        with pytest.raises(ConfigError, match="old name"):
+            FSDP(TinyLM(), comm, auto_wrap_policy=BLOCKS, fsdp_auto_wrap_policy=BLOCKS)
+        return len(FSDP.fsdp_modules(model))
+
+    assert run_ranks(1, work) == [5]
+
+
+def test_what_cannot_be_done_is_refused_by_name():
+    def work(comm):
+        for arguments, text in (
+            ({"sharding_strategy": "FULL_SHARD"}, "sharding_strategy is one of"),
+            ({"backward_prefetch": 1}, "backward_prefetch is one of"),
+            ({"mixed_precision": torch.bfloat16}, "has no param_dtype"),
+            ({"cpu_offload": True}, "cpu_offload is CPUOffload"),
+            ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "two process groups"),
+            ({"device_mesh": object()}, "give one of them"),
+        ):
+            with pytest.raises(ConfigError, match=text):
+                FSDP(TinyLM(), comm, **arguments)
+        with pytest.raises(ConfigError, match="takes one group"):
+            FSDP(TinyLM(), (comm, comm))
+        with pytest.warns(UserWarning, match="ModuleList has no forward"):
+            model = FSDP(nn.ModuleList([nn.Linear(2, 2)]), comm)
+        with pytest.raises(ConfigError, match="register_comm_hook is not supported"):
+            model.register_comm_hook(None, lambda state, grad: None)
+
+    run_ranks(1, work)
+
+
+def test_the_scaler_takes_torchs_arguments_and_skips_on_all_ranks():
+    _, models = replicas(lambda: nn.Linear(64, 64, bias=False), 2)
+
+    def work(comm):
+        model = FSDP(models[comm.rank], comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = ShardedGradScaler("cpu", 8.0, 0.25, 3.0, 1, process_group=comm)
+        assert scaler.is_enabled()
+        scales = []
+        for spoilt in (False, True, False):
+            before = next(model.parameters()).detach().clone()
+            loss = model(torch.ones(1, 64)).sum()
+            scaler.scale(loss).backward()
+            if spoilt and comm.rank == 1:
+                next(model.parameters()).grad[0, 0] = float("inf")
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            assert torch.equal(before, next(model.parameters())) == spoilt
+        other = ShardedGradScaler()
+        other.load_state_dict(scaler.state_dict())
+        assert other.get_scale() == scaler.get_scale()
+        return scales
+
+    assert run_ranks(2, work) == [[24.0, 6.0, 18.0]] * 2
+
+
+def test_further_ranks_of_the_scalers_group_skip_too():
+    def work(comm):
+        solo, everyone = comm.split([[0], [1]]), comm
+        torch.manual_seed(0)
+        model = FSDP(nn.Linear(2, 2), solo)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=everyone)
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        if comm.rank == 1:
+            next(model.parameters()).grad[0, 0] = float("nan")
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert run_ranks(2, work) == [4.0, 4.0]
+
+
+def test_arguments_of_torchs_own_classes_are_taken():
+    def work(comm):
+        return (
+            FSDP(
+                TinyLM(),
+                comm,
+                sharding_strategy=theirs.ShardingStrategy.SHARD_GRAD_OP,
+                backward_prefetch=theirs.BackwardPrefetch.BACKWARD_POST,
+                mixed_precision=theirs.MixedPrecision(param_dtype=torch.bfloat16),
+                cpu_offload=theirs.CPUOffload(offload_params=False),
+                auto_wrap_policy=theirs.wrap.ModuleWrapPolicy({Block}),
+            )
+            .module._fullshard_runtime.units[1]
+            .policy
+        )
+
+    policy = run_ranks(1, work)[0]
+    assert (policy.strategy.name, policy.precision.param, policy.precision.reduce) == (
+        "SHARD_GRAD_OP",
+        "bfloat16",
+        "bfloat16",
+    )
+
+
+def test_no_sync_knows_a_root_whose_module_got_a_checkpoint_wrapper_afterwards():
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = FSDP(models[comm.rank], comm)
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, TinyLM))
+        with model.no_sync():
+            lm_loss(model, batches(1, 2)[0]).backward()
+        return all(param.grad is None for param in model.parameters())
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_torchs_getters_are_refused_for_the_optimizers_state():
+    _, copies = replicas(lambda: nn.Linear(4, 8), 2)
+
+    def work(comm):
+        model = FSDP(copies[comm.rank], process_group=comm)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert optimizer.state_dict()["state"]  # this rank's, as torch's
+        with pytest.raises(ShardingError, match=r"optim_state_dict\(model, optimizer\)"):
+            get_optimizer_state_dict(model, optimizer)
+
+    run_ranks(2, work)

@@ -1,0 +1,230 @@
+"""Units made by hand: bottom-up calls, names, groups of modules, and small neighbours merged by the engine."""
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import MixedPrecision, Named, ShardingStrategy, TransformerBlocks, fully_shard, units
+from fullshard.engine.setup import wrap
+from fullshard.errors import ProcessGroupError, ShardingError, WrapError
+from fullshard.testing import RecordingComm, run_ranks
+from support.models import KINDS, TinyLM, batches, lm_loss
+from support.parity import ROWS_PER_RANK, assert_same_run, optimizer_for, replicas, train_sharded, train_unsharded
+
+pytestmark = pytest.mark.parity
+
+SIZE = 2
+
+
+def bottom_up(model, comm, **options):
+    for block in model.blocks:
+        fully_shard(block, comm, **options)
+    return fully_shard(model, comm)
+
+
+def parity_of(kind, shard, steps=4, size=SIZE):
+    """Run ``kind`` sharded by ``shard(model, comm)`` beside the unsharded run."""
+    make, loss_of = KINDS[kind]
+    reference, models = replicas(make, size)
+    data = batches(steps, size * ROWS_PER_RANK)
+    plain = train_unsharded(reference, loss_of, data)
+
+    def work(comm):
+        model = shard(models[comm.rank], comm)
+        return train_sharded(model, comm, loss_of, data, sharded=True)
+
+    for run in run_ranks(size, work):
+        assert_same_run(run, plain)
+
+
+@pytest.mark.parametrize("kind", ["lm", "lm_two_forwards", "lm_checkpoint", "lm_checkpoint_reentrant"])
+def test_bottom_up_calls_give_the_unsharded_run(kind):
+    parity_of(kind, bottom_up)
+
+
+def test_bottom_up_calls_make_the_units_of_one_call():
+    def work(comm):
+        one = fully_shard(TinyLM(), comm, wrap=TransformerBlocks({"Block"}))
+        other = bottom_up(TinyLM(), comm)
+        names = [[p.shard_meta.name for p in model.parameters()] for model in (one, other)]
+        assert type(other.blocks[0]).__name__ == "Block"
+        assert not hasattr(other.blocks[0], "_fullshard_runtime")
+        return units(one), units(other), names
+
+    one, other, names = run_ranks(1, work)[0]
+    assert one == other
+    assert names[0] == names[1]
+
+
+def test_nested_calls_and_a_wrap_policy_in_between():
+    def shard(model, comm):
+        fully_shard(model.blocks[0].up, comm)
+        fully_shard(model.blocks[0], comm, wrap=None)
+        model = fully_shard(model, comm, wrap=TransformerBlocks({"Block"}))
+        assert [row.unit for row in units(model).rows] == [
+            "(root)", "blocks.0", "blocks.0.up", "blocks.1", "blocks.2", "blocks.3",
+        ]  # fmt: skip
+        return model
+
+    parity_of("lm", shard)
+
+
+def test_each_call_keeps_its_own_policies():
+    def work(comm):
+        ledger = RecordingComm(comm)
+        torch.manual_seed(0)
+        model = TinyLM()
+        fully_shard(model.blocks[0], ledger, mp_policy=MixedPrecision(param="bfloat16", output="float32"))
+        for block in model.blocks[1:]:
+            fully_shard(block, ledger, strategy=ShardingStrategy.SHARD_GRAD_OP)
+        model = fully_shard(model, ledger)
+        seen = []
+        model.blocks[0].up.register_forward_hook(lambda m, a, o: seen.append(o.dtype))
+        model.blocks[1].up.register_forward_hook(lambda m, a, o: seen.append(o.dtype))
+        loss = lm_loss(model, batches(1, 2)[0])
+        ledger.entries.clear()
+        loss.backward()
+        return seen, ledger.names.count("all_gather")
+
+    seen, gathers = run_ranks(1, work)[0]
+    assert seen == [torch.bfloat16, torch.float32]
+    assert gathers == 1  # blocks[0]; the others and the root stayed gathered
+
+
+@pytest.mark.parametrize("kind", ["lm", "lm_two_forwards", "lm_checkpoint", "lm_reentrant_two_forwards", "t5"])
+def test_several_modules_as_one_unit_give_the_unsharded_run(kind):
+    groups = {
+        "t5": Named(("encoder.block.0", "encoder.block.1"), "decoder.block.0"),
+    }.get(kind, Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")))
+    parity_of(kind, lambda model, comm: fully_shard(model, comm, wrap=groups))
+
+
+def test_a_group_is_gathered_once_each_way():
+    _, models = replicas(TinyLM, SIZE)
+
+    def work(comm):
+        ledger = RecordingComm(comm)
+        model = fully_shard(models[comm.rank], ledger, wrap=Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")))
+        for tokens in batches(2, 2):
+            ledger.entries.clear()
+            lm_loss(model, tokens).backward()
+        return ledger.names
+
+    names = run_ranks(SIZE, work)[0]
+    assert names.count("all_gather") == 3 + 2
+    assert names.count("reduce_scatter") == 3
+
+
+def test_a_list_of_modules_is_one_unit_of_the_root():
+    def shard(model, comm):
+        fully_shard(model.blocks[0], comm)
+        pair = [model.blocks[2], model.blocks[3]]
+        assert fully_shard(pair, comm) is pair
+        model = fully_shard(model, comm)
+        assert [row.unit for row in units(model).rows] == ["(root)", "blocks.0", "blocks.2 + blocks.3"]
+        return model
+
+    parity_of("lm", shard)
+
+
+class Skipping(TinyLM):
+    """Leaves out the second block, the last of its group, in every other forward."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        self.calls = getattr(self, "calls", 0) + 1
+        for number, block in enumerate(self.blocks):
+            if number != 1 or self.calls % 2:
+                x = block(x)
+        return self.head(x)
+
+
+def test_a_group_whose_last_module_does_not_run_is_closed_by_the_next_unit():
+    reference, models = replicas(Skipping, SIZE)
+    data = batches(4, SIZE * ROWS_PER_RANK)
+    plain = train_unsharded(reference, lm_loss, data)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")))
+        run = train_sharded(model, comm, lm_loss, data, sharded=True)
+        assert model._fullshard_runtime.account.live["gathered"] == 0
+        return run
+
+    for run in run_ranks(SIZE, work):
+        assert_same_run(run, plain)
+
+
+@pytest.mark.parametrize("kind", ["lm", "lm_checkpoint", "lm_reentrant_two_forwards", "lm_frozen_parts", "t5"])
+def test_tiny_neighbours_are_merged_and_the_run_stays_the_same(kind, monkeypatch):
+    monkeypatch.setattr(wrap, "TINY_NUMEL", 6000)
+
+    def shard(model, comm):
+        model = fully_shard(model, comm)
+        if kind == "lm":
+            assert [row.unit for row in units(model).rows] == ["(root)", "blocks.0 .. 1", "blocks.2 .. 3"]
+        return model
+
+    parity_of(kind, shard)
+
+
+def test_a_choice_of_the_users_is_never_merged(monkeypatch):
+    monkeypatch.setattr(wrap, "TINY_NUMEL", 10**9)
+
+    def work(comm):
+        return len(units(fully_shard(TinyLM(), comm, wrap=TransformerBlocks({"Block"}))).rows)
+
+    assert run_ranks(1, work) == [5]
+
+
+def test_an_optimizer_made_before_any_call_trains_the_shards():
+    reference, models = replicas(TinyLM, SIZE)
+    data = batches(3, SIZE * ROWS_PER_RANK)
+    plain = train_unsharded(reference, lm_loss, data)
+
+    def work(comm):
+        model = models[comm.rank]
+        optimizer = optimizer_for(model)
+        model = bottom_up(model, comm)
+        return train_sharded(model, comm, lm_loss, data, sharded=True, optimizer=optimizer)
+
+    for run in run_ranks(SIZE, work):
+        assert_same_run(run, plain)
+
+
+def test_what_cannot_be_sharded_by_hand():
+    def work(comm):
+        model = TinyLM()
+        with pytest.raises(WrapError, match=r"no module named 'blocks\.9'"):
+            fully_shard(model, comm, wrap=Named("blocks.9"))
+        with pytest.raises(WrapError, match="more than once"):
+            fully_shard(model, comm, wrap=Named("blocks.0", ("blocks.0", "blocks.1")))
+        fully_shard(model.embed, comm, wrap=None)
+        with pytest.raises(WrapError, match="tied to a parameter of a block"):
+            fully_shard(model, comm)
+        model = bottom_up(TinyLM(), comm)
+        with pytest.raises(ShardingError, match="sharded already"):
+            fully_shard(model, comm)
+
+    run_ranks(1, work)
+
+
+def test_blocks_sharded_over_other_ranks_are_refused():
+    def work(comm):
+        model = TinyLM()
+        half = comm.split([[0], [1]])
+        fully_shard(model.blocks[0], half)
+        with pytest.raises(ProcessGroupError, match="Pass one mesh"):
+            fully_shard(model, comm)
+
+    run_ranks(SIZE, work)
+
+
+def test_a_block_may_be_called_alone_before_the_root_takes_it_in():
+    def work(comm):
+        torch.manual_seed(0)
+        block = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), comm, wrap=None)
+        return block(torch.ones(1, 4)).sum().item()
+
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(4, 4), nn.ReLU())(torch.ones(1, 4)).sum().item()
+    assert run_ranks(1, work)[0] == pytest.approx(expected)

@@ -1,0 +1,221 @@
+"""Misuse gets an error that names the rule, the numbers and the remedy: on every rank, and without a hang."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import MixedPrecision, TransformerBlocks, fully_shard, unsharded
+from fullshard.errors import MismatchError, ProcessGroupError, ShardingError, WrapError
+from fullshard.testing import run_ranks
+from support.models import TinyLM, batches, lm_loss, t5
+from support.parity import replicas
+
+
+def on_two_ranks(work):
+    """Run ``work(comm, model)`` on two ranks with equal models."""
+    _, models = replicas(TinyLM, 2)
+    return run_ranks(2, lambda comm: work(comm, models[comm.rank]), timeout_s=20)
+
+
+def test_without_a_process_group():
+    with pytest.raises(ProcessGroupError, match="torchrun"):
+        fully_shard(TinyLM())
+
+
+def test_a_mesh_that_is_none_of_the_known_kinds():
+    with pytest.raises(ProcessGroupError, match="DeviceMesh"):
+        fully_shard(TinyLM(), "world")
+
+
+def test_an_unknown_class_lists_those_that_would_work():
+    def work(comm):
+        with pytest.raises(WrapError, match=r"T5Blok.*T5Block \(x4\)"):
+            fully_shard(t5(), comm, wrap=TransformerBlocks({"T5Blok"}))
+
+    run_ranks(1, work)
+
+
+def test_one_giant_unit_is_refused_unless_asked_for():
+    def work(comm):
+        model = fully_shard(nn.Linear(4, 4), comm)
+        with pytest.raises(WrapError, match="wrap=None"):
+            model(torch.ones(4))
+        fully_shard(nn.Linear(4, 4), comm, wrap=None)(torch.ones(4))
+
+    run_ranks(1, work)
+
+
+def test_sharding_twice():
+    def work(comm, model):
+        model = fully_shard(model, comm)
+        with pytest.raises(ShardingError, match="already"):
+            fully_shard(model, comm)
+
+    on_two_ranks(work)
+
+
+def test_ranks_with_different_shapes():
+    def work(comm):
+        with pytest.raises(MismatchError, match=r"First difference: rank 0 has .*rank 1 has"):
+            fully_shard(TinyLM(hidden=40 + comm.rank), comm)
+
+    run_ranks(2, work)
+
+
+def test_ranks_with_different_numbers_of_blocks():
+    def work(comm):
+        with pytest.raises(MismatchError, match=r"blocks\.3"):
+            fully_shard(TinyLM(layers=3 + comm.rank), comm)
+
+    run_ranks(2, work)
+
+
+def test_ranks_with_different_values():
+    _, models = replicas(TinyLM, 2)
+    with torch.no_grad():
+        models[1].blocks[2].up.weight += 1
+
+    def work(comm):
+        with pytest.raises(MismatchError, match=r"blocks\.2.*Seed"):
+            fully_shard(models[comm.rank], comm)
+
+    run_ranks(2, work)
+
+
+def test_ranks_with_different_policies():
+    def work(comm, model):
+        with pytest.raises(MismatchError, match="bfloat16"):
+            fully_shard(model, comm, mp_policy=MixedPrecision(param=torch.bfloat16) if comm.rank else None)
+
+    on_two_ranks(work)
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = TinyLM(layers=1)
+    before = {name: p for name, p in model.named_parameters()}
+
+    def work(comm):
+        with pytest.raises(WrapError):
+            fully_shard(model, comm, wrap=TransformerBlocks({"Blocks"}))
+
+    run_ranks(1, work)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert model.state_dict()
+
+
+def test_ranks_that_run_blocks_in_different_orders_are_told_in_the_first_step():
+    def work(comm, model):
+        model = fully_shard(model, comm)
+        if comm.rank:
+            model.blocks = nn.ModuleList(reversed(model.blocks))
+        with pytest.raises(MismatchError, match=r"rank 0: all-gather of unit blocks\.0; rank 1: .*blocks\.3"):
+            lm_loss(model, batches(1, 2)[0])
+
+    on_two_ranks(work)
+
+
+def test_ranks_that_run_blocks_in_different_orders_later_are_told_after_the_step():
+    def work(comm, model):
+        model = fully_shard(model, comm)
+        tokens = batches(1, 2)[0]
+        lm_loss(model, tokens).backward()
+        if comm.rank:
+            model.blocks = nn.ModuleList(reversed(model.blocks))
+        with pytest.raises(MismatchError, match=r"different (orders|collectives)"):
+            lm_loss(model, tokens).backward()
+
+    on_two_ranks(work)
+
+
+def test_copying_and_pickling():
+    def work(comm, model):
+        model = fully_shard(model, comm)
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises((ShardingError, AttributeError, pickle.PicklingError, TypeError)) as caught:
+                attempt(model)
+            if attempt is copy.deepcopy:
+                assert "cannot be copied" in str(caught.value)
+        with pytest.raises(ShardingError, match="cannot be copied"):
+            copy.deepcopy(model.blocks[0])
+
+    on_two_ranks(work)
+
+
+def test_state_dict_is_refused_with_the_remedy():
+    def work(comm, model):
+        with pytest.raises(ShardingError, match=r"fullshard\.save"):
+            fully_shard(model, comm).state_dict()
+
+    on_two_ranks(work)
+
+
+def test_a_full_parameter_kept_from_forward_is_refused_after_it():
+    def work(comm, model):
+        model = fully_shard(model, comm)
+        kept = []
+        model.blocks[0].up.register_forward_hook(lambda module, *_: kept.append(module.weight))
+        lm_loss(model, batches(1, 2)[0])
+        assert kept[0].shape == (40, 24)
+        for use in (lambda p: p.sum(), lambda p: p + 1, lambda p: p.data, lambda p: p.T, repr):
+            with pytest.raises(ShardingError, match="unsharded"):
+                use(kept[0])
+
+    on_two_ranks(work)
+
+
+def test_parameters_outside_forward_are_this_ranks_rows():
+    def work(comm, model):
+        model = fully_shard(model, comm)
+        weight = model.blocks[0].up.weight
+        assert weight.shape == (weight.shard_meta.row_range[1] - weight.shard_meta.row_range[0], 24)
+        with unsharded(model):
+            assert model.blocks[0].up.weight.shape == (40, 24)
+        return weight.shape[0]
+
+    assert sum(on_two_ranks(work)) == 40
+
+
+def test_values_given_new_memory_of_the_same_kind_are_taken_over():
+    def work(comm, model):
+        model = fully_shard(model, comm)
+        for p in model.parameters():
+            p.data = torch.full_like(p, 0.5)
+        lm_loss(model, batches(1, 2)[0])
+        with unsharded(model):
+            assert all((p == 0.5).all() for p in model.parameters())
+
+    on_two_ranks(work)
+
+
+def test_replacing_a_parameter_is_refused_in_the_next_forward():
+    def work(comm, model):
+        model = fully_shard(model, comm)
+        model.blocks[0].up.weight = nn.Parameter(torch.zeros(40, 24))
+        with pytest.raises(ShardingError, match="replaced"):
+            lm_loss(model, batches(1, 2)[0])
+
+    on_two_ranks(work)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_double_backward_and_sparse_gradients_are_refused():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 4, sparse=True)
+
+        def forward(self, x):
+            return self.embed(x)
+
+    def work(comm):
+        model = fully_shard(Sparse(), comm, wrap=None)
+        with pytest.raises(ShardingError, match="sparse=False"):
+            model(torch.tensor([1, 2])).sum().backward()
+        norm = fully_shard(nn.Sequential(nn.LayerNorm(4)), comm, wrap=None)
+        with pytest.raises(ShardingError, match="create_graph"):
+            norm(torch.ones(2, 4)).square().sum().backward(create_graph=True)
+
+    run_ranks(1, work)

@@ -1,0 +1,157 @@
+"""Nothing is read before it has arrived or after it was given back, nor changed while other ranks may still read it."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fullshard import (
+    BackwardPrefetch,
+    MixedPrecision,
+    Prefetch,
+    ShardingStrategy,
+    clip_grad_norm_,
+    full_tensors,
+    fully_shard,
+    no_all_reduce,
+    no_sync,
+    unsharded,
+)
+from fullshard.engine.setup import wrap
+from fullshard.engine.step import unit
+from fullshard.engine.step.collectives import finish_reduce
+from fullshard.engine.step.lane import Lane
+from fullshard.optim import step_in_backward
+from fullshard.policy import CPUOffload
+from fullshard.testing import run_ranks
+from support.models import SkippingLM, TinyLM, batches, lm_loss, lm_with_frozen_parts, two_forwards_loss
+from support.parity import replicas
+from support.poison import LateComm, MisuseError
+
+pytestmark = pytest.mark.parity
+
+TWO_BY_TWO = ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+
+
+def small(cls=TinyLM, reentrant=None):
+    return cls(reentrant, layers=3, width=12, hidden=20)
+
+
+def weights(model):
+    with unsharded(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def run(model, comm):
+    """Three steps with much in between; returns all that came of them on this rank."""
+    seen, optimizer = [], torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step, tokens in enumerate(batches(3, 2 * comm.size, length=7)):
+        mine = tokens[2 * comm.rank : 2 * comm.rank + 2]
+        model.cut = ((), (1,), (0, 2))[(step + comm.rank) % 3]
+        kept = lm_loss(model, mine.flip(0))  # a forward without backward
+        if isinstance(model, SkippingLM):
+            kept = kept.detach()  # ranks that skip blocks differently must not keep its graph too
+        if step:
+            with (no_sync, no_all_reduce)[step - 1](model):
+                lm_loss(model, mine).backward()
+        two_forwards_loss(model, mine).backward()
+        seen.append(kept.item() + lm_loss(model, mine).item())
+        seen += [value.clone() for _, some in full_tensors(model) for value in some.values() if value is not None]
+        seen.append(clip_grad_norm_(model, 1.0))
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, weights(model)
+
+
+def run_in_backward(model, comm):
+    step_in_backward(model, partial(torch.optim.AdamW, lr=1e-2))
+    for tokens in batches(3, 2 * comm.size, length=7):
+        lm_loss(model, tokens[2 * comm.rank : 2 * comm.rank + 2]).backward()
+    return [], weights(model)
+
+
+def train(make, *, late, body=run, **options):
+    two_axes = options.get("strategy", ShardingStrategy.FULL_SHARD).needs_two_axes
+    size = 4 if two_axes else 2
+    _, models = replicas(make, size)
+
+    def work(comm):
+        comm = LateComm(comm) if late else comm
+        mesh = tuple(map(comm.split, TWO_BY_TWO)) if two_axes else comm
+        return body(fully_shard(models[comm.rank], mesh, **options), comm)
+
+    return run_ranks(size, work)
+
+
+def assert_bits(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def assert_finite(runs):
+    for seen, mine in runs:
+        for value in (*seen, *mine.values()):
+            assert torch.as_tensor(value).isfinite().all(), "not finite"
+
+
+CASES = {
+    **{strategy.name: {"strategy": strategy} for strategy in ShardingStrategy},
+    **{prefetch.name: {"prefetch": prefetch} for prefetch in BackwardPrefetch},
+    "one in flight": {"prefetch": Prefetch(max_in_flight=1)},
+    "three ahead": {"prefetch": Prefetch(ahead=3)},
+    "uneven ranks": {"make": lambda: small(SkippingLM)},
+    "uneven ranks of two axes": {"make": lambda: small(SkippingLM), "strategy": ShardingStrategy.HYBRID_SHARD},
+    "checkpoint": {"make": lambda: small(reentrant=False)},
+    "reentrant checkpoint": {"make": lambda: small(reentrant=True)},
+    "frozen parts": {"make": lm_with_frozen_parts},
+    "one unit": {"wrap": None},
+    "offload": {"offload_policy": CPUOffload(pin_memory=False)},
+    "bf16": {"mp_policy": MixedPrecision(param="bf16", reduce="bf16", reduce_sum="fp32")},
+    "table": {"table": True},
+    "step in backward": {"body": run_in_backward},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_late_collectives_give_the_same_bits_and_the_same_replicas(case, monkeypatch):
+    options = {"make": small, **CASES[case]}
+    if options.pop("table", False):
+        monkeypatch.setattr(wrap, "LARGE_NUMEL", 500)
+    plain, late = train(late=False, **options), train(late=True, **options)
+    assert_finite(late)
+    for (seen, mine), (seen_late, mine_late) in zip(plain, late, strict=True):
+        assert_bits(seen, seen_late)
+        assert_bits(mine.values(), mine_late.values())
+        assert_bits(mine.values(), plain[0][1].values())
+
+
+# Broken on purpose: the poison shows each of these
+
+
+def keep_unwritten(lane):
+    lane.written.clear()
+    return lane.gradient if lane.gradient is not None else lane.device.empty(lane.numel, lane.dtypes.reduce)
+
+
+def drop_early(pending, divide):
+    pending.lane.drop_gradient()
+    pending.sent.given.zero_()
+    return finish_reduce(pending, divide)
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook")  # hooks that clean up fail as well
+@pytest.mark.parametrize(
+    ("where", "name", "broken"),
+    [
+        (Lane, "complete_gradient", keep_unwritten),
+        (unit.Unit, "settle", lambda _unit: None),
+        (unit.Unit, "_await_gather", lambda _unit: None),
+        (unit, "finish_reduce", drop_early),
+    ],
+    ids=["unwritten gradients", "released unsettled", "gather not awaited", "gradient changed"],
+)
+def test_the_poison_works(where, name, broken, monkeypatch):
+    monkeypatch.setattr(where, name, broken)
+    with pytest.raises((MisuseError, AssertionError), match=r"settled|finite"):
+        assert_finite(train(lambda: small(SkippingLM), late=True))

@@ -1,0 +1,104 @@
+"""Large embeddings and heads: units of their own, or given back in backward before the rest of the root."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard import ShardingStrategy, fully_shard, units
+from fullshard.engine.setup import wrap
+from fullshard.testing import RecordingComm, run_ranks
+from support.models import KINDS, TinyLM, batches, lm_loss
+from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
+
+pytestmark = pytest.mark.parity
+
+SIZE = 2
+
+
+@pytest.fixture(autouse=True)
+def tables_are_large(monkeypatch):
+    monkeypatch.setattr(wrap, "LARGE_NUMEL", 1000)
+
+
+class Untied(TinyLM):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.randn(50, 24) / 5)
+
+
+class UsedFunctionally(TinyLM):
+    """The table is read by an operation after the head's use, whose backward therefore comes before and after it."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        early = F.linear(x, self.embed.weight).mean()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + early * F.linear(x, self.head.weight.t().contiguous().t()).mean()
+
+
+def run_of(make, loss_of, steps=4, **options):
+    reference, models = replicas(make, SIZE)
+    data = batches(steps, SIZE * ROWS_PER_RANK)
+    plain = train_unsharded(reference, loss_of, data)
+    for run in run_ranks(SIZE, lambda comm: train_sharded(models[comm.rank], comm, loss_of, data, **options)):
+        assert_same_run(run, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_with_tables_gives_the_unsharded_run(kind):
+    run_of(*KINDS[kind])
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("make", [TinyLM, Untied, UsedFunctionally])
+def test_other_strategies(make, strategy):
+    run_of(make, lm_loss, strategy=strategy)
+
+
+@pytest.mark.parametrize("make", [Untied, UsedFunctionally])
+def test_an_untied_head_and_a_functional_use(make):
+    run_of(make, lm_loss)
+
+
+def gathered_bytes_in_backward(make):
+    """Bytes gathered when each block's backward begins, last block first, and the collectives of the step."""
+    _, models = replicas(make, SIZE)
+
+    def work(comm):
+        ledger = RecordingComm(comm)
+        model = fully_shard(models[comm.rank], ledger)
+        account, seen = model._fullshard_runtime.account, []
+        for block in model.blocks:
+            block.register_full_backward_pre_hook(lambda *_: seen.append(account.live["gathered"]))
+        for tokens in batches(2, 2):
+            seen.clear()
+            ledger.entries.clear()
+            lm_loss(model, tokens).backward()
+        return seen, ledger.names, units(model)
+
+    return run_ranks(SIZE, work)[0]
+
+
+def test_a_tied_table_is_given_back_after_the_heads_backward(monkeypatch):
+    early, names, table = gathered_bytes_in_backward(TinyLM)
+    monkeypatch.setattr(wrap, "LARGE_NUMEL", 10**9)
+    late, without, _ = gathered_bytes_in_backward(TinyLM)
+    nbytes = 50 * 24 * 4
+    assert [a - b for a, b in zip(late, early, strict=True)] == pytest.approx([nbytes] * 4, abs=128)
+    assert names.count("all_gather") == without.count("all_gather") + 1  # the table is a lane of its own
+    assert table.rows[0].lanes == 2
+
+
+def test_a_table_that_something_else_reads_is_kept():
+    early, names, _ = gathered_bytes_in_backward(UsedFunctionally)
+    assert names.count("all_gather") == 6 + 4
+    assert min(early) > 50 * 24 * 4
+
+
+def test_untied_tables_are_units_and_an_embedding_is_gathered_once():
+    _, names, table = gathered_bytes_in_backward(Untied)
+    assert [row.unit for row in table.rows] == ["(root)", "embed", *(f"blocks.{i}" for i in range(4)), "head"]
+    assert names.count("all_gather") == 7 + 5  # backward: not the root, which is kept, and not the embedding
+    assert names.count("reduce_scatter") == 7

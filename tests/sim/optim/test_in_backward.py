@@ -1,0 +1,240 @@
+"""Optimizer steps inside backward: the run of an ordinary optimizer, without the gradients of a whole model."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from fullshard import clip_grad_norm_, fully_shard, memory_summary, no_sync, unsharded
+from fullshard.errors import CheckpointError, ConfigError, ShardingError
+from fullshard.optim import ShardedGradScaler, step_in_backward
+from fullshard.testing import run_ranks
+from support.models import KINDS, TinyLM, batches, lm_loss
+from support.parity import ROWS_PER_RANK, optimizer_for, replicas
+
+pytestmark = pytest.mark.parity
+
+TEN_STEPS = ("lm", "lm_two_forwards", "lm_checkpoint", "lm_reentrant_two_forwards", "lm_frozen_parts", "t5", "bart")
+
+AdamW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+
+
+def is_block(module):
+    return type(module).__name__ in {"Block", "T5Block", "BartEncoderLayer", "BartDecoderLayer"}
+
+
+def mine(tokens, comm):
+    return tokens[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK]
+
+
+def weights_of(model):
+    with unsharded(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal_weights(ours, reference, tolerance=1e-5):
+    for name, param in reference.named_parameters():
+        torch.testing.assert_close(
+            ours[name], param.detach(), atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("kind", TEN_STEPS)
+def test_ten_steps_equal_the_unsharded_run(kind):
+    make, loss_of = KINDS[kind]
+    reference, models = replicas(make, 2)
+    data = batches(10, 2 * ROWS_PER_RANK)
+    optimizer = optimizer_for(reference)
+    for tokens in data:
+        optimizer.zero_grad()
+        loss_of(reference, tokens).backward()
+        optimizer.step()
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=is_block)
+        step_in_backward(model, AdamW)
+        for tokens in data:
+            loss_of(model, mine(tokens, comm)).backward()
+            assert all(p.grad is None for p in model.parameters())
+        return weights_of(model)
+
+    for weights in run_ranks(2, work):
+        assert_equal_weights(weights, reference)
+
+
+def test_the_gradients_of_two_units_at_most_exist_at_once():
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=is_block)
+        seen = []
+
+        class Watched(torch.optim.SGD):
+            def step(self, closure=None):
+                if hasattr(self.param_groups[0]["params"][0], "shard_meta"):  # not the one on trial
+                    seen.append(memory_summary(model)["gradients"])
+                super().step(closure)
+
+        steps = step_in_backward(model, lambda params: Watched(params, lr=0.1))
+        lm_loss(model, batches(1, 2)[0]).backward()
+        by_unit = [sum(p.sharded.nbytes for p in unit.params) for unit in model._fullshard_runtime.units]
+        assert memory_summary(model)["gradients"] == 0
+        used = [name for name in steps.optimizers if not name.startswith("unused")]
+        return max(seen), by_unit, len(seen), len(used)
+
+    for peak, by_unit, count, used in run_ranks(2, work):
+        assert peak <= sum(sorted(by_unit)[-2:]) < sum(by_unit) / 2
+        assert count == used
+
+
+def test_accumulation_inside_no_sync_steps_once_with_the_sum():
+    reference, models = replicas(TinyLM, 2)
+    data = batches(4, 2 * ROWS_PER_RANK)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for tokens in data:
+        lm_loss(reference, tokens).backward()
+    optimizer.step()
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        step_in_backward(model, partial(torch.optim.SGD, lr=0.1))
+        with no_sync(model):
+            for tokens in data[:-1]:
+                lm_loss(model, mine(tokens, comm)).backward()
+        lm_loss(model, mine(data[-1], comm)).backward()
+        return weights_of(model)
+
+    for weights in run_ranks(2, work):
+        assert_equal_weights(weights, reference)
+
+
+def test_a_parameter_that_only_another_rank_used_is_updated_on_all_ranks():
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x, *, both):
+            return self.second(self.first(x)) if both else self.first(x)
+
+    reference, models = replicas(Gated, 2)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    optimizer = AdamW(reference.parameters())
+    ((reference(x[:1], both=True).sum() + reference(x[1:], both=False).sum()) / 2).backward()
+    optimizer.step()
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=None)
+        step_in_backward(model, AdamW)
+        model(x[comm.rank : comm.rank + 1], both=comm.rank == 0).sum().backward()
+        return weights_of(model)
+
+    for weights in run_ranks(2, work):
+        assert_equal_weights(weights, reference)
+
+
+def test_learning_rates_by_hand_and_by_torchs_schedulers():
+    _, models = replicas(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), 1)
+
+    def work(comm):
+        model = fully_shard(models[0], comm)
+        steps = step_in_backward(model, partial(torch.optim.SGD, lr=1.0))
+        schedulers = [LambdaLR(optimizer, lambda step: 0.5**step) for optimizer in steps.optimizers.values()]
+        for rate in (1.0, 0.5, 0.25):
+            before = [p.detach().clone() for p in model.parameters()]
+            model(torch.ones(1, 4)).sum().backward()
+            for scheduler in schedulers:
+                scheduler.step()
+            # the last bias has a gradient of one
+            torch.testing.assert_close(before[-1] - list(model.parameters())[-1], torch.full((2,), rate))
+        steps.set_lr(0.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        model(torch.ones(1, 4)).sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    run_ranks(1, work)
+
+
+def test_the_state_goes_on_where_it_was_saved():
+    _, models = replicas(TinyLM, 4)
+    data = batches(4, 2 * ROWS_PER_RANK)
+
+    def train(model, comm, tokens):
+        for batch in tokens:
+            lm_loss(model, mine(batch, comm)).backward()
+
+    def work(comm):
+        whole = fully_shard(models[comm.rank], comm)
+        step_in_backward(whole, AdamW)
+        train(whole, comm, data)
+        resumed = fully_shard(models[2 + comm.rank], comm)
+        first = step_in_backward(resumed, AdamW)
+        train(resumed, comm, data[:2])
+        state = first.state_dict()
+        assert state.keys() == {p.shard_meta.name for p in resumed.parameters() if p.numel()}
+        first.remove()
+        second = step_in_backward(resumed, AdamW)
+        with pytest.raises(CheckpointError, match="other parameters"):
+            second.load_state_dict({**state, "nobody": {}})
+        second.load_state_dict(state)
+        train(resumed, comm, data[2:])
+        for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    run_ranks(2, work)
+
+
+def test_what_needs_all_gradients_is_refused_on_every_rank_until_removed():
+    _, models = replicas(lambda: torch.nn.Linear(1, 1, bias=False), 3)
+
+    def work(comm):  # one row: two ranks hold nothing
+        model = fully_shard(models[comm.rank], comm, wrap=None)
+        steps = step_in_backward(model, partial(torch.optim.SGD, lr=0.5))
+        assert len(steps.optimizers) == model.weight.numel()
+        with pytest.raises(ShardingError, match="clip_grad_norm_ cannot be used"):
+            clip_grad_norm_(model, 1.0)
+        with pytest.raises(ShardingError, match="step in backward"):
+            step_in_backward(model, partial(torch.optim.SGD, lr=0.5))
+        scaler = ShardedGradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(ShardingError, match="ShardedGradScaler cannot be used"):
+            scaler.step(torch.optim.SGD(model.parameters(), lr=0.5))
+        steps.remove()
+        before = model.weight.detach().clone()
+        model(torch.full((1, 1), 2.0)).sum().backward()
+        assert torch.equal(before, model.weight)
+        return clip_grad_norm_(model, math.inf).item()
+
+    assert run_ranks(3, work) == [2.0, 2.0, 2.0]
+
+
+def test_a_copy_is_refused():
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=is_block)
+        steps = step_in_backward(model, AdamW)
+        with pytest.raises(ShardingError, match=r"cannot be copied or pickled.* state_dict\(\)"):
+            copy.deepcopy(steps)
+
+    run_ranks(2, work)
+
+
+def test_a_model_that_is_not_sharded_is_refused():
+    with pytest.raises(ConfigError, match="no sharded trainable parameters"):
+        step_in_backward(TinyLM(), AdamW)
+
+
+def test_several_sharded_models_in_one_are_refused_on_every_rank():
+    pair = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    parts = [pair, copy.deepcopy(pair)]
+
+    def work(comm):
+        both = torch.nn.ModuleList(fully_shard(part, comm, wrap=None) for part in parts[comm.rank])
+        with pytest.raises(ConfigError, match="2 parameters are called 'weight': they are of several sharded models"):
+            step_in_backward(both, AdamW)
+
+    run_ranks(2, work)

@@ -1,0 +1,327 @@
+"""Every optimizer with everything around a step: the run of the same optimizer on the unsharded model."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from fullshard import ShardedGradScaler, clip_grad_norm_, fully_shard, no_sync, step_in_backward
+from fullshard.errors import ConfigError, MismatchError
+from fullshard.optim import Places, repoint
+from fullshard.optim.adafactor.adafactor import Adafactor, TorchAdafactor
+from fullshard.optim.average import ExponentialMovingAverage
+from fullshard.optim.lane.lane_optimizer import LaneOptimizer
+from fullshard.optim.lowbit.adamw_8bit import AdamW8bit
+from fullshard.optim.lowbit.adamw_bf16 import AdamWBF16
+from fullshard.optim.muon.muon import Muon
+from fullshard.optim.muon.muon_groups import muon_groups
+from fullshard.policy import CPUOffload
+from fullshard.testing import run_ranks
+from support.optimizers import assert_same_updates, batches, loss_of, of_rank, whole, zoo
+
+RANKS, STEPS = 2, 3
+
+
+def muon(model):
+    """Of one parameter, a Muon for it alone."""
+    if isinstance(model, nn.Module):
+        return Muon(muon_groups(model), lr=0.02, ns_dtype=torch.float32)
+    return Muon(
+        [{"params": model, "use_muon": len(model[0].shard_meta.global_shape) == 2}], lr=0.02, ns_dtype=torch.float32
+    )
+
+
+def assert_same(name, ours, reference):
+    assert_same_updates(ours, reference, TOLERANCE.get(name, 1e-4))
+
+
+def of_params(make, **options):
+    return lambda model: make(model.parameters() if isinstance(model, nn.Module) else model, **options)
+
+
+# With the usual eps, Adam's step of a gradient that is all but zero is that of its rounding.
+ADAMW = of_params(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-4)
+OPTIMIZERS = {
+    "AdamW": ADAMW,
+    "SGD": of_params(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "LaneOptimizer": of_params(partial(LaneOptimizer, torch.optim.AdamW), lr=1e-2, weight_decay=0.1, eps=1e-4),
+    "Adafactor": of_params(Adafactor),
+    "TorchAdafactor": of_params(TorchAdafactor),
+    "Muon": muon,
+    "AdamW8bit": of_params(AdamW8bit, lr=1e-2),
+    "AdamWBF16": of_params(AdamWBF16, lr=1e-2),
+}
+COMMUNICATE = ("Adafactor", "TorchAdafactor", "Muon", "AdamW8bit")
+TOLERANCE = {"AdamW8bit": 0.02, "AdamWBF16": 0.05}
+"""Where states are rounded, a gradient that differs in its last bit may move one to the next number."""
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def reference_of(name):
+    """What an optimizer is compared with on the unsharded model; of lanes, the class itself."""
+    return ADAMW if name == "LaneOptimizer" else OPTIMIZERS[name]
+
+
+def on_ranks(work, **options):
+    """Weights, and what else ``work(model, comm)`` returns, of the first rank of a run on :func:`zoo`."""
+    models = [zoo() for _ in range(RANKS)]
+
+    def rank(comm):
+        model = fully_shard(models[comm.rank], comm, **{"wrap": None, **options})
+        result = work(model, comm)
+        return whole(model), result
+
+    return run_ranks(RANKS, rank)[0]
+
+
+def weights(model):
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def steps(model, optimizer, data, after_backward=lambda: None):
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        after_backward()
+        optimizer.step()
+
+
+def of(data, comm):
+    return [of_rank(batch, comm.rank) for batch in data]
+
+
+@every_optimizer
+def test_offloaded_steps_are_those_of_the_unsharded_model(name):
+    data, model = batches(STEPS, RANKS), zoo()
+    steps(model, reference_of(name)(model), data)
+    ours, _ = on_ranks(
+        lambda model, comm: steps(model, OPTIMIZERS[name](model), of(data, comm)),
+        offload_policy=CPUOffload(pin_memory=False),
+    )
+    assert_same(name, ours, weights(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "p"),
+    [
+        *((name, 2.0) for name in OPTIMIZERS),
+        *((name, p) for name in ("AdamW", "Adafactor") for p in (1.0, float("inf"))),
+    ],
+)
+def test_clipping_by_any_norm_is_that_of_the_unsharded_model(name, p):
+    data, model, norms = batches(STEPS, RANKS), zoo(), []
+    limit = {1.0: 20.0, 2.0: 0.5}.get(p, 0.05)
+
+    def clip_plain():
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit, p))
+
+    steps(model, reference_of(name)(model), data, clip_plain)
+
+    def work(model, comm):
+        found = []
+        steps(model, OPTIMIZERS[name](model), of(data, comm), lambda: found.append(clip_grad_norm_(model, limit, p)))
+        return found
+
+    ours, found = on_ranks(work)
+    torch.testing.assert_close(torch.stack(found), torch.stack(norms), rtol=1e-3, atol=0)
+    assert all(norm > limit for norm in norms)
+    assert_same(name, ours, weights(model))
+
+
+@every_optimizer
+def test_gradients_accumulated_under_no_sync_are_those_of_the_unsharded_model(name):
+    data, model = batches(2 * STEPS, RANKS), zoo()
+    plain = reference_of(name)(model)
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        plain.zero_grad()
+        loss_of(model, first).backward()
+        loss_of(model, second).backward()
+        plain.step()
+
+    def work(model, comm):
+        optimizer = OPTIMIZERS[name](model)
+        mine = of(data, comm)
+        for first, second in zip(mine[::2], mine[1::2], strict=True):
+            optimizer.zero_grad()
+            with no_sync(model):
+                loss_of(model, first).backward()
+            loss_of(model, second).backward()
+            optimizer.step()
+
+    assert_same(name, on_ranks(work)[0], weights(model))
+
+
+@every_optimizer
+def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_on_all(name):
+    data = batches(STEPS, RANKS)
+
+    def work(model, comm):
+        optimizer, scaler = OPTIMIZERS[name](model), ShardedGradScaler("cpu", init_scale=1024.0)
+        for step, batch in enumerate(of(data, comm)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch)).backward()
+            kept = (
+                copy.deepcopy(optimizer.state_dict()["state"]),
+                [param.detach().clone() for param in model.parameters()],
+            )
+            if step == 1 and comm.rank == 1:
+                next(param.grad for param in model.parameters() if param.grad is not None).view(-1)[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            same = [torch.equal(a, b) for a, b in zip(kept[1], model.parameters(), strict=True) if b.numel()]
+            assert all(same) if step == 1 else not any(same)
+            if step == 1:
+                torch.testing.assert_close(optimizer.state_dict()["state"], kept[0], rtol=0, atol=0)
+        return scaler.get_scale()
+
+    assert on_ranks(work)[1] == 512.0
+
+
+@every_optimizer
+def test_a_moving_average_is_that_of_the_unsharded_model(name):
+    data, model = batches(STEPS, RANKS), zoo()
+    plain, averaged = reference_of(name)(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for batch in data:
+        steps(model, plain, [batch])
+        averaged.update_parameters(model)
+
+    def work(model, comm):
+        optimizer, average = OPTIMIZERS[name](model), ExponentialMovingAverage(model, 0.5)
+        for batch in of(data, comm):
+            steps(model, optimizer, [batch])
+            average.update()
+        with average.applied():
+            return whole(model)
+
+    assert_same(name, on_ranks(work)[1], weights(averaged.module))
+
+
+@every_optimizer
+def test_steps_in_backward_are_those_after_it_or_refused_on_every_rank(name):
+    data = batches(STEPS, RANKS)
+
+    def in_backward(model, comm):
+        if name in COMMUNICATE:
+            with pytest.raises(ConfigError, match=r"cannot step .* in backward: .* ranks hold parts of it"):
+                step_in_backward(model, OPTIMIZERS[name])
+            return
+        step_in_backward(model, OPTIMIZERS[name])
+        for batch in of(data, comm):
+            loss_of(model, batch).backward()
+
+    after, _ = on_ranks(lambda model, comm: steps(model, OPTIMIZERS[name](model), of(data, comm)))
+    ours, _ = on_ranks(in_backward)
+    if name not in COMMUNICATE:
+        assert_same(name, ours, after)
+
+
+@pytest.mark.parametrize("name", COMMUNICATE)
+def test_matrices_that_are_whole_on_a_rank_are_stepped_in_backward(name):
+    """Adafactor sees vectors too: theirs is a norm of the whole."""
+    data = [torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(STEPS)]
+    models = [nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))]
+    models += [copy.deepcopy(models[0]) for _ in range(3)]
+
+    def work(comm, *, inside):
+        model = fully_shard(models[comm.rank + RANKS * inside], comm, wrap=None)
+        assert all(len(param.shard_meta.owners) == 1 for param in model.parameters())
+        optimizer = step_in_backward(model, OPTIMIZERS[name]) if inside else OPTIMIZERS[name](list(model.parameters()))
+        for batch in data:
+            model(batch[comm.rank * 2 :][:2]).square().mean().backward()
+            if not inside:
+                optimizer.step()
+                optimizer.zero_grad()
+        return whole(model)
+
+    results = [run_ranks(RANKS, partial(work, inside=inside))[0] for inside in (False, True)]
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, atol=1e-6, rtol=0)
+
+
+@every_optimizer
+def test_one_that_was_made_and_stepped_before_sharding_goes_on_with_its_state(name):
+    first, *rest = batches(STEPS + 1, RANKS)
+    model = zoo()
+    steps(model, reference_of(name)(model), [first, *rest])
+    models = [zoo() for _ in range(RANKS)]
+
+    def work(comm):
+        model = models[comm.rank]
+        optimizer, places = OPTIMIZERS[name](model), Places(model)
+        steps(model, optimizer, [first])
+        fully_shard(model, comm, wrap=None)
+        repoint(optimizer, [places])
+        steps(model, optimizer, of(rest, comm))
+        return whole(model)
+
+    assert_same(name, run_ranks(RANKS, work)[0], weights(model))
+
+
+def decays_by_rows(model, comm):
+    few = [param for param in model.parameters() if param.numel() < 100]
+    more = [param for param in model.parameters() if param.numel() >= 100]
+    return torch.optim.AdamW([{"params": more}, {"params": few, "weight_decay": 0.0}], lr=1e-3)
+
+
+APART = {
+    "groups by a rank's own rows": (
+        decays_by_rows,
+        r"\S+ is in group \d \(weight_decay=0\.\d+\) on rank 0 and in group \d \(weight_decay=0\.\d+\) on rank 1",
+    ),
+    "no parameters without rows": (
+        lambda model, comm: torch.optim.SGD([param for param in model.parameters() if param.numel()], lr=1e-3),
+        r"\S+ is in .*group 0.* on rank .* no optimizer that has stepped",
+    ),
+    "another option": (
+        lambda model, comm: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=comm.rank / 2),
+        r"group 0 \(momentum=0\.0\) on rank 0 and in group 0 \(momentum=0\.5\) on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_elementwise_optimizers_that_differ_between_ranks_are_told_at_the_next_backward(kind):
+    make, text = APART[kind]
+
+    def work(model, comm):
+        optimizer, data = make(model, comm), of(batches(2, RANKS), comm)
+        steps(model, optimizer, data[:1])
+        with pytest.raises(MismatchError, match=text) as error:
+            loss_of(model, data[1]).backward()
+        return comm.all_gather_object(str(error.value))
+
+    told = on_ranks(work)[1]
+    assert len(set(told)) == 1
+
+
+def test_optimizers_that_ranks_step_alike_are_no_difference():
+    def work(model, comm):
+        params = list(model.parameters())
+        first = params[:5][:: 1 - 2 * comm.rank]  # as of a set
+        parts = [torch.optim.SGD(first, lr=1e-3 * (1 + comm.rank)), torch.optim.AdamW(params[5:])]
+        late, data = torch.optim.SGD([nn.Parameter(torch.zeros(comm.rank + 1))], lr=1), of(batches(4, RANKS), comm)
+        for batch in data:
+            loss_of(model, batch).backward()
+            for one in parts[:: 1 - 2 * comm.rank]:  # in another order
+                one.step()
+            late.step()
+            parts[0].param_groups = [{**group, "lr": 0.1 + comm.rank} for group in parts[0].param_groups]
+
+    on_ranks(work)
+
+
+def test_optimizers_that_hooks_step_are_no_difference():
+    """A rank without rows of a parameter never runs the hook."""
+
+    def work(model, comm):
+        each = {param: torch.optim.SGD([param], lr=1e-3) for param in model.parameters()}
+        for param in each:
+            param.register_post_accumulate_grad_hook(lambda param: each[param].step())
+        for batch in of(batches(3, RANKS), comm):
+            loss_of(model, batch).backward()
+            model.zero_grad()
+
+    on_ranks(work)
