@@ -9,7 +9,8 @@ from typing import Any
 
 from fullshard.report.curves import MOST_POINTS, Points, series, shown, smooth, thin
 from fullshard.report.files import Record, RunFiles
-from fullshard.train.evaluation.metrics import Confusion, higher_is_better
+from fullshard.train.evaluation.metrics import higher_is_better
+from fullshard.train.reporting.scores import Confusion
 from fullshard.train.reporting.trace import RankTrace, StepTrace
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from fullshard.report.files import RunFiles, read_run
 from fullshard.report.look import SCRIPT, STYLE
 from fullshard.sizes import format_bytes
 from fullshard.storage import write_text
-from fullshard.train.evaluation.metrics import format_metric
+from fullshard.train.reporting.scores import format_metric
 from fullshard.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
 from fullshard.train.reporting.trace import TRACE_NAME, RankTrace
 from fullshard.version import __version__

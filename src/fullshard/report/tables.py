@@ -9,7 +9,7 @@ from typing import Any
 from fullshard.report.figures import MEMORY_PARTS
 from fullshard.report.files import Record
 from fullshard.sizes import format_bytes
-from fullshard.train.evaluation.metrics import Confusion
+from fullshard.train.reporting.scores import Confusion
 from fullshard.train.reporting.trace import RankTrace
 
 SHOWN_PREDICTIONS = 20

@@ -1,10 +1,14 @@
-"""From a batch to what a model is called with."""
+"""A model's forward on a batch: its inputs and its summed loss."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fullshard.data import Batch
+from torch import Tensor
+from torch.nn import functional
+
+from fullshard.data import IGNORED_LABEL, Batch
+from fullshard.models import PLAIN, Objective, model_loss
 from fullshard.models.packing import PackedRows, packed_inputs
 
 if TYPE_CHECKING:
@@ -36,3 +40,32 @@ def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool) -> dict[
         return inputs
     shifted = model.prepare_decoder_input_ids_from_labels(labels=batch.labels_BT)  # type: ignore[operator]
     return {**inputs, "decoder_input_ids": shifted}
+
+
+def loss_sum(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    causal: bool,
+    objective: Objective = PLAIN,
+    expected_gradient: float = 1.0,
+) -> Tensor:
+    """The loss summed over the target tokens of one batch; on every rank together, as every forward.
+
+    Args:
+        model: The sharded model.
+        batch: On the model's device.
+        causal: Whether source and target are one sequence (decoder-only).
+        objective: What is minimised; the default is the cross-entropy and nothing else.
+        expected_gradient: What the loss will be multiplied by before backward; see ``model_loss``.
+
+    Returns:
+        0-d float32; zero for a batch of fillers.
+    """
+    inputs = model_inputs(model, batch, causal=causal)
+    labels_BT = batch.labels_BT
+    if causal:
+        # Position t predicts label t + 1, the last one nothing.
+        labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+    forward = lambda: model(**inputs).logits  # noqa: E731
+    return model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient)

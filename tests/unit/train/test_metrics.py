@@ -9,9 +9,7 @@ from sacrebleu import corpus_bleu, corpus_chrf
 
 from fullshard.errors import ConfigError
 from fullshard.train.evaluation.metrics import (
-    OTHER,
     baselines,
-    format_metric,
     higher_is_better,
     is_better,
     lead,
@@ -20,6 +18,7 @@ from fullshard.train.evaluation.metrics import (
     require_packages,
     score,
 )
+from fullshard.train.reporting.scores import OTHER, format_metric
 
 TEXTS = ["the cat sat on the mat. it slept.", "a dog ran", "no rain today in the north of the country"]
 REFERENCES = [

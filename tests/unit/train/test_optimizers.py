@@ -12,7 +12,7 @@ from fullshard.optim.shards import meta_of
 from fullshard.testing import run_ranks
 from fullshard.train import FileSink, train
 from fullshard.train.dry_run import dry_run
-from fullshard.train.reporting import trace
+from fullshard.train.run import traced_step
 from fullshard.train.run.assemble import assemble
 from fullshard.train.setup import resume
 from fullshard.train.setup.optimizers import expected_state_bytes, held_state_bytes, make_optimizer
@@ -53,7 +53,7 @@ def _unmetered(monkeypatch, one_at_a_time):
         def __init__(self, device):
             super().__init__()
 
-    monkeypatch.setattr(trace, "MemoryMeter", Meter)
+    monkeypatch.setattr(traced_step, "MemoryMeter", Meter)
 
 
 def config(directory, **changes):

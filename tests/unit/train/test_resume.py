@@ -18,8 +18,7 @@ from fullshard.saving import Checkpoints
 from fullshard.storage import find_checkpoints, find_completions, rank_by_metric
 from fullshard.testing import run_ranks
 from fullshard.train import FileSink, StopRequest, train
-from fullshard.train.reporting import trace
-from fullshard.train.run import loop, step
+from fullshard.train.run import loop, step, traced_step
 from fullshard.train.setup.resume import TITLE_LISTS, choose_origin, deciding_settings, mark_finished
 from support.tiny_run import MODEL, Memory, read_jsonl, settings, write_rows
 
@@ -144,7 +143,7 @@ def _unmetered():
             super().__init__()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "MemoryMeter", Meter)
+        patch.setattr(traced_step, "MemoryMeter", Meter)
         yield
 
 

@@ -14,7 +14,8 @@ from fullshard.models import Objective, fuse_head
 from fullshard.models import loss as loss_module
 from fullshard.optim import ShardedGradScaler
 from fullshard.testing import run_ranks
-from fullshard.train.run.step import StepSpec, loss_sum, train_step
+from fullshard.train.forward import loss_sum
+from fullshard.train.run.step import StepSpec, train_step
 from support.models import gpt2, t5
 
 STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)

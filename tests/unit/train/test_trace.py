@@ -9,7 +9,8 @@ from fullshard import fully_shard, memory_summary
 from fullshard.comm import SoloComm
 from fullshard.engine.setup import wrap
 from fullshard.train.reporting.reports import StepReport
-from fullshard.train.reporting.trace import TIMELINE_POINTS, StepTrace, traced_step
+from fullshard.train.reporting.trace import StepTrace
+from fullshard.train.run.traced_step import TIMELINE_POINTS, traced_step
 from support.models import TinyLM, batches, lm_loss
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "other")

@@ -18,11 +18,11 @@ from fullshard.errors import ConfigError, DataError, ModelError
 from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
 from fullshard.testing import run_ranks
 from fullshard.train.evaluation import predict as predict_module
-from fullshard.train.evaluation.metrics import Confusion
 from fullshard.train.evaluation.predict import predict
 from fullshard.train.evaluation.results import draw_evaluation, evaluation_values, require_no_run, write_evaluation
 from fullshard.train.evaluation.trained import find_trained, load_trained
 from fullshard.train.reporting.reports import EvaluationReport, Prediction
+from fullshard.train.reporting.scores import Confusion
 from support.tiny_run import MODEL, read_jsonl, settings
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.5}

@@ -20,15 +20,15 @@ from fullshard.errors import ConfigError, InvariantError
 from fullshard.train.evaluation.generation import GenerationSpec, generate, require_right_text
 from fullshard.train.evaluation.metrics import (
     Baseline,
-    Scores,
     baselines,
     needs_text,
     perplexity,
     require_packages,
     score,
 )
+from fullshard.train.forward import loss_sum
 from fullshard.train.reporting.reports import EvaluationReport, Prediction
-from fullshard.train.run.step import loss_sum
+from fullshard.train.reporting.scores import Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

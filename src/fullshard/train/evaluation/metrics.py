@@ -10,65 +10,19 @@ import importlib
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fullshard.config.evaluation import Metric
 from fullshard.errors import ConfigError
-
-OTHER = "(other)"
-"""What a confusion matrix calls text that is no label."""
+from fullshard.train.reporting.scores import LOSS_METRICS, Confusion, Scores
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _LABEL_METRICS = ("exact_match", "accuracy")
-_LOSS_METRICS = ("perplexity",)
 
 References = Sequence[Sequence[str]]
 """For each row its right answers, at least one."""
-
-
-@dataclass(frozen=True)
-class Confusion:
-    """Which label was written for which.
-
-    Attributes:
-        labels: The label set; one further index, ``len(labels)``, stands for text that is no label.
-        cells: Index of the right label, index of the written one, and the number of such rows; of cells that are not
-            empty, in order of the indices.
-    """
-
-    labels: tuple[str, ...]
-    cells: tuple[tuple[int, int, int], ...]
-
-    def name(self, index: int) -> str:
-        """The label of an index."""
-        return self.labels[index] if index < len(self.labels) else OTHER
-
-    def matrix(self) -> list[list[int]]:
-        """Counts by right label (row) and written label (column); the last column is text that is no label."""
-        counts = [[0] * (len(self.labels) + 1) for _ in self.labels]
-        for right, written, rows in self.cells:
-            counts[right][written] = rows
-        return counts
-
-    def mistakes(self) -> list[tuple[str, str, int]]:
-        """Right label, written label, rows: the most frequent first, right answers left out."""
-        wrong = [cell for cell in self.cells if cell[0] != cell[1]]
-        return [(self.name(right), self.name(written), rows) for right, written, rows in sorted(wrong, key=_by_rows)]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What predictions score.
-
-    Attributes:
-        values: For each metric its value.
-        confusion: With accuracy, which label was written for which; else None.
-    """
-
-    values: Mapping[str, float]
-    confusion: Confusion | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +101,7 @@ def baselines(
     Raises:
         ConfigError: sacrebleu is asked for and missing.
     """
-    text_metrics: list[Metric] = [name for name in metrics if name not in _LABEL_METRICS + _LOSS_METRICS]
+    text_metrics: list[Metric] = [name for name in metrics if name not in _LABEL_METRICS + LOSS_METRICS]
     label_metrics = [name for name in metrics if name in _LABEL_METRICS]
     found: dict[str, Baseline] = {}
     if label_metrics and majority is not None:
@@ -167,22 +121,17 @@ def perplexity(loss: float) -> float:
 
 def needs_text(metrics: Sequence[Metric]) -> bool:
     """Whether any of the metrics is of written text, and not of the loss alone."""
-    return any(name not in _LOSS_METRICS for name in metrics)
+    return any(name not in LOSS_METRICS for name in metrics)
 
 
 def higher_is_better(metric: str) -> bool:
     """Whether a higher value is the better one."""
-    return metric not in _LOSS_METRICS
+    return metric not in LOSS_METRICS
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
     """Whether a value is better than another one, and not equal."""
     return value > than if higher_is_better(metric) else value < than
-
-
-def format_metric(metric: str, value: float) -> str:
-    """A value as people read it: a share in percent, perplexity as a number."""
-    return f"{value:,.3f}" if metric in _LOSS_METRICS else f"{value:.2%}"
 
 
 def require_packages(metrics: Sequence[Metric]) -> None:
@@ -206,10 +155,6 @@ def sentences(text: str) -> list[str]:
 def lead(text: str, count: int) -> str:
     """The first sentences of a text, joined by spaces."""
     return " ".join(sentences(text)[:count])
-
-
-def _by_rows(cell: tuple[int, int, int]) -> tuple[int, int, int]:
-    return (-cell[2], cell[0], cell[1])
 
 
 def _plain(text: str) -> str:

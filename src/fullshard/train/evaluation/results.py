@@ -13,8 +13,8 @@ from rich.table import Table
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.storage import write_text
-from fullshard.train.evaluation.metrics import Confusion, format_metric
 from fullshard.train.reporting.reports import EvaluationReport
+from fullshard.train.reporting.scores import Confusion, format_metric
 from fullshard.train.reporting.sinks import PREDICTIONS_NAME, SUMMARY_NAME
 
 EVALUATION_NAME = "evaluation.json"

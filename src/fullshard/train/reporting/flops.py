@@ -11,8 +11,6 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fullshard.train.reporting.reports import StepReport
-
 _HALF_PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -46,16 +44,18 @@ class Flops:
     target_token: float
     peak: float
 
-    def utilisation(self, report: StepReport) -> float:
-        """Share of the peak that a step's arithmetic came to.
+    def utilisation(self, *, tokens: int, target_tokens: int, seconds: float) -> float:
+        """Return the share of the peak that a step reached.
 
         Args:
-            report: The step; of a causal model all its tokens count as source tokens.
+            tokens: All tokens of the step, targets included.
+            target_tokens: Target tokens among them; a causal model's cost as much as its source tokens.
+            seconds: Wall time of the step.
         """
-        target_tokens = report.target_tokens if self.target_token else 0
-        source_tokens = report.tokens - target_tokens
-        needed = source_tokens * self.source_token + target_tokens * self.target_token
-        return needed / report.seconds / self.peak
+        if not self.target_token:
+            target_tokens = 0
+        needed = (tokens - target_tokens) * self.source_token + target_tokens * self.target_token
+        return needed / seconds / self.peak
 
 
 def count_flops(model: PreTrainedModel) -> tuple[float, float]:

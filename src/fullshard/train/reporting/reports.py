@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from fullshard.train.evaluation.metrics import Confusion
 from fullshard.train.reporting.flops import Flops
+from fullshard.train.reporting.scores import Confusion
 
 EndedBy = Literal["steps", "time", "early_stopping"]
 

@@ -19,9 +19,9 @@ from fullshard.config import SUMMARY_NAME
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
 from fullshard.storage import write_text
-from fullshard.train.evaluation.metrics import format_metric
 from fullshard.train.reporting.flops import Flops
 from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport, RunStart, RunSummary, StepReport
+from fullshard.train.reporting.scores import format_metric
 from fullshard.train.reporting.trace import TRACE_NAME, StepTrace
 
 T = TypeVar("T")
@@ -189,8 +189,11 @@ class FileSink:
             self._append_step(rest)
 
     def _append_step(self, report: StepReport) -> None:
-        mfu = {} if self._flops is None else {"mfu": self._flops.utilisation(report)}
-        self._append({**report.as_dict(), **mfu})
+        values = report.as_dict()
+        if self._flops is not None:
+            tokens, targets = report.tokens, report.target_tokens
+            values["mfu"] = self._flops.utilisation(tokens=tokens, target_tokens=targets, seconds=report.seconds)
+        self._append(values)
 
     def _open(self, resumed_step: int) -> TextIO:
         self.output_dir.mkdir(parents=True, exist_ok=True)

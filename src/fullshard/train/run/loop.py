@@ -28,7 +28,6 @@ from fullshard.train.evaluation.evaluate import evaluate
 from fullshard.train.evaluation.metrics import higher_is_better, is_better
 from fullshard.train.reporting.reports import CheckpointReport, EndedBy, EvaluationReport, RunSummary, StepReport
 from fullshard.train.reporting.sinks import Sink
-from fullshard.train.reporting.trace import traced_step
 from fullshard.train.run.assemble import Assembly, assemble
 from fullshard.train.run.best import BestModel
 from fullshard.train.run.early_stop import any_rank, count_stale, ends_early
@@ -36,6 +35,7 @@ from fullshard.train.run.record import Record
 from fullshard.train.run.step import StepSpec, train_step
 from fullshard.train.run.stop import StopRequest
 from fullshard.train.run.summary import describe_start, summarise
+from fullshard.train.run.traced_step import traced_step
 from fullshard.train.setup.data_plan import group_size
 from fullshard.train.setup.learning_rate import learning_rate
 from fullshard.train.setup.model import make_objective

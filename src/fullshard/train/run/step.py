@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fullshard.comm import Comm
-from fullshard.data import IGNORED_LABEL, Batch
+from fullshard.data import Batch
 from fullshard.errors import TrainingError
-from fullshard.models import PLAIN, Objective, model_loss
+from fullshard.models import PLAIN, Objective
 from fullshard.optim import ShardedGradScaler, clip_grad_norm_
-from fullshard.train.forward import model_inputs
+from fullshard.train.forward import loss_sum
 from fullshard.train.reporting.reports import StepReport
 
 if TYPE_CHECKING:
@@ -187,35 +186,6 @@ def _update(optimizer: torch.optim.Optimizer, scaler: ShardedGradScaler | None, 
 def _is_overflow(mean_loss: float, loss_scale: float | None) -> bool:
     """Whether what is not finite may be finite again with a smaller scale."""
     return loss_scale is not None and loss_scale >= 1 and math.isfinite(mean_loss)
-
-
-def loss_sum(
-    model: PreTrainedModel,
-    batch: Batch,
-    *,
-    causal: bool,
-    objective: Objective = PLAIN,
-    expected_gradient: float = 1.0,
-) -> Tensor:
-    """The loss summed over the target tokens of one batch; on every rank together, as every forward.
-
-    Args:
-        model: The sharded model.
-        batch: On the model's device.
-        causal: Whether source and target are one sequence (decoder-only).
-        objective: What is minimised; the default is the cross-entropy and nothing else.
-        expected_gradient: What the loss will be multiplied by before backward; see ``model_loss``.
-
-    Returns:
-        0-d float32; zero for a batch of fillers.
-    """
-    inputs = model_inputs(model, batch, causal=causal)
-    labels_BT = batch.labels_BT
-    if causal:
-        # Position t predicts label t + 1, the last one nothing.
-        labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
-    forward = lambda: model(**inputs).logits  # noqa: E731
-    return model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
