@@ -1,10 +1,13 @@
-"""Ranks as threads share torch's random state, which building a model uses."""
+"""Fixtures for runs in one process, whose ranks are threads."""
 
+import contextlib
 import threading
 
 import pytest
 
+from fullshard.train.run import traced_step
 from fullshard.train.setup import model as modelling
+from support.interrupted_run import OFTEN, run
 
 
 @pytest.fixture
@@ -17,3 +20,26 @@ def one_at_a_time(monkeypatch):
             return make_model(*args)
 
     monkeypatch.setattr(modelling, "make_model", locked)
+
+
+@pytest.fixture(scope="module")
+def unmetered():
+    """The memory meter is slow, and listens to the whole process, so that only one rank of it can measure."""
+
+    class Meter(contextlib.nullcontext):
+        peak_bytes, start_bytes, timeline = 1, 0, ()
+
+        def __init__(self, device):
+            super().__init__()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traced_step, "MemoryMeter", Meter)
+        yield
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, unmetered):
+    """Eight steps with dropout in two epochs, evaluated after each second step."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    run(directory, **OFTEN)
+    return directory

@@ -131,13 +131,14 @@ def _timeline(recorder: Recorder, totals: Sequence[tuple[float, int]], held: _He
 def _kept(
     times: Sequence[float], totals: Sequence[tuple[float, int]], total_times: Sequence[float], seconds: float
 ) -> list[tuple[float, int]]:
-    """Of each short stretch of the step the moment with the most bytes, and of the last the end."""
+    """Return the start, the end, and of each short stretch in between the moment with the most bytes."""
     best: dict[int, tuple[float, int]] = {}
     for at in times:
         if not 0 <= at <= seconds:
             continue
         total = totals[max(0, bisect.bisect_right(total_times, at) - 1)][1]
-        stretch = int(at / seconds * (TIMELINE_POINTS - 1)) if seconds else 0
+        # The start has a stretch of its own: of a long step, the first one also holds the first activations.
+        stretch = 1 + int(at / seconds * (TIMELINE_POINTS - 2)) if at else 0
         if stretch not in best or total > best[stretch][1]:
             best[stretch] = (at, total)
     return [best[stretch] for stretch in sorted(best)]

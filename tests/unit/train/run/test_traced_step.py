@@ -10,6 +10,7 @@ from fullshard.comm import SoloComm
 from fullshard.engine.setup import wrap
 from fullshard.train.reporting.reports import StepReport
 from fullshard.train.reporting.trace import StepTrace
+from fullshard.train.run import traced_step as traced_step_module
 from fullshard.train.run.traced_step import TIMELINE_POINTS, traced_step
 from support.models import TinyLM, batches, lm_loss
 
@@ -70,6 +71,22 @@ def test_activations_begin_and_end_with_nothing(run):
         activations = [row["activations"] for row in rows(trace)]
         assert activations[0] == 0
         assert activations[-1] < 8192 < max(activations)
+
+
+def test_the_timeline_keeps_the_start_and_the_end_however_few_its_moments(run, monkeypatch):
+    """With five moments, the first forward is in the same stretch of the step as its start."""
+    monkeypatch.setattr(traced_step_module, "TIMELINE_POINTS", 5)
+    model, optimizer, _ = run
+
+    def take():
+        lm_loss(model, batches(1, 8, length=32)[0]).backward()
+        return StepReport(1, 0.0, 1.0, 1.0, 1e-3, 1, 1, 1.0, 1)
+
+    _, trace = traced_step(model, optimizer, SoloComm(torch.device("cpu")), take)
+    seconds = trace.ranks[0].memory.seconds
+    assert (seconds[0], seconds[-1]) == (0, trace.ranks[0].seconds)
+    assert len(seconds) <= 5
+    assert rows(trace)[0]["activations"] == 0
 
 
 def test_the_timeline_is_short_and_in_order(run):

@@ -1,0 +1,240 @@
+"""A run that was stopped or killed resumes and ends as if uninterrupted: bit for bit, on other ranks nearly."""
+
+import dataclasses
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from fullshard.errors import CheckpointError
+from fullshard.saving import Checkpoints
+from fullshard.storage import find_checkpoints, find_completions, rank_by_metric
+from fullshard.testing import run_ranks
+from fullshard.train.run import loop, step
+from support.interrupted_run import (
+    OFTEN,
+    SMALL,
+    STEPS,
+    KilledError,
+    assert_same,
+    before,
+    files,
+    kill,
+    run,
+    run_until_killed,
+    run_until_stopped,
+)
+
+pytestmark = pytest.mark.usefixtures("unmetered")
+
+
+@pytest.mark.parametrize("number", range(1, STEPS + 1))
+def test_stopped_after_any_step_it_goes_on_to_the_bit(tmp_path, uninterrupted, number):
+    stopped = run_until_stopped(tmp_path, before(number), **OFTEN)
+    assert stopped.step == number
+    assert stopped.checkpoint == str(tmp_path / "out" / "checkpoints" / f"step-{number:08d}")
+    assert str(stopped) == (
+        f"Stopped after step {number} of 8, saved in {stopped.checkpoint}. The same command goes on from there."
+    )
+    memory = run(tmp_path, **OFTEN)
+    assert memory.begun[0].resumed_step == number
+    assert f"going on after step {number} from {stopped.checkpoint}" in memory.begun[0].notes
+    assert [report.step for report in memory.steps] == list(range(number + 1, STEPS + 1))
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_stopped_after_every_step_it_goes_on_to_the_bit(tmp_path, uninterrupted):
+    for number in range(1, STEPS + 1):
+        # As soon as there is no evaluation to make.
+        place = before(number) if number in (3, 5, 7) else None
+        assert run_until_stopped(tmp_path, place, **OFTEN).step == number
+    run(tmp_path, **OFTEN)
+    assert_same(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [2, STEPS])
+def test_stopped_in_an_evaluation_it_makes_it_again(tmp_path, uninterrupted, number):
+    assert run_until_stopped(tmp_path, ("evaluating", number), **OFTEN).step == number
+    memory = run(tmp_path, **OFTEN)
+    assert memory.evaluations[0][0].step == number
+    assert_same(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("place", [("step", 4), ("evaluation", 4), ("step", 6), ("evaluation", 6), ("evaluation", 8)])
+def test_killed_it_goes_on_from_the_last_checkpoint_to_the_bit(tmp_path, uninterrupted, place):
+    run_until_killed(tmp_path, place, training__save_strategy="steps", training__save_steps=3, **OFTEN)
+    memory = run(tmp_path, training__save_strategy="steps", training__save_steps=3, **OFTEN)
+    assert memory.begun[0].resumed_step in (3, 6)
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_killed_in_the_middle_of_a_steps_micro_batches(tmp_path, uninterrupted, monkeypatch):
+    loss_sum, calls = step.loss_sum, iter(range(100))
+    with monkeypatch.context() as patch:
+        # Seven micro-batches an epoch: the second one of step 6.
+        patch.setattr(step, "loss_sum", lambda *args, **kw: kill() if next(calls) == 10 else loss_sum(*args, **kw))
+        with pytest.raises(KilledError):
+            run(tmp_path, **OFTEN)
+    assert run(tmp_path, **OFTEN).begun[0].resumed_step == 4
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_killed_before_the_first_checkpoint_it_starts_anew(tmp_path, uninterrupted):
+    run_until_killed(tmp_path, ("step", 2), **OFTEN)
+    assert run(tmp_path, **OFTEN).begun[0].resumed_step == 0
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_killed_between_the_last_checkpoint_and_the_summary_it_ends_as_it_would_have(
+    tmp_path, uninterrupted, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr("fullshard.train.run.loop.publish_model", lambda *_: kill())
+        with pytest.raises(KilledError):
+            run(tmp_path, **OFTEN)
+    memory = run(tmp_path, **OFTEN)
+    assert memory.steps == []
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_a_run_that_never_saves_on_its_own_saves_when_it_is_stopped(tmp_path, uninterrupted):
+    assert run_until_stopped(tmp_path, before(3), training__save_strategy="no", **OFTEN).step == 3
+    memory = run(tmp_path, training__save_strategy="no", **OFTEN)
+    assert memory.checkpoints == []
+    assert_same(tmp_path, uninterrupted)
+
+
+def scripted(monkeypatch, values):
+    """Evaluations measure what they are told, by step."""
+    evaluate = loop.evaluate
+
+    def fake(*args, step, **kwargs):
+        report = evaluate(*args, step=step, **kwargs)
+        return dataclasses.replace(report, value=values[step])
+
+    monkeypatch.setattr(loop, "evaluate", fake)
+
+
+def test_the_best_model_that_a_checkpoint_names_outlives_better_ones_until_the_next_checkpoint(tmp_path, monkeypatch):
+    """Killed after a better evaluation that, on other ranks say, does not come out as well again."""
+    scripted(monkeypatch, {2: 0.5, 4: 0.6, 6: 0.9, 8: 0.2})
+    run_until_killed(tmp_path, ("evaluation", 6), **OFTEN)
+    out = tmp_path / "out"
+    aside = (out / "best.step-00000004" / "model.safetensors").read_bytes()
+    lost = (out / "best" / "model.safetensors").read_bytes()
+    assert aside != lost
+    scripted(monkeypatch, {6: 0.1, 8: 0.2})
+    memory = run(tmp_path, **OFTEN)
+    assert memory.ended[0].best_step == 4
+    assert [is_best for _, is_best in memory.evaluations] == [False, False]
+    assert (out / "model.safetensors").read_bytes() == (out / "best" / "model.safetensors").read_bytes() == aside
+    assert not list(out.glob("best.*"))
+
+
+def test_a_best_model_that_is_gone_is_said_and_the_best_from_there_on_is_kept(tmp_path, monkeypatch):
+    scripted(monkeypatch, {2: 0.5, 4: 0.6, 6: 0.1, 8: 0.2})
+    run_until_stopped(tmp_path, ("evaluation", 4), **OFTEN)
+    shutil.rmtree(tmp_path / "out" / "best")
+    memory = run(tmp_path, **OFTEN)
+    assert (
+        "the best model so far, of step 4, is no longer there: the best from here on is kept" in memory.begun[0].notes
+    )
+    assert memory.ended[0].best_step == 8
+
+
+@pytest.mark.parametrize("aside", ["next", "last", "step-00000004"])
+def test_a_best_model_is_found_wherever_a_kill_left_it(tmp_path, monkeypatch, aside):
+    scripted(monkeypatch, {2: 0.5, 4: 0.6, 6: 0.1, 8: 0.2})
+    run_until_stopped(tmp_path, ("evaluation", 4), **OFTEN)
+    shutil.move(tmp_path / "out" / "best", tmp_path / "out" / f"best.{aside}")
+    memory = run(tmp_path, **OFTEN)
+    assert memory.ended[0].best_step == 4
+    assert not list((tmp_path / "out").glob("best.*"))
+
+
+SPLITS = [(1, 2, 3), (2, 1, 3), (3, 2, 1), (1, 6, 1), (4, 1, 1), (1, 4, 1)]
+"""Ranks, batch size and accumulation: global batches of six rows, and of four."""
+
+
+def split_run(directory, split, sampling, stop_at=None):
+    ranks, batch_size, accumulation = split
+    changes = {
+        "model": {**SMALL["model"], "config": SMALL["model"]["config"] | {"dropout_rate": 0.0}},
+        "training__per_device_train_batch_size": batch_size,
+        "training__gradient_accumulation_steps": accumulation,
+        "training__train_sampling_strategy": sampling,
+        "training__eval_strategy": "no",
+        "ranks": ranks,
+    }
+    if stop_at is not None:
+        return run_until_stopped(directory, ("step", stop_at - 1), **changes)
+    return run(directory, **changes)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sampling"),
+    [
+        (0, 1, "random"),
+        (1, 0, "random"),
+        (1, 2, "group_by_length"),
+        (2, 3, "group_by_length"),
+        (5, 4, "group_by_length"),
+        (4, 5, "random"),
+    ],
+)
+def test_on_other_ranks_the_same_rows_give_nearly_the_same_losses(tmp_path, one_at_a_time, first, second, sampling):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    reference = split_run(whole, SPLITS[first], sampling)
+    assert split_run(cut, SPLITS[first], sampling, stop_at=2).step == 2  # in the middle of an epoch
+    rest = split_run(cut, SPLITS[second], sampling)
+    assert [report.step for report in rest.steps] == list(range(3, len(reference.steps) + 1))
+    for ours, theirs in zip(rest.steps, reference.steps[2:], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert (ours.target_tokens, ours.tokens) == (theirs.target_tokens, theirs.tokens)
+    ours, theirs = (load_file(directory / "out" / "model.safetensors") for directory in (cut, whole))
+    for name in ours:
+        assert ours[name].numpy() == pytest.approx(theirs[name].numpy(), abs=2e-5), name
+
+
+def test_on_other_ranks_each_draws_its_own_numbers_again(tmp_path, one_at_a_time):
+    """With dropout the run goes on; which numbers a rank draws depends on seed, rank and step alone."""
+    changes = {"training__eval_strategy": "no", "training__gradient_accumulation_steps": 1}
+    run_until_stopped(tmp_path, ("step", 1), ranks=2, training__per_device_train_batch_size=1, **changes)
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    first = run(tmp_path, training__per_device_train_batch_size=2, **changes)
+    shutil.rmtree(tmp_path / "out")
+    shutil.copytree(tmp_path / "copy", tmp_path / "out")
+    second = run(tmp_path, training__per_device_train_batch_size=2, **changes)
+    assert [report.loss for report in first.steps] == [report.loss for report in second.steps]
+
+
+def test_a_second_run_on_one_directory_touches_nothing(tmp_path):
+    run(tmp_path, training__max_steps=1)
+    found = files(tmp_path / "out")
+    comm = run_ranks(1, lambda comm: comm)[0]
+    with Checkpoints(tmp_path / "out" / "checkpoints", ranks=comm), pytest.raises(CheckpointError, match="Another run"):
+        run(tmp_path)
+    assert files(tmp_path / "out") == found
+
+
+def test_a_best_model_by_another_metric_is_not_compared_with_those_to_come(tmp_path):
+    run(tmp_path, training__num_train_epochs=1)
+    (checkpoint,) = find_checkpoints(tmp_path / "out" / "checkpoints")
+    memory = run(tmp_path, resume=str(checkpoint), evaluation__metric="perplexity")
+    assert any("was evaluated with other settings" in note for note in memory.begun[0].notes)
+    (summary,) = memory.ended
+    losses = {report.step: report.loss for report, _ in memory.evaluations}
+    assert sorted(losses) == [4, 8], "the evaluation after the checkpoint's step is made again"
+    assert (summary.metric, summary.best_step) == ("perplexity", min(losses, key=losses.__getitem__))
+    found = find_completions(checkpoint.parent)
+    assert [done.greater_is_better for done, _ in found] == [True, False]
+    assert rank_by_metric(found).paths == (found[-1][1],)
+
+
+def test_an_earlier_runs_best_model_does_not_pass_for_that_of_a_new_run(tmp_path):
+    run_until_stopped(tmp_path, ("step", 5), **OFTEN)
+    assert (tmp_path / "out" / "best").is_dir()
+    run_until_stopped(tmp_path, ("step", 1), resume="never", **OFTEN)
+    assert not (tmp_path / "out" / "best").exists()

@@ -1,0 +1,261 @@
+"""Where a run starts: which checkpoints it resumes from, which settings must match, and what it deletes."""
+
+import re
+import shutil
+from pathlib import Path
+
+import datasets
+import pytest
+
+from fullshard.config import RunConfig
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.storage import find_checkpoints
+from fullshard.train.run import loop
+from fullshard.train.setup.resume import TITLE_LISTS, choose_origin, deciding_settings, mark_finished
+from support.interrupted_run import OFTEN, SMALL, assert_same, before, files, run, run_until_stopped
+from support.tiny_run import settings, write_rows
+
+pytestmark = pytest.mark.usefixtures("unmetered")
+
+
+def test_a_finished_run_is_replaced_on_purpose_only_and_its_checkpoints_go(tmp_path, uninterrupted):
+    run(tmp_path, training__save_strategy="steps", training__save_steps=1, training__max_steps=3, **OFTEN)
+    model = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(
+        ConfigError,
+        match=r"holds a finished run.*resume=.*step-00000003 with a higher training.max_steps.*resume=never",
+    ):
+        run(tmp_path, **OFTEN)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == model
+    memory = run(tmp_path, resume="never", **OFTEN)
+    assert memory.begun[0].resumed_step == 0
+    assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")] == [
+        "step-00000004",
+        "step-00000008",
+    ]
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_never_starts_anew_and_says_what_it_deletes(tmp_path, uninterrupted):
+    run_until_stopped(tmp_path, ("step", 5), training__learning_rate=0.5, **OFTEN)
+    memory = run(tmp_path, resume="never", **OFTEN)
+    assert memory.begun[0].resumed_step == 0
+    directory = tmp_path / "out" / "checkpoints"
+    assert f"resume=never: step-00000004, step-00000006 in {directory} deleted" in memory.begun[0].notes
+    assert_same(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("resume", "text"),
+    [
+        ("nevr", "auto, never or"),
+        ("out", r"name one of them, such as resume=.*/out/checkpoints/step-00000006\."),
+        ("out/checkpoints", "name one of them"),
+        ("out/checkpoints/step-00000006/index.json", r"is a file\. Give .* resume=.*/step-00000006\."),
+    ],
+)
+def test_what_is_no_checkpoint_is_not_resumed_from(tmp_path, resume, text):
+    run_until_stopped(tmp_path, ("step", 5), **OFTEN)
+    with pytest.raises(ConfigError, match=text):
+        run(tmp_path, resume=tmp_path / resume, **OFTEN)
+
+
+def test_a_stop_says_how_to_go_on_where_the_same_command_would_not(tmp_path):
+    stopped = run_until_stopped(tmp_path, None, resume="never")
+    assert "The same command with resume=auto goes on" in str(stopped)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_named_checkpoint_is_gone_on_from_and_later_ones_go(tmp_path, uninterrupted, inside):
+    changes = {
+        "training__save_strategy": "steps",
+        "training__save_steps": 1,
+        "training__save_total_limit": None,
+    } | OFTEN
+    run(tmp_path, **changes)
+    directory = tmp_path / "out" / "checkpoints"
+    path = directory / "step-00000003"
+    if not inside:
+        path = Path(shutil.move(path, tmp_path / "mine"))
+        shutil.rmtree(tmp_path / "out")
+        write_rows(tmp_path / "train.csv", 25)
+    stopped = run_until_stopped(tmp_path, before(5), resume=str(path), **changes)
+    assert stopped.step == 5
+    left = [int(found.name[-1]) for found in find_checkpoints(directory)]
+    assert left == ([1, 2, 3, 4, 5] if inside else [4, 5])
+    run(tmp_path, **changes)
+    if inside:
+        assert_same(tmp_path, uninterrupted)
+
+
+def test_settings_that_decide_training_must_be_the_checkpoints(tmp_path):
+    run_until_stopped(tmp_path, None)
+    changes = {
+        "training__learning_rate": 0.5,
+        "training__num_train_epochs": 3,
+        "data__max_source_length": 11,
+        "training__per_device_train_batch_size": 3,
+        "seed": 4,
+    }
+    found = files(tmp_path / "out")
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path, **changes)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"The run in {tmp_path / 'out'} was cut short and would go on from step-00000001")
+    assert sorted(line.strip() for line in lines[1:-1]) == [
+        "data.max_source_length: 11; in the checkpoint 12",
+        "global batch (ranks x training.per_device_train_batch_size x training.gradient_accumulation_steps): "
+        "6; in the checkpoint 4",
+        "seed: 4; in the checkpoint 3",
+        "training.learning_rate: 0.5; in the checkpoint 0.01",
+        "training.num_train_epochs: 3.0; in the checkpoint 2.0",
+    ]
+    assert "resume=never" in lines[-1]
+    assert "another output_dir" in lines[-1]
+    assert files(tmp_path / "out") == found
+
+
+def test_a_file_is_what_it_holds_wherever_it_is(tmp_path, monkeypatch):
+    run_until_stopped(tmp_path, None)
+    moved = shutil.copy(tmp_path / "train.csv", tmp_path / "moved.csv")
+    assert run(tmp_path, data__train_file=str(moved), training__max_steps=None).begun[0].resumed_step == 1
+    shutil.rmtree(tmp_path / "out")
+    run_until_stopped(tmp_path, None)
+    changed = (tmp_path / "train.csv").read_text().replace("card", "cart", 1)
+    (tmp_path / "changed.csv").write_text(changed)
+    with pytest.raises(ConfigError, match=r"data\.train_file: [\d,]+ bytes, hash \w+; in the checkpoint [\d,]+ bytes"):
+        run(tmp_path, data__train_file=str(tmp_path / "changed.csv"))
+
+
+def test_what_does_not_decide_training_may_change(tmp_path, uninterrupted):
+    run_until_stopped(tmp_path, before(3), **OFTEN)
+    run(
+        tmp_path,
+        training__per_device_eval_batch_size=3,
+        training__save_strategy="no",
+        training__logging_steps=1,
+        evaluation__num_samples_shown=0,
+        nproc=1,
+        **OFTEN,
+    )
+    ours, theirs = (directory / "out" / "model.safetensors" for directory in (tmp_path, uninterrupted))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_named_checkpoint_takes_changed_settings_but_no_other_model_or_global_batch(tmp_path, monkeypatch):
+    decays = []
+    train_step = loop.train_step
+
+    def spy(model, optimizer, *rest):
+        decays.append(optimizer.param_groups[0]["weight_decay"])
+        return train_step(model, optimizer, *rest)
+
+    monkeypatch.setattr(loop, "train_step", spy)
+    path = run_until_stopped(tmp_path, ("step", 2)).checkpoint
+    shutil.copytree(path, tmp_path / "mine")
+    path = str(tmp_path / "mine")
+    memory = run(tmp_path, resume=path, training__learning_rate=0.5, training__weight_decay=0.25)
+    assert "changed: training.learning_rate: 0.5; in the checkpoint 0.01" in memory.begun[0].notes
+    assert memory.steps[0].step == 4
+    assert decays == [0.0] * 3 + [0.25] * 5
+    assert memory.steps[0].learning_rate == pytest.approx(0.5 * 5 / 7)
+    with pytest.raises(ConfigError, match=r"global batch .*: 6; in the checkpoint 4"):
+        run(tmp_path, resume=path, training__gradient_accumulation_steps=3)
+    with pytest.raises(ConfigError, match=r"model\.tokenizer\.vocab_size: 61; in the checkpoint 60"):
+        run(tmp_path, resume=path, model={**SMALL["model"], "tokenizer": {"vocab_size": 61}})
+    with pytest.raises(ConfigError, match="was made after step 3, and with these settings the run has 2 steps"):
+        run(tmp_path, resume=path, training__max_steps=2)
+
+
+def test_a_torn_newest_checkpoint_is_skipped_and_said(tmp_path, uninterrupted):
+    run_until_stopped(tmp_path, before(6), **OFTEN)
+    shard = tmp_path / "out" / "checkpoints" / "step-00000006" / "shard-00000-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    memory = run(tmp_path, **OFTEN)
+    assert memory.begun[0].resumed_step == 4
+    assert "step-00000006 skipped: not whole" in memory.begun[0].notes
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_a_flipped_bit_names_another_checkpoint_that_goes_on_when_typed(tmp_path, uninterrupted):
+    run_until_stopped(tmp_path, before(6), **OFTEN)
+    shard = tmp_path / "out" / "checkpoints" / "step-00000006" / "shard-00000-of-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged: block 0 of ") as info:
+        run(tmp_path, **OFTEN)
+    other = re.search(r"give resume=(\S+) to fullshard train", str(info.value))[1]
+    memory = run(tmp_path, resume=other, **OFTEN)
+    assert memory.begun[0].resumed_step == 4
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_torn_checkpoints_alone_are_an_error_and_not_a_new_run(tmp_path):
+    path = run_until_stopped(tmp_path, None).checkpoint
+    Path(path, "complete.json").unlink()
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole.*complete\.json.*resume=never"):
+        run(tmp_path)
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    path = Path(run_until_stopped(tmp_path, None).checkpoint)
+    shutil.copytree(path / "model", tmp_path / "model")
+    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+        run(tmp_path, resume=str(tmp_path / "model"))
+
+
+def test_a_saved_dataset_is_what_it_holds_wherever_it_is(tmp_path):
+    def deciding(name, texts):
+        rows = datasets.Dataset.from_dict({"text": texts, "label": ["a"] * len(texts)})
+        if not (tmp_path / name).exists():
+            datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / name)
+        data = {"dataset_name": str(tmp_path / name)}
+        return deciding_settings(RunConfig.model_validate({**settings(tmp_path), "data": data}), 1)
+
+    first = deciding("one", ["a", "b"])
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert deciding("two", []) == first
+    shutil.rmtree(tmp_path / "one")
+    assert deciding("one", ["c", "d", "e"]) != first
+
+
+def test_wikihows_title_lists_decide_where_they_split_the_rows(tmp_path):
+    data = {"train_file": str(tmp_path / "wikihowAll.csv"), "format": "wikihow"}
+    (tmp_path / "wikihowAll.csv").write_text("headline,title,text\n")
+
+    def deciding(**more):
+        return deciding_settings(RunConfig.model_validate({**settings(tmp_path), "data": data | more}), 1)
+
+    by_hash = deciding()
+    for name in ("train", "val"):
+        (tmp_path / f"all_{name}.txt").write_text("HowtoA\n")
+    by_lists = deciding()
+    (tmp_path / "all_val.txt").write_text("HowtoB\n")
+    moved = deciding()
+    assert by_lists == by_hash | {TITLE_LISTS: by_lists[TITLE_LISTS]}
+    assert moved == by_lists | {TITLE_LISTS: moved[TITLE_LISTS]} != by_lists
+    assert by_lists[TITLE_LISTS].startswith("all_train.txt 7 bytes, hash ")
+    assert TITLE_LISTS not in deciding(validation_file=str(tmp_path / "held_out.csv"))
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "steps", "limit"),
+    [
+        ("steps", 3, "training.max_steps"),
+        ("steps", 2, "training.num_train_epochs"),
+        ("time", 2, "training.max_train_minutes"),
+        ("early_stopping", 2, "training.early_stopping_patience"),
+    ],
+)
+def test_a_finished_run_says_what_ended_it(tmp_path, monkeypatch, ended_by, steps, limit):
+    config = RunConfig.model_validate(settings(tmp_path, training__max_steps=3))
+    directory = tmp_path / "out" / "checkpoints"
+    directory.mkdir(parents=True)
+    mark_finished(config, steps, ended_by)
+    monkeypatch.setattr("fullshard.train.setup.resume.find_checkpoints", lambda _: [directory / "step-00000002"])
+    with pytest.raises(ConfigError, match=rf"resume={directory}/step-00000002 with a higher {limit}, or resume=never"):
+        choose_origin(config, 1)
+    (directory / "finished.json").write_text('{"steps": 2}')
+    with pytest.raises(ConfigError, match=r"with a higher training\.num_train_epochs, or"):
+        choose_origin(config, 1)
