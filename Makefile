@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
@@ -25,6 +27,11 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
+# A site with search in site/; stale generated pages and broken links are errors.
+docs: $(STAMP) $(DOCS_STAMP)
+	$(BIN)/python docs/generate.py --check
+	$(DOCS_VENV)/bin/zensical build --clean --strict
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py
 
@@ -34,5 +41,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+# Only the generator: the extra `docs` would bring torch along.
+$(DOCS_STAMP): constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt zensical
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(DOCS_VENV) runs site

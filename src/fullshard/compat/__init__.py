@@ -3,5 +3,5 @@
 - ``fullshard.compat.torch_fsdp``: the names of ``torch.distributed.fsdp``, version 1 and 2;
 - ``fullshard.compat.accelerate``: ``Accelerator`` and its plugin.
 
-What behaves differently, on purpose, is listed in ``docs/compat.md``.
+What behaves differently, on purpose, is listed in ``docs/reference/compat/``.
 """

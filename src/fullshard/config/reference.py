@@ -1,4 +1,4 @@
-"""Every option of the run file as a page: ``python -m fullshard.config.reference > docs/options.md``."""
+"""The reference page of run-file options, made from the schema; ``python docs/generate.py`` writes it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from fullshard.config.schema import RunConfig
 _HEAD = """\
 # Options of the run file
 
-Made from the schema (`python -m fullshard.config.reference`). On the command line an option is `section.key=value`, in
-YAML: `fullshard train run.yaml training.learning_rate=1e-4`. A text with a colon or braces needs YAML's quotes inside
-the shell's: `'data.source_prefix="summarize: "'`.
+```bash
+fullshard train run.yaml training.learning_rate=1e-4
+```
+
+Every option, its values and its default. On the command line an option is `section.key=value`, the value in YAML.
+Text with a colon or braces needs YAML's quotes inside the shell's: `'data.source_prefix="summarize: "'`.
 """
 
 
 def options_page() -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     return "\n".join([_HEAD, *_sections(RunConfig, "")]).rstrip() + "\n"
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    """A table for the options of a section, then the sections in it."""
-    plain = {name: field for name, field in model.model_fields.items() if _section_of(field) is None}
+    """Yield the options of a section, then the sections in it."""
     title = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
-    yield f"## {title}\n\n{_one_line(model.__doc__)}\n\n| option | values | default | |\n|---|---|---|---|"
-    for name, field in plain.items():
-        key = field.alias or name
-        yield f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {_one_line(field.description)} |"
-    yield ""
+    yield f"## {title}\n\n{_one_line(model.__doc__)}\n"
+    for name, field in model.model_fields.items():
+        if _section_of(field) is None:
+            key = f"{prefix}{field.alias or name}"
+            default = "required" if field.is_required() else f"default: {_default(field)}"
+            yield f"### `{key}`\n\n{_values(field.annotation)}; {default}\n\n{_one_line(field.description)}\n"
     for name, field in model.model_fields.items():
         section = _section_of(field)
         if section is not None:
@@ -41,13 +44,13 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds; None for a plain option."""
+    """Return the section that a field holds; None for a plain option."""
     kinds = get_args(field.annotation) or (field.annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _values(annotation: Any) -> str:
-    """What may be given, in words."""
+    """Return a field's type in words."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _values(inner[0])
@@ -64,8 +67,6 @@ def _values(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
     value = field.get_default(call_default_factory=True)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -75,8 +76,4 @@ def _default(field: FieldInfo) -> str:
 
 
 def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    print(options_page(), end="")
+    return " ".join((text or "").split())

@@ -40,7 +40,7 @@ class TrainingConfig(Section):
     """group_by_length: rows of similar length share a batch; random: as torch's DistributedSampler."""
     packing: bool = False
     """Rows of a micro-batch are laid end to end in one sequence without padding; attention stays within each row, so
-    loss and gradients are those of the padded batch. For the models of docs/training.md."""
+    loss and gradients are those of the padded batch. For the models of docs/concepts/training.md."""
     num_train_epochs: PositiveFloat = 3
     """Passes over the training rows."""
     max_steps: PositiveInt | None = None

@@ -92,7 +92,7 @@ def test_clipping_and_optimizers_see_shards_after_a_forward_without_backward():
         assert all(hasattr(p, "shard_meta") for p in model.parameters())
         names = [name for _, tensors in full_tensors(model) for name in tensors]
         assert len(names) == len(set(names))
-        # Without the root's gradients it would be 2 % off; why not 1e-5: "An open question" in docs/log.md.
+        # Without the root's gradients it would be 2 % off; why not 1e-5: "An open question" in docs/evidence/log.md.
         torch.testing.assert_close(clip_grad_norm_(model, 1e9), expected, rtol=1e-4, atol=0)
         assert loss.isfinite()
         return sharded_gradients(model)

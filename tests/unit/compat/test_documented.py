@@ -1,4 +1,4 @@
-"""docs/compat.md has a row for every name that torch's FSDP, Accelerate's object, its plugin and its files have."""
+"""docs/reference/compat/ answers every name of torch's FSDP, Accelerate's object, its plugin and its files."""
 
 import dataclasses
 import inspect
@@ -16,7 +16,11 @@ from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import wrap
 
-ROWS = re.findall(r"^\| (.+?) \| (yes|different|no) \| ?(.*?) ?\|$", Path("docs/compat.md").read_text(), re.MULTILINE)
+PAGES = "\n".join(page.read_text() for page in sorted(Path("docs/reference/compat").glob("*.md")))
+ROWS = [
+    *re.findall(r"^\| (.+?) \| (yes|different|no) \| ?(.*?) ?\|$", PAGES, re.MULTILINE),
+    *re.findall(r"^- (.+?) — \*\*(yes|different|no)\*\*(.*)$", re.sub(r"\n  (?=\S)", " ", PAGES), re.MULTILINE),
+]
 CELLS = [text for cell, _, _ in ROWS for text in re.findall(r"`([^`]+)`", cell)]
 NAMES = {*CELLS, *(word for text in CELLS for word in re.findall(r"\w+", text))}
 

@@ -7,7 +7,7 @@ places of torch that such scripts use are here too: ``checkpoint_wrapper``, ``Ch
 ``wrap``, as in torch.
 
 ``FlatParameter`` has no counterpart: parameters are always the original ones. What else differs is listed in
-``docs/compat.md``.
+``docs/reference/compat/``.
 """
 
 from fullshard.compat.torch_fsdp.api import (

@@ -1,0 +1,172 @@
+"""Write the reference pages that are made from the code: options, command line, Python API.
+
+Example:
+    python docs/generate.py            # writes docs/reference/
+    python docs/generate.py --check    # exit code 1 if a page is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from textwrap import dedent
+from types import ModuleType
+from typing import Any
+
+from fullshard.cli.main import main
+from fullshard.config.reference import options_page
+
+REFERENCE = Path(__file__).parent / "reference"
+VERBS = (
+    *("", "train", "evaluate", "predict", "report", "inspect", "export", "verify", "launch"),
+    *("config", "config check", "config convert"),
+)
+MODULES = (
+    ("fullshard", None),
+    ("fullshard.optim", None),
+    ("fullshard.engine", ("record", "TraceEvent")),
+    ("fullshard.saving.dcp", ("save_dcp", "load_dcp")),
+)
+"""Modules on the Python page, each with its names; None: those of its ``__all__``."""
+
+
+def command_line_page() -> str:
+    """Return the page with the help of every verb."""
+    text = "# Command line\n\n```bash\nfullshard --help\n```\n\nThe help of every verb; the first has the exit codes.\n"
+    for verb in VERBS:
+        text += f"\n## `{f'fullshard {verb}'.strip()}`\n\n```text\n{_help(verb)}```\n"
+    return text
+
+
+def python_page() -> str:
+    """Return the page with every public name."""
+    text = (
+        "# Python API\n\n```python\nimport fullshard\nfrom fullshard import optim\n```\n\n"
+        "Every public name. How to use them: [The engine](../concepts/engine.md), "
+        "[Loading and saving](../concepts/checkpoints.md),\n[Optimizers](../concepts/optimizers.md).\n"
+    )
+    for name, chosen in MODULES:
+        module = importlib.import_module(name)
+        text += f"\n## `{name}`\n"
+        for key in chosen or _names(module):
+            text += "".join(_entry(getattr(module, key), f"{name}.{key}"))
+    return text
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "options.md": options_page,
+    "command-line.md": command_line_page,
+    "python.md": python_page,
+}
+
+
+def _help(verb: str) -> str:
+    """Return the help of a verb, 100 columns wide."""
+    os.environ["COLUMNS"] = "100"
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        main([*verb.split(), "--help"])
+    return output.getvalue()
+
+
+def _names(module: ModuleType) -> list[str]:
+    return sorted((name for name in module.__all__ if not name.startswith("__")), key=str.lower)
+
+
+def _entry(thing: Any, name: str) -> Iterator[str]:
+    """Yield the heading, signature and docstring of a name, and of a class its public methods."""
+    yield f"\n### `{name}`\n\n"
+    if isinstance(thing, type) and issubclass(thing, Enum):
+        yield "```python\n" + "".join(
+            f"{thing.__name__}.{key} = {item.value!r}\n" for key, item in thing.__members__.items()
+        )
+        yield "```\n\n"
+    elif callable(thing):
+        yield f"```python\n{_signature(thing, name.rpartition('.')[2])}\n```\n\n"
+    yield _markdown(inspect.getdoc(thing))
+    if not inspect.isclass(thing):
+        return
+    for key, member in vars(thing).items():
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        if not key.startswith("_") and inspect.isfunction(function) and function.__doc__:
+            call = key if isinstance(member, property) else _signature(function, key)
+            yield f"\n#### `{thing.__name__}.{key}`\n\n```python\n{call}\n```\n\n{_markdown(inspect.getdoc(function))}"
+
+
+def _signature(thing: Any, name: str) -> str:
+    """Return the call as it is written, one argument on each line where it is long."""
+    try:
+        signature = inspect.signature(thing)
+    except ValueError:
+        return name
+    parts = [
+        re.sub(r"^(\*{0,2}\w+): '(.*?)'(?= = |$)", r"\1: \2", str(part))
+        for part in signature.parameters.values()
+        if part.name != "self"
+    ]
+    kinds = [part.kind for part in signature.parameters.values() if part.name != "self"]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        parts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    returns = signature.return_annotation
+    arrow = "" if returns is signature.empty or inspect.isclass(thing) else f" -> {returns}"
+    line = f"{name}({', '.join(parts)}){arrow}"
+    if len(line) > 100:
+        line = f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){arrow}"
+    line = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", line)
+    return re.sub(r"<(\w+\.\w+): [^>]+>", r"\1", line)
+
+
+def _markdown(doc: str | None) -> str:
+    """Return a docstring in Google's format as Markdown."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", doc or "").replace("``", "`")
+    text = re.sub(r"(?m)^(Example)s?:$", r"\1::", text)
+    text = re.sub(r"(?m)^(.*?) ?::\n\n?((?:    .*\n?|\n)+)", _code_block, text)
+    text = re.sub(r"(?m)^(Args|Attributes|Raises):\n((?:    .*\n?|\n)+)", _item_list, text)
+    text = re.sub(
+        r"(?m)^(Returns|Yields):\n((?:    .*\n?|\n)+)", lambda m: f"**{m[1]}**: {dedent(m[2]).strip()}\n\n", text
+    )
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _code_block(found: re.Match[str]) -> str:
+    title = f"**{found[1]}**" if found[1] == "Example" else found[1]
+    return f"{title}\n\n```python\n{dedent(found[2]).strip()}\n```\n\n"
+
+
+def _item_list(found: re.Match[str]) -> str:
+    items = re.sub(r"(?m)^(\*{0,2}[\w.]+)(?: \([^)]*\))?: ", r"- `\1`: ", dedent(found[2]).strip())
+    return f"**{found[1]}**\n\n" + re.sub(r"(?m)^    ", "  ", items) + "\n\n"
+
+
+def stale_pages() -> list[str]:
+    """Return the names of pages that are not what the code would make."""
+    files = {name: REFERENCE / name for name in PAGES}
+    return [
+        name for name, make in PAGES.items() if not files[name].exists() or files[name].read_text("utf-8") != make()
+    ]
+
+
+def run() -> int:
+    """Write the pages, or with ``--check`` compare them; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--check", action="store_true", help="compare only; exit code 1 if a page is stale")
+    if parser.parse_args().check:
+        stale = stale_pages()
+        print("".join(f"docs/reference/{name} is stale: python docs/generate.py\n" for name in stale), end="")
+        return 1 if stale else 0
+    for name, make in PAGES.items():
+        (REFERENCE / name).write_text(make(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())
