@@ -54,3 +54,9 @@ def test_every_page_is_in_the_site():
     listed = re.findall(r"[\w\-/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
     assert yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["docs_dir"] == "docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_named_on_a_page_exist(page):
+    named = re.findall(r"`((?:tests|benchmarks|examples|docs)/[\w/.\-]+)", text_of(page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
