@@ -393,7 +393,7 @@ def test_prefetch_lists_said_before_the_roots_call_hold_after_it():
         model.blocks[1].set_requires_gradient_sync(False)
         model = fully_shard(model, mesh=comm)
         runtime = model._fullshard_runtime
-        return runtime.schedule.forward_lists, [unit.syncing for unit in runtime.units]
+        return runtime.schedule.forward_lists, [unit.options.reduce_gradients for unit in runtime.units]
 
     assert run_ranks(1, work)[0] == ({1: [3]}, [True, True, False, True, True])
 

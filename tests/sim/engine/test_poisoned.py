@@ -19,8 +19,8 @@ from fullshard import (
 )
 from fullshard.engine.setup import wrap
 from fullshard.engine.step import unit
-from fullshard.engine.step.collectives import finish_reduce
-from fullshard.engine.step.lane import Lane
+from fullshard.engine.step.lane import Lane, LaneState
+from fullshard.engine.step.reduce import finish_reduce
 from fullshard.optim import step_in_backward
 from fullshard.policy import CPUOffload
 from fullshard.testing import run_ranks
@@ -140,13 +140,28 @@ def drop_early(pending, divide):
     return finish_reduce(pending, divide)
 
 
+FORGOTTEN = []
+
+
+def settle_without_waiting(unit):
+    for lane in unit.lanes:
+        FORGOTTEN.append(lane.unsettled)  # alive, but not waited for
+        lane.unsettled = None
+
+
+def finish_without_waiting(unit):
+    for lane in unit.lanes:
+        if lane.state is LaneState.GATHERING:
+            lane.finish_gather()
+
+
 @pytest.mark.filterwarnings("ignore:module forward hook")  # hooks that clean up fail as well
 @pytest.mark.parametrize(
     ("where", "name", "broken"),
     [
         (Lane, "complete_gradient", keep_unwritten),
-        (unit.Unit, "settle", lambda _unit: None),
-        (unit.Unit, "_await_gather", lambda _unit: None),
+        (unit.Unit, "settle", settle_without_waiting),
+        (unit.Unit, "_await_gather", finish_without_waiting),
         (unit, "finish_reduce", drop_early),
     ],
     ids=["unwritten gradients", "released unsettled", "gather not awaited", "gradient changed"],

@@ -9,8 +9,7 @@ import fullshard
 from fullshard import BackwardPrefetch, MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard, no_sync
 from fullshard.engine import no_all_reduce
 from fullshard.engine.step import unit
-from fullshard.engine.step.collectives import start_gather
-from fullshard.engine.step.lane import Lane
+from fullshard.engine.step.lane import Lane, LaneState
 from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts, two_forwards_loss
 from support.parity import replicas
@@ -217,7 +216,8 @@ def test_a_release_before_the_wait_is_reported(monkeypatch):
     plain = unit.Unit.reshard
 
     def reshard(self):
-        self._works = []
+        for lane in self.lanes:
+            lane.gather_work = None
         plain(self)
 
     monkeypatch.setattr(unit.Unit, "reshard", reshard)
@@ -233,7 +233,10 @@ def test_a_gather_into_a_buffer_that_compute_still_reads_is_reported(monkeypatch
 
     def finish_gather(self):
         plain(self)
-        start_gather(self.lanes)
+        for lane in self.lanes:
+            lane.issue_gather()
+            lane.finish_gather()
+            lane.unsettled = None
 
     monkeypatch.setattr(unit.Unit, "finish_gather", finish_gather)
     assert_reported(
@@ -244,7 +247,11 @@ def test_a_gather_into_a_buffer_that_compute_still_reads_is_reported(monkeypatch
 
 
 def test_a_buffer_that_is_read_before_its_gather_is_reported(monkeypatch):
-    monkeypatch.setattr(unit, "start_gather", lambda lanes: [lane.full.take() for lane in lanes] and [])
+    def issue_gather(self):
+        self.state = LaneState.GATHERING
+        self.full.take()
+
+    monkeypatch.setattr(Lane, "issue_gather", issue_gather)
     assert_reported(
         check(lambda model: lm_loss(model, batches(1, 2)[0])),
         r"rank 0: aten\.embedding on compute reads gathered parameters of \(root\) before anything is written there",

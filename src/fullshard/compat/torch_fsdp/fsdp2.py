@@ -132,8 +132,7 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
         param.sharded.full_tensor = FullTensor(param)  # type: ignore[attr-defined]
         describe_state_of(param.sharded)
     if reshard is True:  # said, so it holds for a root too
-        runtime.root.keeps_after_forward = False
-        runtime.follow_units()
+        runtime.configure(runtime.root, reshard_after_forward=True)
     return module
 
 

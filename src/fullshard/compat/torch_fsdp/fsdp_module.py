@@ -11,8 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fullshard import engine
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
-from fullshard.engine.step.unit import State, Unit
+from fullshard.engine import Keep, LaneState, Unit
 from fullshard.errors import ConfigError, ShardingError
 
 _STATE = "_fullshard_fsdp2"
@@ -41,7 +42,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait until the full parameters are there, and show them; nothing where they were resharded since."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.state is not State.SHARDED:
+        if unit is not None and unit.state is not LaneState.SHARDED:
             unit.finish_gather()
 
 
@@ -70,7 +71,7 @@ class FSDPModule:
         """
         unit = unit_of(self)
         if unit is not None:
-            unit.runtime.unshard(unit)
+            engine.unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -85,7 +86,7 @@ class FSDPModule:
         """
         unit = unit_of(self)
         if unit is not None:
-            unit.runtime.reshard(unit)
+            engine.reshard(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are freed between forward and backward.
@@ -95,40 +96,39 @@ class FSDPModule:
         """
         _require_bool("reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse=recurse):
-            unit.keeps_after_forward = not reshard_after_forward
-            unit.runtime.follow_units()
+            unit.runtime.configure(unit, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether parameters are freed after backward; if not, a forward before the next step gathers nothing."""
         for unit in _units(self, recurse=recurse):
-            unit.keeps_after_backward = not reshard_after_backward
+            unit.runtime.configure(unit, reshard_after_backward=reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` ahead when this module's forward starts, instead of those that followed it last time."""
-        self._set_ahead("forward", modules)
+        self._set_ahead("forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` ahead when this module's backward starts, instead of the one that comes next."""
-        self._set_ahead("backward", modules)
+        self._set_ahead("backward_prefetch", modules)
 
-    def _set_ahead(self, when: str, modules: Iterable[FSDPModule]) -> None:
+    def _set_ahead(self, option: str, modules: Iterable[FSDPModule]) -> None:
         listed = [unit_of(module) for module in require_fsdp_modules(modules)]
         unit = unit_of(self)
         if unit is not None:
-            unit.ahead[when] = [one for one in listed if one is not None]
-            unit.runtime.follow_units()
+            unit.runtime.configure(unit, **{option: tuple(one for one in listed if one is not None)})
 
     # Gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients; if not they stay unsharded and are added up (``no_sync``)."""
         for unit in _units(self, recurse=recurse):
-            unit.syncing = unit.across = requires_gradient_sync
+            unit.runtime.configure(unit, reduce_gradients=requires_gradient_sync, all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether backward adds up gradients over replicas; without replicas it changes nothing."""
         for unit in _units(self, recurse=recurse):
-            unit.across = requires_all_reduce or unit.runtime.mesh.replica_group.size == 1
+            all_reduce = requires_all_reduce or unit.runtime.mesh.replica_group.size == 1
+            unit.runtime.configure(unit, all_reduce=all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` instead of the number of ranks.
@@ -140,7 +140,7 @@ class FSDPModule:
             raise ConfigError(f"Gradients are divided by a number above zero; got {factor}.")
         unit = unit_of(self)
         if unit is not None:
-            unit.divide = factor
+            unit.runtime.configure(unit, divide=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
@@ -166,7 +166,7 @@ class FSDPModule:
             )
         unit = unit_of(self)
         if unit is not None:
-            unit.on_reduced = hook
+            unit.runtime.configure(unit, on_reduced=hook)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next gathers wait for ``event``, recorded after the optimizer's step on another stream."""
@@ -263,7 +263,7 @@ class FSDPModule:
         """This rank's part of the module's parameters, for ``torch.distributed.checkpoint``; every rank calls it."""
         unit = unit_of(self)
         inside_another = bool(args) or kwargs.get("destination") is not None
-        if unit is None or unit.runtime.root.held or inside_another:
+        if unit is None or Keep.CONTEXT in unit.runtime.root.keep or inside_another:
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
         return model_state_dict(cast("nn.Module", self), **kwargs)
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from fullshard.engine import plain_name, sharded_roots, whole_parameters
+from fullshard.engine import plain_name, sharded_roots, summoned_parameters
 from fullshard.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ def summon_full_params(
     with ExitStack() as stack:
         for root in sharded_roots(module):
             stack.enter_context(
-                whole_parameters(
+                summoned_parameters(
                     root,
                     modules,
                     writeback=writeback,

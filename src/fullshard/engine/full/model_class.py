@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fullshard.engine.full.state import load_full_state
+from fullshard.engine.full.state import RootHeld, load_full_state
 from fullshard.engine.full.table import unit_table
 from fullshard.engine.registry import runtime_of
-from fullshard.engine.step.hooks import RootHeld, UnitHooks
+from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.runtime import Runtime
+from fullshard.engine.step.unit import Keep
 from fullshard.errors import ShardingError
 
 
@@ -26,7 +27,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         return f"{cls.__repr__(self)}\n{unit_table(runtime.units, runtime.mesh.shard_group.size)}"
 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if runtime_of(self).root.held:  # inside unsharded(model) it is whole; views of it would not outlive that
+        if Keep.CONTEXT in runtime_of(self).root.keep:  # inside unsharded(model); views would not outlive it
             return {name: value.clone() for name, value in cls.state_dict(self, *args, **kwargs).items()}
         if (others := runtime_of(self).state_dict) is not None:
             return others[0](self, *args, **kwargs)

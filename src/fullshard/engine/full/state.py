@@ -11,7 +11,9 @@ from torch import nn
 
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.param import ShardedParam
+from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.torch_private import in_backward
+from fullshard.engine.step.unit import Keep, Unit
 from fullshard.errors import ShardingError
 from fullshard.layout.names import plain_name
 
@@ -20,35 +22,86 @@ from fullshard.layout.names import plain_name
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Show full parameters, in the compute dtype, on every rank; all ranks enter it together.
 
-    In-place changes of parameters made inside are kept (each rank keeps its own rows of what it wrote: write the same
-    on every rank). Memory: the whole gathered model.
+    In-place changes of parameters made inside are kept: each rank keeps its own rows, so write the same values on every
+    rank. Memory: the gathered model.
 
     Raises:
-        ShardingError: Entered during backward.
+        ShardingError: Entered during backward, or while full parameters are shown already.
     """
     runtime = runtime_of(model)
     if in_backward():
-        raise ShardingError("unsharded(model) cannot be entered during backward: units come and go there.")
-    if any(unit.whole is not None for unit in runtime.units):
-        raise ShardingError("unsharded(model) cannot be entered while full parameters are on show already.")
+        raise ShardingError("unsharded(model) cannot be entered during backward: it gathers and frees units itself.")
+    if any(unit.summoned for unit in runtime.units):
+        raise ShardingError("unsharded(model) cannot be entered while summoned full parameters are shown.")
     runtime.forward_event()
+    outermost = Keep.CONTEXT not in runtime.root.keep
+    entered = [unit for unit in runtime.units if Keep.CONTEXT not in unit.keep]
     for unit in runtime.units:
-        if not unit.held and not unit.open_calls:
-            runtime.release(unit)  # what is gathered may be older than the shards
+        if not unit.open_calls:
+            runtime.refresh(unit)
         runtime.gather(unit)
         unit.settle()  # what is written inside must not reach a rank that still reads
-        unit.held += 1
+    for unit in entered:
+        unit.keep.add(Keep.CONTEXT)
     try:
         yield
     finally:
-        for unit in runtime.units:
-            unit.held -= 1
-        if not runtime.root.held:
-            for unit in runtime.units:
-                unit.write_back()
-        for unit in runtime.units:
-            if not unit.open_calls:
-                runtime.release(unit)
+        _leave_unsharded(runtime, entered, write_back=outermost)
+
+
+def _leave_unsharded(runtime: Runtime, entered: list[Unit], *, write_back: bool) -> None:
+    for unit in entered:
+        unit.keep.discard(Keep.CONTEXT)
+    for unit in runtime.units if write_back else ():
+        _write_back(unit)
+    for unit in runtime.units:
+        if not unit.open_calls:
+            runtime.release(unit)
+
+
+def _write_back(unit: Unit) -> None:
+    """Copy what differs in the gathered parameters into this rank's shards, element by element.
+
+    Raises:
+        ShardingError: A parameter was replaced instead of changed.
+    """
+    for param in unit.params:
+        if any(module._parameters.get(key) is not param.full for module, key in param.slots):
+            raise ShardingError(
+                f"{param.meta.name} was replaced by another Parameter inside unsharded(model); change its "
+                "values in place (param.copy_, param.data.copy_) instead."
+            )
+    for lane in unit.lanes:
+        # Only where it differs: a shard is wider than the compute dtype, and unchanged elements must keep their bits.
+        changed = (lane.own_part != lane.shard.to(lane.own_part)).to(lane.shard.device)
+        lane.shard[changed] = lane.own_part.to(lane.shard.device)[changed].to(lane.shard.dtype)
+
+
+class RootHeld:
+    """Context in which the root unit stays gathered between forwards, for a generation loop."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Hold the root of ``runtime``."""
+        self.runtime = runtime
+        self.outermost = False
+
+    def __enter__(self) -> None:
+        """Gather the root, unless it shows full parameters already."""
+        runtime, root = self.runtime, self.runtime.root
+        runtime.forward_event()
+        if root.summoned is not None:
+            return
+        self.outermost = Keep.GENERATION not in root.keep
+        if not root.stays_shown:
+            root.reshard()  # what is gathered may be older than the shards
+        runtime.gather(root)
+        root.keep.add(Keep.GENERATION)
+
+    def __exit__(self, *_error: object) -> None:
+        """Release it, unless another context holds it."""
+        if self.outermost:
+            self.runtime.root.keep.discard(Keep.GENERATION)
+            self.runtime.release(self.runtime.root)
 
 
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from torch import nn
 
 from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, same_ranks
 from fullshard.engine.full.model_class import plain_class, sharded_class
-from fullshard.engine.full.table import UnitTable, unit_table
 from fullshard.engine.registry import attach, detach, is_sharded, runtime_of
-from fullshard.engine.setup.build import UnitBuilder, move_buffers
+from fullshard.engine.setup.build import UnitBuilder, keep_in_float32, move_buffers
 from fullshard.engine.setup.fill import fill, give_memory, open_weights
 from fullshard.engine.setup.identity import check_same_model
 from fullshard.engine.setup.initial import FirstValues, Initializer
@@ -29,10 +27,9 @@ from fullshard.engine.setup.wrap import (
     modules_kept,
 )
 from fullshard.engine.step import fused
-from fullshard.engine.step.buffers import Account
-from fullshard.engine.step.hooks import UnitHooks, keep_in_float32
+from fullshard.engine.step.buffers import Account, ReusableBuffer
+from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.precision import dtypes_of
-from fullshard.engine.step.recorder import Recorder
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.unit import Unit
 from fullshard.errors import ConfigError, ProcessGroupError, ShardingError, WrapError
@@ -69,54 +66,52 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     weights: WeightSource | None = None,
     first_values: FirstValues | None = None,
 ) -> Any:
-    """Shard ``model`` over the ranks of ``mesh``, in place. Every rank calls it, with the same model.
+    """Shard ``model`` over the ranks of ``mesh``, in place. Every rank calls it with the same model.
 
-    Afterwards each parameter of the model is this rank's shard: whole rows, shape ``(rows here, *rest)``, possibly
+    Afterwards each parameter of the model is this rank's shard: complete rows, shape ``(rows here, *rest)``, possibly
     none. Build the optimizer on ``model.parameters()`` as usual. Forward and backward gather one unit at a time; after
     ``backward()`` each shard's ``.grad`` is the mean over ranks of the gradient.
 
-    Call it once on the root with a wrap policy, or bottom up: on blocks, each with policies of its own, then on the
-    root, which takes them in and makes a unit of what is left. Only the root may be called then.
+    Call it once on the root with a wrap policy, or bottom up: on blocks, each with its own policies, then on the root,
+    which includes them and makes one unit of the rest. After that only the root may be called.
 
     Args:
-        model: Any module, on CPU, on the device, or on the meta device (units are initialised as they are sharded). Of
-            several modules, which run one after the other, one unit is made, for a later call on the root.
+        model: Any module, on CPU, on the device, or on the meta device (units are initialized as they are sharded). A
+            list of modules that run one after the other becomes one unit, for a later call on the root.
         mesh: Ranks to shard over: None (all), a ``ProcessGroup``, a 1-D ``DeviceMesh`` or a ``Comm``; for two axes,
             replicate and shard, a 2-D ``DeviceMesh`` or a pair of Comms.
         wrap: Which modules are units: ``"auto"`` (the model's repeated blocks, small neighbours merged),
-            :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate over modules, or None (the
-            whole model is one unit). After calls on blocks, ``"auto"`` makes no further units but the root. A module
-            without repeated blocks becomes one unit under ``"auto"``, to be taken in by a later call on the root;
-            called as a model of its own it raises ``WrapError``, because all of it would be gathered at once: say
-            ``wrap=None`` if that is meant.
+            :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate over modules, or None (one unit
+            for the entire model). After calls on blocks, ``"auto"`` makes no units but the root. A module without
+            repeated blocks becomes one unit under ``"auto"``, to be included by a later call on the root; its own
+            forward raises ``WrapError``, because it would be gathered at once: pass ``wrap=None`` if you want that.
         strategy: What is sharded.
-        reshard_after_forward: FSDP2's word: False makes FULL_SHARD into SHARD_GRAD_OP (and so for the hybrid ones).
+        reshard_after_forward: FSDP2's name: False turns FULL_SHARD into SHARD_GRAD_OP, and the hybrid ones likewise.
         mp_policy: Compute, reduce and other dtypes; None: the parameters' own.
-        prefetch: What is gathered ahead, and when. Of the root's call.
-        offload_policy: Whether shards, gradients and the optimizer's state live in host memory.
-        frozen: Where frozen parameters live: ``"shard"`` them, ``"replicate"`` them on every rank (no communication
-            for them), or ``"auto"``: replicate where they take at most a quarter of the smallest rank's memory.
-        ignored_params: Parameters left as they are, on every rank; ``module.parameters()`` leaves out a module.
-        device: What units compute on; None: the accelerator of this rank, else CPU.
-        weights: Where all parameters and persistent buffers take their values from, such as
-            ``fullshard.Pretrained(path)``: each rank reads its own elements to their place, and nothing is initialised,
-            gathered or whole in memory on the way. Meant for a model on the meta device. Buffers that are not saved get
-            their values from their modules. An ignored parameter with values keeps them where the source has none; one
-            on the meta device is replaced by one with memory.
-        first_values: How units on the meta device are initialised, and whether all ranks take rank 0's values. Like
-            everything before the cut it is done unit by unit: one is whole in memory beside the shards, never two.
+        prefetch: Which units are gathered ahead, and when; only the root's call uses it.
+        offload_policy: Whether shards, gradients and optimizer states are in host memory.
+        frozen: Placement of frozen parameters: ``"shard"``, ``"replicate"`` (on every rank, without communication), or
+            ``"auto"``: replicate if they take at most a quarter of the smallest rank's memory.
+        ignored_params: Parameters that stay unsharded, on every rank; ``module.parameters()`` excludes a module.
+        device: Device that units compute on; None: this rank's accelerator, else CPU.
+        weights: Source of all parameters and persistent buffers, such as ``fullshard.Pretrained(path)``: each rank
+            reads its own elements, and no parameter is initialized, gathered or complete in memory. Meant for a model
+            on the meta device. Buffers that are not saved are initialized by their modules. An ignored parameter
+            keeps its values if the source has none; one on the meta device is allocated.
+        first_values: How units on the meta device are initialized, and whether all ranks take rank 0's values. One unit
+            at a time is complete in memory in addition to the shards.
 
     Returns:
         The same object.
 
     Raises:
         ProcessGroupError: There is no process group, or the mesh does not fit.
-        WrapError: The policy does not fit the model; nothing has changed then.
-        MismatchError: Ranks hold different models; raised on every rank, nothing has changed then.
+        WrapError: The policy does not fit the model; nothing has changed.
+        MismatchError: Ranks hold different models; raised on every rank, nothing has changed.
         ShardingError: The model is sharded already.
         ConfigError: Policies contradict each other, or the device cannot compute in the dtype.
-        CheckpointError: The weights do not fit, and nothing has changed; or they cannot be read to their end, and the
-            model is sharded with part of them. On every rank, with the same text.
+        CheckpointError: The weights do not fit, and nothing has changed; or they cannot be read completely, and the
+            model is sharded with part of them. Raised on every rank with the same text.
     """
     strategy = _reshard(strategy, after_forward=reshard_after_forward)
     ranks = as_mesh(mesh, strategy, device)
@@ -126,9 +121,9 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     root, wrap = (model, wrap) if isinstance(model, nn.Module) else (nn.ModuleList(model), None)
     members = (root,) if isinstance(model, nn.Module) else tuple(model)
     first = first_values or FirstValues()
-    _check_weights(weights, first_values, whole=root is model)
+    _check_weights(weights, first_values, is_model=root is model)
     if len(set(members)) < len(members):
-        raise ShardingError("A list of modules that become one unit names one of them twice.")
+        raise ShardingError("A list of modules that become one unit contains a module twice.")
     inner = _sharded_inside(root, ranks)
     ignored = frozenset(ignored_params)
     policy = _place_frozen(policy, root, ranks)
@@ -158,8 +153,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     for unit in units:
         unit.hooks = UnitHooks(unit, kept_ids)
         fused.install(unit.hooks)
-    units[0].casts_output = True
-    units = _take_in(root, units, inner, ranks, account)
+    units[0].options = dataclasses.replace(units[0].options, casts_output=True)
+    units = _include(root, units, inner, ranks, account)
     runtime = Runtime(units, ranks, _as_prefetch(prefetch), account, runtime_device, frozenset(map(id, ignored)))
     runtime.unwrapped = unwrapped
     for member in members:
@@ -171,7 +166,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
 
 
 def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingStrategy:
-    """FSDP2's word for the same."""
+    """Apply FSDP2's ``reshard_after_forward`` to the strategy."""
     if after_forward is None:
         return strategy
     if not isinstance(after_forward, bool):
@@ -188,16 +183,16 @@ def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingSt
     return strategy if after_forward else kept.get(strategy, strategy)
 
 
-def _check_weights(weights: WeightSource | None, first_values: FirstValues | None, *, whole: bool) -> None:
-    """Refuse a source of weights beside what it does not go with; ``whole``: a model is sharded, not a list."""
-    if weights is not None and not whole:
-        raise ConfigError("weights= fills a whole model, and a list of modules is none: give it to the root's call.")
+def _check_weights(weights: WeightSource | None, first_values: FirstValues | None, *, is_model: bool) -> None:
+    """Refuse what ``weights`` cannot be combined with; ``is_model``: a model is sharded, not a list of modules."""
+    if weights is not None and not is_model:
+        raise ConfigError("weights= fills a model, not a list of modules: pass it to the root's call.")
     if weights is not None and first_values is not None:
-        raise ConfigError("weights= gives the model all its values, so that first_values= has none to give: drop one.")
+        raise ConfigError("weights= sets all values of the model, so first_values= has no effect: pass one of them.")
 
 
 def _build_units(specs: Sequence[UnitSpec], builder: UnitBuilder, initializer: Initializer | None) -> list[Unit]:
-    """Initialise and cut one unit after the other; no initializer: shards hold zeros, for a source to fill."""
+    """Initialize and shard one unit after the other; without initializer, shards hold zeros for a source to fill."""
     others = frozenset(module for spec in specs for module in spec.modules)
     units: list[Unit] = []
     for index, spec in enumerate(specs):
@@ -212,7 +207,7 @@ def _as_prefetch(prefetch: BackwardPrefetch | Prefetch) -> Prefetch:
 
 
 def _check_policy(policy: UnitPolicy, device: Device) -> None:
-    """Refuse what this device cannot do, before anything changes."""
+    """Refuse what this device does not support, before anything changes."""
     if policy.frozen not in FROZEN:
         raise ConfigError(f"frozen is one of {', '.join(FROZEN)}; got {policy.frozen!r}.")
     for keyword, given, kind in (
@@ -221,9 +216,8 @@ def _check_policy(policy: UnitPolicy, device: Device) -> None:
     ):
         if given is not None and not isinstance(given, kind):
             raise ConfigError(
-                f"{keyword} is a fullshard.{kind.__name__}; got {type(given).__module__}.{type(given).__name__}. The "
-                "policies of torch's FSDP go to fullshard.compat.torch_fsdp, which has its fully_shard and its "
-                "FullyShardedDataParallel."
+                f"{keyword} is a fullshard.{kind.__name__}; got {type(given).__module__}.{type(given).__name__}. For "
+                "policies of torch's FSDP, use fully_shard or FullyShardedDataParallel of fullshard.compat.torch_fsdp."
             )
     if "bfloat16" in (policy.precision.param, policy.precision.reduce):
         native, why = device.supports_bf16()
@@ -234,7 +228,7 @@ def _check_policy(policy: UnitPolicy, device: Device) -> None:
 
 
 def _sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
-    """The runtimes of parts of ``root`` that were sharded before it, in tree order.
+    """Return the runtimes of modules inside ``root`` that were sharded before, in tree order.
 
     Raises:
         ShardingError: ``root`` itself is sharded.
@@ -250,8 +244,8 @@ def _sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
             found[id(runtime)] = runtime
             if not inside.issuperset(map(id, runtime.root.modules)):
                 raise ShardingError(
-                    f"{name} was sharded as one unit with modules outside of {type(root).__name__}. Shard first what "
-                    "lies inside, then what is around all of it."
+                    f"{name} was sharded as one unit with modules outside of {type(root).__name__}. Shard inner "
+                    "modules first, then a module that contains all of them."
                 )
             if not same_ranks(runtime.mesh, ranks):
                 theirs, ours = (f"{m.replica_group.size} x {m.shard_group.size}" for m in (runtime.mesh, ranks))
@@ -266,7 +260,7 @@ def _sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
 def _specs(
     root: nn.Module, wrap: WrapPolicy, ignored: frozenset[nn.Parameter], inner: list[Runtime], policy: UnitPolicy
 ) -> tuple[list[UnitSpec], WrapError | None]:
-    """Units to be made, of what is neither ignored nor sharded before, and what is wrong with them as a whole model."""
+    """Return the units to build, and the error to raise if they are used as a complete model, or None."""
     slots = {(id(m), key) for runtime in inner for _, p in runtime.all_params() for m, key in p.slots}
     sharded = frozenset(p.sharded for runtime in inner for _, p in runtime.all_params())
     for path, module in root.named_modules():
@@ -274,14 +268,14 @@ def _specs(
             if param in sharded and (id(module), key) not in slots:
                 raise WrapError(
                     f"{path}.{key} is tied to a parameter of a block that was sharded on its own. A tied parameter "
-                    "belongs to a unit around all its places: call fully_shard once, on the root, with a wrap policy."
+                    "belongs to a unit around all its registrations: call fully_shard once, on the root, with a policy."
                 )
     chosen = wrap if not (inner and wrap == "auto") else None
     found, unwrapped = [], None
     try:
         found = find_units(root, chosen)
     except NoRepeatedBlocksError as error:
-        unwrapped = error  # right for a block that a later call takes in, wrong for a model
+        unwrapped = error  # right for a block that a later call includes, wrong for a model
     specs = assign_parameters(root, found, ignored | sharded)
     if chosen == "auto":
         specs = merge_tiny(specs, frozen_too=policy.frozen == "shard")
@@ -289,7 +283,7 @@ def _specs(
 
 
 def _place_frozen(policy: UnitPolicy, root: nn.Module, ranks: Mesh) -> UnitPolicy:
-    """Decide ``frozen="auto"``, alike on all ranks."""
+    """Resolve ``frozen="auto"``, identically on all ranks."""
     if policy.frozen != "auto":
         return policy
     frozen = [param for param in root.parameters() if not param.requires_grad]
@@ -299,8 +293,8 @@ def _place_frozen(policy: UnitPolicy, root: nn.Module, ranks: Mesh) -> UnitPolic
     return UnitPolicy(policy.strategy, policy.precision, policy.offload, place)
 
 
-def _take_in(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Mesh, account: Account) -> list[Unit]:
-    """Units made now and those of parts that were sharded before, root first, the others in tree order."""
+def _include(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Mesh, account: Account) -> list[Unit]:
+    """Return the new units and those sharded before, root first, the others in tree order."""
     if not inner:
         return units
     paths: dict[int, list[str]] = {}
@@ -312,109 +306,24 @@ def _take_in(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Me
             detach(module)
             module.__class__ = plain_class(type(module))
         for unit in runtime.units:
-            unit.join(paths, ranks, account)
+            _join(unit, paths, ranks, account)
         units += runtime.units
     return [units[0], *sorted(units[1:], key=lambda unit: order[id(unit.modules[0])])]
 
 
-def units(model: nn.Module) -> UnitTable:
-    """The unit table of a sharded model; any rank, no communication."""
-    runtime = runtime_of(model)
-    return unit_table(runtime.units, runtime.mesh.shard_group.size)
-
-
-def check_wrapped(model: nn.Module) -> None:
-    """Tell now, not at the first forward, that ``"auto"`` found no blocks; any rank.
-
-    Raises:
-        WrapError: All of the model is one unit, and nobody said so.
-    """
-    unwrapped = runtime_of(model).unwrapped
-    if unwrapped is not None:
-        raise unwrapped
-
-
-def memory_summary(model: nn.Module) -> dict[str, int]:
-    """Bytes of this rank's part of a sharded model; no communication.
-
-    Returns:
-        ``parameters`` (shards), ``gradients`` (of the shards, as they are now), ``gathered_peak`` (gathered buffers at
-        most at once so far) and ``gradient_buffer_peak`` (unsharded gradients at most at once so far).
-    """
-    runtime = runtime_of(model)
-    grads = [p.sharded.grad for _, p in runtime.all_params() if p.sharded.grad is not None]
-    return {
-        "parameters": runtime.account.live["shards"],
-        "gradients": sum(g.nbytes for g in grads),
-        "gathered_peak": runtime.account.peak["gathered"],
-        "gradient_buffer_peak": runtime.account.peak["gradients"],
-    }
-
-
-@contextmanager
-def record(model: nn.Module) -> Iterator[Recorder]:
-    """Record what the engine does: a step, or part of one; any rank, no communication.
-
-    Yields:
-        The recorder; its ``events`` and ``samples`` are there when the context is left.
-    """
-    runtime = runtime_of(model)
-    recorder = Recorder(runtime.device.device, runtime.account, {u.name: u.gradient_bytes() for u in runtime.units})
-    runtime.watch(recorder)
-    try:
-        yield recorder
-    finally:
-        runtime.watch(None)
-        recorder.stop()
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication: backward adds to unsharded gradients and reduces nothing.
-
-    Saves reduce-scatters at the price of an unsharded gradient of every unit. The first backward after the context
-    reduces the sum. All ranks enter it together. What waits is not in ``.grad``: ``zero_grad()`` does not drop it,
-    ``reset(model)`` does.
-    """
-    runtime = runtime_of(model)
-    before, runtime.syncing = runtime.syncing, False
-    try:
-        yield
-    finally:
-        runtime.syncing = before
-
-
-@contextmanager
-def no_all_reduce(model: nn.Module) -> Iterator[None]:
-    """Under the hybrid strategies, accumulate inside the shard group; every rank enters it around the same backwards.
-
-    Gradients are reduce-scattered as always, but replicas add up theirs in the first backward outside only: one
-    all-reduce for several micro-batches, at the price of a gradient's shard. With one axis it changes nothing.
-    """
-    runtime = runtime_of(model)
-    before, runtime.across = runtime.across, runtime.mesh.replica_group.size == 1
-    try:
-        yield
-    finally:
-        runtime.across = before
-
-
-def unreduced(model: nn.Module) -> list[str]:
-    """Units whose gradients wait to be reduced or added up over replicas: a step is not complete. No communication."""
-    waiting = (
-        unit
-        for unit in runtime_of(model).units
-        if unit.holds_gradient or any(lane.partial is not None for lane in unit.lanes)
-    )
-    return [unit.name for unit in waiting]
-
-
-def mesh_of(model: nn.Module) -> Mesh:
-    """The ranks that share a sharded model."""
-    return runtime_of(model).mesh
-
-
-def reset(model: nn.Module) -> None:
-    """Drop what a failed forward or backward left behind, on every rank; the next root forward does so by itself."""
-    runtime_of(model).reset()
-    warnings.warn("The model was reset: gradients of the failed step are gone, shards are as they were.", stacklevel=2)
+def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, account: Account) -> None:
+    """Make ``unit`` part of a larger model on the same ranks; ``paths`` are the names of its modules there, by id."""
+    unit.name = " + ".join(paths[id(module)][0] for module in unit.modules)
+    for lane in unit.lanes:
+        inside = lane.mesh.shard_group
+        # Two groups of the same ranks each number their messages: one model communicates through one mesh.
+        lane.mesh = Mesh(inside, mesh.everyone) if inside.size == 1 and mesh.shard_group.size > 1 else mesh
+        lane.account.add("shards", -lane.shard.nbytes)
+        account.add("shards", lane.shard.nbytes)
+        lane.account = account
+        if isinstance(lane.full, ReusableBuffer):
+            lane.full.account = account
+    for param in unit.params:
+        names = [f"{path}.{key}" if path else key for module, key in param.slots for path in paths[id(module)]]
+        param.rename(names)
+        param.sharded.shard_comm = param.lane.mesh.shard_group  # type: ignore[attr-defined]

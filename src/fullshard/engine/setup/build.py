@@ -1,8 +1,9 @@
-"""From unsharded parameters, on CPU or without memory, to units: one unit at a time."""
+"""Builds units from unsharded parameters, one unit at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,13 +11,13 @@ from torch import nn
 from fullshard.comm import Device, Mesh, SoloComm
 from fullshard.engine.setup.wrap import ParamSpec, UnitSpec, is_table
 from fullshard.engine.step.buffers import Account
-from fullshard.engine.step.lane import CutLane, Lane, Origin
+from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.param import ShardedParam
-from fullshard.engine.step.precision import Dtypes, dtypes_of, torch_dtype
+from fullshard.engine.step.precision import Dtypes, cast_floats, dtypes_of, torch_dtype
 from fullshard.engine.step.unit import Unit
 from fullshard.layout import LaneLayout, plan_unit
 from fullshard.layout.sharded import ShardMeta
-from fullshard.policy import ShardingStrategy, UnitPolicy
+from fullshard.policy import MixedPrecision, ShardingStrategy, UnitPolicy
 
 
 class UnitBuilder:
@@ -30,7 +31,7 @@ class UnitBuilder:
         device: Device,
         kept: frozenset[int],
     ) -> None:
-        """Units compute on ``device``; ``kept`` are the ids of the modules that compute in float32."""
+        """Build units that compute on ``device``; ``kept`` are the ids of modules that compute in float32."""
         self.mesh = mesh
         self.policy = policy
         self.account = account
@@ -39,31 +40,31 @@ class UnitBuilder:
         self.kept = kept
 
     def build(self, spec: UnitSpec, *, values: bool) -> Unit:
-        """Make the unit: never more than its own parameters are in memory beside the shards made so far.
+        """Make a unit; never more than its own full parameters are in memory besides the shards made so far.
 
         Args:
             spec: Its modules and parameters.
-            values: Whether the shards get the parameters' values; else they hold zeros, and somebody fills them.
+            values: Whether the shards get the parameters' values; otherwise they hold zeros, for a source to fill.
         """
+        tables = {id(member) for member in spec.params if is_table(member)}
         cut = [piece for group in self._groups(spec) for piece in self._cut(group, values=values)]
-        # From here on the unsharded values are not needed; their memory goes before the gathered buffer comes.
+        # The full values are not needed any more. Freed before the gathered buffers are allocated: otherwise two units
+        # would be in memory at once.
         for member in spec.params:
             if not member.param.is_meta:
                 member.param.data = member.param.data.new_empty(0)
-        lanes: list[Lane] = []
         params: list[ShardedParam] = []
-        for piece in cut:
-            state = Lane(piece, self.runtime_device, self.account)
-            lanes.append(state)
-            params += self._sharded_params(state, piece)
-        return Unit(spec.name, spec.modules, params, lanes, self.policy)
+        for lane, members in cut:
+            lane.allocate()
+            params += self._sharded_params(lane, members, tables)
+        return Unit(spec.name, spec.modules, params, [lane for lane, _ in cut], self.policy)
 
     def _dtypes(self, member: ParamSpec) -> Dtypes:
         kept = any(id(module) in self.kept for module, _ in member.slots)
         return dtypes_of(self.policy.precision, member.param, kept=kept)
 
     def _groups(self, spec: UnitSpec) -> Iterable[list[ParamSpec]]:
-        """Parameters that may share a lane: the same dtypes, all trainable or all frozen, and each table alone."""
+        """Group parameters that may share a lane: the same dtypes, all trainable or all frozen, each table alone."""
         groups: dict[tuple[object, ...], list[ParamSpec]] = {}
         for member in spec.params:
             alone = id(member) if is_table(member) else None
@@ -76,47 +77,48 @@ class UnitBuilder:
         return offload is not None and offload.pin_memory and self.device.type != "cpu"
 
     def _host(self, piece: torch.Tensor) -> torch.Tensor:
-        """A shard in host memory, if that is the policy."""
+        """Move a shard to host memory, if that is the policy."""
         if self.policy.offload is None or piece.is_meta:
             return piece
         return self.runtime_device.pin(piece.cpu()) if self._pinned else piece.cpu()
 
-    def _cut(self, group: list[ParamSpec], *, values: bool) -> Iterable[CutLane]:
-        """Plan the lanes of one group and copy this rank's part of them, if ``values`` are wanted."""
+    def _cut(self, group: list[ParamSpec], *, values: bool) -> Iterable[tuple[Lane, list[ParamSpec]]]:
+        """Plan the lanes of one group and cut this rank's shards, with the parameters' values if ``values``."""
         first, dtypes = group[0].param, self._dtypes(group[0])
         replicated = self.policy.frozen == "replicate" and not first.requires_grad
         mesh = Mesh(SoloComm(self.mesh.device), self.mesh.everyone) if replicated else self.mesh
-        layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard_group.size)
-        for lane in layout.lanes:
-            shard = torch.zeros(lane.shard_numel, dtype=dtypes.shard, device=self.device)
+        unit_layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard_group.size)
+        for layout in unit_layout.lanes:
+            shard = torch.zeros(layout.shard_numel, dtype=dtypes.shard, device=self.device)
             if values:
-                _copy_values(group, lane, mesh.shard_group.rank, shard)
-            members = [group[placement.index] for placement in lane.placements]
-            yield CutLane(
-                layout=lane,
-                mesh=mesh,
-                shard=self._host(shard),
+                _copy_values(group, layout, mesh.shard_group.rank, shard)
+            members = [group[placement.index] for placement in layout.placements]
+            lane = Lane(
+                layout,
+                mesh,
+                self._host(shard),
                 shapes=[tuple(member.param.shape) for member in members],
-                origins=[Origin(m.param, tuple(m.names), m.slots, is_table(m)) for m in members],
                 dtypes=dtypes,
                 trainable=first.requires_grad,
+                replicated=replicated or self.policy.strategy is ShardingStrategy.NO_SHARD,
                 pinned=self._pinned,
-                whole=replicated or self.policy.strategy is ShardingStrategy.NO_SHARD,
+                device=self.runtime_device,
+                account=self.account,
             )
+            yield lane, members
 
-    def _sharded_params(self, lane: Lane, piece: CutLane) -> Iterable[ShardedParam]:
-        for placement, shape, origin in zip(piece.layout.placements, piece.shapes, piece.origins, strict=True):
-            meta = ShardMeta(
-                origin.names[0], origin.names[1:], shape, piece.layout, placement, piece.mesh.shard_group.rank
-            )
-            yield ShardedParam(meta, lane, origin, trainable=piece.trainable)
+    def _sharded_params(self, lane: Lane, members: list[ParamSpec], tables: set[int]) -> Iterable[ShardedParam]:
+        rank = lane.mesh.shard_group.rank
+        for placement, shape, member in zip(lane.layout.placements, lane.shapes, members, strict=True):
+            meta = ShardMeta(member.names[0], tuple(member.names[1:]), shape, lane.layout, placement, rank)
+            yield ShardedParam(meta, lane, member.param, member.slots, is_table=id(member) in tables)
 
 
-def _copy_values(group: list[ParamSpec], lane: LaneLayout, rank: int, shard: torch.Tensor) -> None:
+def _copy_values(group: list[ParamSpec], layout: LaneLayout, rank: int, shard: torch.Tensor) -> None:
     """Copy a rank's part of a lane's parameters into ``shard``, (shard_numel,)."""
-    low, _ = lane.shard_bounds(rank)
-    for placement in lane.placements:
-        start, stop = lane.local_range(placement, rank)
+    low, _ = layout.shard_bounds(rank)
+    for placement in layout.placements:
+        start, stop = layout.local_range(placement, rank)
         source = group[placement.index].param.detach().reshape(-1)[start:stop]
         offset = placement.start + start - low
         if stop > start:
@@ -124,10 +126,24 @@ def _copy_values(group: list[ParamSpec], lane: LaneLayout, rank: int, shard: tor
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: str | None) -> None:
-    """Move buffers to the device, and floating ones to the named dtype; meta ones are left as they are."""
+    """Move buffers to the device, and floating ones to the named dtype; skip those on the meta device."""
     for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is None or buffer.is_meta:
                 continue
             wanted = torch_dtype(dtype) if buffer.is_floating_point() else None
             module._buffers[key] = buffer.to(device=device, dtype=wanted)
+
+
+def keep_in_float32(modules: list[nn.Module], precision: MixedPrecision, root: Unit) -> None:
+    """Have ``modules`` take float32 and return the compute dtype, unless the model of ``root`` runs unsharded."""
+
+    def to_float32(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return cast_floats((args, kwargs), "float32")
+
+    def back(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        return output if root.summoned is not None else cast_floats(output, precision.param)
+
+    for module in modules if precision.param is not None else ():
+        module.register_forward_pre_hook(to_float32, with_kwargs=True)
+        module.register_forward_hook(back)

@@ -1,4 +1,4 @@
-"""Weights from a source into a model, each rank its own elements: no full parameter is ever in memory."""
+"""Reads weights from a source into a model, each rank its own elements: no full parameter is ever in memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from fullshard.comm import Mesh, together_in_background
 from fullshard.engine.full.state import left_out, local_tensors
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.setup.source import WeightReader, WeightSource, wanted_tensors
+from fullshard.engine.step.unit import Keep
 from fullshard.layout.names import plain_name
 
 
 def open_weights(model: nn.Module, mesh: Mesh, source: WeightSource, ignored: frozenset[nn.Parameter]) -> WeightReader:
-    """Have every rank look whether the source fits the model, before anything changes; all ranks call it.
+    """Check on every rank that the source fits the model, before anything changes; every rank calls it.
 
     Args:
         model: The root, sharded or not.
         mesh: Its ranks.
-        source: This rank's.
+        source: This rank's source.
         ignored: Parameters that are not sharded.
 
     Raises:
-        UserError: It does not fit on some rank; on every rank, with the same text.
+        UserError: It does not fit on some rank; raised on every rank with the same text.
     """
     return together_in_background(mesh, lambda: source.open(model, wanted_tensors(model, ignored)))
 
@@ -30,10 +31,10 @@ def open_weights(model: nn.Module, mesh: Mesh, source: WeightSource, ignored: fr
 def give_memory(
     model: nn.Module, ignored: frozenset[nn.Parameter], device: torch.device, reader: WeightReader
 ) -> frozenset[nn.Parameter]:
-    """Replace what is on the meta device, is not sharded and will be read: left-out parameters, persistent buffers.
+    """Allocate unsharded meta tensors that will be read: ignored parameters and persistent buffers.
 
     Returns:
-        The left-out parameters as they are now.
+        The ignored parameters, replaced where they were on the meta device.
     """
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -50,14 +51,14 @@ def give_memory(
 
 
 def fill(model: nn.Module, reader: WeightReader) -> None:
-    """Read this rank's elements of every tensor to their place; all ranks of a sharded model call it.
+    """Read this rank's elements of every tensor into the model; every rank of a sharded model calls it.
 
     Raises:
-        UserError: Some rank could not read; on every rank, with the same text. What was read by then stays.
+        UserError: Reading failed on some rank; raised on every rank with the same text. What was read by then stays.
     """
     runtime = runtime_of(model)
     for unit in runtime.units:
-        unit.fresh = False
+        unit.keep.discard(Keep.NEXT_PASS)
 
     def read() -> None:
         for local in local_tensors(model):
@@ -72,16 +73,16 @@ def fill(model: nn.Module, reader: WeightReader) -> None:
 
 
 def load_weights(model: nn.Module, source: WeightSource) -> None:
-    """Replace the weights of a sharded model, in place, by those of a source; all ranks call it.
+    """Replace the weights of a sharded model, in place, by those of a source; every rank calls it.
 
     Args:
         model: The sharded model.
-        source: This rank's.
+        source: This rank's source.
 
     Raises:
         ShardingError: The model is not sharded.
-        UserError: The weights do not fit, or cannot be read; on every rank, with the same text. Where they do not fit,
-            nothing was changed.
+        UserError: The weights do not fit, or cannot be read; raised on every rank with the same text. If they do not
+            fit, nothing has changed.
     """
     reader = open_weights(model, runtime_of(model).mesh, source, frozenset(left_out(model).values()))
     fill(model, reader)

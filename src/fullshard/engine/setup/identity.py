@@ -1,4 +1,4 @@
-"""Before anything is cut: do all ranks hold the same model?"""
+"""Checks before sharding that all ranks hold the same model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SAMPLES = 4096
 
 
 def _sample_checksum(param: torch.Tensor) -> int:
-    """Checksum of up to 4096 elements spread evenly; 0 where there is no memory yet."""
+    """Return a checksum of up to 4096 evenly spread elements; 0 on the meta device."""
     if param.is_meta:
         return 0
     flat = param.detach().reshape(-1)
@@ -25,7 +25,7 @@ def _sample_checksum(param: torch.Tensor) -> int:
 
 
 def _describe(unit: UnitSpec) -> str:
-    """Everything about a unit on which ranks must agree, but for values."""
+    """Describe everything about a unit that ranks must agree on, except values."""
     params = ", ".join(
         f"{'='.join(s.names)} {tuple(s.param.shape)} {s.param.dtype}{'' if s.param.requires_grad else ' frozen'}"
         for s in unit.params
@@ -36,10 +36,10 @@ def _describe(unit: UnitSpec) -> str:
 def check_same_model(
     mesh: Mesh, units: Sequence[UnitSpec], policy: object, version: str, *, compare_values: bool
 ) -> None:
-    """Compare the model, its wrapping, the policy and the values of parameters over all ranks; each rank calls it once.
+    """Compare the model, its units, the policy and the values of parameters over ranks; every rank calls it once.
 
-    Values are compared by a checksum of up to 4096 elements of each parameter: different seeds, or weights loaded on
-    one rank only, would otherwise give a model that is a patchwork of several. Those that will be overwritten are not.
+    Values are compared by a checksum of up to 4096 elements of each parameter: with different seeds, or weights loaded
+    on one rank only, the model would be assembled from several. Values to be overwritten are not compared.
 
     Raises:
         MismatchError: On every rank, with the first difference.
@@ -54,7 +54,7 @@ def check_same_model(
             (i for i, marks in enumerate(zip(*structures, strict=False)) if len(set(marks)) > 1),
             min(len(structure) for structure in structures),
         )
-        mine = described[place] if place < len(described) else "nothing more"
+        mine = described[place] if place < len(described) else "no more units"
         texts = mesh.all_gather_object(mine if len(mine) < 400 else mine[:400] + " …")
         raise MismatchError(
             "Ranks hold different models or policies. First difference: "
@@ -64,6 +64,6 @@ def check_same_model(
     for index, marks in enumerate(zip(*(v for _, v in everyone), strict=True)):
         if len(set(marks)) > 1:
             raise MismatchError(
-                f"Ranks hold different values in unit {units[index].name} (checksums {dict(enumerate(marks))}). Seed "
-                "every rank alike before building the model (torch.manual_seed) or load equal weights on each."
+                f"Ranks hold different values in unit {units[index].name} (checksums {dict(enumerate(marks))}). Use "
+                "the same seed on every rank before building the model (torch.manual_seed), or load the same weights."
             )

@@ -1,4 +1,4 @@
-"""First values of parameters and buffers, before they are cut: one unit at a time."""
+"""First values of parameters and buffers, one unit at a time, before they are sharded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fullshard.errors import MismatchError, WrapError
 
 @dataclass(frozen=True)
 class FirstValues:
-    """Where parameters and buffers take their first values from, unit by unit.
+    """The source of first values of parameters and buffers, unit by unit.
 
     Attributes:
-        initialize: Called, on every rank, with each module of a unit of which a part is on the meta device, outer
-            modules first. It gives what the module itself owns memory and values (``module.to_empty(device=…,
-            recurse=False)`` and what follows). The random state is the same on every rank, and restored. None: a
-            module's ``reset_parameters()``, or ``_reset_parameters()`` of
-            ``nn.MultiheadAttention``, or the ``_init_weights`` of a Hugging Face model.
-        from_rank0: Every rank takes rank 0's values of the sharded parameters and of all buffers. Other ranks may hold
-            other values, or none: on the meta device nothing but memory is made for them there.
+        initialize: Called on every rank with each module of a unit that is partly on the meta device, outer modules
+            first. It must allocate and fill what the module itself owns (``module.to_empty(device=…,
+            recurse=False)``, then the values). The random state is the same on every rank, and restored afterwards.
+            None: ``reset_parameters()`` of a module, ``_reset_parameters()`` of ``nn.MultiheadAttention``, or
+            ``_init_weights`` of a Hugging Face model.
+        from_rank0: Whether every rank takes rank 0's values of sharded parameters and all buffers. Other ranks may
+            hold other values or be on the meta device, where only memory is allocated for them.
     """
 
     initialize: Callable[[nn.Module], object] | None = None
@@ -33,28 +33,28 @@ class FirstValues:
 
 
 class Initializer:
-    """Gives the parts of one model their first values; every rank has one and asks it for the same, in one order."""
+    """Gives the units of a model their first values; every rank makes the same calls in the same order."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, first: FirstValues) -> None:
-        """Values are made on ``device``."""
+        """Make values on ``device``."""
         self.model = model
         self.mesh = mesh
         self.device = device
         self.first = first
         self._seed: int | None = torch.initial_seed() if first.from_rank0 else None
-        self._given = first.from_rank0 and mesh.rank > 0  # what this rank has will be overwritten
+        self._given = first.from_rank0 and mesh.rank > 0  # this rank's values will be overwritten
         self._called: set[nn.Module] = set()
 
     def prepare_unit(self, index: int, spec: UnitSpec, others: frozenset[nn.Module]) -> None:
-        """Have values in the unit's parameters, on every rank.
+        """Fill the unit's parameters; every rank calls it.
 
         Args:
-            index: The unit's place among those of the model.
+            index: The unit's position in the model.
             spec: The unit.
             others: The modules of all units.
 
         Raises:
-            WrapError: It is on the meta device, and its modules cannot initialise themselves.
+            WrapError: It is on the meta device, and its modules cannot initialize themselves.
         """
         if not self.first.from_rank0:
             self._make_values(index, spec, others)
@@ -69,10 +69,10 @@ class Initializer:
                 member.param.data.copy_(value)
 
     def prepare_rest(self) -> None:
-        """Have values in the buffers of modules that own buffers only (rotary embeddings), after all units.
+        """Fill the buffers of modules without parameters (rotary embeddings), after all units.
 
         Raises:
-            WrapError: Nothing gives a buffer its values.
+            WrapError: Nothing fills a buffer.
         """
         if self.first.from_rank0:
             together(self.mesh, self._make_rest)
@@ -80,7 +80,7 @@ class Initializer:
             self._make_rest()
 
     def share_buffers(self, modules: Sequence[nn.Module]) -> None:
-        """Have rank 0's values in the buffers of ``modules``, if that is wanted; all ranks, alike.
+        """Copy rank 0's values into the buffers of ``modules`` if ``from_rank0``; every rank calls it.
 
         Raises:
             MismatchError: Ranks have different buffers.
@@ -93,7 +93,7 @@ class Initializer:
         everyone = self.mesh.all_gather_object(described)
         if any(theirs != everyone[0] for theirs in everyone):
             raise MismatchError(
-                f"Ranks hold different buffers, and all are to take rank 0's values: {dict(enumerate(everyone))}. "
+                f"All ranks take rank 0's values, but they hold different buffers: {dict(enumerate(everyone))}. "
                 "Build the same model with the same arguments on every rank."
             )
         self.mesh.announce("first values of buffers from rank 0")
@@ -103,7 +103,7 @@ class Initializer:
     # One unit
 
     def _make_values(self, index: int, spec: UnitSpec, others: frozenset[nn.Module]) -> None:
-        """Give what is on the meta device memory and values, the same on every rank, whatever its random state."""
+        """Allocate and fill what is on the meta device, identically on every rank whatever its random state."""
         inside = list(_modules_of(spec, others - set(spec.modules)))
         initialize = self.first.initialize
         parts = [*(m.param for m in spec.params), *(b for m in inside if initialize for b in m._buffers.values())]
@@ -115,7 +115,7 @@ class Initializer:
             self._seed = int(self.mesh.all_gather_object(torch.initial_seed())[0])
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            # A seed a unit, so that the values do not depend on how the model is cut up before this unit.
+            # One seed a unit, so that its values do not depend on the units before it.
             torch.manual_seed((self._seed + 7919 * index) % (1 << 63))
             if initialize is None:
                 self._run_own_initializers(spec)
@@ -123,7 +123,7 @@ class Initializer:
                 self._call(initialize, spec, inside)
 
     def _call(self, initialize: Callable[[nn.Module], object], spec: UnitSpec, inside: list[nn.Module]) -> None:
-        """Have the caller's function fill the modules of the unit, and those its tied parameters are registered at."""
+        """Call the caller's function with the modules of the unit and the owners of its tied parameters."""
         owners = (module for member in spec.params for module, _ in member.slots)
         for module in dict.fromkeys([*inside, *owners]):
             if module not in self._called:
@@ -137,7 +137,7 @@ class Initializer:
             if made is None or made.is_meta or (made.shape, made.dtype) != (member.param.shape, member.param.dtype):
                 found = "None" if made is None else f"{tuple(made.shape)} {made.dtype} on {made.device}"
                 raise WrapError(
-                    f"The function that initialises modules left {member.names[0]} as {found}; it must be "
+                    f"The function that initializes modules left {member.names[0]} as {found}; it must be "
                     f"{tuple(member.param.shape)} {member.param.dtype}, with memory. Have it call "
                     "module.to_empty(device=…, recurse=False) first."
                 )
@@ -154,9 +154,9 @@ class Initializer:
         if lacking:
             classes = ", ".join(sorted({name for _, name in lacking}))
             raise WrapError(
-                f"Unit {spec.name} is on the meta device, and nothing gives {', '.join(name for name, _ in lacking)} "
-                f"first values: {classes} has no reset_parameters(), which a module on the "
-                "meta device is initialised by. Add that method to the class, or build the model on CPU."
+                f"Unit {spec.name} is on the meta device, and nothing initializes "
+                f"{', '.join(name for name, _ in lacking)}: {classes} has no reset_parameters(), which modules on the "
+                "meta device need. Add that method to the class, or build the model on CPU."
             )
         everything = [module for member in spec.modules for module in member.modules()]
         for module in reversed(everything):  # children first, as Module.apply does
@@ -165,19 +165,19 @@ class Initializer:
                 self._initialize_module(module)
 
     def _own_initializer(self, module: nn.Module) -> Callable[[], object] | None:
-        """What gives the module its first values: Hugging Face's way, or torch's."""
+        """Return the function that initializes the module, Hugging Face's or torch's; None if there is none."""
         of_model = getattr(self.model, "_init_weights", None)
         if of_model is not None:
             return partial(of_model, module)
-        # Elsewhere a method of this name often fills all that is below the module, in whichever unit it is.
+        # In other classes, a method of this name often fills everything below the module, in other units too.
         of_attention = module._reset_parameters if isinstance(module, nn.MultiheadAttention) else None
         return getattr(module, "reset_parameters", of_attention)
 
     def _initialize_module(self, module: nn.Module) -> None:
-        """Give the module's meta buffers memory, and all it holds its first values.
+        """Allocate the module's meta buffers and initialize everything it holds.
 
         Raises:
-            WrapError: A buffer is still unwritten then.
+            WrapError: A buffer is still unwritten afterwards.
         """
         fresh: dict[str, torch.Tensor] = {}
         for key, buffer in module._buffers.items():
@@ -187,26 +187,26 @@ class Initializer:
         if initializer is not None:
             initializer()
         if self.device.type == "meta":
-            return  # only laid out: there are no values
+            return  # layout only: there are no values
         for key, marked in fresh.items():
             if torch.equal(module._buffers[key].nan_to_num(7.0), _marked_like(marked, self.device).nan_to_num(7.0)):  # type: ignore[union-attr]
                 raise WrapError(
-                    f"Buffer {key} of {type(module).__name__} is on the meta device, and nothing gives it its values: "
+                    f"Buffer {key} of {type(module).__name__} is on the meta device, and nothing fills it: "
                     "set it in reset_parameters(), or build the model on CPU."
                 )
 
-    # What is no unit's
+    # Outside units
 
     def _make_rest(self) -> None:
         if self._given:
-            return  # memory comes with rank 0's values
+            return  # allocated with rank 0's values
         with torch.no_grad():
             for module in self.model.modules():
                 if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
                     self._initialize_module(module)
 
     def _from_rank0(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values of ``tensor``, of the same shape and dtype, on the device of collectives."""
+        """Return rank 0's values of ``tensor``, same shape and dtype, on the device of collectives."""
         device = self.mesh.device
         here = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if self._given else tensor.to(device)
         here = here.contiguous()
@@ -216,7 +216,7 @@ class Initializer:
 
 
 def _modules_of(spec: UnitSpec, others: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """The unit's modules and those in them, without the other units', level by level."""
+    """Yield the unit's modules and their submodules, without other units', level by level."""
     level, seen = list(spec.modules), set(spec.modules)
     while level:
         yield from level
@@ -226,14 +226,14 @@ def _modules_of(spec: UnitSpec, others: frozenset[nn.Module]) -> Iterator[nn.Mod
 
 
 def _replace(member: ParamSpec, value: torch.Tensor) -> None:
-    """Register ``value`` as the parameter, at all its places."""
+    """Register ``value`` as the parameter in all its slots."""
     member.param = nn.Parameter(value, member.param.requires_grad)
     for module, key in member.slots:
         module._parameters[key] = member.param
 
 
 def _marked_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a buffer, filled with what no initialiser writes: NaN, or the lowest integer (False for booleans)."""
+    """Return a buffer filled with a value no initializer writes: NaN, or the lowest integer (False for booleans)."""
     if buffer.is_floating_point() or buffer.is_complex():
         return torch.full_like(buffer, float("nan"), device=device)
     return torch.full_like(

@@ -1,4 +1,4 @@
-"""What the engine knows of a place where weights come from, and what a model wants of it."""
+"""The interface of a source of weights, and the tensors that a model reads from it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fullshard.layout.names import plain_name
 
 @dataclass
 class WantedTensor:
-    """One tensor of a model's saved state.
+    """A tensor of a model's saved state.
 
     Attributes:
-        shape: Of the whole tensor.
-        dtype: What it is kept in.
-        required: Whether the model cannot do without; else it stays as it is where the source has none.
+        shape: Full shape.
+        dtype: Dtype of the model's tensor.
+        required: Whether the source must have it; otherwise the model's value stays if the source has none.
         buffer: Whether it is a buffer.
-        names: Every name it has in the model, first one first; more than one when it is tied.
+        names: Its names in the model; several when it is tied.
     """
 
     shape: tuple[int, ...]
@@ -32,10 +32,10 @@ class WantedTensor:
 
 
 class WeightReader(Protocol):
-    """Weights that fit one model; of one rank."""
+    """Weights that fit a model, on one rank."""
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name, one of the model's."""
+        """Return whether there is a tensor of this name."""
         ...
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
@@ -48,10 +48,10 @@ class WeightReader(Protocol):
 
 
 class WeightSource(Protocol):
-    """Weights of a whole model, by name, such as :class:`fullshard.Pretrained`; every rank has its own."""
+    """Weights of a model by name, such as :class:`fullshard.Pretrained`; every rank has its own source."""
 
     def open(self, model: nn.Module, wanted: list[WantedTensor]) -> WeightReader:
-        """Look at names, shapes and dtypes, and at no values; changes nothing, talks to no rank.
+        """Check names, shapes and dtypes without reading values; no communication.
 
         Raises:
             UserError: They do not fit the model, or cannot be read.
@@ -60,11 +60,11 @@ class WeightSource(Protocol):
 
 
 def wanted_tensors(model: nn.Module, left_out: frozenset[nn.Parameter] = frozenset()) -> list[WantedTensor]:
-    """The saved state of a model: every parameter and persistent buffer with all its names; any rank.
+    """Return the saved state of a model: every parameter and persistent buffer with its names; any rank.
 
     Args:
-        model: Sharded, in part or not at all.
-        left_out: Parameters that are not to be sharded: one with values keeps them where a source has none.
+        model: A model that is sharded, partly sharded or not sharded.
+        left_out: Parameters that are not sharded: one with values keeps them if a source has none.
     """
     found: dict[int, WantedTensor] = {}
     for name, tensor, is_buffer in _named_state(model):
@@ -79,7 +79,7 @@ def wanted_tensors(model: nn.Module, left_out: frozenset[nn.Parameter] = frozens
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Every name of each parameter and persistent buffer, the tensor, and whether it is a buffer."""
+    """Yield every name of each parameter and persistent buffer, the tensor, and whether it is a buffer."""
     for path, module in model.named_modules(remove_duplicate=False):
         path = plain_name(path)
         prefix = f"{path}." if path else ""

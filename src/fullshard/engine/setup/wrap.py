@@ -1,4 +1,4 @@
-"""Which modules become units, and which unit each parameter belongs to. Reads the module tree, changes nothing."""
+"""Chooses the modules that become units, and the unit of each parameter. Reads the module tree, changes nothing."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from fullshard.policy import MinNumel, Named, TransformerBlocks, WrapPolicy
 
 ROOT_NAME = "(root)"
 TINY_NUMEL = 1_000_000
-"""Where the engine chooses the units, neighbours are merged up to so many elements: a unit costs a collective's latency
-and some microseconds of Python twice a step, which a gather of a few megabytes does not make up for."""
+"""Under ``wrap="auto"``, neighbours are merged up to this many elements: a unit costs a collective's latency and some
+microseconds of Python twice a step, more than a gather of a few megabytes."""
 
 LARGE_NUMEL = 1 << 20
-"""From so many elements on, an embedding or a head outside the blocks is worth a collective of its own."""
+"""An embedding or head outside the blocks becomes a unit from this many elements on."""
 
 ONE_UNIT = "pass wrap=None"
 BY_CLASS = "wrap=TransformerBlocks({...})"
-"""What errors advise, in the library's words; the program puts its own in their place."""
+"""Remedies that errors name, in the library's terms; the program replaces them by its own."""
 
 Found = tuple[str, tuple[nn.Module, ...]]
 """A unit's name and its modules, in the order they run in; nearly always one."""
 
 
 class NoRepeatedBlocksError(WrapError):
-    """The engine was to choose the units and found no blocks."""
+    """``wrap="auto"`` found no repeated blocks."""
 
 
 @dataclass
 class ParamSpec:
-    """One parameter and every place it is registered at.
+    """A parameter and every place where it is registered.
 
     Attributes:
         param: The unsharded parameter.
-        names: Fully qualified names, first one first; more than one when it is tied.
-        slots: ``(module, key)`` for each registration, distinct modules only.
+        names: Fully qualified names; several when it is tied.
+        slots: ``(module, key)`` of each registration, on distinct modules.
     """
 
     param: nn.Parameter
@@ -51,19 +51,19 @@ class ParamSpec:
 
 @dataclass
 class UnitSpec:
-    """A unit before it exists: its modules and the parameters that are gathered with them."""
+    """A unit to be built: its modules and parameters."""
 
     name: str
     modules: tuple[nn.Module, ...]
     params: list[ParamSpec] = field(default_factory=list)
 
     def sent_numel(self, *, frozen_too: bool) -> int:
-        """Elements of the parameters that are gathered; ``frozen_too``: frozen ones are among them."""
+        """Return the elements that are gathered; ``frozen_too``: frozen parameters are gathered too."""
         return sum(spec.param.numel() for spec in self.params if frozen_too or spec.param.requires_grad)
 
 
 def is_table(spec: ParamSpec) -> bool:
-    """Whether the parameter is a large embedding, perhaps tied to linear heads, and nothing else."""
+    """Return whether the parameter is a large embedding, possibly tied to linear heads, and nothing else."""
     modules = [module for module, key in spec.slots if key == "weight"]
     known = all(is_plain_embedding(module) or plain_type(module) is nn.Linear for module in modules)
     embeds = any(is_plain_embedding(module) for module in modules)
@@ -75,7 +75,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Outermost modules that stand in a ModuleList or Sequential beside another of their class."""
+    """Return the outermost modules in a ModuleList or Sequential that holds another module of their class."""
     blocks: list[tuple[str, nn.Module]] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
@@ -95,7 +95,7 @@ def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def candidate_classes(model: nn.Module) -> list[str]:
-    """Class names that a wrap policy could name in ``model``, most frequent first, with their counts."""
+    """Return class names in ``model`` that a wrap policy can name, most frequent first, with their counts."""
     counts = Counter(
         type(m).__name__
         for m in model.modules()
@@ -105,7 +105,7 @@ def candidate_classes(model: nn.Module) -> list[str]:
 
 
 def find_units(model: nn.Module, wrap: WrapPolicy) -> list[Found]:
-    """Modules that become units, in the order of the module tree, without the root.
+    """Return the modules that become units, in the order of the module tree, without the root.
 
     Args:
         model: The root module.
@@ -113,7 +113,7 @@ def find_units(model: nn.Module, wrap: WrapPolicy) -> list[Found]:
             over modules, or None (none).
 
     Raises:
-        WrapError: The policy names a class or module the model has not, matches nothing, or finds no repeated blocks.
+        WrapError: The policy names a class or module that does not exist, matches nothing, or finds no repeated blocks.
     """
     if isinstance(wrap, Named):
         return _find_named(model, wrap)
@@ -128,8 +128,8 @@ def _find_modules(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Modu
         if not found:
             raise NoRepeatedBlocksError(
                 f"{type(model).__name__} has no repeated blocks, so all of its "
-                f"{sum(p.numel() for p in model.parameters()):,} parameters would be one unit, gathered whole on every "
-                f"rank. If that is meant, {ONE_UNIT}; else name the classes to wrap: {BY_CLASS}. "
+                f"{sum(p.numel() for p in model.parameters()):,} parameters would be one unit, gathered at once on "
+                f"every rank. If you want that, {ONE_UNIT}; otherwise name the classes to wrap: {BY_CLASS}. "
                 f"Classes in this model: {', '.join(candidate_classes(model)) or 'none with submodules'}."
             )
         return _with_large_leaves(model, found)
@@ -149,7 +149,7 @@ def _find_modules(model: nn.Module, wrap: WrapPolicy) -> list[tuple[str, nn.Modu
 
 
 def _with_large_leaves(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Blocks, and large embeddings and heads beside them; one that is tied to another stays with the root."""
+    """Add large embeddings and heads outside the blocks; parameters tied across them stay with the root."""
     inside = {id(part) for _, block in blocks for part in block.modules()}
     chosen = {id(block) for _, block in blocks}
     for module in model.modules():
@@ -175,15 +175,15 @@ def _find_named(model: nn.Module, wrap: Named) -> list[Found]:
 
 
 def _find_large(model: nn.Module, numel: int) -> list[tuple[str, nn.Module]]:
-    """Modules with at least ``numel`` elements beside those in units inside, as FSDP1's size-based policy counts."""
+    """Return modules with at least ``numel`` elements outside inner units, as FSDP1's size-based policy counts."""
     found: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> int:
-        """Elements of ``module`` that no unit inside it holds."""
+        """Return the elements of ``module`` that are in no inner unit."""
         left = sum(p.numel() for p in module.parameters(recurse=False))
         for child_name, child in module.named_children():
             left += visit(f"{name}.{child_name}" if name else child_name, child)
-        # A container has no forward of its own to gather for.
+        # A container has no forward to gather for.
         if not name or left < numel or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return left
         found.append((name, module))
@@ -192,8 +192,8 @@ def _find_large(model: nn.Module, numel: int) -> list[tuple[str, nn.Module]]:
     visit("", model)
     if not found:
         raise WrapError(
-            f"MinNumel({numel:,}) makes no unit: no module of {type(model).__name__} has as many of its own. "
-            f"The model has {sum(p.numel() for p in model.parameters()):,} in all; choose a "
+            f"MinNumel({numel:,}) makes no unit: no module of {type(model).__name__} has that many elements. "
+            f"The model has {sum(p.numel() for p in model.parameters()):,} in total; choose a "
             f"smaller number, or {ONE_UNIT}."
         )
     return found
@@ -209,19 +209,19 @@ def _find_classes(
     unknown = sorted(wrap.names - present)
     if unknown:
         raise WrapError(
-            f"No module of class {', '.join(unknown)} in {type(model).__name__}. Classes that would work: "
+            f"No module of class {', '.join(unknown)} in {type(model).__name__}. Classes to choose from: "
             f"{', '.join(candidate_classes(model)) or 'none with submodules'}."
         )
     return found
 
 
 def assign_parameters(model: nn.Module, found: list[Found], ignored: frozenset[nn.Parameter]) -> list[UnitSpec]:
-    """Give each parameter to the innermost unit that contains all places it is registered at.
+    """Assign each parameter to the innermost unit that contains all its registrations.
 
     Args:
         model: The root, which becomes unit 0.
-        found: What :func:`find_units` found.
-        ignored: Parameters that stay as they are, or are sharded already.
+        found: The result of :func:`find_units`.
+        ignored: Parameters that stay unsharded, or are sharded already.
 
     Returns:
         The root's unit first, then the others in the order of the module tree; units without parameters are left out.
@@ -247,11 +247,11 @@ def assign_parameters(model: nn.Module, found: list[Found], ignored: frozenset[n
 
 
 def merge_tiny(units: list[UnitSpec], *, frozen_too: bool) -> list[UnitSpec]:
-    """Join neighbours of one container, such as small blocks of one list, up to ``TINY_NUMEL`` elements a unit.
+    """Merge neighbours in one container, such as small blocks of a list, up to ``TINY_NUMEL`` elements a unit.
 
     Args:
-        units: What :func:`assign_parameters` returned, root first, each other of one module.
-        frozen_too: Whether frozen parameters count: not where each rank has them and nobody sends them.
+        units: The result of :func:`assign_parameters`.
+        frozen_too: Whether frozen parameters count; they do not where they are replicated and never sent.
     """
     merged: list[UnitSpec] = units[:1]
     parents: list[str] = [""]
@@ -272,10 +272,10 @@ def merge_tiny(units: list[UnitSpec], *, frozen_too: bool) -> list[UnitSpec]:
 
 
 def modules_kept(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """The outermost modules whose class, or the last part of whose name, is one of ``names``, in tree order.
+    """Return the outermost modules whose class or last name component is in ``names``, in tree order.
 
     Raises:
-        WrapError: A name fits no module.
+        WrapError: A name matches no module.
     """
     kept: list[nn.Module] = []
     inside: set[int] = set()
@@ -288,19 +288,19 @@ def modules_kept(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
             inside |= {id(child) for child in module.modules()}
     lacking = sorted(set(names) - matched)
     if lacking:
-        raise WrapError(f"keep_fp32 names {', '.join(lacking)}, which no module of {type(model).__name__} is called.")
+        raise WrapError(f"keep_fp32 names {', '.join(lacking)}, which matches no module of {type(model).__name__}.")
     return kept
 
 
 def _enclosing_units(path: str, by_path: dict[str, nn.Module], unit_of: dict[int, int]) -> tuple[int, ...]:
-    """Indices of the units on the way from the root to ``path``, outermost first."""
+    """Return the indices of the units around ``path``, outermost first."""
     parts = path.split(".") if path else []
     prefixes = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
     return tuple(unit_of[id(by_path[p])] for p in prefixes if id(by_path[p]) in unit_of)
 
 
 def _deepest_common(chains: list[tuple[int, ...]]) -> int:
-    """Last element of the longest common prefix."""
+    """Return the last element of the longest common prefix."""
     common = 0
     for level in zip(*chains, strict=False):
         if len(set(level)) > 1:
@@ -310,7 +310,7 @@ def _deepest_common(chains: list[tuple[int, ...]]) -> int:
 
 
 def check_parameters(units: list[UnitSpec], *, sharded: int = 0) -> None:
-    """Refuse what cannot be sharded, before any memory moves; ``sharded`` parameters of the model were sharded before.
+    """Refuse what cannot be sharded, before memory moves; ``sharded``: number of parameters sharded before.
 
     Raises:
         WrapError: There are no parameters, one has no elements, or one is not strided.

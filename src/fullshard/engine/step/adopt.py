@@ -1,4 +1,4 @@
-"""What users do to parameters between steps: noticed when a forward pass begins, and taken over or refused."""
+"""Changes that users make to parameters between steps: adopted when a pass begins, or refused."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fullshard.layout.names import plain_name
 
 
 def adopt_changes(units: Sequence[Unit]) -> bool:
-    """Take over parameters that were frozen, unfrozen, cast or given new memory since the last pass; no communication.
+    """Adopt parameters that were frozen, unfrozen, cast or given new memory since the last pass; no communication.
 
     Returns:
-        Whether the schedule must be made anew.
+        Whether the schedule must be rebuilt.
 
     Raises:
         ShardingError: A parameter was replaced, moved to another device, given a gradient hook, or only some of the
@@ -28,17 +28,17 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
     """
     replan = False
     for unit in units:
-        if unit.shown or unit.whole is not None:
+        if unit.shown or unit.summoned is not None:
             continue
         for lane in unit.lanes:
-            members = [param for param in unit.params if param.lane is lane]
+            members = unit.params_of(lane)
             for param in members:
                 _check(param)
             _adopt_dtype(unit, lane, members)
             for param in members:
-                if param.sharded.data_ptr() != param.address:
+                if param.moved:
                     _adopt_values(param)
-        # Under no_grad nothing asks; peft freezes adapters for the length of a reference forward.
+        # Not under no_grad: peft freezes adapters for the duration of a reference forward.
         if torch.is_grad_enabled() and any(p.sharded.requires_grad != p.trainable for p in unit.params):
             _adopt_requires_grad(unit)
             replan = True
@@ -48,17 +48,17 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
 def check_nothing_was_added(
     modules: Sequence[nn.Module], params: Iterable[tuple[Unit, ShardedParam]], ignored: frozenset[int]
 ) -> None:
-    """Notice parameters that no unit holds.
+    """Raise an error if a parameter belongs to no unit.
 
     Raises:
-        ShardingError: There is one.
+        ShardingError: A parameter was added after sharding.
     """
     known = {id(one) for _, param in params for one in (param.sharded, param.full)} | ignored
     for name, param in (pair for module in modules for pair in module.named_parameters()):
         if id(param) not in known:
             raise ShardingError(
-                f"{plain_name(name)} was added to the model after fully_shard, so nothing would keep it equal on all "
-                "ranks. Add it before sharding, or name it in ignored_params."
+                f"{plain_name(name)} was added to the model after fully_shard, so it would not be kept equal on all "
+                "ranks. Add it before sharding, or pass it in ignored_params."
             )
 
 
@@ -79,7 +79,7 @@ def _check(param: ShardedParam) -> None:
 
 
 def _adopt_dtype(unit: Unit, lane: Lane, members: Sequence[ShardedParam]) -> None:
-    """Follow ``model.double()``: the lane is kept in the new dtype, and computed in it where no policy says another."""
+    """Follow ``model.double()``: keep the lane in the new dtype, and compute in it unless the policy sets another."""
     dtypes = {param.sharded.dtype for param in members}
     if dtypes == {lane.shard.dtype}:
         return
@@ -89,6 +89,7 @@ def _adopt_dtype(unit: Unit, lane: Lane, members: Sequence[ShardedParam]) -> Non
             f" where it was sharded as {lane.shard.dtype}. Cast the whole model, or cast before fully_shard."
         )
     _check_no_accumulation(unit, lane, "cast")
+    unit.reshard()
     precision = unit.policy.precision
     kept = precision.param is not None and lane.dtypes.compute != dtypes_of(precision, lane.shard, kept=False).compute
     new = dtypes_of(precision, members[0].sharded.data, kept=kept)
@@ -118,7 +119,7 @@ def _retype(lane: Lane, members: Sequence[ShardedParam], dtypes: object) -> None
 
 
 def _adopt_values(param: ShardedParam) -> None:
-    """Take over the values of a shard that ``.data`` or a cast to and fro gave new memory."""
+    """Copy the values of a shard that was given new memory, by ``.data`` or by a cast back and forth."""
     expected = param.local_view(param.lane.shard)
     if (param.sharded.device, param.sharded.shape) != (expected.device, expected.shape):
         raise ShardingError(
@@ -132,14 +133,15 @@ def _adopt_values(param: ShardedParam) -> None:
 
 
 def _adopt_requires_grad(unit: Unit) -> None:
-    """Freeze and unfreeze: rows stay where they are, so that what an optimizer knows of them stays true."""
+    """Freeze or unfreeze parameters; rows stay in place, so that optimizer states stay valid."""
     for lane in unit.lanes:
-        members = [param for param in unit.params if param.lane is lane]
+        members = unit.params_of(lane)
         _check_no_accumulation(unit, lane, "frozen or unfrozen")
         wanted = [param.sharded.requires_grad for param in members]
         master = lane.dtypes.master
         if any(wanted) and lane.shard.dtype != master:
-            # Frozen parameters were kept in the compute dtype; something updates them from now on.
+            # Frozen parameters were kept in the compute dtype; an optimizer updates them from now on.
+            unit.reshard()
             _retype(lane, members, dataclasses.replace(lane.dtypes, shard=master))
         for param, trainable in zip(members, wanted, strict=True):
             param.set_trainable(trainable=trainable)

@@ -1,4 +1,4 @@
-"""Do all ranks do the same? Asked before each collective of the first pass, and once a step after that."""
+"""Compares what ranks do: before each collective of the first pass, and once a step after that."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ _CHECKSUM_BITS = 20  # a squared checksum summed over 2**20 ranks still fits an 
 class Agreement:
     """Compares what ranks are about to do, or have done.
 
-    A collective that different ranks enter for different units hangs, or worse, exchanges buffers that happen to have
-    one size. In the first pass every collective is therefore announced first. Later, one small all-reduce at the end
-    of each backward carries a checksum of the order of units and of all their collectives since the last one (and
-    which parameters got a gradient anywhere). What optimizers have stepped of the model goes into that checksum.
+    A collective that ranks enter for different units hangs, or worse, exchanges buffers that happen to have the same
+    size. In the first pass every collective is therefore compared before it starts. Later, one small all-reduce at the
+    end of each backward carries a checksum of the order of units and of all collectives since the last one, and which
+    parameters got a gradient on any rank. The parameters that optimizers have stepped are part of the checksum.
 
     Attributes:
-        claims: What optimizers step of the model on this rank; they note it themselves.
+        mesh: The ranks that share the model.
+        names: Names of the units.
+        first_pass: Whether each collective is compared before it starts.
+        every_pass: Whether that never ends; set by ``FULLSHARD_DEBUG=1``.
+        claims: The parameters that optimizers step on this rank, appended by the optimizers.
     """
 
     def __init__(self, mesh: Mesh, names: Sequence[str]) -> None:
-        """Compare among the ranks of ``mesh``; ``names`` are the units'."""
+        """Compare among the ranks of ``mesh``."""
         self.mesh = mesh
         self.names = list(names)
         self.first_pass = True
@@ -40,10 +44,10 @@ class Agreement:
         self._verdict: tuple[Work, torch.Tensor, int] | None = None
 
     def before(self, collective: str, unit: int) -> None:
-        """Announce a collective, and in the first pass compare it with other ranks'.
+        """Announce a collective, and in the first pass compare it over ranks.
 
         Raises:
-            MismatchError: Another rank announces another one; raised on every rank.
+            MismatchError: Ranks announce different collectives; raised on every rank.
         """
         self.mesh.announce(f"{collective} of unit {self.names[unit]}")
         code = 2 * unit + (collective == "all-gather")
@@ -63,11 +67,11 @@ class Agreement:
         )
 
     def pass_is_over(self) -> None:
-        """The first pass is complete: later ones are compared as a whole, unless ``FULLSHARD_DEBUG`` is 1."""
+        """End the first pass: later ones are compared once a step, unless ``FULLSHARD_DEBUG`` is 1."""
         self.first_pass = self.every_pass
 
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """For each of some questions, the same on every rank, whether any rank says yes; no communication for none."""
+        """Return for each flag whether it is set on any rank; no communication without flags."""
         if not flags:
             return []
         message = torch.tensor(flags, dtype=torch.int64, device=self.mesh.device)
@@ -78,19 +82,19 @@ class Agreement:
     def after_backward(self, arrived: Sequence[bool], checksum: int) -> list[bool] | None:
         """Exchange which parameters got a gradient, and the checksum of the step's order.
 
-        On CPU the answer is read at once. On CUDA reading it would stall the queue of kernels, so the checksum is read
-        a step later, and the flags only where this rank misses a gradient.
+        On CPU the result is read at once. On CUDA reading it would stall the queue of kernels, so the checksum is read
+        one step later, and the flags only if a gradient is missing on this rank.
 
         Args:
-            arrived: For each parameter, whether a gradient arrived on this rank, or none is due.
+            arrived: For each parameter, whether a gradient arrived on this rank, or none is expected.
             checksum: Checksum of this rank's order of units.
 
         Returns:
-            For each of them, whether a gradient arrived on any rank; None if all arrived here.
+            For each parameter, whether a gradient arrived on any rank; None if all arrived on this rank.
 
         Raises:
             MismatchError: The order differed between ranks, in this step (CPU) or the one before (CUDA), or optimizers
-                step other parameters, or in other groups.
+                step different parameters, or group them differently.
         """
         self._check_verdict()
         for claims in self.claims[len(self._checksums) :]:
@@ -115,19 +119,19 @@ class Agreement:
         self._verdict = None
         work.wait()
         total, squares = message[:2].tolist()
-        # sum and sum of squares are those of equal marks only if all marks are equal (Cauchy-Schwarz)
+        # Sum and sum of squares match those of equal marks only if all marks are equal (Cauchy-Schwarz).
         if total != mark * self.mesh.size or squares != mark * mark * self.mesh.size:
-            self._tell_apart(mark)
+            self._raise_mismatch(mark)
 
-    def _tell_apart(self, mark: int) -> NoReturn:
-        """Raise what ranks differ in, once checksums have differed."""
-        also = " or gave optimizers different parameters (FULLSHARD_DEBUG=1 tells)" if self.claims else ""
-        if self.mesh.device.type == "cpu" or self.every_pass:  # then all of them read the verdict at the same place
+    def _raise_mismatch(self, mark: int) -> NoReturn:
+        """Raise an error that says how ranks differ, after their checksums have differed."""
+        also = " or gave optimizers different parameters (FULLSHARD_DEBUG=1 shows which)" if self.claims else ""
+        if self.mesh.device.type == "cpu" or self.every_pass:  # then all ranks read the result at the same point
             found = _difference(self.mesh.all_gather_object(self.claims))
             if found is not None:
                 raise MismatchError(
                     f"Ranks' optimizers step different parameters, or the same ones in different groups: {found}. A "
-                    "parameter whose parts are stepped differently is trained wrong. Give the optimizer all parameters "
+                    "parameter whose rows are stepped differently is trained wrong. Give the optimizer all parameters "
                     "in the same groups on every rank: group by name, p.ndim or p.shard_meta.global_shape, "
                     "as fullshard.optim.decay_groups does, never by p.numel() or p.shape."
                 )
@@ -140,7 +144,7 @@ class Agreement:
 
 
 def _difference(by_rank: Sequence[Sequence[Claims]]) -> str | None:
-    """The first parameter that optimizers step otherwise on another rank than on rank 0, and how; None: none is."""
+    """Describe the first parameter that another rank steps differently from rank 0; return None if there is none."""
     merged = [{name: place for claims in of_rank for name, place in claims.items()} for of_rank in by_rank]
     for rank, other in enumerate(merged):
         for name in [*merged[0], *other]:
@@ -153,7 +157,7 @@ def _difference(by_rank: Sequence[Sequence[Claims]]) -> str | None:
 
 
 def _place(place: tuple[int, tuple[str, ...]] | None, other: tuple[int, tuple[str, ...]] | None) -> str:
-    """A group, with the options that the other one has not."""
+    """Describe a group, with the options that the other group does not have."""
     if place is None:
         return "no optimizer that has stepped"
     number, options = place

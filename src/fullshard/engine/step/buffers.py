@@ -1,4 +1,4 @@
-"""Memory that is given back and taken again while tensors view it, and the account of it."""
+"""Buffers whose memory is freed and allocated again while tensors view it, and the count of their bytes."""
 
 from __future__ import annotations
 
@@ -7,72 +7,75 @@ from collections.abc import Callable
 import torch
 
 from fullshard.comm import Device
+from fullshard.engine.step.recorder import SILENT
 
 
 class Account:
-    """Bytes of buffers the engine holds right now and held at most, by kind.
+    """Bytes of the engine's buffers, now and at most, by kind.
 
     Attributes:
         live: Bytes per kind now. Kinds: ``shards``, ``gathered``, ``gradients`` (unsharded, waiting for their reduce).
         peak: Highest ``live`` per kind.
-        watch: Called after each change while a step is recorded.
+        peak_total: Highest sum over kinds.
+        watch: Called after each change.
     """
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start at zero."""
         self.live: dict[str, int] = {"shards": 0, "gathered": 0, "gradients": 0}
         self.peak = dict(self.live)
         self.peak_total = 0
-        self.watch: Callable[[], None] | None = None
+        self.watch: Callable[[], None] = SILENT.sample
 
     def add(self, kind: str, nbytes: int) -> None:
-        """Take (or with a negative number give back) ``nbytes`` of ``kind``."""
+        """Add ``nbytes`` of ``kind``; a negative number subtracts."""
         self.live[kind] += nbytes
         self.peak[kind] = max(self.peak[kind], self.live[kind])
         self.peak_total = max(self.peak_total, sum(self.live.values()))
-        if self.watch is not None:
-            self.watch()
+        self.watch()
 
 
 class PermanentBuffer:
     """The gathered buffer of a lane that is not sharded: the shard itself, which stays.
 
     Attributes:
-        tensor: The shard under a version counter of its own: the optimizer's updates are not in-place changes of what
-            autograd saved.
+        tensor: The shard with its own version counter, so that autograd does not take an optimizer's update for an
+            in-place change of what it saved.
         alias: The same memory.
-        nbytes: 0: it costs nothing beside the shard.
+        nbytes: 0: it needs no memory in addition to the shard.
     """
 
     held = True
     nbytes = 0
 
     def __init__(self, shard: torch.Tensor) -> None:
-        """Stand for ``shard``, (shard_numel,)."""
+        """Alias ``shard``, (shard_numel,)."""
         self.tensor = shard.data
         self.alias = shard.data
 
     def take(self) -> None:
-        """Nothing: the memory is there."""
+        """Do nothing: the memory is there."""
 
     def release(self) -> None:
-        """Nothing: the memory stays."""
+        """Do nothing: the memory stays."""
 
 
 class ReusableBuffer:
-    """A flat tensor whose memory comes and goes while views of it live on.
+    """A flat tensor whose memory is freed and allocated again while views of it stay alive.
 
-    Autograd saves views of parameters (``F.linear`` saves ``weight.t()``), which no re-pointing of attributes reaches;
-    resizing the one storage under all of them does. Content is written through ``alias``, which has a version counter
-    of its own, so that autograd does not take a gather for an in-place change of what it saved.
+    Autograd saves views of parameters (``F.linear`` saves ``weight.t()``). Replacing attributes does not reach them;
+    resizing the storage under all of them does. Content is written through ``alias``, which has its own version
+    counter, so that autograd does not take a gather for an in-place change of what it saved.
 
     Attributes:
-        tensor: The flat tensor that parameters are views of; never written.
-        alias: The same memory for writing.
+        tensor: The flat tensor that parameters view; never written.
+        alias: The same memory, for writing.
+        nbytes: Size of the memory.
+        account: Counts it.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: Device, account: Account) -> None:
-        """Take the memory; ``release`` gives it back."""
+        """Allocate the memory; ``release`` frees it."""
         self.tensor = device.empty(numel, dtype)
         self.alias = self.tensor.data
         self._storage = self.tensor.untyped_storage()
@@ -83,17 +86,17 @@ class ReusableBuffer:
 
     @property
     def held(self) -> bool:
-        """Whether the memory is there."""
+        """Whether the memory is allocated."""
         return self._storage.nbytes() == self.nbytes
 
     def take(self) -> None:
-        """Get memory, with undefined content; nothing where it is there."""
+        """Allocate memory with undefined content; do nothing if it is there."""
         if not self.held:
             self._device.take(self._storage, self.nbytes)
             self.account.add("gathered", self.nbytes)
 
     def release(self) -> None:
-        """Give the memory back; every view becomes unreadable until the next ``take``."""
+        """Free the memory; every view is unreadable until the next ``take``."""
         if self.held and self.nbytes:
             self._device.release(self._storage)
             self.account.add("gathered", -self.nbytes)

@@ -1,4 +1,4 @@
-"""Where PyTorch calls the engine: before and after a unit's forward and backward."""
+"""Hooks through which PyTorch calls the engine: before and after a unit's forward and backward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from fullshard.engine.step.precision import cast_floats, map_tensors, markable_t
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.schedule import Call
 from fullshard.engine.step.torch_private import in_backward, untraced
-from fullshard.engine.step.unit import Unit
+from fullshard.engine.step.unit import Keep, Unit
 from fullshard.errors import ShardingError
-from fullshard.policy import MixedPrecision
 
 
 class _InputNode(torch.autograd.Function):
-    """Identity on a call's inputs whose backward tells that the call's own backward is complete.
+    """Identity on the inputs of a call; its backward runs when the call's own backward is complete.
 
-    Of the nodes of a call it was made first, so autograd runs it last, when nothing needs the parameters any more.
-    Counting gradients does not tell that: a frozen weight's input gradient may be computed after the last trainable
-    gradient has arrived.
+    It is the first node of the call, so autograd runs it last, when nothing needs the parameters any more. Counting
+    gradients would not do: a frozen weight's input gradient may be computed after the last trainable gradient.
     """
 
     @staticmethod
@@ -50,8 +48,8 @@ class UnitHooks:
         self.unit = unit
         self.warned = False
         self.kept = kept
-        self.left = False  # after_forward has run, and after_failure has nothing to do
-        self.passing = False  # a registered method of a module calls its forward: one call, not two
+        self.left = False  # after_forward has run, so that after_failure has nothing to do
+        self.passing = False  # a registered method calls the module's forward: one call, not two
         self.handles: list[RemovableHandle] = []
         members = {id(module) for module in unit.modules}
         for module in unit.modules:
@@ -67,12 +65,12 @@ class UnitHooks:
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime of the model that the unit belongs to now."""
+        """The runtime of the model that the unit belongs to."""
         return self.unit.runtime
 
     @property
     def is_root(self) -> bool:
-        """Whether this unit's forward is the model's."""
+        """Whether this is the unit of the model itself."""
         return self.unit is self.runtime.root
 
     @property
@@ -88,7 +86,7 @@ class UnitHooks:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather, cast the inputs, and mark them for the end of backward."""
+        """Gather the unit, cast the inputs, and mark them so that the end of their backward is noticed."""
         runtime, recompute = self.runtime, in_backward()
         if self._steps_aside(recompute=recompute):
             return args, kwargs
@@ -105,39 +103,39 @@ class UnitHooks:
         if self.unit.group_call is not None and not self.unit.open_calls:  # a further module of the group
             runtime.close_groups(until=self.unit.group_call)
             self.unit.open_calls += 1
-            runtime.begins(self.unit, "forward")
+            runtime.recorder.begin(self.unit.name, "forward")
             return args, kwargs
         runtime.close_groups()
         enclosed = bool(runtime.open_calls)
         if self.is_root:
             runtime.begin_pass()
         elif not enclosed:
-            runtime.refresh(self.unit)
+            runtime.begin_direct_call(self.unit)
         self.unit.open_calls += 1
         alone = not enclosed and not self.is_root
         call, actions = runtime.schedule.forward_begins(self.unit.index, input_node=needs_node, alone=alone)
         runtime.open_calls.append(call)
         runtime.perform(actions)
-        runtime.begins(self.unit, "forward")
-        if len(self.unit.modules) > 1 and enclosed:  # called directly, nothing tells whether another member follows
+        runtime.recorder.begin(self.unit.name, "forward")
+        if len(self.unit.modules) > 1 and enclosed:  # else nothing shows whether another member follows
             self.unit.group_call, self.unit.group_needs_backward = call, False
         return self._mark_inputs(call, args, kwargs) if needs_node else (args, kwargs)
 
     def _steps_aside(self, *, recompute: bool) -> bool:
-        """Whether this forward is part of a call that runs, or a plain module's.
+        """Return whether the engine has nothing to do: the unit runs as a plain module, or a call of it is running.
 
         Raises:
-            ShardingError: Only rank 0 has the parameters.
+            ShardingError: The unit runs as a plain module, and only rank 0 has its parameters.
         """
-        if self.unit.whole is not None:
-            self.unit.whole.require_here()
+        if self.unit.summoned is not None:
+            self.unit.summoned.require_here()
             return True
         return self.passing and not recompute
 
     def _recompute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, needs_node: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward inside backward."""
+        """Prepare a forward inside backward, which recomputes activations."""
         runtime, unit = self.runtime, self.unit
         unit.open_calls = 0  # recomputation may stop early, without an after_forward
         runtime.backward_event()
@@ -149,8 +147,8 @@ class UnitHooks:
         return args, kwargs
 
     def _mark_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        # Lists and dicts are the caller's own, and the module may put things into them: they are not rebuilt. A
-        # call with such inputs has no node at its end; the schedule releases it when backward has come past it.
+        # Lists and dicts are not rebuilt: they are the caller's, and the module may append to them. A call with tensors
+        # in such inputs has no node at its end; the schedule releases it when backward has passed it.
         originals = {id(t): t for t in markable_tensors((*args, *kwargs.values()))}
         if len(originals) < len({id(t) for t in tensors_in((args, kwargs)) if t.requires_grad}):
             return args, kwargs
@@ -161,16 +159,16 @@ class UnitHooks:
 
     @untraced
     def after_forward(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """Ask for a sign when backward comes back, then release the parameters."""
-        if in_backward() or self.passing or self.unit.whole is not None:
+        """Register for the start of backward on the outputs, then release the parameters."""
+        if in_backward() or self.passing or self.unit.summoned is not None:
             return None
         runtime, unit = self.runtime, self.unit
-        runtime.ends(unit, "forward")
+        runtime.recorder.end(unit.name, "forward")
         runtime.close_groups(until=unit.group_call)
         call = runtime.open_calls[-1]
         unit.open_calls -= 1
         grad_enabled = torch.is_grad_enabled()
-        if unit.casts_output and unit.policy.precision.output is not None:
+        if unit.options.casts_output and unit.policy.precision.output is not None:
             output = cast_floats(output, self.unit.policy.precision.output)
         tensors = list(tensors_in(output))
         self._refuse_views_of_parameters(tensors)
@@ -201,8 +199,11 @@ class UnitHooks:
 
     @untraced
     def after_failure(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-        """Called after every forward: of one that failed, leave no unit open and no full parameter visible."""
-        if in_backward() or self.passing or self.unit.whole is not None:
+        """Clean up after a forward that failed: no unit stays open and no full parameter visible.
+
+        It runs after every forward and must not raise: torch would show its error in place of the first one.
+        """
+        if in_backward() or self.passing or self.unit.summoned is not None:
             return
         if self.left:
             self.left = False
@@ -210,7 +211,7 @@ class UnitHooks:
             self.runtime.abandon(self.unit)
 
     def _refuse_views_of_parameters(self, tensors: list[torch.Tensor]) -> None:
-        if torch._C._are_functorch_transforms_active():  # their tensors have no memory of their own to ask for
+        if torch._C._are_functorch_transforms_active():  # their tensors have no storage
             return
         buffers = {lane.full.tensor.untyped_storage()._cdata for lane in self.unit.lanes}
         for tensor in tensors:
@@ -221,20 +222,20 @@ class UnitHooks:
                 )
 
     def _keep_until_backward_is_over(self, output: object) -> None:
-        self.unit.pinned = True
+        self.unit.keep.add(Keep.OUTPUT)
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"Unit {self.unit.name} returned {type(output).__name__}, in which fullshard finds no tensors, so "
-                "nothing tells when backward reaches it: its parameters stay gathered to the end. Return tensors "
-                "in tuples, lists, dicts or dataclasses to save that memory.",
+                f"Unit {self.unit.name} returned {type(output).__name__}, in which fullshard finds no tensors, so it "
+                "cannot detect when backward reaches the unit: its parameters stay gathered until backward ends. "
+                "Return tensors in tuples, lists, dicts or dataclasses to save that memory.",
                 stacklevel=2,
             )
 
     # Backward
 
     def backward_begins(self, call: Call) -> None:
-        """Backward reaches an output of ``call``.
+        """Gather the unit: backward has reached an output of ``call``.
 
         Raises:
             ShardingError: The unit's shards were changed since its forward.
@@ -246,12 +247,12 @@ class UnitHooks:
             )
         self.runtime.backward_event()
         self.runtime.perform(self.runtime.schedule.backward_begins(call))
-        self.runtime.begins(self.unit, "backward")
+        self.runtime.recorder.begin(self.unit.name, "backward")
 
     def backward_ends(self, call: Call) -> None:
-        """Backward has left ``call``."""
+        """Reduce and release the unit: backward has left ``call``."""
         self.runtime.backward_event()
-        self.runtime.ends(self.unit, "backward")
+        self.runtime.recorder.end(self.unit.name, "backward")
         if not call.planned:  # of a reentrant checkpoint, which may hold several calls of the unit
             self.unit.recomputed -= 1
             if self.unit.recomputed > 0:
@@ -267,11 +268,12 @@ class UnitHooks:
         if (unit.open_calls and unit.shown) or self._steps_aside(recompute=True):
             return
         if in_backward():
-            runtime.gather(unit, whole=True)
+            unit.reclaim()
+            runtime.gather(unit)
             return
         runtime.forward_event()
         if not runtime.open_calls:
-            runtime.refresh(unit)
+            runtime.begin_direct_call(unit)
         runtime.gather(unit)
         handle: RemovableHandle | None = None
 
@@ -288,11 +290,11 @@ class UnitHooks:
 
 
 class _GraphToken:
-    """Lives as long as the autograd graph of one call."""
+    """Held by the hooks of a call's outputs, so it is freed with the call's autograd graph."""
 
 
 class _BackwardBegins:
-    """The hook on an output tensor; an object, so that copying a sharded model reaches the unit and is refused."""
+    """The hook on an output tensor; an object, so that copying a sharded model reaches it and is refused."""
 
     def __init__(self, hooks: UnitHooks, call: Call, token: _GraphToken | None) -> None:
         self.hooks = hooks
@@ -304,46 +306,5 @@ class _BackwardBegins:
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
-    """The model's inputs where it computes, as FSDP moves them."""
+    """Move the model's inputs to the device it computes on, as FSDP does."""
     return map_tensors(value, lambda t: t if t.device == device else t.to(device, non_blocking=True))
-
-
-def keep_in_float32(modules: list[nn.Module], precision: MixedPrecision, root: Unit) -> None:
-    """Have ``modules`` take float32 and give the compute dtype, unless the model of ``root`` runs as a plain one."""
-
-    def to_float32(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return cast_floats((args, kwargs), "float32")
-
-    def back(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        return output if root.whole is not None else cast_floats(output, precision.param)
-
-    for module in modules if precision.param is not None else ():
-        module.register_forward_pre_hook(to_float32, with_kwargs=True)
-        module.register_forward_hook(back)
-
-
-class RootHeld:
-    """Context in which the root unit stays gathered between forwards, as a generation loop wants it."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        """Hold the root of ``runtime``."""
-        self.runtime = runtime
-        self.plain = False  # the root shows full parameters already
-
-    def __enter__(self) -> None:
-        """Gather the root."""
-        self.runtime.forward_event()
-        self.plain = self.runtime.root.whole is not None
-        if self.plain:
-            return
-        if not self.runtime.root.held:
-            self.runtime.root.reshard()  # what is gathered may be older than the shards
-        self.runtime.gather(self.runtime.root)
-        self.runtime.root.held += 1
-
-    def __exit__(self, *_error: object) -> None:
-        """Release it, unless another context holds it."""
-        if self.plain:
-            return
-        self.runtime.root.held -= 1
-        self.runtime.release(self.runtime.root)

@@ -1,117 +1,146 @@
-"""One lane in memory: the rank's shard, the gathered buffer, the unsharded gradient."""
+"""A lane in memory: this rank's shard, the gathered buffer and the unsharded gradient."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
-from torch import nn
 
-from fullshard.comm import Device, Mesh
+from fullshard.comm import Device, Mesh, Work
 from fullshard.engine.step.buffers import Account, PermanentBuffer, ReusableBuffer
 from fullshard.engine.step.precision import Dtypes
 from fullshard.errors import InvariantError
 from fullshard.layout import LaneLayout
 
 
-@dataclass
-class Origin:
-    """Where a parameter comes from.
+class LaneState(Enum):
+    """What the gathered buffer of a lane holds."""
 
-    Attributes:
-        param: The user's Parameter; it becomes the shard.
-        names: Qualified names, first one first.
-        slots: ``(module, key)`` where it is registered.
-        table: Whether it is alone in its lane, because it is a large embedding.
-    """
-
-    param: nn.Parameter
-    names: tuple[str, ...]
-    slots: list[tuple[nn.Module, str]]
-    table: bool
+    SHARDED = "sharded"
+    """Nothing; its memory is free."""
+    GATHERING = "gathering"
+    """An all-gather writes to it."""
+    GATHERED = "gathered"
+    """The full parameters."""
+    SPENT = "spent"
+    """Nothing: freed early in this backward, because no operation left in it reads the parameters."""
 
 
-@dataclass
-class CutLane:
-    """A lane whose shard has been cut from the unsharded parameters, before it has a gathered buffer.
+@dataclass(eq=False)
+class Lane:
+    """The buffers of one lane on one rank.
+
+    ::
+
+        SHARDED --issue_gather--> GATHERING --finish_gather--> GATHERED --release--> SHARDED
+                                                                  |  ^
+                                                       free_early v  | reclaim, then gathered again
+                                                                SPENT
 
     Attributes:
         layout: Where its parameters lie.
         mesh: The ranks that share it.
-        shard: This rank's part of the parameters, (shard_numel,).
-        shapes: Unsharded shape of each placement.
-        origins: Where each placement's parameter comes from.
-        dtypes: What it is kept, gathered and reduced in.
-        trainable: Whether the parameters require gradients.
-        whole: Whether the shard is the whole lane by policy, and serves as the gathered buffer where it can.
-        pinned: Whether the shard lives in page-locked host memory.
+        shard: This rank's part of the parameters, (shard_numel,), in the dtype that the optimizer updates. Frozen
+            lanes keep it in the compute dtype, since nothing updates it.
+        shapes: Full shape of each placement.
+        dtypes: Dtypes it is kept, gathered and reduced in.
+        trainable: Whether any of its parameters requires gradients. A lane starts all trainable or all frozen; one
+            that is partly frozen later keeps its layout, so that rows keep their place in optimizer states.
+        replicated: Whether each rank keeps the full lane, so that the shard also serves as gathered buffer if it can.
+        pinned: Whether the shard is in page-locked host memory.
+        device: The device that its unit computes on.
+        account: Bytes of the engine's buffers.
+        full: The gathered buffer, (world_size * shard_numel,), in the compute dtype; made by ``allocate``.
+        state: What ``full`` holds.
+        gather_work: The all-gather under way, or None.
+        unsettled: A finished all-gather from which other ranks may still read, or None.
+        gradient: The unsharded gradient, (world_size * shard_numel,), in the reduce dtype, or None.
+        written: Placements whose gradient is in ``gradient``.
+        partial: The gradient of this shard summed over the shard group but not yet over replicas, (shard_numel,), or
+            None.
     """
 
     layout: LaneLayout
     mesh: Mesh
     shard: torch.Tensor
     shapes: list[tuple[int, ...]]
-    origins: list[Origin]
     dtypes: Dtypes
     trainable: bool
-    whole: bool
+    replicated: bool
     pinned: bool
+    device: Device
+    account: Account
+    full: ReusableBuffer | PermanentBuffer = field(init=False)
+    state: LaneState = LaneState.SHARDED
+    gather_work: Work | None = None
+    unsettled: Work | None = None
+    gradient: torch.Tensor | None = None
+    written: set[int] = field(default_factory=set)
+    partial: torch.Tensor | None = None
 
-
-class Lane:
-    """The buffers of one lane on one rank.
-
-    Attributes:
-        layout: Where its parameters lie.
-        mesh: The ranks that share it.
-        trainable: Whether any of its parameters requires gradients. A lane is made all trainable or all frozen; one
-            that is frozen in part later keeps its layout, so that optimizers' states keep their rows.
-        dtypes: What it is kept, gathered and reduced in.
-        shard: This rank's part of the parameters, (shard_numel,), in the dtype that the optimizer updates. Frozen
-            lanes keep it in the compute dtype: there is nothing to update.
-        full: The gathered parameters, (world_size * shard_numel,), in the compute dtype.
-        shapes: Unsharded shape of each placement.
-        written: Placements whose gradient is in ``gradient``.
-        gradient: The unsharded gradient, (world_size * shard_numel,), in the reduce dtype; None while there is none.
-        partial: The sum of gradients of this shard over the shard group, (shard_numel,), that replicas have not added
-            up yet; None while there is none.
-    """
-
-    def __init__(self, cut: CutLane, device: Device, account: Account) -> None:
-        """Take over the shard of ``cut``; the gathered buffer's memory is held."""
-        self.layout = cut.layout
-        self.mesh = cut.mesh
-        self.trainable = cut.trainable
-        self.dtypes = cut.dtypes
-        self.shard = cut.shard
-        self.shapes = cut.shapes
-        self.whole = cut.whole
-        self.pinned = cut.pinned
-        self.device = device
-        self.account = account
-        self.gradient: torch.Tensor | None = None
-        self.partial: torch.Tensor | None = None
-        self.written: set[int] = set()
+    def allocate(self) -> None:
+        """Make the gathered buffer, whose memory is held until ``release``."""
         self.full = self._make_full()
-        account.add("shards", cut.shard.nbytes)
+        self.account.add("shards", self.shard.nbytes)
 
     @property
     def numel(self) -> int:
-        """Elements of the gathered lane, padding included."""
+        """Elements of the gathered buffer, padding included."""
         return self.layout.world_size * self.layout.shard_numel
 
     @property
     def offloaded(self) -> bool:
-        """Whether the shard lives in host memory while the unit computes on a device."""
+        """Whether the shard is in host memory while the unit computes on another device."""
         return self.shard.device != self.device.device
 
-    def _make_full(self) -> ReusableBuffer | PermanentBuffer:
-        if self.whole and self.shard.dtype == self.dtypes.compute and not self.offloaded:
-            return PermanentBuffer(self.shard)
-        return ReusableBuffer(self.numel, self.dtypes.compute, self.device, self.account)
+    # Parameters
+
+    @property
+    def own_part(self) -> torch.Tensor:
+        """This rank's slice of the gathered buffer, (shard_numel,), outside autograd's version counting."""
+        low, high = self.layout.shard_bounds(self.mesh.shard_group.rank)
+        return self.full.alias[low:high]
+
+    def issue_gather(self) -> None:
+        """Start the all-gather of a sharded lane; a replicated one is there without communication.
+
+        The shard is cast straight into this rank's slice of the gathered buffer (one pass over 1/N of the lane, from
+        host memory if offloaded), and the collective runs in place: parameters are views of its output.
+        """
+        self.state = LaneState.GATHERING
+        if isinstance(self.full, PermanentBuffer):
+            return
+        self.full.take()
+        mine = self.own_part
+        # To the device first: a cast on the host would go through memory that is not page-locked.
+        mine.copy_(self.shard.to(mine.device, non_blocking=True))
+        self.gather_work = self.mesh.shard_group.all_gather(self.full.alias, mine)
+
+    def finish_gather(self) -> None:
+        """Mark the all-gather as finished; the caller has waited for ``gather_work``."""
+        self.state = LaneState.GATHERED
+        self.unsettled, self.gather_work = self.gather_work or self.unsettled, None
+
+    def free_early(self) -> None:
+        """Free the gathered buffer of a gathered, settled lane while its unit stays gathered."""
+        self.full.release()
+        self.state = LaneState.SPENT
+
+    def reclaim(self) -> None:
+        """Have the next gather of the unit include this lane, if it was freed early."""
+        if self.state is LaneState.SPENT:
+            self.state = LaneState.SHARDED
+
+    def release(self) -> None:
+        """Free the gathered buffer; no gather may be under way, and other ranks must have read their part."""
+        if self.gather_work is not None or self.unsettled is not None:
+            raise InvariantError(f"a lane was released in state {self.state.value} while its gather was not settled")
+        self.full.release()
+        self.state = LaneState.SHARDED
 
     def retype(self, dtypes: Dtypes) -> None:
-        """Keep, gather and reduce in other dtypes from now on; parameters must be bound to the new memory."""
+        """Keep, gather and reduce in other dtypes from now on; the caller binds the parameters to the new memory."""
         self.account.add("shards", -self.shard.nbytes)
         self.shard = self.shard.to(dtypes.shard)
         if self.pinned:
@@ -121,8 +150,62 @@ class Lane:
         self.full.release()
         self.full = self._make_full()
 
+    def _make_full(self) -> ReusableBuffer | PermanentBuffer:
+        if self.replicated and self.shard.dtype == self.dtypes.compute and not self.offloaded:
+            return PermanentBuffer(self.shard)
+        return ReusableBuffer(self.numel, self.dtypes.compute, self.device, self.account)
+
+    # Gradients
+
+    def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
+        """Copy (with cast) the gradient of placement ``place`` into the lane, or add it to what arrived before."""
+        view, empty = self.gradient_of(place)
+        if empty:
+            view.copy_(gradient)
+        else:
+            view.add_(gradient)
+
+    def gradient_of(self, place: int) -> tuple[torch.Tensor, bool]:
+        """Return where the gradient of placement ``place`` goes, for the caller to write.
+
+        Returns:
+            A view in the parameter's shape, and whether it is still unwritten (then the caller overwrites, else adds).
+        """
+        gradient = self._gradient()
+        start, numel = self.layout.placements[place].start, self.layout.placements[place].numel
+        empty = place not in self.written
+        self.written.add(place)
+        return gradient[start : start + numel].view(self.shapes[place]), empty
+
+    def _gradient(self) -> torch.Tensor:
+        """Return the gradient buffer, allocated without clearing: what stays unwritten is zeroed once, when reduced."""
+        if self.gradient is None:
+            self.gradient = self.device.empty(self.numel, self.dtypes.reduce)
+            self.account.add("gradients", self.gradient.nbytes)
+        return self.gradient
+
+    def complete_gradient(self) -> torch.Tensor:
+        """Return the unsharded gradient, (world_size * shard_numel,), with zeros in padding and where none arrived."""
+        if not self.trainable:
+            raise InvariantError("a frozen lane has no gradient to reduce")
+        gradient = self._gradient()
+        for low, high in self.layout.gaps():
+            gradient[low:high].zero_()
+        for place, placement in enumerate(self.layout.placements):
+            if place not in self.written:
+                gradient[placement.start : placement.start + placement.numel].zero_()
+        self.written.clear()
+        return gradient
+
+    def drop_gradient(self) -> None:
+        """Free the unsharded gradient."""
+        if self.gradient is not None:
+            self.account.add("gradients", -self.gradient.nbytes)
+        self.gradient = None
+        self.written.clear()
+
     def to_host(self, shard: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient, (shard_numel,), on its way to the host memory of the shard; see ``Device.host_ready``."""
+        """Start copying a reduced gradient, (shard_numel,), to host memory; ``Device.host_ready`` waits for it."""
         host = self.device.empty_host(shard.numel(), self.shard.dtype, pinned=self.pinned)
 
         def copy() -> None:
@@ -131,63 +214,3 @@ class Lane:
 
         self.device.aside("offload", copy).wait()
         return host
-
-    def join(self, mesh: Mesh, account: Account) -> None:
-        """Become part of a larger model: the same ranks, counted in its account; nothing but the shard may be held."""
-        # Groups that are equal still count their messages each for itself: one model speaks through one mesh.
-        whole = self.mesh.shard_group.size == 1 and mesh.shard_group.size > 1
-        self.mesh = Mesh(self.mesh.shard_group, mesh.everyone) if whole else mesh
-        self.account.add("shards", -self.shard.nbytes)
-        account.add("shards", self.shard.nbytes)
-        self.account = account
-        if isinstance(self.full, ReusableBuffer):
-            self.full.account = account
-
-    def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
-        """Copy (with cast) the gradient of placement ``place`` into the lane, or add it to what arrived before."""
-        view, fresh = self.gradient_of(place)
-        if fresh:
-            view.copy_(gradient)
-        else:
-            view.add_(gradient)
-
-    def gradient_of(self, place: int) -> tuple[torch.Tensor, bool]:
-        """Where the gradient of placement ``place`` goes, in the parameter's shape, for the caller to write.
-
-        Returns:
-            The view, and whether it holds nothing yet (then the caller overwrites it, else adds).
-        """
-        if self.gradient is None:
-            self._make_gradient()
-        assert self.gradient is not None
-        start, numel = self.layout.placements[place].start, self.layout.placements[place].numel
-        fresh = place not in self.written
-        self.written.add(place)
-        return self.gradient[start : start + numel].view(self.shapes[place]), fresh
-
-    def _make_gradient(self) -> None:
-        """Allocate without clearing: what stays unwritten is zeroed once, at reduce time."""
-        self.gradient = self.device.empty(self.numel, self.dtypes.reduce)
-        self.account.add("gradients", self.gradient.nbytes)
-
-    def complete_gradient(self) -> torch.Tensor:
-        """The whole unsharded gradient, zeros in padding and where nothing arrived."""
-        if not self.trainable:
-            raise InvariantError("a frozen lane has no gradient to reduce")
-        if self.gradient is None:
-            self._make_gradient()
-        assert self.gradient is not None
-        for low, high in self.layout.gaps():
-            self.gradient[low:high].zero_()
-        for place, placement in enumerate(self.layout.placements):
-            if place not in self.written:
-                self.gradient[placement.start : placement.start + placement.numel].zero_()
-        self.written.clear()
-        return self.gradient
-
-    def drop_gradient(self) -> None:
-        """Free the unsharded gradient."""
-        if self.gradient is not None:
-            self.account.add("gradients", -self.gradient.nbytes)
-        self.gradient = None
-        self.written.clear()

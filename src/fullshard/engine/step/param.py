@@ -1,4 +1,4 @@
-"""The two Parameters of one sharded parameter, and the places they take turns in."""
+"""One sharded parameter: its sharded and its full Parameter, and the classes that guard them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fullshard.engine.step.buffers import ReusableBuffer
-from fullshard.engine.step.lane import Lane, Origin
+from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.torch_private import can_take_data
 from fullshard.errors import ShardingError
 from fullshard.layout.sharded import ShardMeta
@@ -20,7 +20,7 @@ from fullshard.layout.sharded import ShardMeta
 # Attributes that can be read without memory behind the tensor.
 _HARMLESS = frozenset({"shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "is_cuda"})
 
-# What else may be asked of a shard while the model computes: nothing that reads or writes its elements.
+# Attributes and methods of a shard allowed while the model computes: none reads or writes its elements.
 _ABOUT_SHARDS = (
     _HARMLESS
     | {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "element_size", "itemsize", "nbytes"}
@@ -42,12 +42,12 @@ CREATE_GRAPH_REFUSED = (
 
 
 def _attribute_of(func: Any) -> str:
-    """Name of the attribute that ``func`` gets, if it is a property's getter."""
+    """Return the name of the attribute that ``func`` reads, if it is the getter of a property."""
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
 class FreedParameter(nn.Parameter):
-    """What a full parameter is while its memory is given back: any use raises instead of reading freed memory."""
+    """The class of a full parameter whose memory is free: any use raises an error instead of reading freed memory."""
 
     @classmethod
     def __torch_function__(
@@ -57,10 +57,10 @@ class FreedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Let metadata through and refuse the rest.
+        """Allow metadata and refuse the rest.
 
         Raises:
-            ShardingError: Always, but for metadata.
+            ShardingError: Anything but metadata is used.
         """
         attribute = _attribute_of(func)
         if attribute in _HARMLESS:
@@ -68,13 +68,13 @@ class FreedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         raise ShardingError(
             f"A full parameter was used ({attribute or getattr(func, '__name__', func)}) after its unit released it: "
-            "its memory is gone outside forward and backward. Read it inside `with unsharded(model):` or clone it "
+            "its memory is free outside forward and backward. Read it inside `with unsharded(model):` or clone it "
             "during forward."
         )
 
 
 class WatchedParameter(nn.Parameter):
-    """What a full parameter is whose uses outside known modules must be noticed: any of them is noted, then done."""
+    """The class of a table while it is shown: notes any use outside linear and embedding modules."""
 
     watcher: Callable[[], Any]
 
@@ -86,7 +86,7 @@ class WatchedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note the use, unless it reads metadata only."""
+        """Note the use, unless it only reads metadata."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if _attribute_of(func) not in _HARMLESS:
@@ -98,10 +98,10 @@ class WatchedParameter(nn.Parameter):
 
 
 class GuardedShard(nn.Parameter):
-    """What a shard is while its model's forward runs: a part must not be computed with as if it were the whole.
+    """The class of a shard while its model's forward runs: it must not be used as if it were the full parameter.
 
-    It is met by a root that uses a block's weight outside of the block, or any module that keeps a Parameter of its own
-    in a list or a closure: slots show the whole only inside the call of the parameter's unit.
+    A root that uses a block's weight outside the block meets it, or a module that keeps a Parameter in a list or a
+    closure: slots show the full parameter only inside the call of its unit.
     """
 
     shard_meta: ShardMeta
@@ -115,10 +115,10 @@ class GuardedShard(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Let questions about the shard through and refuse the rest.
+        """Allow metadata of the shard and refuse the rest.
 
         Raises:
-            ShardingError: Always, but for such questions.
+            ShardingError: Anything but metadata is used.
         """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
@@ -131,47 +131,49 @@ class GuardedShard(nn.Parameter):
         shard = next(value for value in values if isinstance(value, cls))
         unit = shard.shard_unit()
         raise ShardingError(
-            f"{shard.shard_meta.name}, of shape {shard.shard_meta.global_shape}, was used ({name}) while the "
-            f"model's forward runs, and not as unit {'?' if unit is None else unit.name} shows it in its own forward: "
-            "there are only this rank's rows of it. Call the module that has it (`self.block.linear(x)`); or put what "
-            "uses it into that unit, or it into the root, by the wrap policy; or leave it out with ignored_params."
+            f"{shard.shard_meta.name}, of shape {shard.shard_meta.global_shape}, was used ({name}) during the model's "
+            f"forward but outside the forward of its unit {'?' if unit is None else unit.name}, where only this rank's "
+            "rows of it are available. Call the module that owns it (`self.block.linear(x)`); or use a wrap policy "
+            "that puts its uses into that unit, or it into the root; or exclude it with ignored_params."
         )
 
 
 class ShardedParam:
-    """One parameter of a unit.
+    """One parameter of a unit: a sharded and a full Parameter, which take turns in the modules' slots.
 
     Attributes:
         meta: Name, shape and place.
         lane: The lane that holds it.
         place: Index of its placement in the lane.
-        slots: ``(module, key)`` where it is registered; all switch together, so ties hold.
-        shard: What the optimizer sees: this rank's rows, a view of the lane's shard.
-        full: What forward and backward see: a view of the lane's gathered buffer.
+        slots: ``(module, key)`` pairs where it is registered; all switch together, so ties hold.
+        numel: Elements of the full parameter.
+        sharded: The Parameter for the optimizer: this rank's rows, a view of the lane's shard.
+        full: The Parameter for forward and backward: a view of the lane's gathered buffer.
         trainable: Whether ``full`` requires a gradient.
-        watched: Whether it is one whose uses outside linear and embedding modules are noted.
-        plain_use: Whether there ever was such a use: a graph of then may still be alive.
-        reads: Uses by linear modules whose backward will read it.
-        accumulate: The node that accumulates the gradient of ``full``; a backward that leaves it out wants none.
+        watched: Whether uses outside linear and embedding modules are noted: it is a table, freed early in backward.
+        plain_use: Whether there ever was such a use; its autograd graph may still be alive.
+        reads: Uses by linear modules whose backward has yet to read it.
+        accumulate: The autograd node that accumulates the gradient of ``full``; None while frozen.
         on_arrival: Called with this object when autograd has accumulated a gradient in ``full``.
         on_complete: Called with this object when every use of ``full`` in this backward has given its gradient.
         arrived: Whether a gradient arrived in this backward.
-        waiting: Whether all of it is in the lane and has not gone out yet.
-        stepped: Whether gradient hooks of the shard were called in this backward.
-        had_gradient: Whether the shard had a gradient when this backward began.
-        address: Where ``shard`` must have its data, for noticing that somebody moved it.
-        as_gradient: What makes ``shard.grad`` of reduced rows, where somebody said; then a rank without rows gets one
-            too, without elements.
+        waiting: Whether the complete gradient is in the lane and not reduced yet.
+        stepped: Whether gradient hooks of the sharded Parameter were called in this backward.
+        had_gradient: Whether the sharded Parameter had a gradient when this backward began.
+        address: Where the data of ``sharded`` must be; another address means that a user replaced it.
+        as_gradient: Makes ``sharded.grad`` from reduced rows, if set; a rank without rows then gets an empty gradient.
     """
 
-    def __init__(self, meta: ShardMeta, lane: Lane, origin: Origin, *, trainable: bool) -> None:
-        """Make both parameters; the lane's buffer must be held."""
+    def __init__(
+        self, meta: ShardMeta, lane: Lane, original: nn.Parameter, slots: list[tuple[nn.Module, str]], *, is_table: bool
+    ) -> None:
+        """Make both Parameters of ``original``, the user's; the lane's gathered buffer must be held."""
         self.meta = meta
         self.lane = lane
         self.place = lane.layout.placements.index(meta.placement)
-        self.slots = origin.slots
+        self.slots = slots
         self.numel = meta.placement.numel
-        self.sharded = self._make_shard(origin.param, trainable=trainable)
+        self.sharded = self._make_sharded(original)
         self.on_arrival: Callable[[ShardedParam], None] | None = None
         self.on_complete: Callable[[ShardedParam], None] | None = None
         self.as_gradient: Callable[[ShardedParam, torch.Tensor], torch.Tensor] | None = None
@@ -179,13 +181,13 @@ class ShardedParam:
         self.arrived = False
         self.waiting = False
         self.stepped = False
-        self.watched = origin.table and isinstance(lane.full, ReusableBuffer)
+        self.watched = is_table and isinstance(lane.full, ReusableBuffer)
         self.plain_use = False
         self.reads = 0
-        self.bind(trainable=trainable)
+        self.bind(trainable=lane.trainable)
 
     def bind(self, *, trainable: bool) -> None:
-        """Look at the lane's memory as it is now: a new full parameter, and the shard's data."""
+        """Point both Parameters at the lane's current memory; the full one is made anew."""
         start = self.meta.placement.start
         full = self.lane.full.tensor[start : start + self.numel].view(self.meta.global_shape)
         self.full = nn.Parameter(full, requires_grad=False)
@@ -200,49 +202,55 @@ class ShardedParam:
         self.set_trainable(trainable=trainable)
 
     def set_trainable(self, *, trainable: bool) -> None:
-        """Have autograd compute gradients of the full parameter, or not; no unit may show it."""
+        """Set whether autograd computes gradients of the full parameter; no unit may show it."""
         shown_as, self.full.__class__ = self.full.__class__, nn.Parameter
         self.full.requires_grad_(trainable)
         self.trainable = trainable
         if trainable and self.accumulate is None:
             self.accumulate = get_gradient_edge(self.full).node
             self.full.register_post_accumulate_grad_hook(_Arrival(self))
-            # The node runs after all uses, also where they have written their gradients elsewhere and give it None.
+            # The node runs once, after all uses, even if they wrote their gradients elsewhere and passed None. Counting
+            # uses instead misses modules that the engine does not know, such as BART's own embedding class.
             self.accumulate.register_hook(_Complete(self))
         self.full.__class__ = shown_as
 
-    def _make_shard(self, original: nn.Parameter, *, trainable: bool) -> nn.Parameter:
-        """The user's own Parameter with this rank's rows for its data, so that optimizers built earlier know it."""
+    def _make_sharded(self, original: nn.Parameter) -> nn.Parameter:
+        """Give the user's own Parameter this rank's rows as data, so that optimizers built before still hold it."""
         local = self.local_view(self.lane.shard)
         if can_take_data(original, local):
             original.data = local
             original.grad = None
         else:  # from or to the meta device
-            original = nn.Parameter(local, requires_grad=trainable)
+            original = nn.Parameter(local, requires_grad=self.lane.trainable)
         original.shard_meta = self.meta  # type: ignore[attr-defined]
         original.shard_comm = self.lane.mesh.shard_group  # type: ignore[attr-defined]
         return original
 
     def rename(self, names: Sequence[str]) -> None:
-        """Be called ``names`` from now on, the first one first."""
+        """Change the names to ``names``, the first one first."""
         self.meta = dataclasses.replace(self.meta, name=names[0], aliases=tuple(names[1:]))
         self.sharded.shard_meta = self.meta  # type: ignore[attr-defined]
 
     def guard_shard(self, *, on: bool) -> None:
-        """Refuse to compute with the shard from now on, or no longer."""
+        """Start or stop refusing computation with the shard."""
         before, after = (nn.Parameter, GuardedShard) if on else (GuardedShard, nn.Parameter)
-        is_part = self.trainable or isinstance(self.lane.full, ReusableBuffer)  # else it is whole, without gradient
-        if self.sharded.__class__ is before and (is_part or not on):  # a class of the user's stays
+        guarded = self.trainable or isinstance(self.lane.full, ReusableBuffer)  # a frozen replica is safe to use
+        if self.sharded.__class__ is before and (guarded or not on):  # a subclass of the user's stays
             self.sharded.__class__ = after
 
     @property
     def has_rows(self) -> bool:
-        """Whether this rank holds any of it."""
+        """Whether this rank holds any elements."""
         start, stop = self.meta.element_range
         return stop > start
 
+    @property
+    def moved(self) -> bool:
+        """Whether the sharded Parameter was given other memory, by ``.data`` or a cast."""
+        return self.sharded.data_ptr() != self.address
+
     def local_view(self, shard: torch.Tensor) -> torch.Tensor:
-        """This parameter's part of a lane shard, (shard_numel,), in its local shape."""
+        """Return this parameter's part of a lane shard, (shard_numel,), in its local shape."""
         start, stop = self.meta.element_range
         if stop == start:
             return shard[:0].view(self.meta.local_shape)
@@ -251,19 +259,23 @@ class ShardedParam:
         return shard[offset : offset + stop - start].view(self.meta.local_shape)
 
     def show_full(self) -> None:
-        """Put the full parameter into every slot; its memory must hold the gathered values."""
+        """Register the full Parameter in every slot; its memory must hold the gathered values."""
         self.full.__class__ = WatchedParameter if self.watched else nn.Parameter
         for module, key in self.slots:
             module._parameters[key] = self.full
 
     def show_shard(self) -> None:
-        """Put the shard back into every slot."""
+        """Register the sharded Parameter in every slot."""
         for module, key in self.slots:
             module._parameters[key] = self.sharded
         self.full.__class__ = FreedParameter
 
     def take_gradient(self, shard: torch.Tensor) -> None:
-        """Assign or add this parameter's part of a lane's reduced gradient, (shard_numel,)."""
+        """Assign this parameter's part of a lane's reduced gradient, (shard_numel,), or add it.
+
+        Raises:
+            ShardingError: An optimizer has stepped the parameter in this backward already.
+        """
         if self.stepped:
             raise ShardingError(
                 f"A gradient of {self.meta.name} arrived after its optimizer had stepped in this backward. Step in "
@@ -272,7 +284,7 @@ class ShardedParam:
         if not self.trainable or not self.sharded.requires_grad:
             return
         if not self.has_rows and self.as_gradient is None:
-            return  # torch's Adafactor divides by the number of rows; a parameter without a gradient is left out
+            return  # no gradient: torch's Adafactor would divide by the number of rows, zero
         part = self.local_view(shard)
         part = part.to(self.lane.dtypes.grad or self.sharded.dtype)
         if self.sharded.grad is None:
@@ -282,21 +294,21 @@ class ShardedParam:
 
     @property
     def has_gradient_hooks(self) -> bool:
-        """Whether somebody wants to be called when the shard has its gradient (an optimizer's step in backward)."""
+        """Whether hooks wait for the gradient of the sharded Parameter (an optimizer that steps in backward)."""
         return bool(self.sharded._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
     def call_gradient_hooks(self) -> None:
-        """Call what ``register_post_accumulate_grad_hook`` put on the shard, if it has a gradient."""
+        """Call the hooks from ``register_post_accumulate_grad_hook`` on the sharded Parameter, if it has a gradient."""
         if self.sharded.grad is not None:
             for hook in tuple((self.sharded._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
                 hook(self.sharded)
 
 
 class _Arrival:
-    """The hook on one full parameter; an object, so that copying a sharded model reaches the unit and is refused."""
+    """The hook on a full parameter; an object, so that copying a sharded model reaches it and is refused."""
 
     def __init__(self, param: ShardedParam) -> None:
-        # Python's garbage collector does not see through autograd's hooks: a strong reference would never be freed.
+        # Weak: Python's garbage collector does not see through autograd's hooks, so a cycle would never be freed.
         self.param = weakref.ref(param)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Arrival:
@@ -309,7 +321,7 @@ class _Arrival:
 
 
 class _Complete(_Arrival):
-    """The hook on the node that accumulates the gradient of one full parameter."""
+    """The hook on the autograd node that accumulates the gradient of a full parameter."""
 
     def __call__(self, _inputs: object, _outputs: object = None) -> None:
         param = self.param()

@@ -6,12 +6,12 @@ from torch import nn
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``, without one that was put on top of it and changes nothing of its forward."""
+    """Return the class of ``module``, without a subclass that a wrapper added and that does not change forward."""
     return getattr(type(module), "_fullshard_plain_type", type(module))
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether the backward of ``module`` is a sum of rows, and needs no parameter."""
+    """Return whether the backward of ``module`` is a sum of rows and reads no parameter."""
     if plain_type(module) is not nn.Embedding:
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse

@@ -1,4 +1,4 @@
-"""Finding and casting tensors in whatever a module takes or returns."""
+"""Finds and casts tensors in the inputs and outputs of modules; the dtypes of a parameter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fullshard.policy import MixedPrecision
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
-    """The ``torch.dtype`` of a policy's dtype name."""
+    """Return the ``torch.dtype`` of a policy's dtype name."""
     return None if name is None else getattr(torch, name)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclasses, in order."""
+    """Yield every tensor in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -33,7 +33,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with ``change`` applied to every tensor; untouched parts are the same objects."""
+    """Return the same structure with ``change`` applied to every tensor; unchanged parts are the same objects."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -60,7 +60,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def markable_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors that require grad at the top and in nested tuples: replaceable without copying a list."""
+    """Yield tensors that require grad, at the top and in nested tuples: replaceable without copying a list."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             yield value
@@ -70,9 +70,9 @@ def markable_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def replace_markable(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
-    """The same value with the tensors of :func:`markable_tensors` replaced, by id.
+    """Return the same value with the tensors of :func:`markable_tensors` replaced, by id.
 
-    Not a closure that calls itself: that is a reference cycle, and would keep the tensors until a garbage collection.
+    Not a closure that calls itself: that is a reference cycle, which would keep activations until a garbage collection.
     """
     if isinstance(value, torch.Tensor):
         return replacement.get(id(value), value)
@@ -83,7 +83,7 @@ def replace_markable(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
 
 
 def cast_floats(value: Any, name: str | None) -> Any:
-    """``value`` with every floating tensor in the named dtype; None casts nothing."""
+    """Cast every floating tensor in ``value`` to the named dtype; None casts nothing."""
     dtype = torch_dtype(name)
     if dtype is None:
         return value
@@ -95,12 +95,12 @@ class Dtypes:
     """The dtypes of one parameter.
 
     Attributes:
-        master: What it came in.
-        shard: What it is kept in: the master dtype; of a frozen parameter, which nothing updates, the compute dtype.
-        compute: What it is gathered and computed in.
-        reduce: What its gradient is collected and sent in.
-        reduce_sum: What gradients of different ranks are added in.
-        grad: What the shard's gradient is kept in; None: the dtype of the shard.
+        master: Of the parameter before sharding.
+        shard: Of the shard: the master dtype, or the compute dtype of a frozen parameter, which nothing updates.
+        compute: Of the gathered parameter and the computation.
+        reduce: Of the unsharded gradient, as collected and sent.
+        reduce_sum: In which gradients of different ranks are summed.
+        grad: Of the shard's gradient; None: the dtype of the shard.
     """
 
     master: torch.dtype
@@ -112,7 +112,7 @@ class Dtypes:
 
 
 def dtypes_of(policy: MixedPrecision, param: torch.Tensor, *, kept: bool) -> Dtypes:
-    """The dtypes of ``param``; ``kept``: its module computes in float32 whatever the policy's compute dtype is."""
+    """Return the dtypes of ``param``; ``kept``: its module computes in float32 whatever the policy's compute dtype."""
     kept = kept and policy.param is not None
     wanted = torch.float32 if kept else torch_dtype(policy.param)
     compute = wanted if wanted is not None and param.is_floating_point() else param.dtype

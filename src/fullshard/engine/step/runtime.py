@@ -1,9 +1,11 @@
-"""What a sharded model knows beside its units: the schedule, the collectives' order, the end of backward."""
+"""Executes the schedule of one sharded model on one rank, and detects the end of backward."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,13 +14,14 @@ from fullshard.comm import Device, Mesh
 from fullshard.engine.step.adopt import adopt_changes, check_nothing_was_added
 from fullshard.engine.step.agreement import Agreement
 from fullshard.engine.step.buffers import Account
+from fullshard.engine.step.lane import LaneState
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.plain_modules import is_plain_embedding
-from fullshard.engine.step.recorder import Kind, Recorder
+from fullshard.engine.step.recorder import SILENT, SilentRecorder
 from fullshard.engine.step.schedule import Action, Call, Schedule, Verb, no_graph
-from fullshard.engine.step.torch_private import call_after_backward, in_backward
-from fullshard.engine.step.unit import State, Unit
-from fullshard.errors import MismatchError, ProcessGroupError, ShardingError, WrapError
+from fullshard.engine.step.torch_private import call_after_backward
+from fullshard.engine.step.unit import Keep, Unit
+from fullshard.errors import MismatchError, ProcessGroupError, WrapError
 from fullshard.policy import Prefetch
 
 
@@ -26,14 +29,20 @@ class Runtime:
     """The executor of one sharded model's schedule on one rank.
 
     Attributes:
-        mesh: The ranks that share the model.
         units: Root first.
-        prefetch: What is gathered ahead, and when.
+        mesh: The ranks that share the model.
+        prefetch: Which units are gathered ahead, and when.
         account: Bytes of the engine's buffers.
-        device: What the units compute on.
-        syncing: False inside ``no_sync``: gradients stay unsharded and are added up.
-        across: False inside ``no_all_reduce``: gradients are added up inside the shard group only.
-        recorder: Told what happens while a step is recorded.
+        device: The device that units compute on.
+        ignored: Ids of the parameters left out of sharding.
+        reduces_gradients: False inside ``no_sync``: gradients stay unsharded and are summed.
+        reduces_across: False inside ``no_all_reduce``: gradients are summed inside the shard group only.
+        recorder: Receives what happens while a step is recorded.
+        unwrapped: Why the model has no units but the root, to be raised by its first forward; None for most models.
+        state_dict: Functions that replace the model's ``state_dict`` and ``load_state_dict``, or None.
+        agreement: Compares what ranks do.
+        open_calls: Forward calls that are running, the outermost first.
+        schedule: Turns events into actions.
     """
 
     def __init__(
@@ -45,18 +54,18 @@ class Runtime:
         device: Device,
         ignored: frozenset[int],
     ) -> None:
-        """Start with every unit sharded; ``ignored`` are the ids of the parameters left out."""
+        """Start with every unit sharded."""
         self.units = units
         self.mesh = mesh
         self.prefetch = prefetch
         self.account = account
         self.device = device
-        self.syncing = True
-        self.across = True
-        self.recorder: Recorder | None = None
         self.ignored = ignored
-        self.unwrapped: WrapError | None = None  # why this is no whole model; nothing of the kind for most
-        self.state_dict: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # who answers in its place
+        self.reduces_gradients = True
+        self.reduces_across = True
+        self.recorder: SilentRecorder = SILENT
+        self.unwrapped: WrapError | None = None
+        self.state_dict: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.agreement = Agreement(mesh, [unit.name for unit in units])
         for _, param in self.all_params():
             param.sharded.shard_claims = self.agreement.claims  # type: ignore[attr-defined]
@@ -64,22 +73,23 @@ class Runtime:
         self._reducing: Unit | None = None
         self._in_backward = False
         self._guarded = False
-        inspected = _looked_at_from_outside(self.root)
+        inspected = _inspected_modules(self.root)
         self._guardable = [param for _, param in self.all_params() if param.slots[0][0] not in inspected]
         for index, unit in enumerate(units):
             unit.index = index
             unit.runtime = self
-            unit.watch_gradients(self.on_arrival, self.on_complete)
+            for param in unit.params:
+                param.on_arrival, param.on_complete = partial(self.on_arrival, unit), partial(self.on_complete, unit)
         self.schedule = Schedule(
             [unit.trainable for unit in units],
             root=0,
             keeps_after_forward=[unit.index for unit in units if unit.policy.strategy.keeps_after_forward],
-            # Of a unit that is more than the embedding itself, something else may read the weight.
+            # A unit that is more than the embedding may hold something else that reads the weight.
             unread=[unit.index for unit in units[1:] if all(map(is_plain_embedding, unit.modules))],
             prefetch=prefetch,
             names=[unit.name for unit in units],
         )
-        self.follow_units()
+        self._follow_options()
 
     @property
     def root(self) -> Unit:
@@ -87,15 +97,15 @@ class Runtime:
         return self.units[0]
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Do what the schedule says, in order."""
+        """Execute the schedule's actions in order."""
         for verb, index in actions:
             unit = self.units[index]
             if verb is Verb.GATHER:
                 self.gather(unit)
             elif verb is Verb.PREFETCH:
-                self._issue(unit)
+                self.issue_gather(unit)
             elif verb is Verb.HIDE:
-                if not unit.held:
+                if not unit.stays_shown:
                     unit.hide()
             elif verb is Verb.RESHARD:
                 self.release(unit)
@@ -103,100 +113,97 @@ class Runtime:
                 self._reduce(unit, final=verb is Verb.REDUCE)
 
     def release(self, unit: Unit) -> None:
-        """Free the unit's full parameters, unless something wants them kept."""
-        if unit.held:
+        """Free the unit's full parameters, unless there is a reason to keep them; the only place that decides."""
+        if unit.stays_shown:
             return
-        if unit.pinned or (unit.keeps_after_backward and self._in_backward):
+        if unit.keep:
             unit.hide()
         else:
             unit.reshard()
 
-    def gather(self, unit: Unit, *, whole: bool = False) -> None:
-        """Have the unit's full parameters in place; ``whole``: also those that backward has parted with."""
-        self._issue(unit, whole=whole)
+    def refresh(self, unit: Unit) -> None:
+        """Free what is gathered, which may be older than the shards, unless a context keeps it shown.
+
+        All ranks call it at the same events. Whether a unit is stale cannot be decided from its shards here: a rank
+        without rows sees no change and would gather less than the others.
+        """
+        unit.keep.discard(Keep.NEXT_PASS)
+        self.release(unit)
+
+    def gather(self, unit: Unit) -> None:
+        """Gather the unit and show its full parameters; lanes that backward has freed early stay free."""
+        self.issue_gather(unit)
         unit.finish_gather()
 
     def need(self, unit: Unit, param: ShardedParam) -> None:
-        """Backward computes with ``param`` now; normally it is there."""
-        if not unit.shown or param.lane in unit.parted:
+        """Gather ``param`` if it is not there: backward computes with it now."""
+        if not unit.shown or param.lane.state is LaneState.SPENT:
             self.backward_event()
-            self.gather(unit, whole=True)
+            unit.reclaim()
+            self.gather(unit)
 
     def read_for_the_last_time(self, unit: Unit, param: ShardedParam) -> None:
-        """Backward has used ``param``: give a table's memory back, before its gradient takes as much."""
-        wanted = unit.held or unit.pinned or unit.keeps_after_backward
-        if param.watched and param.reads == 0 and not param.plain_use and not wanted:
-            unit.part_with(param)
+        """Free a table's memory after its last read in backward, before its gradient takes as much."""
+        if param.watched and param.reads == 0 and not param.plain_use and not unit.keep:
+            unit.free_early(param)
 
-    def _issue(self, unit: Unit, *, whole: bool = False) -> None:
-        if unit.lacks(whole=whole):
+    def issue_gather(self, unit: Unit) -> None:
+        """Start the gather of the unit, if one of its lanes is sharded."""
+        if unit.state is LaneState.SHARDED:
             self.agreement.before("all-gather", unit.index)
             unit.issue_gather()
 
     def _reduce(self, unit: Unit, *, final: bool) -> None:
-        if not self.syncs(unit):
+        if not self.reduces(unit):
             return
-        if unit.index not in self.schedule.with_input_node:  # nothing else tells that its backward is over
-            self.ends(unit, "backward")
+        if unit.index not in self.schedule.with_input_node:  # no other event shows that its backward is over
+            self.recorder.end(unit.name, "backward")
         self._finish_reducing()
         self.agreement.before("reduce-scatter", unit.index)
-        unit.issue_reduce(across=self.across and unit.across, final=final)
+        unit.issue_reduce(across=self.reduces_across and unit.options.all_reduce, final=final)
         self._reducing = unit
 
     def _finish_reducing(self) -> None:
         if self._reducing is not None:
-            # The all-reduce across replicas may start only now, when another unit was announced since.
+            # The all-reduce across replicas may start only now, after another unit was announced.
             self.mesh.announce(f"reduce-scatter of unit {self._reducing.name}")
             self._reducing.finish_reduce()
             self._reducing = None
 
-    # What is said about single units after they were sharded
+    def configure(self, unit: Unit, **changes: Any) -> None:
+        """Change fields of the unit's :class:`UnitOptions`; every rank calls it with the same values."""
+        unit.options = dataclasses.replace(unit.options, **changes)
+        self._follow_options()
 
-    def follow_units(self) -> None:
-        """Take over which units stay after forward and what they gather ahead."""
+    def _follow_options(self) -> None:
+        """Pass to the schedule which units stay gathered after forward, and which they gather ahead."""
         for unit in self.units:
-            if unit.keeps_after_forward:
+            options = unit.options
+            if options.reshard_after_forward is False:
                 self.schedule.keeps_after_forward |= {unit.index} - self.schedule.unread
-            elif unit.keeps_after_forward is not None:
+            elif options.reshard_after_forward:
                 self.schedule.keeps_after_forward -= {unit.index}
-            for when, lists in (("forward", self.schedule.forward_lists), ("backward", self.schedule.backward_lists)):
-                if when in unit.ahead:
-                    lists[unit.index] = [one.index for one in unit.ahead[when] if one.runtime is self]
+            for ahead, lists in (
+                (options.forward_prefetch, self.schedule.forward_lists),
+                (options.backward_prefetch, self.schedule.backward_lists),
+            ):
+                if ahead is not None:
+                    lists[unit.index] = [one.index for one in ahead if one.runtime is self]
 
-    def syncs(self, unit: Unit) -> bool:
-        """Whether the gradients of ``unit`` are reduced."""
-        return self.syncing and unit.syncing
+    def reduces(self, unit: Unit) -> bool:
+        """Return whether backward reduces the gradients of ``unit``."""
+        return self.reduces_gradients and unit.options.reduce_gradients
 
-    def unshard(self, unit: Unit) -> None:
-        """Start the gather of ``unit`` because the user asks; what is gathered is kept to the next pass."""
-        if not in_backward():
-            self.forward_event()
-            if not self.open_calls and not unit.held and not self._kept([unit]):
-                unit.reshard()  # what is gathered may be older than the shards
-        self._issue(unit)
-        unit.fresh = True
-
-    def reshard(self, unit: Unit) -> None:
-        """Free the full parameters of ``unit`` because the user asks.
-
-        Raises:
-            ShardingError: Its forward runs.
-        """
-        if unit.open_calls:
-            raise ShardingError(f"reshard() inside unit {unit.name}'s own forward would free what it computes with.")
-        unit.fresh = False
-        self.release(unit)
-
-    def _kept(self, units: Iterable[Unit]) -> list[Unit]:
-        """Those of ``units`` whose gathered parameters are to be kept and are still those of all ranks' shards."""
-        asked = [unit for unit in units if unit.fresh and not unit.held]
+    def unchanged(self, units: Iterable[Unit]) -> list[Unit]:
+        """Return those of ``units`` to be kept for the next pass whose shards have not changed on any rank."""
+        asked = [unit for unit in units if Keep.NEXT_PASS in unit.keep and not unit.stays_shown]
         changed = self.agreement.on_any_rank([unit.has_changed() for unit in asked])
         return [unit for unit, is_stale in zip(asked, changed, strict=True) if not is_stale]
 
     # Events
 
     def begin_pass(self) -> None:
-        """The root's forward starts, outside backward.
+        """Prepare for the root's forward outside backward.
 
         Raises:
             WrapError: The engine was to choose the units and found none.
@@ -204,34 +211,34 @@ class Runtime:
         """
         if self.unwrapped is not None:
             raise self.unwrapped
-        self.guard_shards(on=False)  # of a forward that was interrupted
+        self.guard_shards(on=False)  # left on by a forward that was interrupted
         self.open_calls.clear()
-        kept = self._kept(self.units)
+        unchanged = self.unchanged(self.units)
         for unit in self.units:
             unit.open_calls, unit.group_call = 0, None
-            # A wrong guess of the schedule, an exception, or a forward that saw no backward: what was gathered then may
-            # be older than the shards by now.
-            if unit in kept:
+            # After a wrong guess of the schedule, an exception, or a forward without a backward, what is gathered may
+            # be older than the shards.
+            if unit in unchanged:
+                unit.keep.discard(Keep.NEXT_PASS)
                 unit.hide()
             else:
-                self.release(unit)
-            unit.fresh = False
+                self.refresh(unit)
         if adopt_changes(self.units):
             self.replan()
-        if self.agreement.first_pass and not any(unit.whole for unit in self.units):
+        if self.agreement.first_pass and not any(unit.summoned for unit in self.units):
             check_nothing_was_added(self.root.modules, self.all_params(), self.ignored)
         self.guard_shards(on=True)
         self.schedule.pass_begins()
 
     def guard_shards(self, *, on: bool) -> None:
-        """Refuse what computes with shards while the root's forward runs, where only full parameters are meant."""
+        """Refuse computing with shards, or stop refusing: during the root's forward, only full parameters are meant."""
         if on is not self._guarded:
             self._guarded = on
             for param in self._guardable:
                 param.guard_shard(on=on)
 
     def replan(self) -> None:
-        """Parameters were frozen, unfrozen or cast: schedule what is there now, from the next pass on."""
+        """Schedule the parameters as they are now, after some were frozen, unfrozen or cast."""
         key = bytes(param.trainable for _, param in self.all_params())
         self.schedule.replan([unit.trainable for unit in self.units], key)
 
@@ -255,7 +262,11 @@ class Runtime:
                 return
 
     def abandon(self, unit: Unit) -> None:
-        """A call of ``unit`` failed: forget it and what was open inside, and show no full parameters."""
+        """Clean up after a call of ``unit`` failed: end the calls inside it, and show no full parameters.
+
+        It runs when the forward fails, not when the next one begins: in between, users load weights, build optimizers
+        and clip.
+        """
         while self.open_calls:
             call = self.open_calls.pop()
             inner = self.units[call.unit]
@@ -272,22 +283,23 @@ class Runtime:
                 self._release_after_failure(each)
 
     def _release_after_failure(self, unit: Unit) -> None:
-        """Release ``unit``; where ranks have parted its gather fails too, and the first error is on its way already."""
+        """Release ``unit``; if ranks diverged its gather fails too, and the first error is already being raised."""
         with contextlib.suppress(MismatchError, ProcessGroupError):
             self.release(unit)
 
-    def refresh(self, unit: Unit) -> None:
-        """Called outside a pass: what forward kept for a backward may be older than the shards."""
-        if unit.state is State.GATHERED and not unit.shown and not unit.held:
+    def begin_direct_call(self, unit: Unit) -> None:
+        """Prepare for a call of ``unit`` outside a pass: what a forward kept for its backward may be stale."""
+        unit.keep.discard(Keep.NEXT_PASS)
+        if unit.state is LaneState.GATHERED and not unit.shown:
             unit.reshard()
 
     def forward_event(self) -> None:
-        """Any forward outside backward: a backward that did not come to its end was given up."""
+        """Reset if a forward runs outside backward while a backward was never finished."""
         if self._in_backward:
             self.reset()
 
     def end_pass(self, *, training: bool) -> None:
-        """The root's forward is over."""
+        """Finish the root's forward."""
         self.guard_shards(on=False)
         self.schedule.pass_ends()
         self.drop_guesses()
@@ -295,13 +307,13 @@ class Runtime:
             self.agreement.pass_is_over()
 
     def drop_guesses(self) -> None:
-        """The outermost call is over: weights may change before what was gathered for nothing is wanted."""
+        """Free what was gathered ahead but not used: weights may change after the outermost call."""
         for unit in self.units:
-            if unit.state is State.GATHERING and not unit.fresh:
+            if unit.state is LaneState.GATHERING and Keep.NEXT_PASS not in unit.keep:
                 self.release(unit)
 
     def backward_event(self) -> None:
-        """Any sign of backward: make sure that its end will be noticed."""
+        """Make sure that the end of the running backward will be noticed; any sign of backward calls it."""
         if not self._in_backward:
             self._in_backward = True
             for unit in self.units:
@@ -309,97 +321,84 @@ class Runtime:
             call_after_backward(self.end_backward)
 
     def on_arrival(self, unit: Unit, param: ShardedParam) -> None:
-        """Autograd has accumulated the gradient of ``param``."""
+        """Receive the gradient that autograd has accumulated for ``param``."""
         if param.full.grad is not None:
             self.receive(unit, param, lambda: unit.add_gradient(param))
 
     def receive(self, unit: Unit, param: ShardedParam, write: Callable[[], None]) -> None:
         """Have ``write`` put a gradient of ``param`` into its lane."""
         self.backward_event()
-        # At most one unit's unsharded gradients exist: the one before must be out before this one is allocated.
+        # Finish the previous reduce before allocating this gradient: at most one unit's unsharded gradients exist. Wait
+        # for one of this unit too: writing into a lane that is being reduced corrupts it.
         if param.lane.gradient is None or unit.reducing:
             self._finish_reducing()
         write()
         param.arrived = True
 
     def on_complete(self, unit: Unit, param: ShardedParam) -> None:
-        """Every use of ``param`` has given its gradient: reduce the unit if that completes it."""
+        """Reduce the unit if this parameter's gradient, now complete, was the last one missing."""
         if self._in_backward and unit.note_complete(param):
             self.perform(self.schedule.all_arrived(unit.index))
 
     def end_backward(self) -> None:
-        """Autograd is done: issue what is still due, wait for it, and leave every unit sharded."""
+        """Issue the reduces that are still due, wait for them, and leave every unit sharded; autograd is done."""
         self.perform(self.schedule.sweep())
         for unit in reversed(self.units):
-            if unit.holds_gradient:  # outside the plan, or late
+            if unit.holds_gradient:  # not in the plan, or late
                 self._reduce(unit, final=False)
         self._finish_reducing()
         for unit in self.units:
-            if self.syncs(unit) and self.across and unit.across:
+            if self.reduces(unit) and self.reduces_across and unit.options.all_reduce:
                 unit.finish_partial()
         self.device.host_ready()
         for unit in self.units:
-            unit.call_owed_hooks()
-        if any(map(self.syncs, self.units)):
+            unit.call_due_hooks()
+        if any(map(self.reduces, self.units)):
             self._settle_unused()
         for unit in self.units:
-            self.ends(unit, "backward")
-            unit.note_gradients()
-            unit.end_backward(synced=self.syncs(unit))
-            unit.pinned = False
-            unit.fresh = unit.keeps_after_backward
+            self.recorder.end(unit.name, "backward")
+            unit.record_gradients()
+            unit.end_backward(synced=self.reduces(unit))
             self.release(unit)
         self.schedule.reset()
         self._in_backward = False
 
     def _settle_unused(self) -> None:
-        """Take back the zero gradients of parameters that no rank used, as an unsharded run would leave them None."""
+        """Set the zero gradients of parameters that no rank used back to None, as in an unsharded run.
+
+        Otherwise AdamW would decay weights that the unsharded run leaves alone.
+        """
         params = list(self.all_params())
-        used = self.agreement.after_backward([p.arrived or not p.trainable for _, p in params], self.schedule.checksum)
+        arrived = [param.arrived or not param.trainable for _, param in params]
+        used = self.agreement.after_backward(arrived, self.schedule.checksum)
         if used is None:
             return
         for (unit, param), is_used in zip(params, used, strict=True):
             if param.trainable and not param.arrived:
                 if not is_used and not param.had_gradient:
                     param.sharded.grad = None
-                elif is_used and param.has_gradient_hooks and self.syncs(unit):
+                elif is_used and param.has_gradient_hooks and self.reduces(unit):
                     param.call_gradient_hooks()
 
     def reset(self) -> None:
-        """Drop everything a failed step left behind; shards and reduced gradients stay."""
+        """Discard everything a failed step left behind; shards and reduced gradients stay."""
         self.open_calls.clear()
         self._in_backward = False
         for unit in self.units:
             unit.open_calls, unit.group_call = 0, None
             unit.drop_gradients()
-            unit.pinned = unit.fresh = False
             self.release(unit)
         self._reducing = None
         self.schedule.reset()
 
-    # The record of a step
-
-    def begins(self, unit: Unit, kind: Kind) -> None:
-        """Record, while a step is recorded, that ``unit`` begins something."""
-        if self.recorder is not None:
-            self.recorder.begin(unit.name, kind)
-
-    def ends(self, unit: Unit, kind: Kind) -> None:
-        """Record, while a step is recorded, that it is over."""
-        if self.recorder is not None:
-            self.recorder.end(unit.name, kind)
-
-    def watch(self, recorder: Recorder | None) -> None:
-        """Tell ``recorder`` what happens from now on; None: nobody is told."""
-        self.recorder = recorder
-        self.account.watch = None if recorder is None else recorder.sample
+    def watch(self, recorder: SilentRecorder) -> None:
+        """Send what happens from now on to ``recorder``; ``SILENT`` stops it."""
+        self.recorder, self.account.watch = recorder, recorder.sample
         for unit in self.units:
             unit.recorder = recorder
 
-    # What other code asks
-
     def all_params(self) -> Iterable[tuple[Unit, ShardedParam]]:
-        """Every sharded parameter with its unit, root first."""
+        """Yield every sharded parameter with its unit, root first."""
         return ((unit, param) for unit in self.units for param in unit.params)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
@@ -408,10 +407,10 @@ class Runtime:
         return self
 
 
-def _looked_at_from_outside(root: Unit) -> set[nn.Module]:
-    """Modules whose parameters a container asks about in its own forward without computing with them.
+def _inspected_modules(root: Unit) -> set[nn.Module]:
+    """Return modules whose parameters a container inspects in its own forward without computing with them.
 
-    torch's encoder goes another way where one of its layers' parameters has a ``__torch_function__``.
+    torch's encoder takes another path if a parameter of one of its layers has a ``__torch_function__``.
     """
     encoders = (m for top in root.modules for m in top.modules() if isinstance(m, nn.TransformerEncoder))
     return {module for encoder in encoders for module in encoder.modules()}

@@ -1,11 +1,13 @@
-"""When to gather, release and reduce: a pure function from a step's events to actions. No torch here.
+"""When to gather, release and reduce: a pure function from a step's events to actions, without torch.
 
-Forward events are recorded as they come: ``begin`` and ``end`` of each call of a unit. Autograd runs the nodes of a
-graph in the reverse of the order in which forward made them, so the record read backwards is the *plan* of backward:
-the ``end`` of a call is where backward needs the unit gathered, the ``begin`` of a unit's first call is where all its
-gradients are complete. Collectives are issued in plan order only. When this rank's backward skips a call that other
-ranks run (a block whose output this rank did not use), the skipped collectives are issued on the way, with zeros for
-gradients, so that every rank issues the same sequence and none waits for a partner that never comes.
+Forward events are recorded as they come: ``begin`` and ``end`` of each call of a unit. Autograd runs nodes in
+descending sequence number, so the record in reverse is the *plan* of backward: from the ``end`` of a call, backward
+needs the unit gathered; at the ``begin`` of its first call, all its gradients are complete. The plan is read from this
+step's own forward, so a changed order (an evaluation in between, a second path) needs no new recording.
+
+Collectives are issued in plan order only. If this rank's backward skips a call that other ranks run (a block whose
+output this rank did not use), it issues the skipped collectives on the way, with zeros for gradients: every rank issues
+the same sequence, and none waits for a partner that never comes.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from fullshard.policy import BackwardPrefetch, Prefetch
 
 
 class Verb(Enum):
-    """What the engine does to a unit."""
+    """An action on a unit."""
 
     GATHER = "gather"
-    """Issue the unit's all-gather if it is not under way, and wait for it."""
+    """Issue the unit's all-gather unless it is under way, and wait for it."""
     PREFETCH = "prefetch"
-    """Issue the unit's all-gather if it is sharded; do not wait."""
+    """Issue the unit's all-gather if it is sharded, without waiting."""
     HIDE = "hide"
-    """Show the shards again, but keep the gathered memory for backward."""
+    """Show the shards again but keep the gathered memory for backward."""
     RESHARD = "reshard"
     """Free the gathered parameters."""
     REDUCE = "reduce"
@@ -40,7 +42,7 @@ Action = tuple[Verb, int]
 
 
 def no_graph() -> None:
-    """The reference to the autograd graph of a call that has none."""
+    """Stand for the reference to the autograd graph of a call that has none."""
 
 
 @dataclass(eq=False)
@@ -49,13 +51,13 @@ class Call:
 
     Attributes:
         unit: Index of the unit.
-        forward_pass: Which forward of the root it belongs to.
+        forward_pass: Number of the root's forward that it belongs to.
         input_node: Whether an autograd node marks the end of this call's backward (some input needs a gradient).
-        graph: Dies with the autograd graph of the call; None until the call has ended.
-        planned: Whether the call is part of the plan; False for recomputation and after the plan was used.
-        begin: Place in the plan where the call's backward is complete.
-        end: Place in the plan where the call's backward starts.
-        version: Of the unit's shards when the call ended; None for recomputation.
+        graph: Reference that is dead when the call's autograd graph is freed; None until the call has ended.
+        planned: Whether the call is in the plan; False for recomputation, and after the plan was used.
+        begin: Position in the plan where the call's backward is complete.
+        end: Position in the plan where the call's backward starts.
+        version: Version of the unit's shards when the call ended; None for recomputation.
     """
 
     unit: int
@@ -69,10 +71,10 @@ class Call:
 
 
 def _by_index(lists: Sequence[tuple[str, Sequence[str]]], names: Sequence[str]) -> dict[int, list[int]]:
-    """Lists of units by index instead of name.
+    """Convert lists of units from names to indices.
 
     Raises:
-        WrapError: A name is no unit's.
+        WrapError: A name belongs to no unit.
     """
     index = {name: place for place, name in enumerate(names)}
     unknown = sorted({name for unit, listed in lists for name in (unit, *listed)} - set(index))
@@ -82,7 +84,21 @@ def _by_index(lists: Sequence[tuple[str, Sequence[str]]], names: Sequence[str]) 
 
 
 class Schedule:
-    """The state of one step's schedule. Every rank makes the same calls in the same order, but for skipped ones."""
+    """The schedule of one step. Every rank makes the same calls in the same order, except for those it skips.
+
+    Attributes:
+        events: Recorded forward events, ``(is_end, call)``.
+        plan: The events of planned calls in reverse; None until backward begins.
+        cursor: First position of the plan that backward has not passed.
+        queue: Units to be reduced, in plan order.
+        final: Of each unit, the position of the plan where its gradients are complete.
+        ready: Units of the queue whose gradients are complete.
+        with_input_node: Units of which a call has an input node.
+        reached: Forward passes that this backward has reached.
+        gathered: Units that the actions so far have gathered and not released.
+        following: Of each unit, the unit that followed it in the last forward.
+        checksum: Of the order of forward calls and reduces, compared over ranks.
+    """
 
     def __init__(
         self,
@@ -97,15 +113,15 @@ class Schedule:
         """Schedule units ``0..len(trainable) - 1``.
 
         Args:
-            trainable: Of each unit, whether it has gradients to reduce.
+            trainable: Whether each unit has gradients to reduce.
             root: Index of the root.
-            keeps_after_forward: Units whose parameters stay gathered between forward and backward, beside the root.
+            keeps_after_forward: Units that stay gathered between forward and backward, in addition to the root.
             unread: Units whose backward needs no parameters, such as an embedding's.
-            prefetch: What is gathered ahead, and when; None: the default.
-            names: Of each unit, its name, for the lists of ``prefetch``.
+            prefetch: Which units are gathered ahead, and when; None: the default.
+            names: Names of the units, for the lists of ``prefetch``.
 
         Raises:
-            WrapError: A list of ``prefetch`` names a unit that there is not.
+            WrapError: A list of ``prefetch`` names a unit that does not exist.
         """
         self.trainable = list(trainable)
         self.root = root
@@ -122,50 +138,50 @@ class Schedule:
         self.reset()
 
     def replan(self, trainable: Sequence[bool], key: bytes) -> None:
-        """Parameters were frozen or unfrozen: ``key`` says which are trainable now, for the comparison of ranks."""
+        """Start again after parameters were frozen or unfrozen; ``key`` tells which are trainable, for the checksum."""
         self.trainable = list(trainable)
         self.plan_key = key
         self.reset()
 
     def reset(self) -> None:
-        """Forget the recorded calls: backward is over, or was given up."""
+        """Discard the recorded calls: backward is over, or was abandoned."""
         for _, call in getattr(self, "events", ()):
             call.planned = False
-        self.events: list[tuple[bool, Call]] = []  # (is the call's end, call)
+        self.events: list[tuple[bool, Call]] = []
         self.plan: list[tuple[bool, Call]] | None = None
         self.cursor = 0
         self.queue: list[int] = []
         self.final: dict[int, int] = {}
         self.ready: set[int] = set()
         self.with_input_node: set[int] = set()
-        self.reached: set[int] = set()  # forward passes that this backward has come to
-        self.gathered: set[int] = set()  # units that the actions so far have gathered and not released
+        self.reached: set[int] = set()
+        self.gathered: set[int] = set()
         self.checksum = zlib.crc32(self.plan_key)
 
     # Forward
 
     def pass_begins(self) -> None:
-        """The root's forward starts: the next unit follows nothing."""
+        """Record that the root's forward starts: the next unit follows none."""
         self.last = None
         self.forward_pass += 1
         self.gathered.clear()
-        # Passes whose graphs are gone will see no backward; calls still open have no graph yet.
+        # A pass whose graphs are freed has no backward; calls that are still open have no graph yet.
         alive = {call.forward_pass for _, call in self.events if call.graph is None or call.graph() is not None}
         self.events = [event for event in self.events if event[1].forward_pass in alive]
 
     def pass_ends(self) -> None:
-        """The root's forward is over: nothing follows the last unit."""
+        """Record that the root's forward is over: no unit follows the last one."""
         if self.last is not None:
             self.following[self.last] = None
         self.last = None
 
     def forward_begins(self, unit: int, *, input_node: bool = False, alone: bool = False) -> tuple[Call, list[Action]]:
-        """A call of ``unit`` starts. Returns the call and what to do before it computes.
+        """Record that a call of ``unit`` starts; return the call and the actions before it computes.
 
         Args:
             unit: Index of the unit.
             input_node: See :class:`Call`.
-            alone: It is inside no other call: weights may change before the next one, so nothing is gathered for that.
+            alone: Whether it is inside no other call: weights may change before the next one, so no unit is prefetched.
         """
         call = Call(unit, self.forward_pass, input_node)
         self.events.append((False, call))
@@ -181,7 +197,7 @@ class Schedule:
         return call, actions
 
     def _guess(self, unit: int) -> list[int]:
-        """The units that followed ``unit`` in the last forward, as many as are gathered ahead."""
+        """Return the units that followed ``unit`` in the last forward, as many as are prefetched."""
         guess: list[int] = []
         following = self.following.get(unit) if self.prefetch.forward and unit != self.root else None
         while following is not None and following != unit and len(guess) < self.prefetch.ahead:
@@ -192,7 +208,7 @@ class Schedule:
         return guess
 
     def _ahead(self, unit: int, wanted: Sequence[int]) -> list[Action]:
-        """Gather ``wanted`` ahead while ``unit`` computes, as far as the bound on units in flight allows."""
+        """Prefetch ``wanted`` while ``unit`` computes, as far as the bound on units in flight allows."""
         bound = self.prefetch.max_in_flight
         actions: list[Action] = []
         for other in wanted:
@@ -205,11 +221,11 @@ class Schedule:
         return actions
 
     def forward_ends(self, call: Call, *, needs_backward: bool) -> list[Action]:
-        """A call has computed its outputs.
+        """Record that a call has computed its outputs.
 
         Args:
-            call: What :meth:`forward_begins` returned.
-            needs_backward: Whether an output requires grad, so that backward will come back to this call.
+            call: The call from :meth:`forward_begins`.
+            needs_backward: Whether an output requires grad, so that backward will reach this call.
         """
         if needs_backward:
             self.events.append((True, call))
@@ -241,11 +257,11 @@ class Schedule:
         self.queue = sorted((u for u in self.final if self.trainable[u]), key=self.final.__getitem__)
 
     def backward_begins(self, call: Call) -> list[Action]:
-        """Backward reaches the outputs of ``call``."""
+        """Record that backward reaches the outputs of ``call``."""
         if not call.planned:
             return [(Verb.GATHER, call.unit)]
         self._make_plan()
-        if call.end < self.cursor:  # another output of a call that backward has come to already
+        if call.end < self.cursor:  # another output of a call that backward has reached already
             return [(Verb.GATHER, call.unit)]
         self.reached.add(call.forward_pass)
         actions = self._skip_to(call.end)
@@ -256,17 +272,17 @@ class Schedule:
         return actions + self._prefetch_after(call.end, BackwardPrefetch.BACKWARD_PRE)
 
     def all_arrived(self, unit: int) -> list[Action]:
-        """Every trainable parameter of ``unit`` has its gradient."""
+        """Record that every trainable parameter of ``unit`` has its gradient."""
         self._make_plan()
         if unit in self.queue:
             self.ready.add(unit)
             return self._pop_ready()
-        if unit in self.final:  # reduced already: a late gradient goes out in the sweep
+        if unit in self.final:  # reduced already: a late gradient is reduced in the sweep
             return []
         return [(Verb.FLUSH, unit)]
 
     def backward_ends(self, call: Call) -> list[Action]:
-        """The input node of ``call`` fires: nothing in this call needs the parameters any more."""
+        """Record that the input node of ``call`` ran: nothing in this call needs the parameters any more."""
         unit = call.unit
         actions: list[Action] = []
         if not call.planned:
@@ -284,13 +300,13 @@ class Schedule:
         return actions
 
     def awaits_backward(self, unit: int) -> bool:
-        """Whether a recorded call of ``unit`` has its backward still to come."""
+        """Return whether a recorded call of ``unit`` still awaits its backward."""
         return any(
             call.unit == unit and call.planned and not (0 <= call.begin < self.cursor) for _, call in self.events
         )
 
     def sweep(self) -> list[Action]:
-        """Backward is over: issue what is still due, in plan order."""
+        """Return what is still due at the end of backward, in plan order."""
         self._make_plan()
         assert self.plan is not None
         actions = self._skip_to(len(self.plan))
@@ -298,21 +314,21 @@ class Schedule:
         return actions + self._pop_ready()
 
     def _skip_to(self, index: int) -> list[Action]:
-        """Actions of the plan's places before ``index`` that this rank's backward passed over."""
+        """Return the actions of the plan before ``index`` that this rank's backward skipped."""
         assert self.plan is not None
         actions: list[Action] = []
         for place in range(self.cursor, index):
             is_end, call = self.plan[place]
             if is_end:
-                # A forward pass that backward never came to was dropped by every rank, not skipped by this one.
+                # A forward pass that backward never reached was dropped by every rank, not skipped by this one.
                 if call.forward_pass in self.reached:
-                    if call.unit not in self.unread:  # ranks that do run it gather it here
+                    if call.unit not in self.unread:  # ranks that run it gather it here
                         self.gathered.add(call.unit)
                         actions.append((Verb.PREFETCH, call.unit))
                     actions += self._prefetch_after(place, BackwardPrefetch.BACKWARD_PRE)
                 continue
             if self.final[call.unit] == place and call.unit in self.queue:
-                # Everything before this place is complete, so whatever has not arrived will not.
+                # Everything before this position is complete: a gradient that has not arrived will not.
                 self.ready.add(call.unit)
                 actions += self._pop_ready()
             if call.unit != self.root:
@@ -323,7 +339,7 @@ class Schedule:
         return actions
 
     def _prefetch_after(self, place: int, occasion: BackwardPrefetch) -> list[Action]:
-        """The gathers of the calls after ``place`` of the plan, if this is the occasion to issue them."""
+        """Return the prefetches of calls after ``place`` in the plan, if this is the occasion to issue them."""
         assert self.plan is not None
         if occasion is not self.prefetch.backward:
             return []
@@ -332,7 +348,7 @@ class Schedule:
         listed = self.backward_lists.get(here.unit)
         limit = self.prefetch.ahead if listed is None else len(self.plan)
         for is_end, call in self.plan[place + 1 :]:
-            # Not across forward passes: an earlier one may have been dropped, and would be gathered for nothing.
+            # Not across forward passes: an earlier one may have been dropped and would be gathered for nothing.
             if len(coming) >= limit or call.forward_pass != here.forward_pass:
                 break
             if is_end and call.unit not in coming and call.unit not in self.unread:
@@ -344,7 +360,7 @@ class Schedule:
         return self._ahead(here.unit, coming)
 
     def _pop_ready(self) -> list[Action]:
-        """Reduces that are complete and whose turn it is."""
+        """Return the reduces that are complete and next in plan order."""
         actions: list[Action] = []
         while self.queue and self.queue[0] in self.ready:
             unit = self.queue.pop(0)
@@ -355,5 +371,5 @@ class Schedule:
         return actions
 
     def _add_to_checksum(self, unit: int) -> None:
-        """Add a forward call or a reduce to the checksum by which ranks compare their schedules."""
+        """Add a forward call or a reduce to the checksum over which ranks compare their schedules."""
         self.checksum = zlib.crc32(unit.to_bytes(4, "little"), self.checksum)

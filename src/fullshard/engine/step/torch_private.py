@@ -14,9 +14,9 @@ Untraced = TypeVar("Untraced", bound=Callable[..., Any])
 
 
 def untraced(function: Untraced) -> Untraced:
-    """Have torch.compile break its graph at ``function`` and leave all that it calls alone.
+    """Have torch.compile break its graph at ``function`` and not trace anything it calls.
 
-    It does what ``torch.compiler.disable`` does, which would import the compiler: a second of every start.
+    The same as ``torch.compiler.disable``, which would import the compiler: one second of every start.
     """
 
     @functools.wraps(function)
@@ -32,7 +32,7 @@ def untraced(function: Untraced) -> Untraced:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside ``backward()``: a forward that runs there is a recomputation."""
+    """Return whether this thread is inside ``backward()``: a forward that runs there is a recomputation."""
     return torch._C._current_graph_task_id() >= 0
 
 
@@ -42,10 +42,10 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def will_execute(node: Any) -> bool:
-    """Whether the running backward will execute ``node``: not when it was asked for other inputs only."""
+    """Return whether the running backward executes ``node``; not if it was asked for other inputs only."""
     return torch._C._will_engine_execute_node(node)
 
 
 def can_take_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether ``tensor.data = data`` is possible: between CPU and CUDA it is, from or to the meta device it is not."""
+    """Return whether ``tensor.data = data`` is possible: between CPU and CUDA, but not from or to the meta device."""
     return torch._has_compatible_shallow_copy_type(tensor, data)  # pyright: ignore[reportPrivateImportUsage]

@@ -16,7 +16,7 @@ from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.torch_private import in_backward
-from fullshard.engine.step.unit import Unit, Whole
+from fullshard.engine.step.unit import Summoned, Unit
 from fullshard.errors import ShardingError
 from fullshard.layout import ShardMeta
 from fullshard.layout.names import plain_name
@@ -50,8 +50,8 @@ def gathered(
     for unit in runtime.units:
         for lane in unit.lanes:
             members = [param for param in unit.params if param.lane is lane and param.meta.name in wanted]
-            if members and unit.whole is not None:
-                unit.whole.require_here()
+            if members and unit.summoned is not None:
+                unit.summoned.require_here()
             for dtype in dict.fromkeys(wanted[param.meta.name] for param in members):
                 alike = [param for param in members if wanted[param.meta.name] == dtype]
                 runtime.mesh.announce(f"gather of unit {unit.name}")
@@ -133,7 +133,7 @@ def state_entries(module: nn.Module) -> list[StateEntry]:
 
 
 @contextmanager
-def whole_parameters(
+def summoned_parameters(
     model: nn.Module,
     modules: Iterable[nn.Module],
     *,
@@ -164,7 +164,7 @@ def whole_parameters(
     _check(runtime, units)
     runtime.forward_event()
     for unit in units:
-        runtime.release(unit)  # what is gathered may be older than the shards
+        runtime.refresh(unit)
     if adopt_changes(units):
         runtime.replan()
     here = runtime.mesh.rank == 0 or not rank0_only
@@ -176,8 +176,8 @@ def whole_parameters(
     with ExitStack() as stack:
         stack.callback(shown.take_back, writeback=writeback and here, with_grads=with_grads)
         for unit in units:
-            unit.whole = Whole(here=here)
-            stack.callback(setattr, unit, "whole", None)
+            unit.summoned = Summoned(here=here)
+            stack.callback(setattr, unit, "summoned", None)
         shown.show()
         yield
 
@@ -189,7 +189,7 @@ def _check(runtime: Runtime, units: Iterable[Unit]) -> None:
             "before or after."
         )
     for unit in units:
-        if unit.whole is not None or unit.held:
+        if unit.summoned is not None or unit.stays_shown:
             raise ShardingError(
                 f"The full parameters of unit {unit.name} are on show already: leave that context before you enter "
                 "another one, or use it."

@@ -1,4 +1,4 @@
-"""The all-gather and the reduce-scatter of a unit: they take lanes and know no parameters."""
+"""The reduce-scatter of a unit: takes lanes with gradients, returns shards of gradients."""
 
 from __future__ import annotations
 
@@ -8,31 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm import DONE, Mesh, Work, settle
-from fullshard.engine.step.buffers import PermanentBuffer
 from fullshard.engine.step.lane import Lane
-
-
-def start_gather(lanes: Sequence[Lane]) -> list[Work]:
-    """Issue the all-gather of every lane.
-
-    The shard is cast straight into this rank's slice of the gathered buffer (one pass over 1/N of the unit, from host
-    memory where it is offloaded), and the collective runs in place: what arrives is where the parameters' views look.
-
-    Returns:
-        One work a lane that is sharded; the buffers may be read when all are done.
-    """
-    works: list[Work] = []
-    for lane in lanes:
-        if isinstance(lane.full, PermanentBuffer):
-            continue
-        lane.full.take()
-        comm = lane.mesh.shard_group
-        low, high = lane.layout.shard_bounds(comm.rank)
-        mine = lane.full.alias[low:high]
-        # To the device first: a cast on the host would go through memory that is not page-locked.
-        mine.copy_(lane.shard.to(mine.device, non_blocking=True))
-        works.append(comm.all_gather(lane.full.alias, mine))
-    return works
 
 
 @dataclass
@@ -41,10 +17,10 @@ class PendingReduce:
 
     Attributes:
         lane: The lane.
-        shard: Receives this rank's slice of the sum; (shard_numel,), in the dtype that ranks' gradients are added in.
-        work: The collective.
-        sent: The part of it that other ranks take this rank's gradient from.
-        across: Whether it ends with the all-reduce across replicas.
+        shard: Receives this rank's slice of the sum; (shard_numel,), in the dtype in which gradients are summed.
+        work: The collective, including the all-reduce across replicas.
+        sent: The part of it in which other ranks read this rank's gradient.
+        across: Whether it includes the all-reduce across replicas.
     """
 
     lane: Lane
@@ -55,10 +31,10 @@ class PendingReduce:
 
 
 def predivisor(mesh: Mesh, dtype: torch.dtype) -> float:
-    """What float16 gradients are divided by before they are added up: the power of two next to sqrt(ranks).
+    """Return the divisor of float16 gradients before the sum: the power of two nearest to sqrt(ranks); else 1.
 
-    Sums of 65,504 and more overflow float16; dividing by all ranks first would lose small gradients instead, so half of
-    the division is done before the sum and half after it. A power of two is exact.
+    Sums of 65,504 and more overflow float16. Dividing by the number of ranks before the sum would flush small gradients
+    to zero, so half of the division is done before it and half after. Dividing by a power of two is exact.
     """
     return 2.0 ** round(0.5 * (mesh.size.bit_length() - 1)) if dtype == torch.float16 else 1.0
 
@@ -68,7 +44,7 @@ def start_reduce(lanes: Sequence[Lane], *, across: bool) -> list[PendingReduce]:
 
     Args:
         lanes: The unit's lanes.
-        across: Whether replicas add up theirs as well, on a stream of their own.
+        across: Whether to all-reduce across replicas as well, on a side stream.
     """
     pending: list[PendingReduce] = []
     for lane in lanes:
@@ -92,8 +68,9 @@ def start_reduce(lanes: Sequence[Lane], *, across: bool) -> list[PendingReduce]:
 
 
 def _then_across(lane: Lane, shard: torch.Tensor, inside: Work | None) -> Work:
-    """After the reduce-scatter inside the shard group, the all-reduce across replicas: 1/N of the gradient's bytes."""
-    # Held by the work until it was waited for: this memory is the compute stream's, and a side stream reads it.
+    """After the reduce-scatter inside the shard group, all-reduce across replicas: 1/N of the gradient's bytes."""
+    # The work keeps a reference until it was waited for: the side stream reads memory of the compute stream, and the
+    # allocator would reuse it as soon as the last reference is gone.
     partial, lane.partial = lane.partial, None
 
     def work() -> None:
@@ -110,12 +87,12 @@ def finish_reduce(pending: PendingReduce, divide: float | None) -> torch.Tensor 
     """Wait for one lane's reduce-scatter, free its unsharded gradient and return the mean over all ranks.
 
     Args:
-        pending: What :func:`start_reduce` returned.
-        divide: What the sum over ranks is divided by; None: their number.
+        pending: The result of :func:`start_reduce`.
+        divide: Divisor of the sum over ranks; None: the number of ranks.
 
     Returns:
-        This rank's shard of the gradient, (shard_numel,), zero in padding; None when replicas have not added up
-        theirs: the sum is kept in ``lane.partial``.
+        This rank's shard of the gradient, (shard_numel,), zero in padding; None if replicas are not summed yet: then
+        ``lane.partial`` holds the sum.
     """
     pending.work.wait()
     settle(pending.sent)
@@ -129,7 +106,7 @@ def finish_reduce(pending: PendingReduce, divide: float | None) -> torch.Tensor 
 
 
 def finish_partial(lane: Lane, divide: float | None) -> torch.Tensor | None:
-    """Add up across replicas what earlier backwards left in ``lane.partial``; None where nothing was left."""
+    """Sum over replicas what earlier backwards left in ``lane.partial``; return None if there is nothing."""
     if lane.partial is None:
         return None
     shard, lane.partial = lane.partial, None
