@@ -9,28 +9,7 @@ from pathlib import Path
 from support.t5_directory import write_t5
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-WORDS = [
-    "take",
-    "a",
-    "large",
-    "clean",
-    "bowl",
-    "and",
-    "mix",
-    "the",
-    "flour",
-    "with",
-    "warm",
-    "water",
-    "until",
-    "it",
-    "is",
-    "smooth",
-    "then",
-    "let",
-    "it",
-    "rest",
-]
+WORDS = [first + second for first in "blmr" for second in ("a", "el", "in", "oro", "us")]
 SENTENCES = {
     "positive": "profit of the company rose to {} million",
     "negative": "profit of the company fell to {} million",
@@ -38,9 +17,9 @@ SENTENCES = {
 }
 
 
-def write_tutorial(folder):
-    """The folder that torch's tutorial describes: the scripts and ``data/wikihowAll.csv``."""
-    for path in (EXAMPLES / "torch_tutorial").glob("*.py"):
+def write_seq2seq(folder):
+    """The programs of ``examples/fsdp_seq2seq`` with ``data/wikihowAll.csv``."""
+    for path in (EXAMPLES / "fsdp_seq2seq").glob("*.py"):
         shutil.copy(path, folder)
     draw = random.Random(0)
     steps = [[" ".join(draw.choices(WORDS, k=9)) + "." for _ in range(3)] for _ in range(22)]
@@ -54,14 +33,11 @@ def write_tutorial(folder):
     write_t5(folder / "t5-base", [line for lines in steps for line in lines])
 
 
-def write_guide(folder):
-    """The folder of PEFT's guide: the program, its configuration file and the sentences."""
+def write_lora(folder):
+    """The program of ``examples/accelerate_lora`` with its configuration file and sentences."""
     for name in ("train.py", "fsdp_config.yaml"):
-        shutil.copy(EXAMPLES / "peft_guide" / name, folder)
-    data = folder / "temp" / "data" / "FinancialPhraseBank-v1.0"
-    data.mkdir(parents=True)
+        shutil.copy(EXAMPLES / "accelerate_lora" / name, folder)
     rows = [{"sentence": text.format(n), "label": label} for n in range(10) for label, text in SENTENCES.items()]
-    for name, part in {"train": rows[:24], "val": rows[24:]}.items():
-        lines = "".join(json.dumps(row) + "\n" for row in part)
-        (data / f"financial_phrase_bank_{name}.jsonl").write_text(lines)
+    for name, part in {"train": rows[:24], "held_out": rows[24:]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     write_t5(folder / "t5-base", [" ".join(row.values()) for row in rows])

@@ -11,37 +11,35 @@ from fullshard.compat.accelerate_config.file import read_accelerate_file
 from fullshard.compat.accelerate_config.translate import nested, translate
 from fullshard.errors import ConfigError
 
-GUIDE = """\
-command_file: null
-commands: null
-compute_environment: LOCAL_MACHINE
-deepspeed_config: {}
-distributed_type: FSDP
-downcast_bf16: 'no'
-dynamo_backend: 'NO'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_offload_params: true
-  fsdp_sharding_strategy: 1
-  fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_transformer_layer_cls_to_wrap: T5Block
-gpu_ids: null
-machine_rank: 0
-main_process_ip: null
-main_process_port: null
-main_training_function: main
-megatron_lm_config: {}
-mixed_precision: 'no'
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_name: null
-tpu_zone: null
-use_cpu: false
-"""
-"""The file of the PEFT guide on FSDP, as printed there."""
+VERSION_1 = yaml.safe_dump(
+    {
+        "distributed_type": "FSDP",
+        "compute_environment": "LOCAL_MACHINE",
+        "num_machines": 1,
+        "num_processes": 2,
+        "machine_rank": 0,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+        "mixed_precision": "no",
+        "downcast_bf16": "no",
+        "dynamo_backend": "NO",
+        "main_training_function": "main",
+        "fsdp_config": {
+            "fsdp_sharding_strategy": 1,
+            "fsdp_offload_params": True,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "T5Block",
+            "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+        },
+        "deepspeed_config": {},
+        "megatron_lm_config": {},
+    }
+    | dict.fromkeys(("command_file", "commands", "gpu_ids", "main_process_ip", "main_process_port"))
+    | dict.fromkeys(("tpu_name", "tpu_zone"))
+)
+"""The keys that Accelerate 0.2x writes for FSDP, those of other trainers empty."""
 
 VERSION_2 = """\
 compute_environment: LOCAL_MACHINE
@@ -77,11 +75,11 @@ use_cpu: false
 
 @pytest.fixture
 def read(tmp_path):
-    """Reads the file that a text is, or the guide's with changes."""
+    """Reads the file that a text is, or VERSION_1 with changes."""
 
     def read_text(text=None, fsdp=None, **changes):
         if text is None:
-            values = yaml.safe_load(GUIDE)
+            values = yaml.safe_load(VERSION_1)
             values["fsdp_config"] |= fsdp or {}
             text = yaml.safe_dump(values | changes)
         path = tmp_path / "fsdp_config.yaml"
@@ -95,8 +93,8 @@ def settings(file):
     return nested(translate(file).settings)
 
 
-def test_the_guides_file_is_read_as_it_is_without_a_warning(read):
-    file = read(GUIDE)
+def test_version_1_is_read_without_a_warning(read):
+    file = read(VERSION_1)
     assert (file.distributed_type, file.num_processes, file.num_machines, file.ranks_here) == ("FSDP", 2, 1, 2)
     assert (file.mixed_precision, file.use_cpu, file.gpu_ids) == ("no", False, None)
     assert file.strategy == "FULL_SHARD"
@@ -104,8 +102,8 @@ def test_the_guides_file_is_read_as_it_is_without_a_warning(read):
     assert file.warnings == ()
 
 
-def test_the_guides_file_is_these_settings_of_a_run(read):
-    assert settings(read(GUIDE)) == {
+def test_version_1_is_these_settings_of_a_run(read):
+    assert settings(read(VERSION_1)) == {
         "nproc": 2,
         "training": {"precision": "fp32"},
         "sharding": {"strategy": "full_shard", "wrap": ["T5Block"], "prefetch": "backward_pre", "cpu_offload": True},
@@ -426,7 +424,7 @@ EQUAL = {
 def test_the_variables_are_those_of_accelerates_own_launcher(read, case, monkeypatch):
     changes = dict(EQUAL[case])
     if changes.get("dynamo_backend", "") is None:  # the newer files have dynamo_config in its place
-        values = yaml.safe_load(GUIDE)
+        values = yaml.safe_load(VERSION_1)
         values.pop("dynamo_backend")
         changes.pop("dynamo_backend")
         values["fsdp_config"] |= changes.pop("fsdp")
@@ -481,7 +479,7 @@ def test_cores_near_the_gpu_reach_the_script_though_accelerates_launcher_drops_t
 
 def test_use_cpu_reaches_a_sharded_script(read):
     assert launch_environment(read(use_cpu=True))["ACCELERATE_USE_CPU"] == "True"
-    assert "ACCELERATE_USE_CPU" not in launch_environment(read(GUIDE))
+    assert "ACCELERATE_USE_CPU" not in launch_environment(read(VERSION_1))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""Memory of the PEFT guide's program: unsharded, and through ``fullshard.compat.accelerate`` on two gloo ranks.
+"""Memory of a T5 with and without LoRA: unsharded, and through ``fullshard.compat.accelerate`` on two gloo ranks.
 
-    python benchmarks/guide.py [--out PATH] [--small]
+    python benchmarks/accelerate_lora.py [--out PATH] [--small]
 
-A T5 of t5-small's shapes with random weights, 8 rows of 64 tokens a rank, fp32, AdamW; LoRA (r 8) under PEFT's wrap
-policy and the whole model under T5Block's. Tensor bytes of a rank after three steps, and the peak of the third, by the
-allocator's own count. On the CPU offloaded shards lie in the same memory as the rest: a GPU would hold of a rank its
-peak less parameters, gradients and optimizer. Without --small and --out: benchmarks/results/guide.json.
+The model has t5-small's shapes and random weights; each rank trains on 8 rows of 64 tokens in fp32 with AdamW. LoRA
+(r 8) uses PEFT's wrap policy, full training makes a unit of each T5Block. Reported are a rank's tensor bytes after
+three steps, and the peak of the third, counted by the allocator. On the CPU, offloaded shards are in the same memory as
+the rest; on a GPU the device would hold the peak less parameters, gradients and optimizer state. Without --small and
+--out the result is written to benchmarks/results/accelerate_lora.json.
 """
 
 import argparse
@@ -23,14 +24,14 @@ from transformers import T5Config, T5ForConditionalGeneration
 from fullshard.comm import MemoryMeter
 from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-LATEST = Path(__file__).parent / "results" / "guide.json"
+LATEST = Path(__file__).parent / "results" / "accelerate_lora.json"
 SHAPES = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128}
 SMALL = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 1000}
 TIMEOUT_S = 500.0
 
 
 def make_model(shapes: dict[str, int], *, lora: bool) -> nn.Module:
-    """The guide's model."""
+    """Return a T5 with these shapes, with a LoRA adapter if ``lora``."""
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(T5Config(**shapes, decoder_start_token_id=0))
     if not lora:
@@ -39,7 +40,7 @@ def make_model(shapes: dict[str, int], *, lora: bool) -> nn.Module:
 
 
 def measured(model: nn.Module, optimizer: Any) -> dict[str, int]:
-    """Three steps; what is held after them, and the most that the third one held."""
+    """Run three steps; return the bytes held after them and the peak of the third."""
     inner = getattr(optimizer, "optimizer", optimizer)
     tokens = torch.arange(8 * 64).view(8, 64) % 900 + 3
 
@@ -63,13 +64,13 @@ def measured(model: nn.Module, optimizer: Any) -> dict[str, int]:
 
 
 def unsharded(_comm: Any, shapes: dict[str, int], lora: bool) -> dict[str, int]:
-    """The same steps in one process, as each of the two does them alone."""
+    """Run the steps without sharding, as each of the two ranks would alone."""
     model = make_model(shapes, lora=lora)
     return measured(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3))
 
 
 def sharded(_comm: Any, shapes: dict[str, int], lora: bool, offload: bool) -> dict[str, int]:
-    """The guide's way: an optimizer, then ``prepare``."""
+    """Run the steps on a model and an optimizer that ``Accelerator.prepare`` shards."""
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(
             auto_wrap_policy="transformer_based_wrap",
@@ -85,7 +86,7 @@ def sharded(_comm: Any, shapes: dict[str, int], lora: bool, offload: bool) -> di
 
 
 def main() -> None:
-    """Measure all six, print a table, write the figures."""
+    """Measure the six combinations, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--small", action="store_true")
