@@ -1,6 +1,5 @@
-"""What one GPU rank of the optimizers' tests runs; prints one JSON line on rank 0."""
+"""Optimizers on CUDA devices, a rank each: how far they are from the unsharded run, and whether a step waits."""
 
-import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fullshard
 from fullshard import CPUOffload, fully_shard, optim
 from support.optimizers import LAYOUTS, batches, of_rank, train, train_by_parts, update_errors, whole, zoo
+from support.rank_script import parse, print_result
 
 MAKERS = {
     "LaneOptimizer": lambda params: optim.LaneOptimizer(torch.optim.AdamW, params, lr=1e-3, fused=True),
@@ -61,16 +61,16 @@ def case(comm, make, **options):
 
 
 def main():
+    options = parse(MAKERS, __doc__, torch.cuda.device_count())
     torch.backends.cuda.matmul.allow_tf32 = False
     comm = fullshard.init()
     results = {}
-    for name, make in MAKERS.items():
+    for name in options.only:
+        make = MAKERS[name]
         for layout, options in LAYOUTS.items():
             results[f"{name}, {layout}"] = case(comm, make, **options)
         results[f"{name}, offloaded"] = case(comm, make, wrap=None, offload_policy=CPUOffload())
-    everyone = comm.all_gather_object(results)
-    if comm.rank == 0:
-        print("RESULT " + json.dumps(everyone))
+    print_result(comm.all_gather_object(results))
     fullshard.shutdown()
 
 

@@ -1,6 +1,5 @@
-"""What one GPU rank of the tests runs; prints one JSON line on rank 0."""
+"""Cases of the engine on CUDA devices, a rank each."""
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from fullshard.comm import MemoryMeter, SoloComm
 from fullshard.engine import record
 from support.models import KINDS, batches, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
+from support.rank_script import parse, print_result
 from support.states import rank_runs
 
 
@@ -208,15 +208,17 @@ def saving(comm):
     return found
 
 
-CASES = (parity, strategies, bf16, offload, fp16, wide_sum, embedding, memory, trace, saving)
+CASES = {
+    case.__name__: case
+    for case in (parity, strategies, bf16, offload, fp16, wide_sum, embedding, memory, trace, saving)
+}
 
 
 def main():
+    options = parse(CASES, __doc__, torch.cuda.device_count())
     comm = fullshard.init()
-    results = {case.__name__: case(comm) for case in CASES}
-    everyone = comm.all_gather_object(results)
-    if comm.rank == 0:
-        print("RESULT " + json.dumps(everyone))
+    results = {name: CASES[name](comm) for name in options.only}
+    print_result(comm.all_gather_object(results))
     fullshard.shutdown()
 
 

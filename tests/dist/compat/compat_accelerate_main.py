@@ -1,4 +1,4 @@
-"""Two gloo processes: scripts under accelerate's own Accelerator (DDP on CPU) and under fullshard's, a check a name."""
+"""Scripts under accelerate's own Accelerator (DDP on CPU) and under fullshard's, on gloo processes."""
 
 import contextlib
 import functools
@@ -7,8 +7,6 @@ import json
 import os
 import re
 import sys
-import time
-import traceback
 import unittest.mock
 import warnings
 from pathlib import Path
@@ -34,11 +32,11 @@ from fullshard.compat.torch_fsdp.checkpointing import CheckpointWrapper, Offload
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from fullshard.errors import ConfigError
 from support.models import TinyLM, bart, lm_loss, t5
+from support.rank_script import parse, print_result, run_checks, traceback_of
 
-START = time.perf_counter()
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
 BOTH = [CheckpointWrapper, OffloadWrapper]
-directory = Path(sys.argv[1] if len(sys.argv) > 1 else "")  # doctest imports this file too
+directory = Path()  # main sets it
 
 
 def reset():
@@ -945,8 +943,13 @@ def dynamo_compiles_the_units():
         ours({"auto_wrap_policy": "no_wrap"}, dynamo_backend="eager").prepare(seeded(TinyLM))
 
 
+def end_training():
+    ours().end_training()
+    assert not torch.distributed.is_initialized(), "the process group is there still"
+
+
 def alone():
-    """One process without a process group: the same object, and what two ranks saved."""
+    """One process without a process group: the same object; it reads what the cases save_state_* wrote."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     kinds = {"full_1": "FULL_STATE_DICT", "sharded_1": "SHARDED_STATE_DICT"}
@@ -968,32 +971,16 @@ def alone():
 
 
 def main():
+    global directory
+    options = parse(CHECKS | {"end_training": end_training, "alone": alone}, __doc__)
+    directory = options.directory
+    rank = int(os.environ["RANK"])  # which ``alone`` takes out of the environment
     torch.distributed.init_process_group("gloo")
-    wanted = sys.argv[2].split(",") if len(sys.argv) > 2 else list(CHECKS)
-    results = {}
-    for name in wanted:
-        problem = ""
-        print(name, round(time.perf_counter() - START, 1), file=sys.stderr, flush=True)
-        try:
-            CHECKS[name]()
-        except Exception:
-            problem = traceback.format_exc()
-            print(problem, file=sys.stderr, flush=True)
-        problems = [None, None]
-        torch.distributed.all_gather_object(problems, problem)
-        results[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-    ours().end_training()
-    ended = "" if not torch.distributed.is_initialized() else "the process group is there still"
-    rank = int(os.environ["RANK"])
-    results["end_training"] = ended
-    if len(sys.argv) <= 2 and rank == 0:
-        try:
-            alone()
-            results["alone"] = ""
-        except Exception:
-            results["alone"] = traceback.format_exc()
-    if rank == 0:
-        print("RESULT", json.dumps(results))
+    results = run_checks(CHECKS, [name for name in options.only if name in CHECKS])
+    results["end_training"] = traceback_of(end_training)
+    if "alone" in options.only and rank == 0:
+        results["alone"] = traceback_of(alone)
+    print_result(results, rank)
 
 
 if __name__ == "__main__":

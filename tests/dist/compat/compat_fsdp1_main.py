@@ -1,13 +1,8 @@
-"""One gloo process that runs torch's ``FullyShardedDataParallel`` and ours side by side: ``compat_fsdp1_main.py``.
-
-Prints one JSON line: for each case the traceback of the first rank where it failed, or an empty text.
-"""
+"""torch's ``FullyShardedDataParallel`` and ours side by side on gloo processes."""
 
 import functools
-import json
 import os
 import sys
-import traceback
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +23,7 @@ import fullshard.compat.torch_fsdp as our_fsdp
 import fullshard.compat.torch_fsdp.wrap as our_wrap
 from fullshard.errors import ProcessGroupError, ShardingError
 from support.models import Block, TinyLM, batches, lm_loss, seq2seq_loss, t5
+from support.rank_script import parse, print_result, run_checks
 
 FSDP1 = ("FullyShardedDataParallel", "ShardingStrategy", "BackwardPrefetch", "MixedPrecision", "CPUOffload")
 BF16 = torch.bfloat16
@@ -701,21 +697,10 @@ def ShardedGradScaler():
 
 
 def main():
+    options = parse(CASES, __doc__)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
-    only = sys.argv[1:] or list(CASES)
-    results = {}
-    for name in only:
-        try:
-            CASES[name]()
-            failure = ""
-        except BaseException:
-            failure = traceback.format_exc()
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-        results[name] = next((text for text in failures if text), "")
-    if dist.get_rank() == 0:
-        print("RESULT", json.dumps(results))
+    print_result(run_checks(CASES, options.only))
     dist.destroy_process_group()
 
 

@@ -1,10 +1,9 @@
-"""One of two gloo processes that run torch's FSDP2 and fullshard's names for it side by side; prints one JSON line."""
+"""torch's FSDP2 and fullshard's names for it side by side on gloo processes."""
 
+import functools
 import io
-import json
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fullshard
 from fullshard.compat.torch_fsdp import fsdp2 as ours
 from support.models import Block, TinyLM, batches, lm_loss
+from support.rank_script import parse, print_result, run_checks
 
 ROWS = 2
 BFLOAT16 = 1e-2  # gradients of a tied weight are added up in float32 here, in bfloat16 there
@@ -379,27 +379,16 @@ def ours_to_ours():
 CHECKPOINTS = {one.__name__: one for one in (theirs_to_ours, ours_to_theirs, ours_to_ours, full_state_dicts_are_loaded)}
 
 
-def outcome(check):
-    try:
-        check()
-    except Exception:
-        return traceback.format_exc()
-    return ""
+CASES = {name: functools.partial(compare, one) for name, one in SIDE_BY_SIDE.items()} | CHECKPOINTS
 
 
 def main():
     global MESH
+    options = parse(CASES, __doc__)
     torch.set_num_threads(1)
     fullshard.init(timeout_s=100)
     MESH = init_device_mesh("cpu", (2,))
-    outcomes = {}
-    checks = {name: lambda one=one: compare(one) for name, one in SIDE_BY_SIDE.items()} | CHECKPOINTS
-    for name in sys.argv[1].split(","):
-        texts = [None, None]
-        dist.all_gather_object(texts, outcome(checks[name]))
-        outcomes[name] = texts
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(outcomes))
+    print_result(run_checks(CASES, options.only))
     fullshard.shutdown()
 
 

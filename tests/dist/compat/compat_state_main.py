@@ -1,13 +1,7 @@
-"""What one gloo process of the test of state through torch's FSDP1 names runs: ``compat_state_main.py DIRECTORY``.
-
-Each case does the same with torch's ``FullyShardedDataParallel`` and with fullshard's. Prints one JSON line: for each
-case the traceback of the first rank where it failed, or an empty text.
-"""
+"""State through FSDP1's names on gloo processes: each case does the same with torch's and with ours."""
 
 import functools
-import json
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
@@ -27,6 +21,7 @@ from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullySharded
 from fullshard.compat.torch_fsdp.wrap import ModuleWrapPolicy as OurPolicy
 from fullshard.errors import CheckpointError
 from support.models import Block, TinyLM, batches, lm_loss
+from support.rank_script import parse, print_result, run_checks
 
 ON_DEVICE = {"offload_to_cpu": False}
 
@@ -403,24 +398,15 @@ CASES = (
 )
 
 
-def main(directory):
+def main():
+    cases = {case.__name__: case for case in CASES}
+    options = parse(cases, __doc__)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's, about its own names
     dist.init_process_group("gloo")
-    results = {}
-    for case in CASES:
-        text = ""
-        try:
-            case(Path(directory))
-        except Exception:
-            text = traceback.format_exc()
-        texts = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, text)
-        results[case.__name__] = next((one for one in texts if one), "")
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(results), flush=True)
+    print_result(run_checks(cases, options.only, options.directory))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -32,7 +32,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(directory):
-    return run_processes(2, SCRIPT, str(directory), timeout_s=280)
+    return run_processes(2, SCRIPT, "--directory", str(directory), timeout_s=280)
 
 
 @pytest.mark.parametrize("name", NAMES)

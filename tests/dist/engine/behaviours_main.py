@@ -1,13 +1,11 @@
-"""What one gloo process of the behaviours' test runs: ``behaviours_main.py NAME[,NAME...]``; prints one JSON line.
+"""The forty behaviours on gloo processes.
 
 The ranks tell each other how each behaviour went in a group that nothing else uses: so they stay in step. Where one
 failed the next ones get a new group, because one in which ranks may have parted is of no use.
 """
 
 import datetime
-import json
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
@@ -19,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fullshard
 from fullshard.comm import GlooComm
 from support.behaviours import BEHAVIOURS, Ranks
+from support.rank_script import parse, print_result, traceback_of
 
 ALONE_S = 15.0  # how long a rank waits for one that failed
 
@@ -27,28 +26,19 @@ def group():
     return GlooComm(dist.new_group(timeout=datetime.timedelta(seconds=ALONE_S)))
 
 
-def outcome(name, comm, spare):
-    """The traceback of a behaviour on this rank, empty if it holds."""
-    try:
-        BEHAVIOURS[name](Ranks.as_processes(comm, spare))
-    except Exception:
-        return traceback.format_exc()
-    return ""
-
-
 def main():
+    options = parse(BEHAVIOURS, __doc__)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     everyone = fullshard.init(timeout_s=100)
-    names = sys.argv[1].split(",")
     comm, spare = group(), group()
     outcomes = {}
-    for name in names:
-        outcomes[name] = everyone.all_gather_object(outcome(name, comm, spare))
+    for name in options.only:
+        text = traceback_of(BEHAVIOURS[name], Ranks.as_processes(comm, spare))
+        outcomes[name] = everyone.all_gather_object(text)
         if any(outcomes[name]):
             comm = group()
-    if everyone.rank == 0:
-        print("RESULT " + json.dumps(outcomes))
+    print_result(outcomes)
     fullshard.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""What one gloo process of the desync tests runs: ``desync_main.py CASE[,CASE...] DIRECTORY``.
+"""Ranks that call different collectives, or are late, or end, on gloo processes.
 
 Every case has a group and a thread of its own: a group whose ranks parted is of no use afterwards, and together the
 waits of all cases take as long as the longest. Writes ``DIRECTORY/rankR.json``, from case to outcome.
@@ -15,9 +15,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from fullshard import MinNumel, fully_shard
 from fullshard.comm import GlooComm, settle, watchdog
 from fullshard.errors import UserError
+from support.rank_script import parse, print_result
 
 LARGE = 50_000  # elements, enough for ranks of one host to read each other's memory
 ELSEWHERE_S = 6.0  # many polls longer than what is a long wait
@@ -235,6 +238,36 @@ def leaves_reading(comm):
     return leaves(comm, LARGE)
 
 
+CASES = {
+    case.__name__: case
+    for case in (
+        kinds,
+        sizes,
+        dtypes,
+        sums,
+        large_sums,
+        purposes,
+        reading,
+        large_kinds,
+        large_honest,
+        opinions,
+        ahead,
+        objects,
+        prefetched,
+        skipped_pass,
+        collectives,
+        two_comms,
+        honest,
+        honest_behind,
+        third,
+        late,
+        timeout,
+        leaves,
+        leaves_reading,
+    )
+}
+
+
 class Lines(logging.Handler):
     """Keeps what is logged."""
 
@@ -251,7 +284,7 @@ def run(case, comm, outcomes):
     started = time.monotonic()
     errors = []
     try:
-        text = globals()[case](comm)
+        text = CASES[case](comm)
     except UserError as error:
         text = f"{type(error).__name__}: {error}"
         errors.append(error)
@@ -265,12 +298,13 @@ def run(case, comm, outcomes):
 
 
 def main():
+    options = parse(CASES, __doc__)
     torch.set_num_threads(1)
     watchdog.WARN_S = WARN_S
     log = Lines()
     logging.getLogger("fullshard").addHandler(log)
     dist.init_process_group("gloo")
-    limits = {case: datetime.timedelta(seconds=4 if case == "timeout" else 60) for case in sys.argv[1].split(",")}
+    limits = {case: datetime.timedelta(seconds=4 if case == "timeout" else 60) for case in options.only}
     comms = {case: GlooComm(dist.new_group(timeout=limit)) for case, limit in limits.items()}
     outcomes = {}
     threads = [threading.Thread(target=run, args=(case, comm, outcomes)) for case, comm in comms.items()]
@@ -279,14 +313,13 @@ def main():
     for thread in threads:
         thread.join()
     rank = dist.get_rank()
-    Path(sys.argv[2], f"rank{rank}.json").write_text(json.dumps({"outcomes": outcomes, "log": log.lines}))
+    (options.directory / f"rank{rank}.json").write_text(json.dumps({"outcomes": outcomes, "log": log.lines}))
     if not any(case.startswith("leaves") for case in comms):
         # Rank 0 holds the store: a rank that comes late asks there what the others found.
         store = dist.group.WORLD.get_group_store()
         store.set(f"rank {rank} is done", "")
         store.wait([f"rank {r} is done" for r in range(dist.get_world_size())])
-    if rank == 0:
-        print("RESULT null")
+    print_result(outcomes)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""What one gloo process of a test runs: ``rank_main.py CASE`` under torchrun's environment; prints one JSON line."""
+"""Cases of the engine on gloo processes: parity, memory, generation, streaming and what ranks exchange."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from fullshard.errors import MismatchError
 from fullshard.testing import RecordingComm
 from support.models import KINDS, TinyLM, batches, lm_loss, t5
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
+from support.rank_script import parse, print_result
 
 
 def parity(comm):
@@ -138,17 +138,17 @@ def mismatch(comm):
     return {"message": ""}
 
 
+CASES = {case.__name__: case for case in (parity, memory, building, generation, streaming, exchange, mismatch)}
+
+
 def main():
+    options = parse(CASES, __doc__)
     torch.set_num_threads(1)
     gloo._DIRECT_BYTES = 0  # read each other's memory for whatever is gathered and reduced
     wrap.TINY_NUMEL = 0  # the models are so small that the engine would merge all of their blocks
     comm = fullshard.init()
-    results = {}
-    for case in sys.argv[1].split(","):
-        results[case] = globals()[case](comm)
-    everyone = comm.all_gather_object(results)
-    if comm.rank == 0:
-        print("RESULT " + json.dumps(everyone))
+    results = {name: CASES[name](comm) for name in options.only}
+    print_result(comm.all_gather_object(results))
     fullshard.shutdown()
 
 

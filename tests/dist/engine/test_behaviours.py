@@ -1,7 +1,7 @@
 """The forty behaviours on two real gloo processes; the hybrid ones on two replicas of one rank.
 
 All of them share one pair of processes, because starting it is what takes time. On threads they run in every test run
-(``tests/sim/test_behaviours.py``).
+(``tests/sim/engine/test_behaviours.py``).
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.parity, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_processes(2, Path(__file__).with_name("behaviours_main.py"), ",".join(BEHAVIOURS), timeout_s=110)
+    return run_processes(2, Path(__file__).with_name("behaviours_main.py"), timeout_s=110)
 
 
 @pytest.mark.parametrize("name", BEHAVIOURS)

@@ -9,12 +9,10 @@ from support.processes import run_processes
 
 pytestmark = pytest.mark.dist
 
-CASES = "parity,memory,building,generation,streaming,exchange,mismatch"
-
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_processes(2, Path(__file__).with_name("rank_main.py"), CASES)
+    return run_processes(2, Path(__file__).with_name("rank_main.py"))
 
 
 @pytest.mark.parity

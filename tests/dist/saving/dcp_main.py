@@ -1,12 +1,9 @@
-"""What one gloo process of the tests of torch's distributed checkpoints runs: ``dcp_main.py CASE[,CASE...] DIRECTORY``.
+"""torch's distributed checkpoints on gloo processes, written by ours and read by torch's, and in reverse.
 
-Later cases read what earlier ones wrote. Prints one JSON line: for each case the traceback of the first rank where it
-failed, or an empty text.
+Every case writes into a directory of its own; ``dcp_three_main.py`` reads some of them afterwards.
 """
 
-import json
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
@@ -32,6 +29,7 @@ from fullshard.errors import CheckpointError
 from fullshard.saving.dcp import load_dcp, save_dcp
 from support.models import TinyLM, batches, seq2seq_loss, t5
 from support.odd import adafactor, adagrad, eight_bit, gathered, odd, odd_loss
+from support.rank_script import parse, print_result, run_checks
 from support.states import assert_same_bits
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -334,25 +332,15 @@ CASES = {
 }
 
 
-def main(cases, directory):
+def main():
+    options = parse(CASES, __doc__)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     dist.init_process_group("gloo")
-    results = {}
-    for case in cases.split(","):
-        text = ""
-        try:
-            CASES[case](Path(directory))
-        except Exception:
-            text = traceback.format_exc()
-        texts = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, text)
-        results[case] = next((one for one in texts if one), "")
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(results), flush=True)
+    print_result(run_checks(CASES, options.only, options.directory))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,8 +1,7 @@
-"""What one gloo process of the full-save tests runs: ``full_save_main.py DIRECTORY``; rank 0 prints one JSON line."""
+"""What a full save on gloo processes takes: memory, and time on a slow disk."""
 
 import contextlib
 import datetime
-import json
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ from fullshard.comm import GlooComm, MemoryMeter, patience
 from fullshard.engine import full_state_dict
 from support.models import TinyLM
 from support.parity import replicas
+from support.rank_script import parse, print_result
 
 TIMEOUT_S = 2.0
 
@@ -112,14 +112,15 @@ def slow_disk(comm, directory):
     return {"met": len(met), "saved": (directory / "small" / "model.safetensors").exists()}
 
 
+CASES = {"memory": memory, "slow_disk": slow_disk}
+
+
 def main():
+    options = parse(CASES, __doc__)
     torch.set_num_threads(1)
     comm = fullshard.init()
-    directory = Path(sys.argv[1])
-    results = {"memory": memory(comm, directory), "slow_disk": slow_disk(comm, directory)}
-    everyone = comm.all_gather_object(results)
-    if comm.rank == 0:
-        print("RESULT " + json.dumps(everyone))
+    results = {name: CASES[name](comm, options.directory) for name in options.only}
+    print_result(comm.all_gather_object(results))
     fullshard.shutdown()
 
 

@@ -1,11 +1,10 @@
-"""Kill a rank at every file operation of a save, and look at what is left: started by test_kill.py, prints RESULT.
+"""Kill a rank at every file operation of a save, and look at what is left.
 
 One process without threads forks, for every point, the two ranks of a scenario; one of them kills itself before its
 k-th file operation, or in the middle of it where it writes. The other then finds its peer gone and ends. Afterwards a
 resume must find a whole checkpoint, not older than the last save that returned, with the bits of a recorded step.
 """
 
-import json
 import os
 import pickle
 import shutil
@@ -25,6 +24,7 @@ from fullshard import Checkpoints, fully_shard, save
 from fullshard.comm import SoloComm
 from fullshard.storage import atomic_directory, find_checkpoints, publish_model
 from fullshard.storage.safetensors_reader import SafetensorsFile
+from support.rank_script import parse, print_result
 from support.states import rank_runs, whole
 
 CPU = torch.device("cpu")
@@ -286,6 +286,6 @@ def same(one, other):
 
 
 if __name__ == "__main__":
-    scratch = Path(sys.argv[1])
-    result = {"checkpoints": checkpoints_survive(scratch), "full": full_saves_survive(scratch)}
-    print("RESULT " + json.dumps(result))
+    cases = {"checkpoints": checkpoints_survive, "full": full_saves_survive}
+    options = parse(cases, __doc__, ranks=1)
+    print_result({name: cases[name](options.directory) for name in options.only})

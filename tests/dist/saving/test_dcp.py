@@ -39,7 +39,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_two(directory):
-    return run_processes(2, SCRIPT, ",".join(ON_TWO), str(directory), timeout_s=110)
+    return run_processes(2, SCRIPT, "--directory", str(directory), timeout_s=110)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ LIMIT = 64_000_000
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     script = Path(__file__).with_name("full_save_main.py")
-    return run_processes(2, script, str(tmp_path_factory.mktemp("full")))
+    return run_processes(2, script, "--directory", str(tmp_path_factory.mktemp("full")))
 
 
 def test_rank_0_holds_its_shards_and_64_mb(ranks):
