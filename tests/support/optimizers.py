@@ -7,6 +7,7 @@ from torch import nn
 
 from fullshard import fully_shard, unsharded
 from fullshard.testing import run_ranks
+from support.parity import steps_for
 
 TOKENS, ROWS = 11, 2
 
@@ -100,22 +101,22 @@ def of_rank(batch, rank):
     return tuple(part[rank * ROWS : (rank + 1) * ROWS] for part in batch)
 
 
-def sharded_weights(make_optimizer, ranks, steps=20, **options):
+def sharded_weights(make_optimizer, ranks, steps=None, **options):
     """Weights of :func:`zoo` trained on ``ranks`` threads; ``options`` are those of fully_shard."""
-    models = [zoo() for _ in range(ranks)]
+    models, data = [zoo() for _ in range(ranks)], batches(steps or steps_for(ranks), ranks)
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm, **options)
-        train(model, make_optimizer(model), [of_rank(batch, comm.rank) for batch in batches(steps, ranks)])
+        train(model, make_optimizer(model), [of_rank(batch, comm.rank) for batch in data])
         return whole(model)
 
     return run_ranks(ranks, work)[0]
 
 
-def unsharded_weights(make_optimizer, ranks, steps=20):
+def unsharded_weights(make_optimizer, ranks, steps=None):
     """The same on the unsharded model and the joint batch."""
     model = zoo()
-    train(model, make_optimizer(model), batches(steps, ranks))
+    train(model, make_optimizer(model), batches(steps or steps_for(ranks), ranks))
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 

@@ -4,11 +4,9 @@ import pytest
 
 from fullshard.testing import run_ranks
 from support.models import KINDS, batches
-from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
+from support.parity import ROWS_PER_RANK, assert_same_run, replicas, steps_for, train_sharded, train_unsharded
 
 pytestmark = pytest.mark.parity
-
-STEPS = 10
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -16,7 +14,7 @@ STEPS = 10
 def test_a_sharded_run_equals_the_unsharded_run(kind, size):
     make, loss_of = KINDS[kind]
     reference, models = replicas(make, size)
-    data = batches(STEPS, size * ROWS_PER_RANK)
+    data = batches(steps_for(size), size * ROWS_PER_RANK)
     plain = train_unsharded(reference, loss_of, data)
     runs = run_ranks(size, lambda comm: train_sharded(models[comm.rank], comm, loss_of, data))
     for run in runs:

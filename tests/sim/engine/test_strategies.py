@@ -7,7 +7,7 @@ from fullshard import BackwardPrefetch, MinNumel, ShardingStrategy, full_tensors
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
 from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss, lm_with_frozen_parts
-from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
+from support.parity import ROWS_PER_RANK, assert_same_run, replicas, steps_for, train_sharded, train_unsharded
 
 pytestmark = pytest.mark.parity
 
@@ -30,7 +30,7 @@ def test_every_strategy_gives_the_unsharded_run(strategy, kind):
     make, loss_of = KINDS[kind]
     size = 4 if strategy.needs_two_axes else 2
     reference, models = replicas(make, size)
-    data = batches(10, size * ROWS_PER_RANK)
+    data = batches(steps_for(size), size * ROWS_PER_RANK)
     plain = train_unsharded(reference, loss_of, data)
 
     def work(comm):

@@ -49,7 +49,7 @@ CASES = [  # each convention on each number of ranks in each layout
 
 @pytest.mark.parity
 @pytest.mark.parametrize(("setting", "ranks", "layout"), CASES)
-def test_twenty_steps_equal_the_peers_on_the_unsharded_model(setting, ranks, layout):
+def test_steps_equal_the_peers_on_the_unsharded_model(setting, ranks, layout):
     make, options = SETTINGS[setting]
     ours = sharded_weights(lambda model: make(model.parameters(), **options), ranks, **LAYOUTS[layout])
     assert_same_updates(ours, unsharded_weights(lambda model: PEERS[make](model.parameters(), **options), ranks))

@@ -32,6 +32,7 @@ from support.optimizers import (
     whole,
     zoo,
 )
+from support.parity import steps_for
 
 MAKERS = {
     "8 bits": lambda model: AdamW8bit(model.parameters(), lr=1e-2),
@@ -126,10 +127,10 @@ def part_of(optimizer, param, key):
     return part or elementwise(param.shard_meta)
 
 
-def weights_by_parts(make, ranks, steps=20):
+def weights_by_parts(make, ranks):
     """The unsharded run on the joint batch, whose gradient is added up over what the ranks would each have of it."""
     model = zoo()
-    train_by_parts(model, make(model), batches(steps, ranks), ranks)
+    train_by_parts(model, make(model), batches(steps_for(ranks), ranks), ranks)
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
@@ -139,13 +140,13 @@ BACKWARD = [("8 bits", 2, EACH), ("8 bits", 3, ONE), ("8 bits", 3, EACH), ("8 bi
 
 @pytest.mark.parity
 @pytest.mark.parametrize(("name", "ranks", "layout"), BACKWARD)
-def test_twenty_steps_equal_the_unsharded_run_on_the_joint_batch(name, ranks, layout):
+def test_steps_equal_the_unsharded_run_on_the_joint_batch(name, ranks, layout):
     ours = sharded_weights(MAKERS[name], ranks, **LAYOUTS[layout])
     assert_same_updates(ours, weights_by_parts(MAKERS[name], ranks))
 
 
 @pytest.mark.parity
-def test_twenty_steps_equal_the_one_backward_of_the_joint_batch_in_float64(monkeypatch):
+def test_steps_equal_the_one_backward_of_the_joint_batch_in_float64(monkeypatch):
     # Its sums differ by 1e-16, which is gone in the float32 that optimizers compute in.
     monkeypatch.setattr(support.optimizers, "zoo", lambda seed=0: zoo(seed).double())
     data = batches

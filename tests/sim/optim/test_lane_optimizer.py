@@ -72,7 +72,7 @@ def test_steps_are_those_of_the_class(name):
     assert all(value.isfinite().all() for value in lanes.values())
 
 
-def run_of(make, ranks, *, steps=20, layout="one unit", groups=two_groups, **options):
+def run_of(make, ranks, *, steps=10, layout="one unit", groups=two_groups, **options):
     """Weights of a run with a schedule, clipping, two groups and parameters without a gradient in some steps."""
     models = [zoo() for _ in range(ranks)]
 
@@ -94,7 +94,7 @@ def run_of(make, ranks, *, steps=20, layout="one unit", groups=two_groups, **opt
     return run_ranks(ranks, work)[0]
 
 
-@pytest.mark.parametrize(("ranks", "layout", "steps"), [(2, "one unit", 20), (3, "a unit each", 8), (4, "one unit", 8)])
+@pytest.mark.parametrize(("ranks", "layout", "steps"), [(2, "one unit", 10), (3, "a unit each", 5), (4, "one unit", 5)])
 def test_schedules_clipping_groups_and_missing_gradients_are_those_of_the_class(ranks, layout, steps):
     make, options = CLASSES["AdamW"], {"layout": layout, "steps": steps}
     assert_equal(run_of(in_lanes(make), ranks, **options), run_of(make, ranks, **options))

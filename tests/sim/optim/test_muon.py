@@ -43,7 +43,7 @@ def references():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_twenty_steps_end_where_the_unsharded_run_does(ranks, layout, references):
+def test_steps_end_where_the_unsharded_run_does(ranks, layout, references):
     assert_same_updates(sharded_weights(sorted_groups, ranks, **LAYOUTS[layout]), references[ranks])
 
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from fullshard import register_forward_method, step_in_backward
 from support.behaviours.running import (
-    STEPS,
     compare,
     expect,
     finish_step,
@@ -139,7 +138,7 @@ class TwoTower(nn.Module):
 
 def b38_custom_forward_method(ranks):
     generator = torch.Generator().manual_seed(3)
-    data = [torch.randn(2 * ranks.size, 6, generator=generator) for _ in range(STEPS)]
+    data = [torch.randn(2 * ranks.size, 6, generator=generator) for _ in range(ranks.steps)]
 
     def loss_of(model, x):
         return model.score(x, -x).square().mean() + model(x).square().mean()

@@ -17,7 +17,6 @@ from fullshard import (
 )
 from support.behaviours.running import (
     HYBRID,
-    STEPS,
     assert_rows,
     compare,
     data_for,
@@ -77,9 +76,9 @@ class Stack(nn.Module):
         return x
 
 
-def floats(ranks, steps=STEPS, width=12):
+def floats(ranks, width=12):
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(4 * ranks.size, width, generator=generator) for _ in range(steps)]
+    return [torch.randn(4 * ranks.size, width, generator=generator) for _ in range(ranks.steps)]
 
 
 def square_loss(model, x):

@@ -7,6 +7,7 @@ import torch
 from fullshard.comm import SoloComm
 from fullshard.policy import ShardingStrategy
 from fullshard.testing import RecordingComm
+from support.parity import steps_for
 
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
 
@@ -72,6 +73,11 @@ class Ranks:
     def as_processes(cls, comm, spare):
         """A rank among processes: each is a replica of its own."""
         return cls(comm, comm, SoloComm(comm.device), spare)
+
+    @property
+    def steps(self):
+        """How many steps a run of this world is compared for."""
+        return steps_for(self.size)
 
     @property
     def axes(self):

@@ -10,7 +10,6 @@ BLOCKS = TransformerBlocks({"Block"})
 LAYERS = 3
 BLOCK_NAMES = tuple(f"blocks.{i}" for i in range(LAYERS))
 UNITS = ("(root)", *BLOCK_NAMES)
-STEPS = 10
 HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
@@ -24,9 +23,9 @@ def expect(got, wanted, what="it"):
     assert got == wanted, f"{what}: {got} instead of {wanted}"
 
 
-def data_for(ranks, steps=STEPS, rows=2):
-    """Joint batches of tokens, ``rows`` for each rank."""
-    return batches(steps, rows * ranks.size, length=7)
+def data_for(ranks, steps=None, rows=2):
+    """Joint batches of tokens, ``rows`` for each rank; a run's steps by default."""
+    return batches(steps or ranks.steps, rows * ranks.size, length=7)
 
 
 def is_sharded(model):

@@ -11,12 +11,11 @@ from fullshard.errors import MismatchError
 from fullshard.layout import UnitLayout
 from fullshard.testing import run_ranks
 from support.behaviours.ranks import Ranks
-from support.behaviours.running import STEPS, assert_weights, expect, lm, lm_step, runtime, shard, weights_of
+from support.behaviours.running import assert_weights, expect, lm, lm_step, runtime, shard, weights_of
 from support.models import batches, lm_loss
 from support.parity import optimizer_for
 
 ROWS = 12  # of a joint batch: for worlds of 1, 2, 3 and 4 ranks
-HALF = STEPS // 2
 SOON_S = 20.0  # a collective that hangs would wait for its group's timeout
 
 
@@ -133,12 +132,13 @@ def check_states(world, saved):
 
 
 def b39_full_and_sharded_state_round_trip_across_world_sizes(ranks):
-    data = batches(STEPS, ROWS, length=7)
+    data = batches(ranks.steps, ROWS, length=7)
+    half = len(data) // 2
     reference, model = ranks.alike(lm), shard(ranks, ranks.alike(lm))
     plain, optimizer = optimizer_for(reference), optimizer_for(model)
     for tokens in data:
         lm_step(reference, plain, tokens, 0)
-    for tokens in data[:HALF]:
+    for tokens in data[:half]:
         lm_step(model, optimizer, ranks.rows(tokens), 0)
     mine = shards_of(model), optimizer_rows(model, optimizer)
     whole = full_state(ranks.comm, model)
@@ -150,7 +150,7 @@ def b39_full_and_sharded_state_round_trip_across_world_sizes(ranks):
         model = check_states(world, saved)
         optimizer = optimizer_for(model)
         load_optimizer(model, optimizer, saved.moments)
-        for tokens in data[HALF:]:
+        for tokens in data[half:]:
             lm_step(model, optimizer, world.rows(tokens), 0)
         assert_weights(weights_of(model), reference)
 

@@ -53,7 +53,7 @@ def b01_one_unit_parity_with_uneven_shapes(ranks):
     assert any(rank["scale"] == 0 for rank in held), "the scalar has one holder"
 
 
-def b02_nested_units_over_10_steps(ranks):
+def b02_nested_units_over_several_steps(ranks):
     nested = Named(*BLOCK_NAMES, *(f"{block}.up" for block in BLOCK_NAMES), "blocks.1.side")
     for strategy in (ShardingStrategy.FULL_SHARD, HYBRID):
         model = compare(ranks, lm, lm_step, wrap=nested, strategy=strategy)

@@ -17,7 +17,7 @@ units = st.lists(shape_tuples, min_size=1, max_size=9).map(tuple)
 world_sizes = st.one_of(st.integers(1, 16), st.sampled_from([32, 64, 100, 128, 512, 1024]), st.integers(1, 1024))
 block_rows = st.sampled_from([1, 1, 1, 2, 3, 32, 128])
 
-bounded = settings(max_examples=300, deadline=None, derandomize=True)
+bounded = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def fresh_plan(shapes: tuple[tuple[int, ...], ...], world_size: int, rows: int = 1) -> UnitLayout:
@@ -108,7 +108,7 @@ def test_one_rank_pads_nothing_beyond_alignment(shapes, rows):
     assert layout.numel == sum(-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
 
 
-@settings(bounded, max_examples=400)
+@settings(bounded, max_examples=150)
 @given(
     start=st.integers(0, 12),
     numel=st.integers(1, 700),
