@@ -4,7 +4,7 @@
 
 Two gloo ranks, a T5 of t5-small's shapes with random weights, fp32, AdamW. Each scenario is a process of its own that
 forks its ranks. Without --only and --small the result goes to benchmarks/results/latest.json; with them, only where
---out says. Exits with 1 if anything that was to be measured is missing.
+--out says. Exits with 1 if any requested measurement is missing.
 """
 
 import argparse
@@ -27,12 +27,12 @@ HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
 SCENARIOS = ("step", "memory", "lora", "fake512")
 TIMEOUT_S = {"step": 420, "memory": 420, "memory_mmap": 300, "lora": 300, "fake512": 240}
-"""Of a scenario that hangs; a quiet machine needs a third."""
+"""Limit for one scenario; an idle machine needs a third of it."""
 MMAP_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "262144"}
 
 
 def main() -> int:
-    """Run what was asked for; write and print it."""
+    """Run the requested scenarios, write the result and print the report."""
     args = _arguments()
     started = time.time()
     load = os.getloadavg()
@@ -62,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help=f"where to write the result (default: {LATEST.relative_to(HERE)})")
     parser.add_argument("--only", type=_scenarios, default=SCENARIOS, help=f"some of {','.join(SCENARIOS)}")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds (default: 8)")
-    parser.add_argument("--small", action="store_true", help="a tiny model: figures mean nothing")
+    parser.add_argument("--small", action="store_true", help="use a tiny model, for development only")
     return parser.parse_args()
 
 
@@ -75,7 +75,7 @@ def _scenarios(text: str) -> tuple[str, ...]:
 
 
 def _run(name: str, script: str, args: argparse.Namespace, started: float) -> tuple[dict[str, Any], float]:
-    """One scenario in a process group of its own, and how many seconds it took."""
+    """Return a scenario's result and its seconds; it runs in a process group of its own."""
     options = {
         "rounds": args.rounds,
         "small": args.small,
@@ -85,7 +85,7 @@ def _run(name: str, script: str, args: argparse.Namespace, started: float) -> tu
     }
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | {
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # every contender on CPU, wherever this runs
+        "CUDA_VISIBLE_DEVICES": "",  # every contender on CPU, also where there are GPUs
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -112,7 +112,7 @@ def _run(name: str, script: str, args: argparse.Namespace, started: float) -> tu
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a scenario, its ranks included."""
+    """Kill the remaining processes of a scenario, including its ranks."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Loading and saving beside torch's and Transformers' ways, in one run on this machine's CPU and disk.
+"""Loading and saving compared with torch and Transformers, in one run on this machine's CPU and disk.
 
     python benchmarks/checkpoints.py [--out PATH] [--rounds N] [--small]
 
@@ -59,7 +59,7 @@ DEFINITIONS = {
 
 
 class Watch:
-    """Seconds and growth of resident memory of a stretch of code."""
+    """Seconds and growth of resident memory of a block of code."""
 
     def __enter__(self) -> "Watch":
         gc.collect()
@@ -76,18 +76,18 @@ class Watch:
         self.seconds = time.perf_counter() - self.began
 
     def figures(self, name: str) -> dict[str, float]:
-        """As JSON holds them."""
+        """Return the figures as JSON values."""
         return {f"{name}_s": self.seconds, f"{name}_extra_peak_bytes": self.peak_bytes}
 
 
 def meta_model(folder: Path) -> T5ForConditionalGeneration:
-    """The model without memory."""
+    """Return the model on the meta device."""
     with torch.device("meta"):
         return T5ForConditionalGeneration(T5Config.from_pretrained(folder / "model"))
 
 
 def write_model(folder: Path, small: bool) -> None:
-    """A model directory to load from."""
+    """Write a model directory to load from."""
     fixed: dict[str, Any] = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "tie_word_embeddings": True}
     with torch.device("meta"):
         model = T5ForConditionalGeneration(T5Config(**(SMALL if small else SHAPES), **fixed))
@@ -101,7 +101,7 @@ def write_model(folder: Path, small: bool) -> None:
 
 
 def torch_sharded(model: torch.nn.Module) -> torch.nn.Module:
-    """FSDP2 as its documentation shows it: blocks, then the root."""
+    """Apply FSDP2 as its documentation shows: blocks first, then the root."""
     for module in model.modules():
         if isinstance(module, T5Block):
             torch_fully_shard(module)
@@ -109,23 +109,23 @@ def torch_sharded(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def held_bytes(model: torch.nn.Module) -> int:
-    """This rank's shards."""
+    """Return this rank's shards."""
     parts = [getattr(p, "_local_tensor", p) for p in model.parameters()]
     return sum(part.nbytes for part in parts)
 
 
 def load_fullshard(folder: Path) -> torch.nn.Module:
-    """Each rank its own element ranges."""
+    """Load with each rank reading its own element ranges."""
     return fullshard.fully_shard(meta_model(folder), weights=fullshard.Pretrained(folder / "model"))
 
 
 def load_everywhere(folder: Path) -> torch.nn.Module:
-    """``from_pretrained`` on every rank, then FSDP2."""
+    """Call ``from_pretrained`` on every rank, then shard with FSDP2."""
     return torch_sharded(T5ForConditionalGeneration.from_pretrained(folder / "model", dtype=torch.float32))
 
 
 def load_broadcast(folder: Path) -> torch.nn.Module:
-    """``from_pretrained`` on rank 0, broadcast tensor by tensor into FSDP2's shards."""
+    """Call ``from_pretrained`` on rank 0 and broadcast tensor by tensor into FSDP2's shards."""
     state = {}
     if dist.get_rank() == 0:
         state = T5ForConditionalGeneration.from_pretrained(folder / "model", dtype=torch.float32).state_dict()
@@ -141,7 +141,7 @@ LOADERS = {"fullshard": load_fullshard, "from_pretrained": load_everywhere, "bro
 
 
 def load(comm: Comm, name: str, folder: Path) -> dict[str, float]:
-    """Pretrained weights into shards."""
+    """Measure loading pretrained weights into shards."""
     quiet()
     with Watch() as watch:
         model = LOADERS[name](folder)
@@ -149,7 +149,7 @@ def load(comm: Comm, name: str, folder: Path) -> dict[str, float]:
 
 
 def ready(name: str, folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A sharded model with an optimizer that has stepped."""
+    """Return a sharded model and its optimizer after a step."""
     model = load_fullshard(folder) if name == "fullshard" else load_everywhere(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step(model, optimizer)
@@ -157,7 +157,7 @@ def ready(name: str, folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimiz
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """One training step; its seconds."""
+    """Run one training step and return its seconds."""
     dist.barrier()
     began = time.perf_counter()
     words = torch.randint(2, 900, (BATCH, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -168,7 +168,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def full(comm: Comm, name: str, folder: Path) -> dict[str, float]:
-    """The whole model in Hugging Face's layout."""
+    """Measure saving the full model in Hugging Face's layout."""
     quiet()
     target = folder / "full"
     model = load_fullshard(folder) if name == "fullshard" else load_everywhere(folder)
@@ -180,14 +180,14 @@ def full(comm: Comm, name: str, folder: Path) -> dict[str, float]:
             state = get_model_state_dict(model, options=options)
             if comm.rank == 0:
                 target.mkdir()
-                write_whole(state, target / "model.safetensors", every_name=name.endswith("all_names"))
+                write_full(state, target / "model.safetensors", every_name=name.endswith("all_names"))
     written = (target / "model.safetensors").stat().st_size
     dist.barrier()
     return watch.figures("full") | {"written_bytes": written}
 
 
-def write_whole(state: dict[str, torch.Tensor], path: Path, *, every_name: bool) -> None:
-    """torch's state dict has a tied tensor under all its names, each a tensor of its own."""
+def write_full(state: dict[str, torch.Tensor], path: Path, *, every_name: bool) -> None:
+    """Write a state dict of torch's, which has a tied tensor under each name: under one name, or ``every_name``."""
     names = (
         list(state) if every_name else [n for n in state if not n.endswith(("embed_tokens.weight", "lm_head.weight"))]
     )
@@ -197,7 +197,7 @@ def write_whole(state: dict[str, torch.Tensor], path: Path, *, every_name: bool)
 
 
 def sharded(comm: Comm, name: str, folder: Path) -> dict[str, float]:
-    """The training state in files of all ranks: at once, in the background."""
+    """Measure saving the training state from all ranks, synchronously and in the background."""
     quiet()
     model, optimizer = ready(name, folder)
     saver = _Ours(model, optimizer, folder) if name == "fullshard" else _Torchs(model, optimizer, folder)
@@ -206,7 +206,7 @@ def sharded(comm: Comm, name: str, folder: Path) -> dict[str, float]:
         saver.save(1)
     figures |= watch.figures("sharded")
     figures["alone_step_s"] = min(step(model, optimizer) for _ in range(3))
-    for number in (2, 3):  # the first takes the buffers, the second is like all that follow
+    for number in (2, 3):  # the first allocates the buffers, the second is like all later ones
         with Watch() as watch:
             began = time.perf_counter()
             saver.start(number)
@@ -223,7 +223,7 @@ def sharded(comm: Comm, name: str, folder: Path) -> dict[str, float]:
 
 
 def reload(comm: Comm, name: str, folder: Path) -> dict[str, float]:
-    """What :func:`sharded` wrote, back into a fresh training state."""
+    """Measure loading what :func:`sharded` wrote into a new training state."""
     quiet()
     model, optimizer = ready(name, folder)
     saver = _Ours(model, optimizer, folder) if name == "fullshard" else _Torchs(model, optimizer, folder)
@@ -234,7 +234,7 @@ def reload(comm: Comm, name: str, folder: Path) -> dict[str, float]:
 
 
 class _Ours:
-    """Our checkpoints."""
+    """fullshard's checkpoints."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         self.state = model, optimizer
@@ -301,7 +301,7 @@ TASKS: dict[str, tuple[Callable[..., dict[str, float]], tuple[str, ...]]] = {
 
 
 def main() -> int:
-    """Measure, write, print."""
+    """Measure, write the result and print the tables."""
     args = _arguments()
     quiet()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -311,7 +311,7 @@ def main() -> int:
     for number in range(args.rounds):
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
             folder = Path(scratch)
-            # In a process of its own: what it frees would count as resident before each task.
+            # In a separate process: memory that it frees would count as resident before each task.
             writer = multiprocessing.get_context("fork").Process(target=write_model, args=(folder, args.small))
             writer.start()
             writer.join()
@@ -347,12 +347,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help=f"where to write the result (default: {LATEST.name})")
     parser.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument("--scratch", type=Path, help="directory for the files, on the disk to be measured")
-    parser.add_argument("--small", action="store_true", help="a tiny model: figures mean nothing")
+    parser.add_argument("--small", action="store_true", help="use a tiny model, for development only")
     return parser.parse_args()
 
 
 def medians(raw: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Median of every figure over the rounds; ``raw`` in the result has each."""
+    """Return the median of every figure over the rounds; the result keeps each round under ``raw``."""
     return {
         task: {
             name: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
@@ -379,7 +379,7 @@ ROWS = (
 
 
 def table(medians: dict[str, dict[str, dict[str, float]]], raw: dict[str, dict[str, list[dict[str, float]]]]) -> str:
-    """The medians as Markdown; ratios are medians of the rounds' own."""
+    """Return the medians as a Markdown table; ratios are medians of each round's ratio."""
     lines = ["| | fullshard | torch or Transformers | ratio |", "|---|---|---|---|"]
     for title, task, key, scale, unit in ROWS:
         ours = medians[task].get("fullshard")

@@ -1,4 +1,4 @@
-"""The models, the batches and the engines that are compared."""
+"""The models, batches and engines under comparison."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's batch, and the size of the model that computes it."""
+    """The sizes of one rank's batch and of the model."""
 
     batch: int
     source: int
@@ -29,14 +29,14 @@ class Task:
     small: bool
 
     def model(self) -> nn.Module:
-        """A T5 with random weights, the same on every rank: t5-small's shapes, or a tiny one to develop with."""
+        """Return a T5 with random weights, the same on every rank: t5-small's shapes, or tiny ones if ``small``."""
         shapes = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128}
         if self.small:
             shapes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 1000}
         torch.manual_seed(0)
         fixed: dict[str, Any] = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "tie_word_embeddings": True}
         config = T5Config(**shapes, **fixed)
-        with torch.device("meta"):  # plain random numbers take a fifth of the time of T5's own initialisation
+        with torch.device("meta"):  # plain random numbers take a fifth of the time of T5's own initialization
             model = T5ForConditionalGeneration(config)
         model.to_empty(device="cpu")
         model.tie_weights()
@@ -46,7 +46,7 @@ class Task:
         return model
 
     def inputs(self, rank: int) -> dict[str, torch.Tensor]:
-        """Token numbers, ``(batch, source)`` and ``(batch, target)``, different on every rank."""
+        """Return token ids, ``(batch, source)`` and ``(batch, target)``, different on every rank."""
         generator = torch.Generator().manual_seed(100 + rank)
         sizes = {"input_ids": (self.batch, self.source), "labels": (self.batch, self.target)}
         words = 1000 if self.small else 32000
@@ -104,10 +104,10 @@ ENGINES: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 
 
 class Contender:
-    """One engine around its own copy of the model, with its own optimizer."""
+    """One engine, with its own copy of the model and its own optimizer."""
 
     def __init__(self, name: str, model: nn.Module, inputs: dict[str, torch.Tensor], mesh: Any) -> None:
-        """Wrap ``model`` with engine ``name``; ``mesh`` is what fullshard is given as its mesh."""
+        """Wrap ``model`` with engine ``name``; ``mesh`` is passed to fullshard only."""
         self.name = name
         self.model = ENGINES[name](model, mesh)
         self.inputs = inputs
@@ -115,17 +115,17 @@ class Contender:
         self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
 
     def forward(self) -> torch.Tensor:
-        """The loss; what else forward returns is dropped."""
+        """Return the loss only, so that other outputs are freed."""
         return self.model(**self.inputs).loss
 
     def forward_backward(self) -> float:
-        """Gradients of one batch, and its loss."""
+        """Compute the gradients of one batch and return its loss."""
         loss = self.forward()
         loss.backward()
         return loss.item()
 
     def step(self) -> float:
-        """One whole training step; this rank's loss."""
+        """Run one training step and return this rank's loss."""
         loss = self.forward_backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Forward and backward as rank 0 of 512 in one process: torch's fake process group, whose collectives send nothing.
 
-What is left is what an engine costs a rank beside the network: hooks, copies, casts, and one local copy per gather.
+What remains is an engine's cost apart from the network: hooks, copies, casts, and one local copy per gather.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ WORLD_SIZE = 512
 
 
 def run(options: dict[str, Any]) -> dict[str, Any]:
-    """Forward and backward times of every contender."""
-    # A fake gather repeats this rank's shard, so weights, and what is computed of them, mean nothing.
+    """Return the forward and backward times of every contender."""
+    # A fake gather repeats this rank's shard, so the weights and the losses are meaningless.
     torch.set_flush_denormal(True)
     task = Task(batch=4, source=128, target=48, small=options["small"])
     tell = teller("fake512", options["started"], speaks=True)
@@ -50,7 +50,7 @@ def _clear(contender: Contender) -> None:
 
 
 def _nothing() -> None:
-    """There is no other rank to wait for."""
+    """Do nothing: there is no other rank to wait for."""
 
 
 if __name__ == "__main__":

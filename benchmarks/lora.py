@@ -1,4 +1,4 @@
-"""LoRA: most weights frozen. Step times in turn in one pair of processes, then peak tensor memory each alone."""
+"""LoRA, with most weights frozen: interleaved step times, then peak tensor memory in separate processes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +17,12 @@ NAMES = ("ddp", "fsdp2", "fullshard_replicated", "fullshard_sharded")
 
 
 def run(options: dict[str, Any]) -> dict[str, Any]:
-    """Step time and peak tensor bytes of every contender."""
+    """Return the step time and peak tensor bytes of every contender."""
     task = Task(batch=1, source=64, target=24, small=options["small"])
     tell = teller("lora", options["started"], speaks=True)
 
     def model() -> nn.Module:
-        """The task's T5 with LoRA of rank 8 on queries and values; the same on every rank."""
+        """Return the task's T5 with LoRA of rank 8 on queries and values, the same on every rank."""
         base = task.model()
         config = LoraConfig(r=8, lora_alpha=32, lora_dropout=0.0, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
         return get_peft_model(base, config)

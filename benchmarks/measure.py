@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WARM_ROUNDS = 1
-"""Untimed rounds before the timed ones, beside the step that each contender is tried with when it is built."""
+"""Untimed rounds before the timed ones, in addition to the step that each contender runs when it is built."""
 SETTLE_S = 0.005
-"""Time for gloo's threads to let go of a finished collective's buffers."""
+"""Time for gloo's threads to release a finished collective's buffers."""
 
 
 def interleaved(
@@ -43,7 +43,7 @@ def interleaved(
     for number in range(WARM_ROUNDS + rounds):
         if number <= WARM_ROUNDS:
             gc.collect()
-            gc.freeze()  # what lives on from here is not looked through again before each step
+            gc.freeze()  # objects that live from here on are not scanned again before each step
         progress(f"round {number + 1} of {WARM_ROUNDS + rounds}")
         turn = number % len(contenders)
         for contender in contenders[turn:] + contenders[:turn]:
@@ -63,23 +63,23 @@ def interleaved(
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:
-    """Median, minimum and all of some times."""
+    """Return the median, the minimum and all values."""
     rounded = [round(s, 5) for s in seconds]
     return {"median_s": round(statistics.median(seconds), 5), "min_s": min(rounded), "all_s": rounded}
 
 
 def slowest(per_rank: Iterable[list[float]]) -> list[float]:
-    """For each round, the time of the rank that took longest."""
+    """Return the slowest rank's time of each round."""
     return [max(times) for times in zip(*per_rank, strict=True)]
 
 
 def reset_resident_peak() -> None:
-    """Let VmHWM start again from what is resident now."""
+    """Reset VmHWM to the currently resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident_peak_bytes() -> int:
-    """VmHWM of this process: the most that was resident since the last reset."""
+    """Return VmHWM of this process: the peak resident memory since the last reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -87,7 +87,7 @@ def resident_peak_bytes() -> int:
 
 
 def loopback_sent_bytes() -> int:
-    """Bytes that this machine has sent on its loopback device, headers included."""
+    """Return the bytes sent on the loopback device, headers included."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -98,11 +98,11 @@ def loopback_sent_bytes() -> int:
 class TensorMeter:
     """Counts every tensor byte that the training thread allocates and frees, from before the model is built.
 
-    fullshard.comm.MemoryMeter can start in the middle of a run, but then it counts neither what only C++ holds (DDP's
-    buckets) nor the release of what was there before (FSDP1's gradient shards). The profiler slows steps down.
+    fullshard.comm.MemoryMeter can start in the middle of a run, but then it misses memory held only by C++ (DDP's
+    buckets) and releases of earlier allocations (FSDP1's gradient shards). The profiler slows steps down.
 
-    A release is counted only in the training thread. gloo's threads hold a collective's buffers until just after it
-    is done, so waiting takes a moment longer here: that the training thread is the last to let go.
+    Only releases in the training thread are counted. gloo's threads hold a collective's buffers until just after it
+    is done, so waits last slightly longer here to make the training thread the last holder.
 
     Attributes:
         stretches: For each name given to :meth:`stretch`, the bytes live at its ``start`` and ``end`` and their
@@ -110,12 +110,12 @@ class TensorMeter:
     """
 
     def __init__(self) -> None:
-        """Prepare; counting starts with the context."""
+        """Start without stretches; counting starts when the context is entered."""
         self.stretches: dict[str, dict[str, int]] = {}
         self._names: list[str] = []
 
     def stretch(self, name: str) -> record_function:
-        """A context whose memory is reported as ``name``."""
+        """Return a context whose memory is reported as ``name``."""
         self._names.append(name)
         return record_function(name)
 
@@ -129,7 +129,7 @@ class TensorMeter:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop, and sum up the stretches."""
+        """Stop counting and compute the stretches."""
         self._settling.__exit__(*error)
         with _silenced():
             self._profile.__exit__(*error)
@@ -164,7 +164,7 @@ def _settling_waits() -> Iterator[None]:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Without what the profiler's library prints on stderr when it starts and stops."""
+    """Suppress what the profiler's library prints on stderr when it starts and stops."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -176,7 +176,7 @@ def _silenced() -> Iterator[None]:
         os.close(nowhere)
 
 
-# What each copying operator writes: its first argument, its out= argument, or what it returns.
+# The tensor that each copying operator writes: its first argument, its out= argument, or its result.
 _COPIES_INTO_FIRST = {"aten.copy_.default", "aten._foreach_copy_.default"}
 _COPIES_INTO_OUT = {
     "aten.cat.out",
@@ -214,7 +214,7 @@ class OperatorCounter(TorchDispatchMode):
         self.collectives: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the operator and note it."""
+        """Call the operator and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = str(func)
@@ -226,7 +226,7 @@ class OperatorCounter(TorchDispatchMode):
         elif name in _COPIES_INTO_RESULT:
             written = result
         elif name == "fsdp.all_gather_copy_in.default":
-            written = result[0]  # this rank's slice; result[1] is the whole buffer, not written yet
+            written = result[0]  # this rank's slice; result[1] is the full buffer, not written yet
         elif name.startswith("c10d."):
             self.collectives[name] += 1
         if written is not None:

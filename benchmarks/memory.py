@@ -1,4 +1,4 @@
-"""Memory, bytes on the wire, copies and collectives of one step: every engine alone in fresh pairs of processes."""
+"""Memory, bytes on the wire, copies and collectives of one step, each engine in a new pair of processes."""
 
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0
 
 
 def run(options: dict[str, Any]) -> dict[str, Any]:
-    """Every contender's figures; with ``resident_only`` its peak resident memory alone."""
+    """Return every contender's figures; with ``resident_only`` only its peak resident memory."""
     task = Task(batch=4, source=128, target=48, small=options["small"])
     tell = teller("resident" if options["resident_only"] else "memory", options["started"], speaks=True)
     parts = (_resident_and_wire,) if options["resident_only"] else (_resident_and_wire, _tensors_and_operators)
@@ -29,7 +29,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
             figures: dict[str, Any] = {}
             for part in parts:
                 ranks = on_two_ranks(part, name, task, timeout_s=TIMEOUT_S)
-                # Of peaks the larger rank's; the rest is the same on both.
+                # Peaks are the larger rank's; the other figures are the same on both.
                 figures |= {k: max(r[k] for r in ranks) if k.startswith("peak") else v for k, v in ranks[0].items()}
             contenders[name] = figures
         except RankFailed as error:
@@ -38,19 +38,19 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resident_and_wire(comm: Comm, name: str, task: Task) -> dict[str, Any]:
-    """Nothing but steps, so that nothing but the engine allocates."""
+    """Measure resident memory over steps alone, so that only the engine allocates."""
     contender = Contender(name, task.model(), task.inputs(comm.rank), comm)
     contender.step()
     dist.barrier()
     reset_resident_peak()
     sent = [loopback_sent_bytes()]
     for _ in range(2):
-        dist.barrier()  # nobody sends before everybody has read
+        dist.barrier()  # no rank sends before every rank has read the counter
         contender.step()
         dist.barrier()
         sent.append(loopback_sent_bytes())
     each_step = [(after - before) // comm.size for before, after in pairwise(sent)]
-    # Traffic of others on the loopback device can only add: the step with least is nearest to the contender's own.
+    # Other traffic on the loopback device only adds: the smallest step is closest to the contender's own.
     return {
         "peak_resident_bytes": resident_peak_bytes(),
         "wire_bytes": min(each_step),
@@ -89,7 +89,7 @@ def _tensors_and_operators(comm: Comm, name: str, task: Task) -> dict[str, Any]:
 
 
 def measured_step(contender: Contender, meter: TensorMeter) -> None:
-    """Two warm steps, and one that ``meter`` reports as ``step`` and by its phases."""
+    """Run two warm-up steps and one that ``meter`` reports as ``step`` and by phase."""
     for _ in range(2):
         contender.step()
     dist.barrier()

@@ -1,9 +1,9 @@
-"""The demo with each optimizer: what is learnt in the same steps, and what its state takes.
+"""The demo trained with each optimizer: loss and accuracy after the same steps, and the memory of its state.
 
     python benchmarks/optimizer_loss.py [--out PATH] [--steps N] [--ranks N] [--only NAME,…] [--rate NAME=RATE …]
 
-examples/banking77_tiny.yaml with `training.optimizer` changed and nothing else but, where --rate says so, the learning
-rate: the same weights, rows and schedule. One evaluation after the last step. The result goes to
+Runs examples/banking77_tiny.yaml with another `training.optimizer` and, with --rate, another learning rate; weights,
+rows and schedule are the same. One evaluation after the last step. The result goes to
 benchmarks/results/optimizer_loss.json. Exits with 1 if a run failed.
 """
 
@@ -42,23 +42,23 @@ DEFINITIONS = {
 
 
 class Steps:
-    """A sink that keeps the steps."""
+    """A sink that records the steps."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without steps."""
         self.reports: list[StepReport] = []
 
     def step(self, report: StepReport) -> None:
-        """Keep it."""
+        """Record a step."""
         self.reports.append(report)
 
     def __getattr__(self, _: str) -> Any:
-        """All else that a run says is passed over."""
+        """Ignore all other events of a run."""
         return lambda *_args, **_named: None
 
 
 def config_of(name: str, options: argparse.Namespace, directory: Path) -> RunConfig:
-    """The demo's settings with one optimizer."""
+    """Return the demo's settings with one optimizer."""
     rates = dict(one.split("=") for one in options.rate)
     changes = [
         f"training.optimizer={name}",
@@ -76,7 +76,7 @@ def config_of(name: str, options: argparse.Namespace, directory: Path) -> RunCon
 
 
 def work(comm: Comm, config: RunConfig) -> dict[str, Any]:
-    """A rank's: train, and say how it went."""
+    """Train on one rank and return the figures."""
     steps = Steps()
     sinks: list[Any] = [steps] if comm.rank == 0 else []
     summary = train(config, comm, sinks, prepared=prepare(config))
@@ -97,7 +97,7 @@ def work(comm: Comm, config: RunConfig) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Every optimizer's outcome, and whether all ended well."""
+    """Return every optimizer's figures, and whether all runs succeeded."""
     outcomes: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         for name in options.only.split(","):
@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             print(
                 f"{name:11} last loss {found['last_loss']:.4f}, held-out {found['held_out_loss']:.4f}, exact match "
                 f"{found['exact_match']:.2%}, state of rank 0 {found['state_bytes'][0]:,} bytes "
-                f"({found['foretold_bytes']:,} foretold), {found['step_seconds']:.3f} s a step",
+                f"({found['foretold_bytes']:,} predicted), {found['step_seconds']:.3f} s a step",
                 flush=True,
             )
     well = [one for one in outcomes.values() if "failed" not in one]
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def main() -> int:
-    """Run it."""
+    """Run the optimizers and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=LATEST)
     parser.add_argument("--steps", type=int, default=300)

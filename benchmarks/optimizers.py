@@ -1,20 +1,20 @@
-"""Optimizers under sharding, beside torch's FSDP1, FSDP2 and DDP: are the results right, and what does a step cost?
+"""Optimizers under sharding, compared with torch's FSDP1, FSDP2 and DDP: errors of the result and cost of a step.
 
     python benchmarks/optimizers.py [--out PATH] [--small]
 
 *Errors.* A model with parameters of every layout (tests/support/optimizers.py) is trained for 20 steps in fp32 on 2, 3
-and 4 gloo ranks, a batch of its own a rank, and unsharded on the joint batch with the same optimizer. The relative
-update error is the largest difference of a parameter to the unsharded run's over that run's largest update of it; the
-worst parameter counts. *By parts* the unsharded run adds up the gradients of the ranks' parts of the batch, so that
-gradients are the same to the last bit: where states are rounded, that bit moves them to the next number. fullshard
-shards it as one unit (most matrices whole on a rank) and with a unit a layer (all of them split); the larger error
-counts.
+and 4 gloo ranks with a separate batch per rank, and unsharded on the joint batch with the same optimizer. The relative
+update error of a parameter is its largest difference from the unsharded run, divided by that run's largest update of
+it; the worst parameter is reported. *By parts*, the unsharded run sums the gradients of the ranks' parts of the batch,
+so that gradients are equal to the last bit: with rounded states, one bit can move a state to the next number. fullshard
+shards the model as one unit (most matrices on a single rank) and with one unit per layer (all matrices split); the
+larger error is reported.
 
-*Costs.* A T5 of 9 million parameters on 2 ranks: seconds of ``optimizer.step()`` alone, the contenders in turn in one
-pair of processes, from a barrier to a barrier; bytes that the machine sent on its loopback device during a step, over
-the number of ranks, the smallest of all rounds, the barriers' own taken off. Of fullshard the ledger's bytes beside it.
+*Costs.* A T5 of 9 million parameters on 2 ranks. Time is that of ``optimizer.step()``, from barrier to barrier; the
+contenders take turns in one pair of processes. Bytes are those sent on the loopback device during a step, divided by
+the number of ranks, the smallest of all rounds, minus the barriers' own. For fullshard the ledger's bytes are added.
 
-A contender that raises is listed with what it raised. Without --small and --out: benchmarks/results/optimizers.json.
+A contender that raises is listed with its error. Without --small and --out: benchmarks/results/optimizers.json.
 """
 
 import argparse
@@ -56,25 +56,25 @@ PEERS = ("ddp", "fsdp1", "fsdp2")
 
 
 class Both:
-    """Two optimizers as one: torch's Muon takes matrices only."""
+    """Several optimizers as one, because torch's Muon takes matrices only."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        """Step ``parts`` in turn."""
+        """Combine ``parts``."""
         self.parts = parts
 
     def step(self) -> None:
-        """Step them all."""
+        """Step all of them."""
         for part in self.parts:
             part.step()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Clear all gradients."""
         for part in self.parts:
             part.zero_grad()
 
 
 def torch_muon(model: nn.Module) -> Both:
-    """torch's Muon for what has two dimensions, AdamW for the rest."""
+    """Return torch's Muon for matrices and AdamW for the other parameters."""
     params = list(model.parameters())
     matrices = [param for param in params if param.ndim == 2]
     rest = [param for param in params if param.ndim != 2]
@@ -137,7 +137,7 @@ CASES = {
 
 
 def plain_zoo() -> nn.Module:
-    """The model without its 0-d parameter, which FSDP2 refuses."""
+    """Return the model without its 0-d parameter, which FSDP2 rejects."""
     model = zoo.zoo()
     del model.scale
     model.register_buffer("scale", torch.tensor(1.0))
@@ -145,7 +145,7 @@ def plain_zoo() -> nn.Module:
 
 
 def wrapped(engine: str, model: nn.Module, comm: Comm, layout: str) -> nn.Module:
-    """The model under an engine."""
+    """Return the model sharded by an engine."""
     if engine == "fullshard":
         return fullshard.fully_shard(model, comm, **zoo.LAYOUTS[layout])
     if engine == "ddp":
@@ -164,7 +164,7 @@ def wrapped(engine: str, model: nn.Module, comm: Comm, layout: str) -> nn.Module
 
 
 def whole(engine: str, model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters, whole, by name."""
+    """Return the full parameters by name."""
     if engine == "fullshard":
         return zoo.whole(model)
     if engine == "fsdp1":
@@ -179,7 +179,7 @@ def whole(engine: str, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained(comm: Comm, engine: str, case: str, layout: str, steps: int) -> dict[str, dict[str, float]] | None:
-    """Errors of each parameter after ``steps``, for each kind of reference; None on other ranks than 0."""
+    """Return each parameter's error after ``steps``, for each kind of reference; None except on rank 0."""
     model = wrapped(engine, plain_zoo(), comm, layout)
     make = CASES[case].ours if engine == "fullshard" else CASES[case].peer
     data = zoo.batches(steps, comm.size)
@@ -196,7 +196,7 @@ def trained(comm: Comm, engine: str, case: str, layout: str, steps: int) -> dict
 
 
 def errors(size: int, steps: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    """For each optimizer and contender: the worst parameter's error, or what was raised."""
+    """Return the worst parameter's error, or the exception, for each optimizer and contender."""
     table: dict[str, Any] = {}
     for case in CASES:
         for engine in (*CASES[case].engines, "fullshard"):
@@ -216,7 +216,7 @@ def errors(size: int, steps: int, tell: Callable[[str], None]) -> dict[str, Any]
 
 @dataclass
 class Timed:
-    """A contender with gradients, ready to step again and again."""
+    """A contender that holds gradients, so that it can step repeatedly."""
 
     optimizer: Any
     model: nn.Module
@@ -224,7 +224,7 @@ class Timed:
 
 
 def ready(engine: str, case: str, comm: Comm, small: bool) -> Timed:
-    """Train one step, so that states exist, and leave gradients behind."""
+    """Train one step to create the states, and keep the gradients."""
     task = Task(batch=1, source=16, target=8, small=small)
     model = t5(small)
     ledger = RecordingComm(comm) if engine == "fullshard" else None
@@ -238,7 +238,7 @@ def ready(engine: str, case: str, comm: Comm, small: bool) -> Timed:
 
 
 def t5(small: bool) -> nn.Module:
-    """A T5 with random weights, the same on every rank."""
+    """Return a T5 with random weights, the same on every rank."""
     if small:
         return Task(1, 16, 8, small=True).model()
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def t5(small: bool) -> nn.Module:
 
 
 def timed(comm: Comm, case: str, rounds: int, small: bool) -> dict[str, Any]:
-    """Seconds and bytes of each contender's step, in turn."""
+    """Return the seconds and bytes of each contender's step; contenders take turns."""
     contenders, failed = {}, {}
     for engine in ("floor", *CASES[case].engines, "fullshard"):
         problem = ""
@@ -274,7 +274,7 @@ def timed(comm: Comm, case: str, rounds: int, small: bool) -> dict[str, Any]:
 
 
 def measure_step(one: Timed, comm: Comm) -> dict[str, float]:
-    """One step, from a barrier to a barrier, and the bytes sent in it beyond those of a barrier."""
+    """Run a step from barrier to barrier; return its seconds and the bytes sent, minus those of a barrier."""
     if one.ledger is not None:
         one.ledger.entries.clear()
     comm.barrier()
@@ -292,7 +292,7 @@ def measure_step(one: Timed, comm: Comm) -> dict[str, float]:
 
 
 def costs(rounds: int, small: bool, tell: Callable[[str], None]) -> dict[str, Any]:
-    """For each optimizer and contender: seconds and bytes of a step on 2 ranks."""
+    """Return the seconds and bytes of a step on 2 ranks for each optimizer and contender."""
     table: dict[str, Any] = {}
     for case in CASES:
         tell(f"seconds of {case}")
@@ -310,7 +310,7 @@ def costs(rounds: int, small: bool, tell: Callable[[str], None]) -> dict[str, An
 
 
 def error_table(errors: dict[str, Any]) -> str:
-    """Rows of optimizers, columns of contenders, as Markdown; each figure is the worst over world sizes."""
+    """Return a Markdown table of optimizers by contenders; each figure is the worst over world sizes."""
     engines = (*PEERS, "fullshard")
 
     def worst(case: str, engine: str, kind: str) -> str:
@@ -329,7 +329,7 @@ def error_table(errors: dict[str, Any]) -> str:
 
 
 def cost_table(costs: dict[str, Any]) -> str:
-    """Median milliseconds of a step and bytes sent a rank, as Markdown."""
+    """Return a Markdown table of median milliseconds per step and bytes sent per rank."""
     engines = ("floor", *PEERS, "fullshard")
 
     def cost(one: dict[str, Any] | None) -> str:
@@ -345,10 +345,10 @@ def cost_table(costs: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print and store."""
+    """Measure, write the result and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--small", action="store_true", help="two ranks, few steps and rounds: to develop with")
+    parser.add_argument("--small", action="store_true", help="two ranks, few steps and rounds, for development only")
     options = parser.parse_args()
     quiet()
     started = time.time()

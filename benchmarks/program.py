@@ -1,12 +1,12 @@
-"""The program beside Hugging Face's Trainer and the T5 FSDP tutorial's program, in one run on this machine's CPU.
+"""fullshard's program, Hugging Face's Trainer and a loop on torch's fully_shard, in one run on this machine's CPU.
 
     python benchmarks/program.py SCITLDR_DIRECTORY [--out PATH] [--steps N] [--small]
 
 SciTLDR's abstracts and summaries (train.jsonl and dev.jsonl of SciTLDR-A), a T5 of t5-small's shapes with the same
 random weights and token ids for all, two gloo ranks, fp32, 8 rows a rank and step, AdamW at one constant learning rate,
-no clipping (the Trainer multiplies T5's loss by the number of ranks, so that its clipping is another one).
-Each contender runs in a thread of its own on each rank and is let go for one step in turn, so that all see the same
-noise. Without --small and --out the result goes to benchmarks/results/program.json. Exits with 1 if one failed.
+no clipping (the Trainer multiplies T5's loss by the number of ranks, so clipping would differ). Each contender runs in
+its own thread on each rank; the threads take turns, one step each, so that all see the same noise. Without --small and
+--out the result goes to benchmarks/results/program.json. Exits with 1 if one failed.
 """
 
 import argparse
@@ -52,10 +52,10 @@ TIMEOUT_S = 3000.0
 SHAPES = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128}
 SMALL = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 8000}
 VOCABULARY = 6000
-"""Pieces of the tokenizer: abstracts are about as long as under T5's own, 235 tokens. The model keeps T5's 32,128."""
+"""Size of the tokenizer: abstracts have about as many tokens as with T5's own, 235. The model keeps T5's 32,128."""
 ROWS = 8
 SOURCE, TARGET = 512, 150
-"""The tutorial's lengths: all contenders cut to them, the tutorial's program pads to them."""
+"""Longest source and target: every contender truncates to them, the fully_shard loop also pads to them."""
 RATE = 5e-4
 HELD_OUT = 32
 EVALUATIONS = 4
@@ -76,7 +76,7 @@ DEFINITIONS = {
 
 
 class Contender(threading.Thread):
-    """A training loop in a thread, which runs only while it is let go."""
+    """A training loop in a thread that runs one turn at a time."""
 
     def __init__(self, name: str, work: Callable[["Contender"], None]) -> None:
         super().__init__(name=name, daemon=True)
@@ -88,7 +88,7 @@ class Contender(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """The thread's: wait to be let go, work, say so."""
+        """Wait for the first turn, then run the loop to its end."""
         torch.set_num_threads(1)
         self._go.acquire()
         try:
@@ -98,12 +98,12 @@ class Contender(threading.Thread):
         self._paused.release()
 
     def pause(self) -> None:
-        """Called by the loop after each step: wait for the next turn."""
+        """End this turn and wait for the next; the loop calls it after each step."""
         self._paused.release()
         self._go.acquire()
 
     def turn(self) -> float:
-        """Let it go until it pauses or ends; seconds."""
+        """Run the loop until it pauses or ends; return the seconds."""
         began = time.perf_counter()
         self._go.release()
         self._paused.acquire()
@@ -112,14 +112,14 @@ class Contender(threading.Thread):
         return time.perf_counter() - began
 
     def count(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, pad: int) -> None:
-        """Tokens and positions of a batch; padding labels are -100 or the padding id."""
+        """Record the tokens and positions of a batch; labels of padding are -100 or the padding id."""
         real = int(mask.sum()) + int(((labels != -100) & (labels != pad)).sum())
         self.tokens.append(real)
         self.positions.append(ids.numel() + labels.numel())
 
 
 def ours(config: RunConfig, comm: Comm, prepared: Prepared, mine: Contender) -> None:
-    """fullshard's own program, through its front door."""
+    """Train with fullshard's program."""
 
     class Turns:
         """A sink that waits for the next turn after each step."""
@@ -137,7 +137,7 @@ def ours(config: RunConfig, comm: Comm, prepared: Prepared, mine: Contender) -> 
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *args, **kwargs: None
 
-    # What is counted is what the model is called with.
+    # Counts the tensors that the model is called with.
     def watch(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if model.training:
             ids, shifted = kwargs["input_ids"], kwargs["decoder_input_ids"]
@@ -149,7 +149,7 @@ def ours(config: RunConfig, comm: Comm, prepared: Prepared, mine: Contender) -> 
     original = T5ForConditionalGeneration.__init__
 
     def hooked(model: Any, *args: Any, **kwargs: Any) -> None:
-        T5ForConditionalGeneration.__init__ = original  # the first model is ours, others follow
+        T5ForConditionalGeneration.__init__ = original  # only the first model built is ours
         original(model, *args, **kwargs)
         model.register_forward_pre_hook(watch, with_kwargs=True)
 
@@ -158,7 +158,7 @@ def ours(config: RunConfig, comm: Comm, prepared: Prepared, mine: Contender) -> 
 
 
 def trainer(options: dict[str, Any], prepared: Prepared, mine: Contender) -> None:
-    """Hugging Face's Trainer as run_summarization.py sets it up."""
+    """Train with Hugging Face's Trainer as run_summarization.py sets it up."""
     directory = Path(options["directory"])
     model = T5ForConditionalGeneration.from_pretrained(directory)
     rows = _rows(prepared.train_set)
@@ -190,7 +190,7 @@ def trainer(options: dict[str, Any], prepared: Prepared, mine: Contender) -> Non
 
 
 def tutorial(options: dict[str, Any], prepared: Prepared, mine: Contender) -> None:
-    """The tutorial's loop, its model under torch's fully_shard; padding left out of the loss, as it should be."""
+    """Train in a plain loop on torch's fully_shard, every row padded to the longest length."""
     model = T5ForConditionalGeneration.from_pretrained(options["directory"])
     model.train()
     for module in model.modules():
@@ -241,7 +241,7 @@ def _watch(model: nn.Module, mine: Contender, pad: int) -> None:
 
 @torch.no_grad()
 def _held_out_loss(model: Any, prepared: Prepared) -> float:
-    """The mean over target tokens of the held-out rows; every rank computes all of it."""
+    """Return the mean loss per target token of the held-out rows; every rank computes all of them."""
     was_training = model.training
     model.eval()
     total, tokens = 0.0, 0
@@ -255,8 +255,8 @@ def _held_out_loss(model: Any, prepared: Prepared) -> float:
 
 
 def work(comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
-    """One rank: every contender one step in turn."""
-    # All threads allocate from one arena: what a contender frees the next one uses, as if it were alone.
+    """Run the contenders on one rank, one step each in turn, and return their figures."""
+    # All threads allocate from one arena, so memory freed by one contender is reused by the next.
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     steps = options["steps"]
     config = RunConfig.model_validate(options["config"])
@@ -292,14 +292,14 @@ def work(comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _let_all_go(contenders: list[Contender]) -> None:
-    """A turn that is not timed: an evaluation, or the end."""
+    """Give every contender a turn that is not timed: an evaluation, or the end."""
     for one in contenders:
         dist.barrier()
         one.turn()
 
 
 def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Both ranks together."""
+    """Return the figures of both ranks combined."""
     table = {}
     for name in ranks[0]:
         both = [rank[name] for rank in ranks]
@@ -317,7 +317,7 @@ def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def settings(data: Path, directory: Path, steps: int) -> dict[str, Any]:
-    """The run file of fullshard's own run."""
+    """Return the settings of fullshard's run."""
     return {
         "output_dir": str(directory / "ours"),
         "resume": "never",
@@ -347,14 +347,14 @@ def settings(data: Path, directory: Path, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Make the model, run the ranks, write and print."""
+    """Write the model, run the ranks, write and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path, help="directory of SciTLDR-A: train.jsonl and dev.jsonl")
     parser.add_argument("--out", type=Path, help=f"where to write the result (default: {LATEST.name})")
     parser.add_argument(
-        "--steps", type=int, default=12, help=f"of each contender, {WARM_STEPS} not timed (default: 12)"
+        "--steps", type=int, default=12, help=f"steps of each contender, {WARM_STEPS} of them untimed (default: 12)"
     )
-    parser.add_argument("--small", action="store_true", help="a tiny model: figures mean nothing")
+    parser.add_argument("--small", action="store_true", help="use a tiny model, for development only")
     args = parser.parse_args()
     quiet()
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -384,7 +384,7 @@ def main() -> int:
 
 
 def _make_model(data: Path, directory: Path, shapes: dict[str, int]) -> None:
-    """A tokenizer of the training texts and a model with random weights, as a Hugging Face directory."""
+    """Write a tokenizer of the training texts and a model with random weights as a Hugging Face directory."""
     texts = []
     for line in (data / "train.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""A few gloo ranks as forked processes: a scenario pays its imports once, each pair of ranks starts clean."""
+"""gloo ranks as forked processes: a scenario imports its modules once, and each pair of ranks starts clean."""
 
 import json
 import multiprocessing
@@ -27,7 +27,7 @@ class RankFailed(Exception):
 
 
 def on_two_ranks(work: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-    """See :func:`on_ranks`."""
+    """Call :func:`on_ranks` with two ranks."""
     return on_ranks(SIZE, work, *args, timeout_s=timeout_s)
 
 
@@ -67,7 +67,7 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float) 
 
 
 def _collect(pipes: list[Any], timeout_s: float) -> list[tuple[bool, Any]]:
-    """One answer a rank. After a rank failed the others, which may wait for it, get little time."""
+    """Return one answer per rank. After a rank fails the others, which may be waiting for it, get little time."""
     deadline = time.monotonic() + timeout_s
     answers: dict[int, tuple[bool, Any]] = {}
     while len(answers) < len(pipes):
@@ -103,19 +103,19 @@ def _rank(rank: int, size: int, port: int, sender: Any, work: Callable[..., Any]
 
 
 def quiet() -> None:
-    """One thread a process, and none of the peers' warnings."""
+    """Use one thread, and silence warnings of the compared libraries."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
 
 
 def reason(error: BaseException) -> str:
-    """An exception as one line."""
+    """Return an exception as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
 def teller(scenario: str, started: float, *, speaks: bool) -> Callable[[str], None]:
-    """What prints a scenario's progress on stderr with the time since the benchmark started, if this rank speaks."""
+    """Return a function that prints progress and elapsed time on stderr, if ``speaks``."""
 
     def tell(text: str) -> None:
         if speaks:
@@ -125,7 +125,7 @@ def teller(scenario: str, started: float, *, speaks: bool) -> Callable[[str], No
 
 
 def scenario_main(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """What each scenario's script does: options as JSON in the first argument, the result as JSON into the second."""
+    """Run a scenario: options are JSON in the first argument, the result goes as JSON to the file in the second."""
     quiet()
     result = run(json.loads(sys.argv[1]))
     Path(sys.argv[2]).write_text(json.dumps(result))

@@ -1,4 +1,4 @@
-"""From raw figures to ratios, definitions and a table."""
+"""Ratios, definitions and a table from raw figures."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ RATIOS = {
 }
 
 DEFINITIONS = {
-    "ratio of step times": "Ratio of medians; ratios_of_minima has the ratio of minima beside it.",
-    "step time": "From a barrier to a barrier, so until every rank is done; of each round the slower rank's. One step "
-    "of every contender a round, each round beginning with another contender, in one pair of processes; the garbage "
+    "ratio of step times": "Ratio of medians; ratios_of_minima has the ratio of minima.",
+    "step time": "From barrier to barrier, so until every rank is done; the slower rank's of each round. In a round "
+    "every contender runs one step in one pair of processes, and each round starts with another contender; the garbage "
     "collector runs between steps only.",
     "floor": "The unsharded model on both ranks at once, without communication.",
-    "peak tensor memory": "Most tensor bytes live at once in one rank during one whole step (forward, backward, "
+    "peak tensor memory": "Peak of live tensor bytes on one rank during one step (forward, backward, "
     "AdamW) after two warm ones, alone in a fresh pair of processes, by the CPU allocator's own events since before "
     "the model was built; the larger rank's. gloo's hidden buffers are included.",
     "activations": "Peak of tensor bytes during the unsharded forward, less those live before it (parameters, "
@@ -36,7 +36,7 @@ DEFINITIONS = {
     "bytes on the wire": "What the machine sent on its loopback device during a step, headers and the barrier "
     "included, over the number of ranks; the smaller of two steps, because others on the machine can only add. "
     "fullshard's are its own ledger's: on one host its ranks read each other's memory and send next to nothing "
-    "(loopback_bytes), which is the transport's doing; the ledger counts what others take over, as a wire would.",
+    "(loopback_bytes), which is a property of the transport; the ledger counts the bytes that other ranks receive.",
     "copies": "Bytes written in one step by operators that only copy, cast, pad, concatenate or scale into a buffer, "
     "less those of the floor; called by the training thread, so without copies inside a collective.",
     "collectives": "Calls of torch's collectives in one step; of fullshard, whose gathers are messages on gloo, "
@@ -58,7 +58,7 @@ COLUMNS = {
 
 
 def figures(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Ratios, failures, definitions; writes derived figures into ``results``."""
+    """Return ratios, failures and definitions; write derived figures into ``results``."""
     failures = {
         f"{scenario}/{who}": why for scenario, result in results.items() for who, why in result["failures"].items()
     }
@@ -83,7 +83,7 @@ def figures(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _derive(results: dict[str, dict[str, Any]], failures: dict[str, str]) -> None:
-    """Engine memory and copies, which need the floor's figures."""
+    """Add engine memory and copies, which are relative to the floor's figures."""
     engines = results.get("memory", {}).get("contenders", {})
     floor = engines.get("floor")
     if floor is None and engines:
@@ -119,7 +119,7 @@ def _ratio(
 
 
 def text(result: dict[str, Any]) -> str:
-    """The ratios, the table and what failed, as markdown."""
+    """Return the ratios, the table and the failures as Markdown."""
     lines = ["| ratio | of medians | of minima |", "|---|---|---|"]
     for name, value in result["ratios"].items():
         lines.append(f"| {name} | {_shown(value)} | {_shown(result['ratios_of_minima'].get(name))} |")
@@ -129,7 +129,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def failed(result: dict[str, Any]) -> dict[str, str]:
-    """Failures other than that a scenario was not asked for."""
+    """Return the failures, except scenarios that were not requested."""
     return {what: why for what, why in result["failures"].items() if why != NOT_RUN}
 
 

@@ -1,4 +1,4 @@
-"""Time of one training step: every engine and the compute floor, in one pair of processes, in turn."""
+"""Time of one training step: every engine and the compute floor take turns in one pair of processes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ UNSYNCHRONISED = "floor"
 
 
 def run(options: dict[str, Any]) -> dict[str, Any]:
-    """Step times of every contender, and how far their losses are apart."""
+    """Return the step times of every contender and the largest difference of their losses."""
     task = Task(batch=4, source=128, target=48, small=options["small"])
     return race(NAMES, task.model, task, options, "step")
 
@@ -42,10 +42,10 @@ def race(
 
 
 def _apart(record: dict[str, dict[str, list[float]]]) -> float:
-    """The largest difference of two contenders' losses; the floor trains on its own rank's data alone.
+    """Return the largest difference of two contenders' losses, without the floor: it trains on one rank's data alone.
 
-    Of the first rounds only: later on AdamW has made differences of rounding (the order of sums) into different runs,
-    FSDP1's and FSDP2's as well.
+    Only the first rounds count: later AdamW turns differences in rounding (the order of sums) into different runs,
+    also of FSDP1 and FSDP2.
     """
     rounds = zip(*(r["losses"][:JUDGED_ROUNDS] for name, r in record.items() if name != UNSYNCHRONISED), strict=True)
     return max(max(losses) - min(losses) for losses in rounds)
@@ -82,7 +82,7 @@ def _work(
 
 
 def _nothing(contender: Contender) -> None:
-    """A step leaves nothing to tidy."""
+    """Do nothing: a step leaves nothing to clean up."""
 
 
 if __name__ == "__main__":
