@@ -64,9 +64,15 @@ def slower_than_the_ranks(comm):
 
 def memory(comm, directory):
     """Peaks of saving and of the state dict, of a model of 60 million parameters."""
-    torch.manual_seed(0)
     config = T5Config(vocab_size=32128, d_model=512, d_ff=2048, num_layers=6, num_heads=8, decoder_start_token_id=0)
-    model = fullshard.fully_shard(T5ForConditionalGeneration(config), comm)
+    with torch.device("meta"):  # random values would take most of the time
+        model = T5ForConditionalGeneration(config)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(number)
+    model = fullshard.fully_shard(model, comm)
     with ResidentGrowth() as saving:
         fullshard.save(model, directory / "large")
     with ResidentGrowth() as casting:

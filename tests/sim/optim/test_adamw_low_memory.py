@@ -25,6 +25,7 @@ from support.optimizers import (
     copies,
     of_rank,
     sharded_weights,
+    steps_for,
     train,
     train_by_parts,
     unsharded_weights,
@@ -32,7 +33,6 @@ from support.optimizers import (
     whole,
     zoo,
 )
-from support.parity import steps_for
 
 MAKERS = {
     "8 bits": lambda model: AdamW8bit(model.parameters(), lr=1e-2),

@@ -22,6 +22,7 @@ from support.optimizers import (
     loss_of,
     of_rank,
     sharded_weights,
+    steps_for,
     train,
     unsharded_weights,
     whole,
@@ -91,7 +92,7 @@ def test_replicas_of_a_hybrid_mesh_stay_equal_and_end_where_the_unsharded_run_do
     def work(comm):
         mesh = comm.split([(0, 2), (1, 3)]), comm.split([(0, 1), (2, 3)])
         model = fully_shard(models[comm.rank], mesh, wrap=None, strategy=ShardingStrategy.HYBRID_SHARD)
-        train(model, sorted_groups(model), [of_rank(batch, comm.rank) for batch in batches(20, 4)])
+        train(model, sorted_groups(model), [of_rank(batch, comm.rank) for batch in batches(steps_for(4), 4)])
         return whole(model)
 
     weights = run_ranks(4, work)
