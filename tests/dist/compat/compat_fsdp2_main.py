@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
 from fullshard.compat.torch_fsdp import fsdp2 as ours
-from support.models import Block, TinyLM, batches, lm_loss
 from support.rank_script import parse, print_result, run_checks
+from support.tiny_lm import Block, TinyLM, batches, lm_loss
 
 ROWS = 2
 BFLOAT16 = 1e-2  # gradients of a tied weight are added up in float32 here, in bfloat16 there

@@ -20,8 +20,8 @@ from fullshard.compat.torch_fsdp import load_sharded_optimizer_state_dict as loa
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as OurFSDP
 from fullshard.compat.torch_fsdp.wrap import ModuleWrapPolicy as OurPolicy
 from fullshard.errors import CheckpointError
-from support.models import Block, TinyLM, batches, lm_loss
 from support.rank_script import parse, print_result, run_checks
+from support.tiny_lm import Block, TinyLM, batches, lm_loss
 
 ON_DEVICE = {"offload_to_cpu": False}
 

@@ -20,7 +20,7 @@ from support.behaviours.running import (
     runtime,
     shard,
 )
-from support.models import lm_loss
+from support.tiny_lm import lm_loss
 
 AdamW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 

@@ -23,7 +23,7 @@ from support.behaviours.running import (
     runtime,
     shard,
 )
-from support.models import VOCAB, Block, TinyLM, lm_loss, two_forwards_loss
+from support.tiny_lm import VOCAB, Block, TinyLM, lm_loss, two_forwards_loss
 
 NESTED_NAMES = (*BLOCK_NAMES, *(f"{block}.up" for block in BLOCK_NAMES))
 MICRO = 3  # micro-batches of a step that accumulates

@@ -26,8 +26,8 @@ from support.behaviours.running import (
     shard,
     weights_of,
 )
-from support.models import Block, lm_loss
 from support.parity import optimizer_for
+from support.tiny_lm import Block, lm_loss
 
 BF16 = MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
 FP16 = MixedPrecision(param=torch.float16, reduce=torch.float32)

@@ -3,8 +3,8 @@
 import torch
 
 from fullshard import ShardingStrategy, TransformerBlocks, clip_grad_norm_, fully_shard, unsharded
-from support.models import TinyLM, batches, lm_loss
 from support.parity import assert_gradients, optimizer_for, sharded_gradients
+from support.tiny_lm import TinyLM, batches, lm_loss
 
 BLOCKS = TransformerBlocks({"Block"})
 LAYERS = 3

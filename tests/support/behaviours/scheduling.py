@@ -16,8 +16,8 @@ from support.behaviours.running import (
     shard,
     weights_of,
 )
-from support.models import VOCAB, Block, lm_loss
 from support.parity import optimizer_for
+from support.tiny_lm import VOCAB, Block, lm_loss
 
 
 def four_blocks(reentrant=None):

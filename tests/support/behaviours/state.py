@@ -12,8 +12,8 @@ from fullshard.layout import UnitLayout
 from fullshard.testing import run_ranks
 from support.behaviours.ranks import Ranks
 from support.behaviours.running import assert_weights, expect, lm, lm_step, runtime, shard, weights_of
-from support.models import batches, lm_loss
 from support.parity import optimizer_for
+from support.tiny_lm import batches, lm_loss
 
 ROWS = 12  # of a joint batch: for worlds of 1, 2, 3 and 4 ranks
 SOON_S = 20.0  # a collective that hangs would wait for its group's timeout

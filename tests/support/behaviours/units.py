@@ -24,7 +24,7 @@ from support.behaviours.running import (
     runtime,
     shard,
 )
-from support.models import VOCAB, lm_loss
+from support.tiny_lm import VOCAB, lm_loss
 
 
 class Uneven(nn.Module):
