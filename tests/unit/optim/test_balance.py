@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.optim.muon.balance import Plan, SplitMatrix, newton_schulz_flops, plan_rounds
+from fullshard.optim.muon.balance import RoundPlan, SplitMatrix, newton_schulz_flops, plan_rounds
 
 RANKS = 4
 
@@ -26,7 +26,7 @@ def split_matrices(draw, everywhere=False, most=12):
 loads = st.lists(st.integers(0, 60), min_size=RANKS, max_size=RANKS)
 
 
-def work_of(plan: Plan, fixed):
+def work_of(plan: RoundPlan, fixed):
     total = list(fixed)
     for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
         total[owner] += matrix.work

@@ -20,7 +20,7 @@ from fullshard.comm import Comm
 from fullshard.errors import ConfigError
 from fullshard.layout import ShardMeta, StatePart
 from fullshard.optim.adafactor.matrices import Matrices, matrices_of
-from fullshard.optim.pooled import Pooled
+from fullshard.optim.owner_reduce import PooledOwnerReduce
 from fullshard.optim.shards import by_comm, copied, is_split, meta_of, require_same_parameters
 
 
@@ -348,9 +348,9 @@ class _Round:
             if turn.stepped:
                 self.optimizer._write(turn, self.optimizer._update(turn), total[0])
 
-    def _pool(self, values: Sequence[torch.Tensor], what: str, *, at_once: bool = False) -> Pooled:
+    def _pool(self, values: Sequence[torch.Tensor], what: str, *, at_once: bool = False) -> PooledOwnerReduce:
         owned = [(turn.meta.owners, value) for turn, value in zip(self.turns, values, strict=True)]
-        return Pooled(self.comm, owned, self.dtype, what, at_once=at_once)
+        return PooledOwnerReduce(self.comm, owned, self.dtype, what, at_once=at_once)
 
 
 def _nothing(turn: Turn) -> torch.Tensor:

@@ -25,8 +25,8 @@ from fullshard.optim.lowbit.blockwise import (
     quantise,
 )
 from fullshard.optim.lowbit.narrow import NarrowAdamW, advance, descend, flat, widened
+from fullshard.optim.owner_reduce import OwnerReduce, OwnerValue
 from fullshard.optim.shards import by_comm, meta_of, refuse_turns, require_same_parameters
-from fullshard.optim.sharing import Shared, Sharing
 
 SMALLEST = 4096
 """Elements from which on a parameter's moments are 8-bit, counted unsharded; bitsandbytes' and torchao's number."""
@@ -148,18 +148,18 @@ class AdamW8bit(NarrowAdamW):
 
     def _update_all(self) -> None:
         groups = {param: group for _, param, group in self._to_update()}
-        shared, sharings = self._share_scales(groups)
+        shared, reduces = self._share_scales(groups)
         for param, group in groups.items():
             if param not in shared:
                 self._update(param, group, {})
-        for sharing in sharings:
-            sharing.wait()
+        for one in reduces:
+            one.wait()
         for param, scales in shared.items():
             self._update(param, groups[param], scales)
 
     def _share_scales(
         self, groups: Mapping[nn.Parameter, Mapping[str, Any]]
-    ) -> tuple[dict[nn.Parameter, dict[int, torch.Tensor]], list[Sharing]]:
+    ) -> tuple[dict[nn.Parameter, dict[int, torch.Tensor]], list[OwnerReduce]]:
         """Start to find the new scales of blocks that several ranks hold.
 
         Returns:
@@ -167,7 +167,7 @@ class AdamW8bit(NarrowAdamW):
             what is under way is done.
         """
         shared: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
-        sharings = []
+        reduces = []
         for comm, cuts in self._cuts_by_comm():
             values = []
             for param, cut in cuts:
@@ -178,9 +178,9 @@ class AdamW8bit(NarrowAdamW):
                     moments = self._moments(param, run, groups[param]["betas"])
                     value.copy_(torch.stack([moment.abs().amax() for moment in moments]))
                     shared.setdefault(param, {})[cut.index] = value
-                values.append(Shared(cut.owners, value))
-            sharings.append(Sharing(comm, values, "scales of 8-bit blocks", op="max", at_once=True))
-        return shared, sharings
+                values.append(OwnerValue(cut.owners, value))
+            reduces.append(OwnerReduce(comm, values, "scales of 8-bit blocks", op="max", at_once=True))
+        return shared, reduces
 
     def _cuts_by_comm(self) -> list[tuple[Comm, _Cuts]]:
         """The blocks whose scales this rank shares; planned when parameters or their shards are others than before.

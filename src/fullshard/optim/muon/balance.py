@@ -42,7 +42,7 @@ class SplitMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """Who orthogonalises what, and when.
 
     Attributes:
@@ -67,7 +67,7 @@ def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
-def plan_rounds(matrices: Sequence[SplitMatrix], fixed: Sequence[int], max_numel: int) -> Plan:
+def plan_rounds(matrices: Sequence[SplitMatrix], fixed: Sequence[int], max_numel: int) -> RoundPlan:
     """Choose owners, and cut what each of them gathers into rounds; pure, so that every rank has the same plan.
 
     Args:
@@ -94,7 +94,7 @@ def plan_rounds(matrices: Sequence[SplitMatrix], fixed: Sequence[int], max_numel
         gathered[owners[index]] = (number, filled + numel)
         rounds.extend([] for _ in range(number + 1 - len(rounds)))
         rounds[number].append(index)
-    return Plan(tuple(matrices), tuple(owners), tuple(tuple(indices) for indices in rounds))
+    return RoundPlan(tuple(matrices), tuple(owners), tuple(tuple(indices) for indices in rounds))
 
 
 def _owners(matrices: Sequence[SplitMatrix], order: Sequence[int], loads: list[int]) -> list[int]:

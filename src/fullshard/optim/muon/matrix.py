@@ -103,7 +103,7 @@ def dense_gradient(param: nn.Parameter) -> torch.Tensor:
     return param.grad.as_subclass(torch.Tensor)  # some wrappers' gradients compute over ranks
 
 
-def alike(matrices: Iterable[MuonMatrix], max_bytes: int) -> list[list[MuonMatrix]]:
+def batches_of_equal_settings(matrices: Iterable[MuonMatrix], max_bytes: int) -> list[list[MuonMatrix]]:
     """Matrices in batches of one shape and settings, each of ``max_bytes`` at most or of one matrix."""
     batches: dict[tuple[Any, ...], list[list[MuonMatrix]]] = {}
     for matrix in matrices:
@@ -115,7 +115,7 @@ def alike(matrices: Iterable[MuonMatrix], max_bytes: int) -> list[list[MuonMatri
     return [batch for of_kind in batches.values() for batch in of_kind]
 
 
-def orthogonalised(batch: Sequence[MuonMatrix], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def orthogonalized(batch: Sequence[MuonMatrix], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Newton-Schulz on matrices of one shape and settings, at once.
 
     Args:

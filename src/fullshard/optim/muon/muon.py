@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from fullshard.comm import Comm
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.layout import ShardMeta
-from fullshard.optim.muon.balance import Plan
+from fullshard.optim.muon.balance import RoundPlan
 from fullshard.optim.muon.matrix import NS_DTYPES, MuonMatrix, dense_gradient
 from fullshard.optim.muon.muon_groups import split_group
 from fullshard.optim.muon.rounds import MuonRounds, plan_of, step_whole
@@ -91,7 +91,7 @@ class Muon(Optimizer):
         }
         self._adamw_options = {**shared, "betas": tuple(adamw_betas), "eps": adamw_eps}
         self._checked = False
-        self._plans: dict[tuple[int, torch.dtype], tuple[tuple[ShardMeta, ...], Plan]] = {}
+        self._plans: dict[tuple[int, torch.dtype], tuple[tuple[ShardMeta, ...], RoundPlan]] = {}
         super().__init__(params, dict(shared))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ class Muon(Optimizer):
                     started.append(MuonRounds(comm, self._plan(comm, split, whole), split))
         return started
 
-    def _plan(self, comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]) -> Plan:
+    def _plan(self, comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]) -> RoundPlan:
         """The last step's plan while it is of the same matrices."""
         metas = tuple(matrix.meta for matrix in (*split, *whole))
         key = (id(comm), split[0].dtype)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from fullshard.comm import Comm, Work, settle
-from fullshard.optim.muon.balance import Plan, plan_rounds
-from fullshard.optim.muon.matrix import MuonMatrix, alike, orthogonalised
+from fullshard.comm import Comm
+from fullshard.optim.exchange import PieceExchange
+from fullshard.optim.muon.balance import RoundPlan, plan_rounds
+from fullshard.optim.muon.matrix import MuonMatrix, batches_of_equal_settings, orthogonalized
 
 ROUND_BYTES = 64 << 20
 """Matrices that a rank gathers, or orthogonalises at once; a larger one comes alone."""
 
 
-def plan_of(comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]) -> Plan:
+def plan_of(comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]) -> RoundPlan:
     """Who orthogonalises which of ``split``, in which rounds; the same on every rank, no communication.
 
     Args:
@@ -31,38 +31,10 @@ def plan_of(comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]
 
 def step_whole(matrices: Sequence[MuonMatrix]) -> None:
     """Step matrices that are whole on this rank and have a gradient."""
-    for batch in alike(matrices, ROUND_BYTES):
-        results = orthogonalised(batch, [matrix.update() for matrix in batch])
+    for batch in batches_of_equal_settings(matrices, ROUND_BYTES):
+        results = orthogonalized(batch, [matrix.update() for matrix in batch])
         for matrix, result in zip(batch, results, strict=True):
             matrix.apply(result)
-
-
-@dataclass
-class _Load:
-    """What one exchange brings, by rank and in the order of the round on both sides.
-
-    Attributes:
-        given: To each rank.
-        awaited: From each rank, elements by the number of the matrix.
-    """
-
-    given: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    awaited: dict[int, dict[int, int]] = field(default_factory=dict)
-
-
-@dataclass
-class _Transfer:
-    """One exchange under way.
-
-    Attributes:
-        work: The collective.
-        parts: What comes, by rank and number of the matrix.
-        sent: What other ranks are given, alive until they have it.
-    """
-
-    work: Work
-    parts: dict[tuple[int, int], torch.Tensor]
-    sent: list[torch.Tensor]
 
 
 class MuonRounds:
@@ -73,7 +45,7 @@ class MuonRounds:
     gathered matrices and two of orthogonal ones in memory.
     """
 
-    def __init__(self, comm: Comm, plan: Plan, matrices: Sequence[MuonMatrix]) -> None:
+    def __init__(self, comm: Comm, plan: RoundPlan, matrices: Sequence[MuonMatrix]) -> None:
         """Start gathering the first round.
 
         Args:
@@ -89,27 +61,27 @@ class MuonRounds:
         self._first = self._gather(0)
 
     def finish(self) -> None:
-        """Orthogonalise, send rows home and step the parameters."""
-        arriving: _Transfer | None = self._first
-        going_home: _Transfer | None = None
+        """Orthogonalise the matrices, return their rows to the ranks that hold them, and step the parameters."""
+        arriving: PieceExchange | None = self._first
+        returning: PieceExchange | None = None
         for number in range(len(self._plan.rounds)):
             assert arriving is not None
             following = self._gather(number + 1) if number + 1 < len(self._plan.rounds) else None
-            arriving.work.wait()
-            leaving = self._send_home(number, self._compute(number, arriving.parts))
-            settle(arriving.work)
-            if going_home is not None:
-                self._apply(going_home)
-            arriving, going_home = following, leaving
-        if going_home is not None:
-            self._apply(going_home)
+            arriving.wait()
+            leaving = self._return_rows(number, self._orthogonalise(number, arriving.received))
+            arriving.settle()
+            if returning is not None:
+                self._apply(returning)
+            arriving, returning = following, leaving
+        if returning is not None:
+            self._apply(returning)
 
-    def _mine(self, number: int) -> list[int]:
+    def _own_matrices(self, number: int) -> list[int]:
         """The matrices of a round that this rank orthogonalises."""
         return [index for index in self._plan.rounds[number] if self._plan.owners[index] == self._comm.rank]
 
-    def _others(self, number: int) -> list[tuple[int, int, int]]:
-        """Those that another rank does and of which this one holds a part: number, owner, elements here."""
+    def _lent_matrices(self, number: int) -> list[tuple[int, int, int]]:
+        """Matrices of a round that another rank orthogonalises and this one holds part of: number, owner, elements."""
         rank = self._comm.rank
         return [
             (index, self._plan.owners[index], self._splits[index].piece_of(rank))
@@ -117,64 +89,59 @@ class MuonRounds:
             if rank in self._splits[index].sharers and rank != self._plan.owners[index]
         ]
 
-    def _gather(self, number: int) -> _Transfer:
-        """Step the momentum of a round's matrices, and send what this rank has of them to their owners."""
-        load = _Load()
-        for index in self._mine(number):
+    def _gather(self, number: int) -> PieceExchange:
+        """Step the momentum of a round's matrices, and send this rank's pieces of the updates to their owners."""
+        sent: dict[int, list[torch.Tensor]] = {}
+        awaited: dict[int, dict[int, int]] = {}
+        for index in self._own_matrices(number):
             self._own[index] = self._matrices[index].update()
             for rank, numel in zip(self._splits[index].sharers, self._splits[index].pieces, strict=True):
                 if rank != self._comm.rank:
-                    load.awaited.setdefault(rank, {})[index] = numel
-        for index, owner, _ in self._others(number):
-            load.given.setdefault(owner, []).append(self._matrices[index].update())
-        return self._exchange(load, number, "updates")
+                    awaited.setdefault(rank, {})[index] = numel
+        for index, owner, _ in self._lent_matrices(number):
+            sent.setdefault(owner, []).append(self._matrices[index].update())
+        return self._exchange(sent, awaited, f"updates of round {number + 1}")
 
-    def _compute(self, number: int, arrived: dict[tuple[int, int], torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Orthogonalise this rank's matrices of a round; flattened, by number."""
-        mine = self._mine(number)
-        numbers = {id(self._matrices[index]): index for index in mine}
+    def _orthogonalise(self, number: int, arrived: dict[tuple[int, int], torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Orthogonalise this rank's matrices of a round; flattened, by number. Empties ``arrived``."""
+        own = self._own_matrices(number)
+        numbers = {id(self._matrices[index]): index for index in own}
         results: dict[int, torch.Tensor] = {}
-        for batch in alike([self._matrices[index] for index in mine], ROUND_BYTES):
+        for batch in batches_of_equal_settings([self._matrices[index] for index in own], ROUND_BYTES):
             indices = [numbers[id(matrix)] for matrix in batch]
+            # Popped, so that a round's memory is freed batch by batch.
             pieces = [
                 self._own.pop(index) if rank == self._comm.rank else arrived.pop((rank, index))
                 for index in indices
                 for rank in self._splits[index].sharers
             ]
-            results.update(zip(indices, orthogonalised(batch, pieces), strict=True))
+            results.update(zip(indices, orthogonalized(batch, pieces), strict=True))
         return results
 
-    def _send_home(self, number: int, results: dict[int, torch.Tensor]) -> _Transfer:
-        """Step this rank's rows of the matrices that it has orthogonalised, and send the others' rows to them."""
-        load = _Load()
-        for index in self._mine(number):
+    def _return_rows(self, number: int, results: dict[int, torch.Tensor]) -> PieceExchange:
+        """Step this rank's rows of the matrices that it orthogonalised, and send the other rows to their ranks."""
+        sent: dict[int, list[torch.Tensor]] = {}
+        awaited: dict[int, dict[int, int]] = {}
+        for index in self._own_matrices(number):
             split = self._splits[index]
             for rank, rows in zip(split.sharers, results[index].split(split.pieces), strict=True):
                 if rank == self._comm.rank:
                     self._matrices[index].apply(rows)
                 else:
-                    load.given.setdefault(rank, []).append(rows)
-        for index, owner, numel in self._others(number):
-            load.awaited.setdefault(owner, {})[index] = numel
-        return self._exchange(load, number, "orthogonal rows")
+                    sent.setdefault(rank, []).append(rows)
+        for index, owner, numel in self._lent_matrices(number):
+            awaited.setdefault(owner, {})[index] = numel
+        return self._exchange(sent, awaited, f"orthogonal rows of round {number + 1}")
 
-    def _apply(self, arriving: _Transfer) -> None:
+    def _apply(self, returning: PieceExchange) -> None:
         """Step the rows of matrices that other ranks have orthogonalised."""
-        arriving.work.wait()
-        for (_, index), rows in arriving.parts.items():
+        returning.wait()
+        for (_, index), rows in returning.received.items():
             self._matrices[index].apply(rows)
-        settle(arriving.work)
+        returning.settle()
 
-    def _exchange(self, load: _Load, number: int, what: str) -> _Transfer:
-        none = torch.empty(0, dtype=self._matrices[0].dtype, device=self._comm.device)
-        parts: dict[tuple[int, int], torch.Tensor] = {}
-        received, sent = [], []
-        for rank in range(self._comm.size):
-            sizes = load.awaited.get(rank, {})
-            received.append(none.new_empty(sum(sizes.values())))
-            for index, part in zip(sizes, received[-1].split(list(sizes.values())) if sizes else (), strict=True):
-                parts[rank, index] = part
-            given = load.given.get(rank, [none])
-            sent.append(torch.cat(given) if len(given) > 1 else given[0])
-        self._comm.announce(f"Muon: {what} of round {number + 1} of {len(self._plan.rounds)}")
-        return _Transfer(self._comm.exchange(received, sent), parts, sent)
+    def _exchange(
+        self, sent: dict[int, list[torch.Tensor]], awaited: dict[int, dict[int, int]], what: str
+    ) -> PieceExchange:
+        what = f"Muon: {what} of {len(self._plan.rounds)}"
+        return PieceExchange(self._comm, sent, awaited, self._matrices[0].dtype, what)

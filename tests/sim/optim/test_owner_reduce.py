@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fullshard.optim.sharing import Shared, Sharing
+from fullshard.optim.owner_reduce import OwnerReduce, OwnerValue
 from fullshard.testing import RecordingComm, run_ranks
 
 OWNERS = [range(0, 2), range(1, 4), range(0, 4), range(2, 4)]
@@ -14,11 +14,11 @@ def share(comm, **options):
     """This rank's values of all that it owns: ``rank + 1`` times 1, 2, …; the ledger's entry and the results."""
     ledger = RecordingComm(comm)
     mine = {
-        index: Shared(owners, (comm.rank + 1) * torch.arange(1.0, SIZES[index] + 1))
+        index: OwnerValue(owners, (comm.rank + 1) * torch.arange(1.0, SIZES[index] + 1))
         for index, owners in enumerate(OWNERS)
         if comm.rank in owners
     }
-    Sharing(ledger, list(mine.values()), "numbers", **options).wait()
+    OwnerReduce(ledger, list(mine.values()), "numbers", **options).wait()
     return {index: shared.value.tolist() for index, shared in mine.items()}, ledger
 
 
@@ -38,10 +38,10 @@ def test_bytes_are_those_of_a_ring_among_the_owners():
 
     def work(comm):
         ledger = RecordingComm(comm)
-        owned = [Shared(range(1, 4), torch.ones(value["numel"]))] if comm.rank > 0 else []
-        Sharing(ledger, owned, "numbers").wait()
+        owned = [OwnerValue(range(1, 4), torch.ones(value["numel"]))] if comm.rank > 0 else []
+        OwnerReduce(ledger, owned, "numbers").wait()
         at_once = RecordingComm(comm)
-        Sharing(at_once, owned, "numbers", at_once=True).wait()
+        OwnerReduce(at_once, owned, "numbers", at_once=True).wait()
         return ledger.sent_bytes, at_once.sent_bytes
 
     others, ring, all_pairs = (0, 0), 2 * 2 * 12 * 4 // 3, 2 * 12 * 4
@@ -50,7 +50,7 @@ def test_bytes_are_those_of_a_ring_among_the_owners():
 
 def test_a_world_without_values_still_meets():
     def work(comm):
-        Sharing(comm, [], "nothing").wait()
+        OwnerReduce(comm, [], "nothing").wait()
         return comm.rank
 
     assert run_ranks(3, work) == [0, 1, 2]
