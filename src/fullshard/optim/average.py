@@ -1,4 +1,4 @@
-"""The exponential moving average of a sharded model's weights, shard by shard."""
+"""Exponential moving averages of a sharded model's weights, shard by shard."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from fullshard.optim.guard.guard import refuse_equal_names
-from fullshard.optim.lane.runs import Run, find_runs, local, parts
+from fullshard.optim.lane.runs import ParamRun, find_runs, local, parts
 
 
 class ExponentialMovingAverage:
-    """``average = decay * average + (1 - decay) * weights`` after every step, each rank of its own rows.
+    """``average = decay * average + (1 - decay) * weights`` after every step; each rank averages its own rows.
 
-    The averages of ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` on the
-    unsharded model: the first update takes the weights as they are. They are kept in float32 (float64 of float64
-    shards), 4 bytes for each of this rank's elements, where the shards are::
+    Equal to ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` on the unsharded
+    model: the first update copies the weights. Averages are float32 (float64 for float64 shards), 4 bytes for each
+    element of this rank, on the device of the shards::
 
         average = ExponentialMovingAverage(model, 0.999)
         for batch in batches:
@@ -29,27 +29,27 @@ class ExponentialMovingAverage:
         with average.applied():
             evaluate(model)
 
-    It is of the parameters that are sharded and trainable when it is made; others, and buffers, are the model's own.
-    No method communicates; what is said of each holds on every rank.
+    It covers the parameters that are sharded and trainable when it is made; other parameters and buffers are not
+    averaged. No method communicates; every rank calls each of them.
 
     Attributes:
-        averages: By the parameter's first name, of this rank's rows, in the shard's shape.
-        updates: How often ``update()`` was called.
+        averages: The average of this rank's rows by the parameter's first name, in the shard's shape.
+        updates: Number of calls of ``update()``.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Begin with the weights as they are; every rank, after ``fully_shard``.
+        """Start from the current weights; every rank, after ``fully_shard``.
 
         Args:
             model: The sharded model.
-            decay: Weight of the past, from 0 (the weights themselves) to below 1.
+            decay: Weight of the old average, from 0 (no averaging) to below 1.
 
         Raises:
-            ConfigError: ``decay`` is out of range, or the model has no sharded trainable parameters, or several sharded
-                models are in it whose parameters have the same names.
+            ConfigError: ``decay`` is out of range, the model has no sharded trainable parameters, or it contains
+                several sharded models whose parameters have the same names.
         """
         if not 0 <= decay < 1:
-            raise ConfigError(f"decay is at least 0 and below 1; got {decay}.")
+            raise ConfigError(f"decay must be at least 0 and below 1; got {decay}.")
         self.decay = decay
         self.updates = 0
         self._model = model
@@ -57,7 +57,7 @@ class ExponentialMovingAverage:
         if not self._params:
             raise ConfigError(
                 "ExponentialMovingAverage found no sharded trainable parameters: call fully_shard(model) first, and "
-                "make it outside of unsharded(model)."
+                "construct it outside of unsharded(model)."
             )
         refuse_equal_names(self._params)
         self._applied = False
@@ -66,13 +66,13 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are now; after ``optimizer.step()``, or after a backward that steps.
+        """Include the current weights; after ``optimizer.step()``, or after a backward that steps.
 
         Raises:
             ShardingError: Called inside ``applied()``.
         """
         if self._applied:
-            raise ShardingError("update() inside applied() would average the averages: call it after the block.")
+            raise ShardingError("update() inside applied() would average the averages. Call it after the block.")
         if [local(param).data_ptr() for param in self._params] != self._addresses:
             self._follow()
         for run, average in self._runs:
@@ -85,18 +85,19 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """The model with the averaged weights, to evaluate or save it; the weights are back after the block.
+        """Give the model the averaged weights, to evaluate or save it; the weights are restored after the block.
 
-        Needs memory for another copy of this rank's shards. What the block changes of the weights is lost.
+        Needs memory for another copy of this rank's shards. Changes made to the weights inside the block are lost.
 
         Raises:
-            ShardingError: It is applied already, or the model shows its full parameters (``unsharded(model)``).
+            ShardingError: The averages are applied already, or the model has its full parameters
+                (``unsharded(model)``).
         """
-        shown = {id(param) for param in self._model.parameters()}
-        if self._applied or not all(id(param) in shown for param in self._params):
+        registered = {id(param) for param in self._model.parameters()}
+        if self._applied or not all(id(param) in registered for param in self._params):
             raise ShardingError(
-                "applied() puts the averages into the shards; enter it once, and outside of unsharded(model): gather "
-                "inside of it."
+                "applied() writes the averages into the shards. Enter it once, outside of unsharded(model); call "
+                "unsharded(model) inside of it."
             )
         kept = [local(param).clone() for param in self._params]
         self._applied = True
@@ -112,15 +113,15 @@ class ExponentialMovingAverage:
             self._applied = False
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"updates": count, "averages": {name: tensor}}`` of this rank's rows; the tensors are those in use."""
+        """Return ``{"updates": count, "averages": {name: tensor}}`` of this rank's rows; the tensors are not copied."""
         return {"updates": self.updates, "averages": dict(self.averages)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict()`` gave on the same rank of a world of the same size.
+        """Load what ``state_dict()`` returned on the same rank of a world of the same size.
 
         Raises:
-            CheckpointError: It is of other parameters, or of other rows of them; nothing has changed then.
+            CheckpointError: The state is of other parameters or other rows; nothing has changed then.
         """
         given: Mapping[str, torch.Tensor] = state["averages"]
         shapes = {name: tuple(average.shape) for name, average in self.averages.items()}
@@ -128,19 +129,19 @@ class ExponentialMovingAverage:
         if shapes != found:
             name = sorted(name for name in shapes | found if shapes.get(name) != found.get(name))[0]
             raise CheckpointError(
-                f"The averages are not of this rank's rows: {name} has shape {shapes.get(name, 'no place')} here and "
-                f"{found.get(name, 'none')} there. Load what state_dict() gave on this rank, with the same model and "
-                "as many ranks."
+                f"The state is not of this rank's rows: {name} has shape {shapes.get(name, 'none')} here and "
+                f"{found.get(name, 'none')} in the state. Load what state_dict() returned on this rank, with the same "
+                "model and number of ranks."
             )
         for name, average in self.averages.items():
             average.copy_(given[name])
         self.updates = state["updates"]
 
     def _follow(self) -> None:
-        """Have the averages lie as the weights do now, of which neighbours are taken as one tensor."""
+        """Allocate the averages in the memory order of the weights: neighboring shards are updated as one tensor."""
         old, self.averages = self.averages, {}
         self._addresses = [local(param).data_ptr() for param in self._params]
-        self._runs: list[tuple[Run, torch.Tensor]] = []
+        self._runs: list[tuple[ParamRun, torch.Tensor]] = []
         of_param: dict[nn.Parameter, torch.Tensor] = {}
         for run in find_runs(self._params):
             weights = run.flat()

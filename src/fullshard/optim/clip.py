@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of all shards, equal to the unsharded norm."""
+"""Gradient clipping by the norm over all shards, equal to the unsharded norm."""
 
 from __future__ import annotations
 
@@ -24,30 +24,28 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; every rank calls it after backward.
 
-    The norm over ranks is ``(sum_r sum_i |g_ri|^p)^(1/p)``, of which each rank computes its inner sum: equal to
-    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model. It is computed in float32 also where gradients are
-    narrower. Gradients may be on another device than the one that the ranks talk through.
+    The norm equals that of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, computed in float32 even where
+    gradients are narrower. Parameters left out of sharding, or replicated, are assumed to have equal gradients on all
+    ranks, and count once.
 
-    Parameters left out of sharding, or replicated, are taken to have equal gradients on all ranks, and count once.
-
-    Where the norm is not finite the gradients are spoilt, as torch's function does: an infinite norm makes the finite
-    ones zero and the infinite ones nan, a nan norm makes all of them nan. Check what is returned before stepping, or
-    ask for the error; a :class:`~fullshard.optim.ShardedGradScaler` skips such a step by itself.
+    As in torch, a norm that is not finite corrupts the gradients: an infinite norm makes finite ones zero and infinite
+    ones nan, a nan norm makes all of them nan. Check the returned norm before stepping, or set ``error_if_nonfinite``;
+    a :class:`~fullshard.optim.ShardedGradScaler` skips such a step automatically.
 
     Args:
-        model: A sharded model whose gradients are reduced, or parameters of such models, in one order on every rank.
-        max_norm: Largest norm, above zero; infinity only measures and leaves every gradient as it is.
+        model: A sharded model with reduced gradients, or parameters of such models, in the same order on every rank.
+        max_norm: Largest norm, above zero; infinity only measures and leaves every gradient unchanged.
         norm_type: p, above zero, or infinity.
-        error_if_nonfinite: Raise where the norm is not finite, with the gradients as they were.
+        error_if_nonfinite: Raise if the norm is not finite, and leave the gradients unchanged.
 
     Returns:
         The norm before clipping, 0-d, float32 or wider, on the device of the ranks' collectives, the same on every
-        rank; zero where no parameter has a gradient.
+        rank; zero if no parameter has a gradient.
 
     Raises:
         ConfigError: A number is out of range, or the model is not sharded.
         ShardingError: The model's parameters step in backward.
-        TrainingError: The norm is not finite and that was to be an error; on every rank.
+        TrainingError: The norm is not finite and ``error_if_nonfinite`` is set; on every rank.
     """
     if not max_norm > 0 or not norm_type > 0:
         raise ConfigError(f"max_norm and norm_type must be above zero; got {max_norm} and {norm_type}.")
@@ -56,7 +54,7 @@ def clip_grad_norm_(
     if not sharded:
         raise ConfigError("clip_grad_norm_ found no sharded parameters: call fully_shard(model) first.")
     refuse_steps_in_backward(sharded, "clip_grad_norm_")
-    everywhere = [p for p in params if not hasattr(p, "shard_comm")]  # left out of sharding: copies
+    everywhere = [p for p in params if not hasattr(p, "shard_comm")]  # left out of sharding: equal on all ranks
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in sharded) else torch.float32
     norms = [_norm_over_ranks(comm, _grads(params), norm_type, dtype) for comm, params in _by_comm(sharded)]
     norms.append(_local_norm(_grads(everywhere), norm_type, norms[0]))
@@ -72,12 +70,14 @@ def clip_grad_norm_(
 
 
 def _grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    found = (p.grad.as_subclass(torch.Tensor) for p in params if p.grad is not None)  # compat's compute over ranks
-    return [grad for grad in found if grad.numel()]  # nothing has no largest element
+    found = (
+        p.grad.as_subclass(torch.Tensor) for p in params if p.grad is not None
+    )  # compat's gradients compute norms over ranks
+    return [grad for grad in found if grad.numel()]  # an empty tensor has no largest element
 
 
 def _by_comm(params: Sequence[nn.Parameter]) -> list[tuple[Comm, list[nn.Parameter]]]:
-    """Parameters by the ranks that share them, in an order that is the same on every rank."""
+    """Return the parameters by the ranks that share them, in an order that is the same on every rank."""
     groups: dict[int, tuple[Comm, list[nn.Parameter]]] = {}
     for param in params:
         comm: Comm = param.shard_comm  # type: ignore[attr-defined]
@@ -86,20 +86,20 @@ def _by_comm(params: Sequence[nn.Parameter]) -> list[tuple[Comm, list[nn.Paramet
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, like: torch.Tensor) -> torch.Tensor:
-    """The norm of this rank's ``grads``, 0-d, in the dtype and on the device of ``like``; zero of none."""
+    """Return the norm of this rank's ``grads``, 0-d, with dtype and device of ``like``; zero if there are none."""
     wide = [g for g in grads if g.dtype in _WIDE]
-    # torch's norm of a list is in the list's dtype: bfloat16 keeps 3 digits of it, float16 ends at 65504.
+    # torch's norm of a list has the list's dtype: bfloat16 would keep 3 digits, float16 overflows at 65504.
     narrow = [torch.linalg.vector_norm(g, norm_type, dtype=like.dtype) for g in grads if g.dtype not in _WIDE]
     norms = [torch.nn.utils.get_total_norm(wide, norm_type), *narrow]
     return torch.linalg.vector_norm(torch.stack([norm.to(like) for norm in norms]), norm_type)
 
 
 def _norm_over_ranks(comm: Comm, grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """The norm of all ranks' ``grads``; ``dtype`` is the same on every rank, also on one without gradients."""
+    """Return the norm of all ranks' ``grads``; ``dtype`` is the same on every rank, also on one without gradients."""
     local = _local_norm(grads, norm_type, torch.empty((), dtype=dtype, device=comm.device))
     comm.announce("norm of the gradients")
     if math.isinf(norm_type):
-        # The maximum over ranks may lose a nan (gloo's does, by the order of ranks), so that it travels beside it.
+        # The maximum over ranks may lose a nan (in gloo it depends on the order of ranks), so nan is sent as a flag.
         both = torch.stack([local, local.isnan().to(dtype)])
         comm.all_reduce(both, "max").wait()
         largest, any_nan = both.unbind()

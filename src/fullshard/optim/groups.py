@@ -17,35 +17,35 @@ NoDecay = Callable[[str, nn.Parameter], bool] | Sequence[str]
 
 
 def decay_groups(model: nn.Module, weight_decay: float, *, no_decay: NoDecay | None = None) -> list[dict[str, Any]]:
-    """The trainable parameters of a model in two groups, one that decays and one that does not.
+    """Return a model's trainable parameters as two groups, with and without weight decay.
 
-    They are the same before ``fully_shard`` and after it, and the same on every rank, also where a rank holds no rows
-    of a parameter::
+    The groups are the same before and after ``fully_shard``, and on every rank, even where a rank holds no rows of a
+    parameter::
 
         optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-3)
         optimizer = torch.optim.AdamW(decay_groups(model, 0.1, no_decay=["*norm*", "embed.weight"]), lr=1e-3)
 
     Args:
-        model: Sharded or not; every rank calls it. Ranks compare what a function of theirs says, else they do not talk.
-        weight_decay: Of the first group.
-        no_decay: What does not decay: names of parameters or shell patterns of them (``*``, ``?``, ``[…]``; of a tied
-            parameter any of its names), or a function of the name and the parameter, which after ``fully_shard`` is
-            this rank's rows: tell by ``param.ndim`` or ``param.shard_meta.global_shape``, never by
-            ``param.shape``. Names are those without the wrappers of
-            compiling, checkpointing and torch's FSDP. None: what has fewer than two dimensions unsharded, so biases
-            and norms, as in ``fullshard train``.
+        model: Sharded or not; every rank calls it. Ranks communicate only to compare the results of a function.
+        weight_decay: Weight decay of the first group.
+        no_decay: Parameters without decay: names or shell patterns (``*``, ``?``, ``[…]``; any name of a tied
+            parameter), or a function of the name and the parameter. After ``fully_shard`` the function receives this
+            rank's rows: decide by ``param.ndim`` or ``param.shard_meta.global_shape``, never by ``param.shape``. Names
+            are those without the wrappers of compiling, checkpointing and torch's FSDP. None: parameters with fewer
+            than two dimensions unsharded (biases and norms), as in ``fullshard train``.
 
     Returns:
-        Groups for an optimizer, ``{"params": […], "weight_decay": …}``, the one that decays first, parameters in the
-        model's order; a group that would be empty is left out.
+        Groups for an optimizer, ``{"params": […], "weight_decay": …}``, the one with decay first, parameters in the
+        model's order; empty groups are left out.
 
     Raises:
-        ConfigError: It is no model, ``weight_decay`` is negative, a pattern fits no parameter, none is trainable, or a
-            function says otherwise on another rank; the latter on every rank.
+        ConfigError: ``model`` is not a module, ``weight_decay`` is negative, a pattern matches no parameter, no
+            parameter is trainable, or a function returns different results on different ranks; the latter on every
+            rank.
     """
     require_model(model, "decay_groups")
     if not weight_decay >= 0:
-        raise ConfigError(f"weight_decay is at least 0; got {weight_decay}.")
+        raise ConfigError(f"weight_decay must be at least 0; got {weight_decay}.")
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(plain_name(name))
@@ -66,10 +66,10 @@ def decay_groups(model: nn.Module, weight_decay: float, *, no_decay: NoDecay | N
 
 
 def _require_agreement(names: dict[nn.Parameter, list[str]], excluded: Callable[[nn.Parameter], bool]) -> None:
-    """Refuse a function that tells parameters apart by what this rank holds of them.
+    """Compare the choices of a function over ranks.
 
     Raises:
-        ConfigError: It says otherwise on another rank; on every rank.
+        ConfigError: They differ; on every rank.
     """
     for comm, params in by_comm(names):
         by_rank = comm.all_gather_object([names[param][0] for param in params if excluded(param)])
@@ -78,17 +78,17 @@ def _require_agreement(names: dict[nn.Parameter, list[str]], excluded: Callable[
             if apart:
                 more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
                 raise ConfigError(
-                    f"no_decay says of {apart[0]}{more} one thing on rank 0 and another on rank {rank}: after "
-                    "fully_shard a rank sees its own rows. Decide by the name, by param.ndim or by "
+                    f"no_decay returned different results for {apart[0]}{more} on rank 0 and on rank {rank}: after "
+                    "fully_shard a rank sees its own rows only. Decide by the name, by param.ndim or by "
                     "param.shard_meta.global_shape."
                 )
 
 
 def _chooser(names: dict[nn.Parameter, list[str]], no_decay: NoDecay | None) -> Callable[[nn.Parameter], bool]:
-    """Whether a parameter does not decay.
+    """Return the function that is true of parameters without decay.
 
     Raises:
-        ConfigError: A pattern fits no parameter.
+        ConfigError: A pattern matches no parameter.
     """
     if no_decay is None:
         return lambda param: len(meta_of(param).global_shape) < 2
@@ -100,10 +100,10 @@ def _chooser(names: dict[nn.Parameter, list[str]], no_decay: NoDecay | None) -> 
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in every):
             near = get_close_matches(pattern, every, n=3, cutoff=0.0)
-            inside = f"; {f'*{pattern}*'!r} would fit" if any(pattern in name for name in every) else ""
+            inside = f"; {f'*{pattern}*'!r} would match" if any(pattern in name for name in every) else ""
             raise ConfigError(
-                f"no_decay pattern {pattern!r} fits none of the model's {len(every)} names of parameters{inside}; the "
-                f"nearest names are {', '.join(near)}. A pattern is of the whole name, with * for any part of it. "
-                "Leave out what the model does not have; without no_decay, all vectors (biases, norms) do not decay."
+                f"no_decay pattern {pattern!r} matches none of the model's {len(every)} parameter names{inside}; the "
+                f"nearest names are {', '.join(near)}. A pattern must match the full name, with * for any part of it. "
+                "Remove the pattern, or leave no_decay out: then vectors (biases, norms) do not decay."
             )
     return lambda param: any(fnmatchcase(name, pattern) for name in names[param] for pattern in patterns)

@@ -1,4 +1,4 @@
-"""An optimizer that was made before the model was sharded, pointed at the shards."""
+"""Pointing an optimizer that was made before sharding at the shards."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fullshard.optim.shards import meta_of
 
 
 class Places:
-    """Where each parameter of a model is; made before ``fully_shard(model)``, on any rank, for :func:`repoint`.
+    """Where a model's parameters are registered; made before ``fully_shard(model)``, on any rank, for :func:`repoint`.
 
-    A parameter on the meta device is replaced by one with memory, and an optimizer still has the old one. Nothing is
-    kept alive by this.
+    ``fully_shard`` replaces a parameter on the meta device by one with memory, while an optimizer still has the old
+    one. Only weak references are kept.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Note the places of the parameters of ``model`` as it is now."""
+        """Record where the parameters of ``model`` are registered now."""
         self.model = type(model).__name__
         self._modules = weakref.WeakSet(model.modules())
         self._slots = {
@@ -34,7 +34,7 @@ class Places:
         }
 
     def now_of(self, param: nn.Parameter) -> nn.Parameter | None:
-        """What is in the model today where ``param`` was, perhaps itself; None if it is not the model's."""
+        """Return the parameter registered in place of ``param`` now, perhaps itself; None if it is not the model's."""
         noted, home, key = self._slots.get(id(param), (None, None, ""))
         module = home() if home is not None and noted is not None and noted() is param else None
         if module is not None:
@@ -44,23 +44,23 @@ class Places:
 
 
 def repoint(optimizer: Optimizer, places: Sequence[Places]) -> None:
-    """Have an optimizer that was made before sharding step the shards; on every rank, after ``fully_shard``.
+    """Make an optimizer that was built before sharding step the shards; on every rank, after ``fully_shard``.
 
-    ``fully_shard`` leaves users' parameters in place and gives them their shard's rows, so that the optimizer knows
-    them already, but for those that were on the meta device. Its state is still that of the whole parameters.
+    ``fully_shard`` keeps the user's Parameter objects and gives them their shard's rows, except those on the meta
+    device, which it replaces. The optimizer's state is still that of the full parameters.
 
     Groups keep their options and their order, also where a learning rate schedule holds them. State of a parameter's
-    shape is cut to the elements of this rank, on the shard's device, and statistics of rows, columns or blocks as the
-    optimizer says (``state_part``, as fullshard's own do); single numbers, such as ``step``, stay as they
-    are. Parameters that are shards already, or were left out of sharding, stay.
+    shape is cut to the elements of this rank and moved to the shard's device; statistics of rows, columns or blocks are
+    cut as the optimizer's ``state_part`` describes; single numbers, such as ``step``, stay unchanged. Parameters that
+    are shards already, or were left out of sharding, are not touched.
 
     Args:
         optimizer: A torch optimizer; changed in place.
-        places: Of the models that between them have its parameters, as they were before sharding.
+        places: Of the models that together have its parameters, as they were before sharding.
 
     Raises:
-        ConfigError: A parameter is not one of theirs, or its state is neither by element nor one number; nothing has
-            changed then.
+        ConfigError: A parameter belongs to none of the models, or its state is neither elementwise nor one number;
+            nothing has changed then.
     """
     old = [param for group in optimizer.param_groups for param in group["params"]]
     new = {id(param): _now_of(param, places) for param in old}
@@ -91,16 +91,16 @@ def _refuse_strangers(optimizer: Optimizer, new: Mapping[int, nn.Parameter | Non
     if strangers:
         more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
         raise ConfigError(
-            f"{type(optimizer).__name__} has {len(strangers)} parameters that are not of the sharded "
+            f"{type(optimizer).__name__} has {len(strangers)} parameters that do not belong to the sharded "
             f"{' or '.join(place.model for place in places)}: {'; '.join(strangers[:5])}{more}. Make the optimizer "
-            "from model.parameters() of the model that is sharded, after the last change to its modules."
+            "from model.parameters() of the sharded model, after the last change to its modules."
         )
 
 
 def _cut(optimizer: Optimizer, state: Mapping[str, Any], shard: nn.Parameter) -> dict[str, Any]:
-    """This rank's part of the state of an unsharded parameter."""
+    """Return this rank's part of the state of an unsharded parameter."""
     meta = meta_of(shard)
-    # An optimizer whose state is not all by element says where a part lies, and has none where there are no rows.
+    # An optimizer whose state is not all elementwise describes its parts, and has no state where there are no rows.
     describe: Callable[[nn.Parameter, str], StatePart | None] | None = getattr(optimizer, "state_part", None)
     if describe is not None and meta.rank not in meta.owners:
         return {}
@@ -115,7 +115,7 @@ def _cut(optimizer: Optimizer, state: Mapping[str, Any], shard: nn.Parameter) ->
 
 
 def _own(value: torch.Tensor, part: StatePart, shard: nn.Parameter, key: str) -> torch.Tensor:
-    """This rank's part of a tensor of state; one number, and what was made for the shard, as it is."""
+    """Return this rank's part of a tensor of state; single numbers, and tensors made for the shard, unchanged."""
     shape = tuple(value.shape)
     if shape == part.shape:
         own = value.detach().reshape(-1)[slice(*part.held)].view(part.local_shape)
@@ -124,7 +124,7 @@ def _own(value: torch.Tensor, part: StatePart, shard: nn.Parameter, key: str) ->
         return value
     meta = meta_of(shard)
     raise ConfigError(
-        f"Optimizer state can be cut where it is one number, has the parameter's shape, or the optimizer says where it "
-        f"lies; {key!r} of {meta.name} has shape {shape} and the parameter {meta.global_shape}. Make the optimizer "
-        "after the model is sharded, or one whose state is by element, or one of fullshard.optim."
+        "Optimizer state can be sharded if it is one number, has the parameter's shape, or the optimizer describes "
+        f"its parts; {key!r} of {meta.name} has shape {shape} and the parameter {meta.global_shape}. Make the "
+        "optimizer after the model is sharded, or use one with elementwise state or one of fullshard.optim."
     )

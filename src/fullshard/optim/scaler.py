@@ -14,20 +14,20 @@ from fullshard.optim.in_backward import refuse_steps_in_backward
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """torch's ``GradScaler`` for sharded models: used in the same way, with the same arguments, on every rank.
+    """torch's ``GradScaler`` for sharded models: same usage and arguments, on every rank.
 
-    A rank sees its own rows of the gradients only. Whether they hold an inf or nan is therefore compared over the
-    ranks that share the shards whenever an optimizer's gradients are unscaled, with one all-reduce of one number
-    (also on a rank whose shards have no gradient), and all ranks step or skip, and change the scale, alike.
+    A rank has only its own rows of the gradients. Whether they contain an inf or nan is therefore compared over the
+    ranks that share the shards whenever an optimizer's gradients are unscaled, with one all-reduce of one number (also
+    on a rank whose shards have no gradient). So all ranks step or skip, and change the scale, in the same way.
 
-    It is for float32 shards that compute in float16: ``MixedPrecision(param="float16", reduce="float32")``. Parameters
-    left out of sharding are taken to have equal gradients on all ranks. Every rank calls ``scale``, ``unscale_``,
-    ``step`` and ``update`` in the same order; ``state_dict()`` is the same on all of them.
+    It requires float32 shards that compute in float16: ``MixedPrecision(param="float16", reduce="float32")``.
+    Parameters left out of sharding are assumed to have equal gradients on all ranks. Every rank calls ``scale``,
+    ``unscale_``, ``step`` and ``update`` in the same order; ``state_dict()`` is the same on all of them.
 
     A step::
 
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # only where something looks at the gradients before the step
+        scaler.unscale_(optimizer)  # only if gradients are read or clipped before the step
         clip_grad_norm_(model, 1.0)
         scaler.step(optimizer)
         scaler.update()
@@ -45,10 +45,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale, where that was not done, and step, or skip where a gradient on any rank is inf or nan; every rank.
+        """Unscale if that was not done, and step, or skip if a gradient on any rank is inf or nan; on every rank.
 
         Returns:
-            What ``optimizer.step`` returned; None where the step was skipped.
+            The result of ``optimizer.step``; None if the step was skipped.
 
         Raises:
             ConfigError: The optimizer has no sharded parameters, or float16 ones.
@@ -58,10 +58,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def _follow_gradients(self, optimizer: Optimizer) -> None:
-        """Keep the scale in host memory once an optimizer's shards are there.
+        """Move the scale to host memory if the optimizer's shards are there (CPU offload).
 
-        torch copies it to where gradients are without waiting for the copy. From the device to the host that is a race
-        with the CPU, which reads it at once.
+        torch copies the scale to the gradients' device without waiting for the copy. From the device to the host that
+        is a race with the CPU, which reads the copy at once.
         """
         if not self._enabled:
             return
@@ -76,11 +76,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         optimizer: Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
-        allow_fp16: bool,  # noqa: FBT001 (torch calls it so)
+        allow_fp16: bool,  # noqa: FBT001 (torch's signature)
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale this rank's gradients and return, for each device, whether any rank found an inf or nan.
 
-        torch calls it from ``unscale_`` and, with a scale of one, for optimizers that unscale for themselves.
+        torch calls it from ``unscale_`` and, with a scale of one, for optimizers that unscale gradients in their step.
         """
         params = list(_params(optimizer))
         comms = _comms(params)
@@ -103,7 +103,7 @@ def _params(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 
 def _comms(params: Iterable[torch.nn.Parameter]) -> list[Comm]:
-    """The groups of ranks that share the shards among ``params``, in an order that is the same on every rank."""
+    """Return the groups of ranks that share the shards among ``params``, in the same order on every rank."""
     comms: dict[int, Comm] = {id(p.shard_comm): p.shard_comm for p in params if hasattr(p, "shard_comm")}  # type: ignore[attr-defined]
     if not comms:
         raise ConfigError(
@@ -114,7 +114,7 @@ def _comms(params: Iterable[torch.nn.Parameter]) -> list[Comm]:
 
 
 def _require_wide(params: Iterable[torch.nn.Parameter]) -> None:
-    """Refuse float16 shards by their dtype, which every rank knows, also one that has no gradient of them."""
+    """Refuse float16 shards, by their dtype: every rank knows it, also one that has no gradient of them."""
     narrow = [p for p in params if p.requires_grad and p.dtype == torch.float16]
     if narrow:
         raise ConfigError(

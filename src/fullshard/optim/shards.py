@@ -1,4 +1,4 @@
-"""What an optimizer that sees whole matrices asks about a parameter; an unsharded one is a shard of one rank."""
+"""Shape, ranks and order of an optimizer's parameters; an unsharded parameter is treated as a shard of one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.layout import LaneLayout, Placement, ShardMeta
 
 
 def meta_of(param: nn.Parameter) -> ShardMeta:
-    """Shape and place of a parameter; of one that is not sharded, or was left out of sharding: all of it is here."""
+    """Return the :class:`ShardMeta` of a parameter; one that is not sharded is treated as one rank's shard."""
     meta: ShardMeta | None = getattr(param, "shard_meta", None)
     if meta is not None:
         return meta
@@ -29,18 +29,18 @@ def meta_of(param: nn.Parameter) -> ShardMeta:
 
 
 def comm_of(param: nn.Parameter) -> Comm:
-    """The ranks that share a parameter; one that is not sharded is this rank's alone."""
+    """Return the ranks that share a parameter; for one that is not sharded, a group of this rank alone."""
     comm: Comm | None = getattr(param, "shard_comm", None)
     return SoloComm(param.device) if comm is None else comm
 
 
 def is_split(param: nn.Parameter) -> bool:
-    """Whether several ranks hold parts of a parameter; any rank, also one that holds none of it."""
+    """Return whether several ranks hold parts of a parameter; any rank, also one that holds none of it."""
     return len(meta_of(param).owners) > 1
 
 
 def by_comm(params: Iterable[nn.Parameter]) -> list[tuple[Comm, list[nn.Parameter]]]:
-    """Sharded parameters by the ranks that share them, in an order that is the same on every rank."""
+    """Return the sharded parameters by the ranks that share them, in an order that is the same on every rank."""
     groups: dict[int, tuple[Comm, list[nn.Parameter]]] = {}
     for param in params:
         if hasattr(param, "shard_meta"):
@@ -52,18 +52,18 @@ def by_comm(params: Iterable[nn.Parameter]) -> list[tuple[Comm, list[nn.Paramete
 def require_same_parameters(comm: Comm, params: Sequence[nn.Parameter], what: str) -> None:
     """Refuse an optimizer that has other parameters, or another order, on other ranks; every rank calls it once.
 
-    Ranks that take part in each other's collectives must agree about what these are of.
+    Ranks that take part in each other's collectives must agree on what these are about.
 
     Args:
         comm: The ranks that share ``params``.
-        params: The optimizer's, in its order.
+        params: The optimizer's parameters, in its order.
         what: The optimizer, for messages.
 
     Raises:
         ConfigError: They differ; on every rank.
     """
     if params and all(hasattr(param, "shard_optimizer") for param in params):
-        return  # in backward each rank steps what it holds, alone
+        return  # stepped in backward, without communication
     names = [meta_of(param).name for param in params]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
     if len(set(comm.all_gather_object(digest))) > 1:
@@ -79,29 +79,30 @@ def require_same_parameters(comm: Comm, params: Sequence[nn.Parameter], what: st
 
 
 def _first_difference(by_rank: Sequence[Sequence[str]]) -> tuple[int, int]:
-    """The first rank that has other names than rank 0, and the number of the first of them."""
+    """Return the first rank with other names than rank 0, and the index of the first name that differs."""
     rank = next(rank for rank, names in enumerate(by_rank) if names != by_rank[0])
     pairs = zip_longest(by_rank[0], by_rank[rank])
     return rank, next(number for number, (one, other) in enumerate(pairs) if one != other)
 
 
 def require_model(model: object, what: str) -> None:
-    """Refuse a model's parameters where the model itself is asked for.
+    """Refuse a model's parameters where the model itself is required.
 
     Raises:
-        ConfigError: It is no module.
+        ConfigError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"{what} takes the model, whose modules and names it looks at; got a {type(model).__name__}. Give it the "
-            "model itself, not model.parameters()."
+            f"{what} takes the model itself, because it reads module and parameter names; got a "
+            f"{type(model).__name__}. Pass the model, not model.parameters()."
         )
 
 
 def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
-    """A deep copy of an optimizer, for its ``__deepcopy__``: its parameters are shards as the ones they are copies of.
+    """Return a deep copy of an optimizer, for its ``__deepcopy__``; copies of shards are marked as shards.
 
-    torch copies a Parameter without its attributes: to what looks at whole matrices, a rank's rows would be all of one.
+    torch copies a Parameter without its attributes: an optimizer would then step this rank's rows of a matrix as if
+    they were the full matrix.
     """
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         marks = {key: value for key, value in vars(param).items() if key in ("shard_meta", "shard_comm")}
@@ -112,28 +113,30 @@ def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
     return made
 
 
-def refuse_turns(group: Mapping[str, Any], what: str, error: type[UserError] = ConfigError) -> None:
-    """Refuse options of torch's AdamW that an optimizer does not have, and that would change what it does.
+def refuse_torch_options(group: Mapping[str, Any], what: str, error: type[UserError] = ConfigError) -> None:
+    """Refuse options of torch's AdamW that an optimizer does not implement.
 
     Args:
-        group: A parameter group as given, loaded or saved.
+        group: A parameter group, given, loaded or saved.
         what: The optimizer, for messages.
-        error: What is raised if one is on.
+        error: The error to raise.
     """
     on = [key for key in ("maximize", "amsgrad") if group.get(key)]
     if on:
-        raise error(f"{what} has no {' and no '.join(on)}; a parameter group says {on[0]}=True. Leave it out.")
+        raise error(
+            f"{what} does not implement {' or '.join(on)}; a parameter group has {on[0]}=True. Remove the option."
+        )
 
 
 def as_rows(meta: ShardMeta, local: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's elements of a parameter as whole rows of its last dimension, zeros where others hold the rest.
+    """Return this rank's elements of a parameter as full rows of its last dimension, zeros where others hold the rest.
 
     Args:
-        meta: The parameter's, of two dimensions or more.
+        meta: Of the parameter, which has two dimensions or more.
         local: This rank's elements, in any shape.
 
     Returns:
-        The rows, (n, global_shape[-1]), a view of ``local`` where it has whole ones, and the number of the first one
+        The rows, (n, global_shape[-1]), a view of ``local`` if it consists of full rows, and the index of the first one
         among all ``numel / global_shape[-1]`` rows.
     """
     width = meta.global_shape[-1]

@@ -1,4 +1,4 @@
-"""An optimizer's state parameter by parameter, whichever kind of optimizer it is."""
+"""An optimizer's state parameter by parameter, for every kind of optimizer."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from fullshard.optim.shards import meta_of
 def parameter_states(
     optimizer: Optimizer | StepInBackward,
 ) -> list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]:
-    """Each parameter that the optimizer steps, with its state and its group; any rank, no communication.
+    """Return each parameter that the optimizer steps, with its state and its group; any rank, no communication.
 
-    Only a rank that holds elements of a parameter can tell its state: a shard without elements never gets a gradient,
-    so that its ``step``, if it has one at all, stands still.
+    Only a rank that holds elements of a parameter has its state: a shard without elements never gets a gradient, so its
+    ``step``, if it has one at all, is not counted.
 
     Args:
-        optimizer: torch's, or what :func:`step_in_backward` returned, which has parameters only where this rank holds
-            rows of them.
+        optimizer: A torch optimizer, or the result of :func:`step_in_backward`, which has parameters only where this
+            rank holds rows of them.
 
     Returns:
-        ``(parameter, state, group)`` in the order of the groups. State and group are the optimizer's own: what is
-        changed in them is changed there. A parameter without state, as all are before the first step, gets one that is
-        empty and is the optimizer's too.
+        ``(parameter, state, group)`` in the order of the groups. State and group are the optimizer's own objects. A
+        parameter without state, as all are before the first step, gets an empty one that is the optimizer's too.
     """
     return [
         (param, part.state[param], group)
@@ -44,15 +43,15 @@ def parameter_states(
 def load_parameter_states(
     optimizer: Optimizer | StepInBackward, loaded: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> None:
-    """Give an optimizer states and hyperparameters through its own ``load_state_dict``; any rank, no communication.
+    """Load states and hyperparameters through the optimizer's own ``load_state_dict``; any rank, no communication.
 
-    As there, tensors move to the parameter's device, and floating ones but ``step`` to its dtype, unless that method is
-    the optimizer's own (Adafactor's statistics stay float32); one that needs neither is taken over, not copied.
+    As there, tensors move to the parameter's device, and floating-point ones except ``step`` to its dtype, unless the
+    optimizer overrides that method (Adafactor's statistics stay float32); tensors that need neither are not copied.
 
     Args:
-        optimizer: torch's, or what :func:`step_in_backward` returned.
-        loaded: For each entry of :func:`parameter_states`, in its order, the new state of the parameter, of this rank's
-            elements, and the group's hyperparameters to change, the same for all parameters of a group.
+        optimizer: A torch optimizer, or the result of :func:`step_in_backward`.
+        loaded: For each entry of :func:`parameter_states`, in its order, the new state of the parameter (this rank's
+            elements) and the group's hyperparameters to change, the same for all parameters of a group.
     """
     given = iter(loaded)
     for part in _parts(optimizer):
@@ -71,12 +70,12 @@ def load_parameter_states(
 
 
 def local_state_key_is_elementwise(param: nn.Parameter, key: str, value: Any) -> bool:
-    """Whether a value of a parameter's state has one element for each of this rank's elements, so is cut as it is.
+    """Return whether a value of a parameter's state has one element for each of this rank's elements.
 
     Args:
         param: This rank's shard.
         key: Name of the value in the state.
-        value: The value; ``step``, a count of steps, is of the whole parameter also where that has one element.
+        value: The value; ``step``, a count of steps, belongs to the full parameter even if that has one element.
     """
     return isinstance(value, torch.Tensor) and value.shape == param.shape and (value.ndim > 0 or key != "step")
 
@@ -84,21 +83,21 @@ def local_state_key_is_elementwise(param: nn.Parameter, key: str, value: Any) ->
 def part_of_state(
     optimizer: Optimizer | StepInBackward | None, param: nn.Parameter, key: str, value: Any, name: str
 ) -> StatePart | None:
-    """Where a value of a parameter's state, as this rank has it, lies in the unsharded optimizer's; no communication.
+    """Return which part of the unsharded optimizer's state a value of this rank's state is; no communication.
 
     Args:
-        optimizer: Whose state it is. One with a method ``state_part(param, key) -> StatePart | None`` says itself where
-            its tensors lie, and None of those that have the parameter's shape, and of plain values.
+        optimizer: The optimizer. One with a method ``state_part(param, key) -> StatePart | None`` describes its tensors
+            itself; None for those that have the parameter's shape, and for plain values.
         param: This rank's shard, of which it holds elements.
         key: Name of the value in the state.
         value: The value.
-        name: The parameter's, for messages.
+        name: The parameter's name, for messages.
 
     Returns:
-        None for one number and for what is no tensor, which are the same on every rank with elements.
+        None for one number and for what is not a tensor, which are the same on every rank with elements.
 
     Raises:
-        CheckpointError: It is a tensor of another shape than the part has, so that nobody knows what it is a part of.
+        CheckpointError: The tensor has another shape than the part, so it is unknown what it is a part of.
     """
     if not isinstance(value, torch.Tensor):
         return None
@@ -109,12 +108,14 @@ def part_of_state(
         return None
     if part is None or tuple(value.shape) != part.local_shape:
         known = (
-            f"the {tuple(param.shape)} of this rank's shard" if part is None else f"{part.local_shape}, its part here"
+            f"the {tuple(param.shape)} of this rank's shard"
+            if part is None
+            else f"{part.local_shape}, this rank's part"
         )
         raise CheckpointError(
-            f"Optimizer state can be cut where it is one number, has the parameter's shape, or the optimizer says "
-            f"where it lies; {key!r} of {name} has shape {tuple(value.shape)}, not {known}. Use an optimizer of "
-            "fullshard.optim or one whose state is by element, or save the model alone."
+            "Optimizer state can be sharded if it is one number, has the parameter's shape, or the optimizer "
+            f"describes its parts; {key!r} of {name} has shape {tuple(value.shape)}, not {known}. Use an optimizer of "
+            "fullshard.optim or one with elementwise state, or save the model alone."
         )
     return part
 
@@ -126,23 +127,23 @@ def require_same_kind(
     saved: Mapping[str, Any],
     name: str,
 ) -> dict[str, torch.Tensor]:
-    """Refuse state and hyperparameters of another class of optimizers, before they are loaded; no communication.
+    """Refuse state and hyperparameters of another class of optimizer, before they are loaded; no communication.
 
     Args:
-        optimizer: Who will take them. One with a method ``state_kinds(param, group) -> {key: kind}`` says itself which
-            keys the state of a parameter of the group has once it is stepped: a dtype for tensors that must be of it, a
-            tensor for one that must have these values, None for everything else. Of others it is known only what state
-            they have now.
-        entry: One of :func:`parameter_states`.
-        options: The hyperparameters that its group will have, those that were saved; others stay as they are.
-        saved: Its state by key: values, dtypes of tensors that are not read yet. None is always right.
-        name: The parameter's, for messages.
+        optimizer: The optimizer that would load them. One with a method ``state_kinds(param, group) -> {key: kind}``
+            describes which keys the state of a parameter of the group has after a step: a dtype for tensors that must
+            have it, a tensor for one that must have these values, None for everything else. For other optimizers only
+            the current state is known.
+        entry: An entry of :func:`parameter_states`.
+        options: The saved hyperparameters, which its group will have; others stay unchanged.
+        saved: The saved state by key: values, or dtypes of tensors that are not read yet. None is always accepted.
+        name: The parameter's name, for messages.
 
     Returns:
-        By key, what the state is to have in place of the saved tensor: the optimizer's own, of the same values.
+        By key, the tensors of the optimizer to use in place of saved ones of the same values.
 
     Raises:
-        CheckpointError: They are another optimizer's.
+        CheckpointError: They are of another class of optimizer.
     """
     param, state, group = entry
     describing = _with(_of_param(optimizer, param), "state_kinds")
@@ -164,15 +165,15 @@ def _require_kinds_of_options(group: Mapping[str, Any], options: Mapping[str, An
         now, then = _kind_of_option(group.get(option)), _kind_of_option(value)
         if option not in ("params", "param_names") and None not in (now, then) and now != then:
             raise CheckpointError(
-                f"The option {option!r} of {name}'s group was saved as {value!r}, a {then}; it is a {now} here, "
+                f"The saved option {option!r} of {name}'s group is a {then}, {value!r}; here it is a {now}, "
                 f"{group[option]!r}. Load what an optimizer of the same class has saved."
             )
 
 
 def _other_keys(name: str, saved: Mapping[str, Any], keeper: str, kept: Mapping[str, Any]) -> str:
     return (
-        f"The state of {name} that was saved has {', '.join(sorted(saved))}; {keeper} keeps {', '.join(sorted(kept))}. "
-        "It is another optimizer's: load what one of the same class has saved."
+        f"The saved state of {name} has {', '.join(sorted(saved))}; {keeper} keeps {', '.join(sorted(kept))}. It is "
+        "another optimizer's: load what one of the same class has saved."
     )
 
 
@@ -181,7 +182,7 @@ def _require_kind(what: str, value: Any, kind: torch.dtype | torch.Tensor | None
         found = value if isinstance(value, torch.dtype) else getattr(value, "dtype", type(value).__name__)
         if found != kind:
             raise CheckpointError(
-                f"{keeper} keeps {what} as {kind}; what was saved is {found}. It is of another optimizer or of other "
+                f"{keeper} keeps {what} as {kind}; the saved one is {found}. It is of another optimizer or of other "
                 f"parameters: load the state of {keeper} for the same model."
             )
     elif isinstance(kind, torch.Tensor) and not isinstance(value, torch.dtype):
@@ -189,21 +190,21 @@ def _require_kind(what: str, value: Any, kind: torch.dtype | torch.Tensor | None
 
 
 def require_same_values(what: str, value: Any, known: torch.Tensor) -> None:
-    """Refuse a saved tensor that stands for something else than this optimizer's own; any rank, no communication.
+    """Refuse a saved tensor whose values differ from the optimizer's own; any rank, no communication.
 
     Raises:
-        CheckpointError: Its shape or its numbers are others, to six digits.
+        CheckpointError: Its shape differs, or its numbers differ by more than one in a million.
     """
     found = value.detach().to(known.device, known.dtype) if isinstance(value, torch.Tensor) else known.new_empty(0)
     if found.shape != known.shape or not torch.allclose(found, known, rtol=1e-6, atol=0):
         raise CheckpointError(
-            f"{what} that was saved has other numbers than this optimizer's, so that all that refers to it would mean "
-            "something else. Load the state of an optimizer of the same class."
+            f"The saved {what} has other numbers than this optimizer's, so codes that refer to it would have other "
+            "values. Load the state of an optimizer of the same class."
         )
 
 
 def _kind_of_option(value: Any) -> str | None:
-    """None where anything may be meant."""
+    """Return a name for the kind of an option's value; None if any value is accepted."""
     if isinstance(value, (tuple, list)):
         return f"list of {len(value)}"
     if isinstance(value, (bool, int, float, torch.Tensor)):
@@ -212,7 +213,7 @@ def _kind_of_option(value: Any) -> str | None:
 
 
 def has_shape_here(optimizer: Optimizer, param: nn.Parameter, key: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape can be this rank's part of the parameter's state."""
+    """Return whether a tensor of this shape can be this rank's part of the parameter's state."""
     part = _said(optimizer, param, key)
     return tuple(shape) == (tuple(param.shape) if part is None else part.local_shape)
 
@@ -220,14 +221,14 @@ def has_shape_here(optimizer: Optimizer, param: nn.Parameter, key: str, shape: S
 def part_of_saved(
     optimizer: Optimizer | StepInBackward | None, param: nn.Parameter, key: str, shape: Sequence[int], name: str
 ) -> StatePart | None:
-    """Which part of a tensor of the unsharded optimizer's state this rank holds; as :func:`part_of_state`.
+    """Return which part of a tensor of the unsharded optimizer's state this rank holds; see :func:`part_of_state`.
 
     Args:
-        optimizer: Who will take it; None: one that describes nothing.
+        optimizer: The optimizer that will load it; None: one that describes nothing.
         param: This rank's shard, possibly without elements.
         key: Name of the tensor in the state.
-        shape: Its shape there.
-        name: The parameter's, for messages.
+        shape: Its unsharded shape.
+        name: The parameter's name, for messages.
 
     Returns:
         None for one number.
@@ -244,10 +245,10 @@ def part_of_saved(
     if part is None or part.shape != shape:
         known = "" if part is None else f" and the optimizer's state {part.shape}"
         raise CheckpointError(
-            f"Optimizer state can be cut where it is one number, has the parameter's shape, or the optimizer says "
-            f"where it lies; {key!r} of {name} has shape {shape} and the parameter {meta.global_shape}{known}. Either "
-            "the state is of other parameters, or in another order, or of another optimizer whose state is not by "
-            "element."
+            "Optimizer state can be sharded if it is one number, has the parameter's shape, or the optimizer "
+            f"describes its parts; {key!r} of {name} has shape {shape} and the parameter {meta.global_shape}{known}. "
+            "The state is of other parameters, in another order, or of another optimizer whose state is not "
+            "elementwise."
         )
     return part
 
@@ -262,7 +263,7 @@ def _of_param(optimizer: Optimizer | StepInBackward | None, param: nn.Parameter)
 
 
 def _with(optimizer: Any, method: str) -> Any:
-    """The optimizer, or the one it wraps as Accelerate's does, if it has a method that tells about state; else None."""
+    """Return the optimizer, or the one inside it (Accelerate's wrapper), that has ``method``; None if neither has."""
     inside = (optimizer, getattr(optimizer, "optimizer", None))
     return next((one for one in inside if hasattr(one, method)), None)
 

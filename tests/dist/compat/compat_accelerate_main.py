@@ -271,7 +271,7 @@ def prepare_names_strangers():
     optimizer = torch.optim.SGD([*TinyLM().parameters()], lr=1.0)
     model = seeded(TinyLM)
     optimizer.add_param_group({"params": list(model.parameters())})
-    with pytest.raises(ConfigError, match=re.escape("are not of the sharded TinyLM: number 0 of group 0")):
+    with pytest.raises(ConfigError, match=re.escape("do not belong to the sharded TinyLM: number 0 of group 0")):
         accelerator.prepare(model, optimizer)
 
 

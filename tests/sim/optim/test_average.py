@@ -131,7 +131,7 @@ def test_state_goes_on_where_it_was():
     assert second.averages["scale"] == first.averages["scale"] != model.scale
     state = first.state_dict()
     state["averages"]["scale"] = torch.zeros(2)
-    with pytest.raises(CheckpointError, match=r"scale has shape \(\) here and \(2,\) there"):
+    with pytest.raises(CheckpointError, match=r"scale has shape \(\) here and \(2,\) in the state"):
         second.load_state_dict(state)
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_is_refused():
     with average.applied():
         with pytest.raises(ShardingError, match="average the averages"):
             average.update()
-        with pytest.raises(ShardingError, match="enter it once"), average.applied():
+        with pytest.raises(ShardingError, match="Enter it once"), average.applied():
             pass
     with unsharded(model), pytest.raises(ShardingError, match="outside of unsharded"), average.applied():
         pass
@@ -171,7 +171,9 @@ def test_several_sharded_models_in_one_are_refused_on_every_rank():
 
     def work(comm):
         both = torch.nn.ModuleList(fully_shard(part, comm, wrap=None) for part in parts[comm.rank])
-        with pytest.raises(ConfigError, match="2 parameters are called 'weight': they are of several sharded models"):
+        with pytest.raises(
+            ConfigError, match="2 parameters are called 'weight': they belong to several sharded models"
+        ):
             ExponentialMovingAverage(both, DECAY)
 
     run_ranks(2, work)

@@ -234,7 +234,9 @@ def test_several_sharded_models_in_one_are_refused_on_every_rank():
 
     def work(comm):
         both = torch.nn.ModuleList(fully_shard(part, comm, wrap=None) for part in parts[comm.rank])
-        with pytest.raises(ConfigError, match="2 parameters are called 'weight': they are of several sharded models"):
+        with pytest.raises(
+            ConfigError, match="2 parameters are called 'weight': they belong to several sharded models"
+        ):
             step_in_backward(both, AdamW)
 
     run_ranks(2, work)

@@ -367,7 +367,7 @@ class ByNorm(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, ByNorm])
 def test_classes_that_are_not_elementwise_are_refused(kind):
-    with pytest.raises(ConfigError, match=f"{kind.__name__} is none: .*Use "):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} is not elementwise: .*Use "):
         LaneOptimizer(kind, [nn.Parameter(torch.zeros(4, 4))])
 
 
@@ -392,11 +392,11 @@ class Large(ByNorm):
     [
         (AdamW8bit, "states that lie otherwise than .* Use AdamW8bit itself"),
         (OfBlocks, "quantises blocks"),
-        (Large, "on trial a matrix"),
+        (Large, "in a trial a matrix"),
     ],
 )
 def test_classes_of_blocks_are_refused_also_where_small_tensors_are_stepped_by_element(kind, text):
-    with pytest.raises(ConfigError, match=f"{kind.__name__} is none: .*{text}"):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} is not elementwise: .*{text}"):
         LaneOptimizer(kind, [nn.Parameter(torch.zeros(4, 4))])
 
 
@@ -407,7 +407,7 @@ def test_options_that_runs_cannot_have_are_refused(option):
 
 
 def test_options_that_the_class_refuses_are_told():
-    with pytest.raises(ConfigError, match=r"AdamW is elementwise, and it failed \(TypeError: .*'speed'"):
+    with pytest.raises(ConfigError, match=r"AdamW is elementwise, and the test failed \(TypeError: .*'speed'"):
         LaneOptimizer(torch.optim.AdamW, [nn.Parameter(torch.zeros(4))], speed=3)
 
 

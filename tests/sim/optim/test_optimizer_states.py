@@ -356,7 +356,7 @@ def test_options_of_another_kind_are_refused_also_without_state():
 
     def work(comm, sharded):
         its = OURS["adafactor"](sharded)
-        with pytest.raises(CheckpointError, match=r"'eps' of .* saved as 1e-08, a number; it is a list of 2 here"):
+        with pytest.raises(CheckpointError, match=r"'eps' of .* a number, 1e-08; here it is a list of 2"):
             load_optimizer_state(sharded, its, adamw.state_dict())
 
     on_ranks(2, model, work)
@@ -599,7 +599,7 @@ def test_an_option_of_adamw_that_ours_lacks_is_refused_out_of_a_state_and_change
             checkpoints.save(sharded, its, step=1)
         del its.param_groups[-1]["maximize"]
         before = as_it_is(sharded, its)
-        with pytest.raises(CheckpointError, match="has no maximize; a parameter group says maximize=True"):
+        with pytest.raises(CheckpointError, match="does not implement maximize; a parameter group has maximize=True"):
             load(way, sharded, its, tmp_path, state)
         assert_unchanged(sharded, its, before)
 
@@ -651,7 +651,7 @@ def test_through_torchs_names_another_optimizers_state_is_refused(kind, way):
             "shard": lambda: FSDP.shard_full_optim_state_dict(given, sharded, optim=its),
             "scatter": lambda: FSDP.scatter_full_optim_state_dict(given, sharded, optim=its),
         }
-        with pytest.raises(CheckpointError, match=r"another optimizer's|a number; it is a|different options") as error:
+        with pytest.raises(CheckpointError, match=r"another optimizer's|here it is a|different options") as error:
             take[way]()
         return str(error.value)
 

@@ -75,12 +75,12 @@ def test_names_are_without_wrappers():
 
 
 def test_a_pattern_that_fits_nothing_is_told_with_the_nearest_names():
-    with pytest.raises(ConfigError, match=r"'proj.wieght' fits none of the model's 8 names of parameters.*proj.weight"):
+    with pytest.raises(ConfigError, match=r"'proj.wieght' matches none of the model's 8 parameter names.*proj.weight"):
         decay_groups(Model(), 0.1, no_decay=["*.bias", "proj.wieght"])
 
 
 def test_a_word_inside_names_is_answered_by_the_pattern_that_fits():
-    with pytest.raises(ConfigError, match=r"'proj' fits none .*; '\*proj\*' would fit"):
+    with pytest.raises(ConfigError, match=r"'proj' matches none .*; '\*proj\*' would match"):
         decay_groups(Model(), 0.1, no_decay=["proj"])
 
 
@@ -89,7 +89,7 @@ def test_a_function_that_looks_at_a_ranks_rows_is_told_on_every_rank():
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm)
-        with pytest.raises(ConfigError, match="one thing on rank 0 and another on rank 1"):
+        with pytest.raises(ConfigError, match=r"different results for .* on rank 0 and on rank 1"):
             decay_groups(model, 0.1, no_decay=lambda name, param: param.numel() < 100)
         return len(decay_groups(model, 0.1, no_decay=lambda name, param: param.ndim < 2))
 

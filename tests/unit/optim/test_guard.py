@@ -7,7 +7,7 @@ from torch import nn
 from fullshard import fully_shard, step_in_backward
 from fullshard.errors import ConfigError
 from fullshard.optim.guard.guard import why_not_elementwise
-from fullshard.optim.guard.trial import Cut, steps_parts_alike
+from fullshard.optim.guard.trial import Split, steps_parts_equally
 from fullshard.optim.muon.muon import Muon
 from fullshard.testing import run_ranks
 
@@ -286,7 +286,7 @@ def test_unknown_classes_are_tried_on_every_rank_before_anything_changes(name):
         if not refused:
             return model.weight.numel() == 0 or changes(model, optimizer)
         for _ in range(2):
-            with pytest.raises(ConfigError, match=r"is not elementwise \(on trial .*such as weight, \(2, 160\), over"):
+            with pytest.raises(ConfigError, match=r"\(in a trial .*such as weight, \(2, 160\), over"):
                 optimizer.step()
         assert torch.equal(model.weight, before)
         return not any(optimizer.state.values())
@@ -296,8 +296,8 @@ def test_unknown_classes_are_tried_on_every_rank_before_anything_changes(name):
 
 def test_a_trial_leaves_the_random_state_as_it_was():
     before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="otherwise each time"):
-        steps_parts_alike(lambda params: Noisy(params, lr=0.1), Cut.ROWS)
+    with pytest.raises(RuntimeError, match="differently each time"):
+        steps_parts_equally(lambda params: Noisy(params, lr=0.1), Split.ROWS)
     assert torch.equal(before, torch.get_rng_state())
 
 

@@ -171,12 +171,12 @@ def test_a_model_that_says_what_its_head_is_is_believed():
 
 @pytest.mark.parametrize("option", ["maximize", "amsgrad"])
 def test_options_of_adamw_that_muon_lacks_are_refused(option):
-    with pytest.raises(ConfigError, match=f"Muon has no {option}; a parameter group says {option}=True"):
+    with pytest.raises(ConfigError, match=f"Muon does not implement {option}; a parameter group has {option}=True"):
         Muon([{"params": params_of([(5,)]), "use_muon": False, option: True}])
     optimizer = Muon(params_of([(5,)]))
     state = optimizer.state_dict()
     state["param_groups"][0][option] = True
-    with pytest.raises(ConfigError, match=f"Muon has no {option}"):
+    with pytest.raises(ConfigError, match=f"Muon does not implement {option}"):
         optimizer.load_state_dict(state)
 
 

@@ -1,7 +1,7 @@
 """Optimizers whose second moment is kept as statistics of rows and columns, over shards of any layout.
 
-What both conventions of Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235) have in common: which
-sums a rank can make by itself, which ones it shares and with whom, in which order, and what is kept meanwhile.
+The common part of both conventions of Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235): which sums
+a rank computes alone, which ones the owners of a parameter add up, in which order, and what is kept in between.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fullshard.optim.shards import by_comm, copied, is_split, meta_of, require_s
 
 
 @dataclass
-class Turn:
+class ParamStep:
     """One parameter in one step, on a rank that holds elements of it.
 
     Attributes:
         param: This rank's shard.
         group: Its parameter group.
         meta: Its shape and place.
-        matrices: How the rank sees its matrices; None of a vector or a number.
-        state: Its state; empty and to be made before its first step.
+        matrices: This rank's view of its matrices; None for a vector or a number.
+        state: Its state; empty before its first step.
         mean_of_rows: The mean of the row statistics of each matrix here, (matrices,), once it is known.
-        rms: Root mean square of the whole parameter before the step, 0-d, once it is known.
+        rms: Root mean square of the full parameter before the step, 0-d, once it is known.
     """
 
     param: nn.Parameter
@@ -48,17 +48,19 @@ class Turn:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed and kept in: float32, or float64 where the parameter is."""
+        """Dtype of computation and statistics: float32, or float64 for a float64 parameter."""
         return wide_dtype(self.param)
 
     @property
     def stepped(self) -> bool:
-        """Whether there is a gradient; on all ranks that hold elements, or on none."""
+        """True if there is a gradient; the same on all ranks that hold elements."""
         return self.param.grad is not None
 
     @property
     def grad(self) -> torch.Tensor:
-        """This rank's part of the gradient in the wide dtype; itself where it is wide, so it must not be changed.
+        """This rank's part of the gradient in the wide dtype.
+
+        It is the gradient itself if that has the wide dtype, so it must not be changed.
 
         Raises:
             ConfigError: It is sparse or complex.
@@ -72,11 +74,11 @@ class Turn:
                 f"{self.meta.global_shape}, is {kind}. Use an nn.Embedding without sparse=True, or another optimizer."
             )
         if type(grad) is not torch.Tensor:
-            grad = grad.as_subclass(torch.Tensor)  # compat's compute norms over ranks
+            grad = grad.as_subclass(torch.Tensor)  # compat's gradients compute norms over ranks
         return grad if grad.dtype == self.dtype else grad.to(self.dtype)
 
     def statistic(self, key: str) -> torch.Tensor:
-        """A tensor of the state, in the wide dtype and on the parameter's device from now on."""
+        """Return a tensor of the state, after moving it to the wide dtype and the parameter's device."""
         found: torch.Tensor = self.state[key]
         if found.dtype != self.dtype or found.device != self.param.device:
             self.state[key] = found = found.to(self.param.device, self.dtype)
@@ -84,18 +86,17 @@ class Turn:
 
 
 class FactoredOptimizer(Optimizer):
-    """The part of Adafactor that knows about shards; a convention says how statistics are kept and used.
+    """The shard-aware part of Adafactor; a subclass (a convention) defines how statistics are kept and used.
 
-    A step takes each parameter of one rank in one go, without communication. Of parameters that are split over ranks,
-    these exchange, with nobody else and all parameters at once: sums over columns (and over rows where those are
-    split), the sum of the row statistics and the sum of squares of the parameter; then the sum of squares of the
-    update. The update is computed again for the second one: at no time more than one parameter's is in memory.
+    A step computes each parameter that is complete on one rank without communication. The owners of a split parameter
+    exchange, for all parameters at once and with no other rank: sums over columns (and over rows if those are split),
+    the sum of the row statistics and the sum of squares of the parameter; then the sum of squares of the update.
 
     Attributes:
         row_key: Name of the row statistics in the state.
         column_key: Name of the column statistics.
         full_key: Name of the second moment of vectors and numbers.
-        keepdim: Whether statistics have a dimension of one where they have no elements.
+        keepdim: Whether statistics keep the reduced dimension with size one.
     """
 
     row_key: str
@@ -105,15 +106,15 @@ class FactoredOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters; every rank calls it, also with no gradients of its own.
+        """Update all parameters; every rank calls it, also without gradients.
 
-        Parameters without a gradient, and those that do not require one, stay as they are.
+        Parameters without a gradient, and those that do not require one, are not changed.
 
         Args:
             closure: Computes the gradients; called once, before anything else.
 
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
 
         Raises:
             ConfigError: The optimizer has other parameters on other ranks, on every rank; or a gradient is sparse.
@@ -122,18 +123,18 @@ class FactoredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._agree()
+        self._require_same_parameters()
         group_of = {param: group for group in self.param_groups for param in group["params"] if param.requires_grad}
-        rounds: list[_Round] = []
+        rounds: list[_SplitSteps] = []
         split: set[nn.Parameter] = set()
         for comm, params in by_comm(group_of):
             of_comm = [param for param in params if is_split(param)]
             if of_comm:
                 split.update(of_comm)
-                rounds.append(_Round(self, comm, [(param, group_of[param]) for param in of_comm]))
+                rounds.append(_SplitSteps(self, comm, [(param, group_of[param]) for param in of_comm]))
         for param, group in group_of.items():
             if param.grad is not None and param.numel() and param not in split:
-                self._step_alone(self._turn(param, group))
+                self._step_alone(self._param_step(param, group))
         for one in rounds:
             one.share_updates()
         for one in rounds:
@@ -141,137 +142,148 @@ class FactoredOptimizer(Optimizer):
         return loss
 
     def state_kinds(self, param: nn.Parameter, group: Mapping[str, Any]) -> dict[str, None]:
-        """The keys that the state of a parameter of such a group has once it is stepped."""
+        """Return the keys of a parameter's state after a step."""
         factored = matrices_of(meta_of(param)) is not None
         return dict.fromkeys(("step", *((self.row_key, self.column_key) if factored else (self.full_key,))))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameters too, as the shards that they are."""
+        """Copy the parameters too, marked as the shards that they are."""
         return copied(self, memo)
 
-    def _agree(self) -> None:
+    def _require_same_parameters(self) -> None:
         agreed: list[Comm] = self.__dict__.setdefault("_agreed", [])
         for comm, params in by_comm(param for group in self.param_groups for param in group["params"]):
             if not any(comm is known for known in agreed):
                 require_same_parameters(comm, params, type(self).__name__)
                 agreed.append(comm)
 
-    def _turn(self, param: nn.Parameter, group: dict[str, Any]) -> Turn:
+    def _param_step(self, param: nn.Parameter, group: dict[str, Any]) -> ParamStep:
         meta = meta_of(param)
-        return Turn(param, group, meta, matrices_of(meta), self.state[param])
+        return ParamStep(param, group, meta, matrices_of(meta), self.state[param])
 
-    def _step_alone(self, turn: Turn) -> None:
-        self._know(turn, self._begin(turn))
-        update = self._update(turn)
-        self._write(turn, update, sum_of_squares(update, turn.dtype))
+    def _step_alone(self, step: ParamStep) -> None:
+        self._use_totals(step, self._begin(step))
+        update = self._update(step)
+        self._write(step, update, sum_of_squares(update, step.dtype))
 
-    def _begin(self, turn: Turn) -> torch.Tensor:
-        """Count the step, take in what this rank knows by itself; returns what the owners have to add up, (n,)."""
-        matrices = turn.matrices
-        if not turn.state:
-            self._make_state(turn)
-        turn.state["step"] += 1
+    def _begin(self, step: ParamStep) -> torch.Tensor:
+        """Count the step and update the statistics that need no other rank.
+
+        Returns:
+            The sums that the owners have to add up, (n,).
+        """
+        matrices = step.matrices
+        if not step.state:
+            self._make_state(step)
+        step.state["step"] += 1
         sums: list[torch.Tensor] = []
         if matrices is None:
-            self._take_in(turn, self.full_key, turn.grad.square())
+            self._update_statistic(step, self.full_key, step.grad.square())
         else:
-            rows, columns = matrices.sums_of_squares(turn.grad)
+            rows, columns = matrices.sums_of_squares(step.grad)
             if matrices.held == "elements":
                 sums += [rows, columns.view(-1)]
             else:
-                self._take_in(turn, self.row_key, rows.div_(matrices.shape[-1]))
+                self._update_statistic(step, self.row_key, rows.div_(matrices.shape[-1]))
             if matrices.held == "rows":
-                sums += [turn.state[self.row_key].sum().view(1), columns.view(-1)]
+                sums += [step.state[self.row_key].sum().view(1), columns.view(-1)]
             elif matrices.held == "matrices":
-                self._take_in(turn, self.column_key, columns.div_(matrices.shape[-2]))
-        sums.append(sum_of_squares(turn.param, turn.dtype).view(1))
+                self._update_statistic(step, self.column_key, columns.div_(matrices.shape[-2]))
+        sums.append(sum_of_squares(step.param, step.dtype).view(1))
         return torch.cat(sums) if len(sums) > 1 else sums[0]
 
-    def _know(self, turn: Turn, totals: torch.Tensor) -> None:
-        """Take in what :meth:`_begin` returned, added up over the owners."""
-        matrices = turn.matrices
+    def _use_totals(self, step: ParamStep, totals: torch.Tensor) -> None:
+        """Update the other statistics from the result of :meth:`_begin`, added up over the owners."""
+        matrices = step.matrices
         if matrices is not None:
-            height, width = turn.meta.global_shape[-2:]
+            height, width = step.meta.global_shape[-2:]
             if matrices.held == "elements":
                 rows, columns = totals[:-1].split([matrices.row_count, matrices.matrix_count * width])
-                self._take_in(turn, self.row_key, rows / width)
-                self._take_in(turn, self.column_key, columns / height)
+                self._update_statistic(step, self.row_key, rows / width)
+                self._update_statistic(step, self.column_key, columns / height)
             elif matrices.held == "rows":
-                self._take_in(turn, self.column_key, totals[1:-1] / height)
+                self._update_statistic(step, self.column_key, totals[1:-1] / height)
             if matrices.held == "rows":
-                turn.mean_of_rows = totals[:1] / height
+                step.mean_of_rows = totals[:1] / height
             else:
-                turn.mean_of_rows = turn.state[self.row_key].view(matrices.matrix_count, height).mean(1)
-        turn.rms = self._root_mean(turn, totals[-1])
+                step.mean_of_rows = step.state[self.row_key].view(matrices.matrix_count, height).mean(1)
+        step.rms = self._root_mean(step, totals[-1])
 
-    def _update(self, turn: Turn) -> torch.Tensor:
-        """The gradient over the root of its second moment, a new tensor of the shard's shape."""
-        if turn.matrices is None:
-            return self._factor_of_moment(turn, turn.state[self.full_key]).mul_(turn.grad)
-        assert turn.mean_of_rows is not None
-        columns = turn.state[self.column_key].view(turn.matrices.matrix_count, -1)
-        statistics = (turn.state[self.row_key], columns, turn.mean_of_rows)
-        return turn.matrices.scaled(turn.grad, statistics, partial(self._factor_of_statistics, turn))
+    def _update(self, step: ParamStep) -> torch.Tensor:
+        """Return the gradient over the root of its second moment, a new tensor of the shard's shape."""
+        if step.matrices is None:
+            return self._factor_of_moment(step, step.state[self.full_key]).mul_(step.grad)
+        assert step.mean_of_rows is not None
+        columns = step.state[self.column_key].view(step.matrices.matrix_count, -1)
+        statistics = (step.state[self.row_key], columns, step.mean_of_rows)
+        return step.matrices.scaled(step.grad, statistics, partial(self._factor_of_statistics, step))
 
-    def _write(self, turn: Turn, update: torch.Tensor, total: torch.Tensor) -> None:
-        """Change the parameter by its update, of which ``total`` is the sum of squares over the owners."""
-        param = turn.param.detach()
-        wide = param if param.dtype == turn.dtype else param.to(turn.dtype)
-        self._apply(turn, wide, update, self._root_mean(turn, total))
+    def _write(self, step: ParamStep, update: torch.Tensor, total: torch.Tensor) -> None:
+        """Change the parameter by its update; ``total`` is the update's sum of squares over the owners."""
+        param = step.param.detach()
+        wide = param if param.dtype == step.dtype else param.to(step.dtype)
+        self._apply(step, wide, update, self._root_mean(step, total))
         if wide is not param:
             param.copy_(wide)
 
-    def _root_mean(self, turn: Turn, total: torch.Tensor) -> torch.Tensor:
-        return total.sqrt() / sqrt(turn.meta.placement.numel)
+    def _root_mean(self, step: ParamStep, total: torch.Tensor) -> torch.Tensor:
+        return total.sqrt() / sqrt(step.meta.placement.numel)
 
-    def _make_state(self, turn: Turn) -> None:
+    def _make_state(self, step: ParamStep) -> None:
         """Fill the empty state of a parameter."""
         raise NotImplementedError
 
-    def _take_in(self, turn: Turn, key: str, squares: torch.Tensor) -> None:
-        """Move a statistic towards the mean ``squares`` of this step, of as many elements; may change ``squares``."""
+    def _update_statistic(self, step: ParamStep, key: str, squares: torch.Tensor) -> None:
+        """Move a statistic towards this step's mean ``squares``, of as many elements; may change ``squares``."""
         raise NotImplementedError
 
     def _factor_of_statistics(
-        self, turn: Turn, rows: torch.Tensor, columns: torch.Tensor, mean: torch.Tensor
+        self, step: ParamStep, rows: torch.Tensor, columns: torch.Tensor, mean: torch.Tensor
     ) -> torch.Tensor:
-        """One over the root of the second moment: (k, r, 1), (k, 1, C) and the rows' mean, (k, 1, 1), to (k, r, C)."""
+        """Return one over the root of the second moment, (k, r, C).
+
+        Args:
+            step: The parameter.
+            rows: Row statistics, (k, r, 1).
+            columns: Column statistics, (k, 1, C).
+            mean: Mean of the row statistics, (k, 1, 1).
+        """
         raise NotImplementedError
 
-    def _factor_of_moment(self, turn: Turn, moment: torch.Tensor) -> torch.Tensor:
-        """One over the root of the second moment, a new tensor."""
+    def _factor_of_moment(self, step: ParamStep, moment: torch.Tensor) -> torch.Tensor:
+        """Return one over the root of the second moment, a new tensor."""
         raise NotImplementedError
 
-    def _apply(self, turn: Turn, param: torch.Tensor, update: torch.Tensor, rms: torch.Tensor) -> None:
-        """Change the wide ``param``; ``rms`` is that of the whole update, 0-d. May change ``update``."""
+    def _apply(self, step: ParamStep, param: torch.Tensor, update: torch.Tensor, rms: torch.Tensor) -> None:
+        """Change the wide ``param``; ``rms`` is that of the full update, 0-d. May change ``update``."""
         raise NotImplementedError
 
-    def _new_statistics(self, turn: Turn) -> dict[str, torch.Tensor]:
-        """Zeros for the second moment of a parameter."""
-        make = partial(torch.zeros, dtype=turn.dtype, device=turn.param.device)
-        if turn.matrices is None:
-            return {self.full_key: make(turn.param.shape)}
-        rows, columns = self._shapes(turn.matrices.shape)
+    def _new_statistics(self, step: ParamStep) -> dict[str, torch.Tensor]:
+        """Return zeros for the second moment of a parameter."""
+        make = partial(torch.zeros, dtype=step.dtype, device=step.param.device)
+        if step.matrices is None:
+            return {self.full_key: make(step.param.shape)}
+        rows, columns = self._shapes(step.matrices.shape)
         return {self.row_key: make(rows), self.column_key: make(columns)}
 
     def _shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of the statistics of rows and of columns of a parameter of ``shape``."""
+        """Return the shapes of the row and column statistics of a parameter of ``shape``."""
         one = (1,) if self.keepdim else ()
         return (*shape[:-1], *one), (*shape[:-2], *one, shape[-1])
 
     def communicates(self, param: nn.Parameter) -> bool:
-        """Whether ranks exchange something about a parameter in a step."""
+        """Return whether ranks communicate about a parameter in a step."""
         return is_split(param)
 
     def state_part(self, param: nn.Parameter, key: str) -> StatePart | None:
-        """Where a tensor of a parameter's state on this rank lies in the unsharded optimizer's; any rank.
+        """Return which part of the unsharded optimizer's state a tensor of a parameter's state is; any rank.
 
         Args:
-            param: One of the optimizer's.
+            param: One of the optimizer's parameters.
             key: Name of the value in the state.
 
         Returns:
-            None for what has an element for each of the parameter's, and for single numbers.
+            None for an elementwise tensor and for single numbers.
         """
         matrices = matrices_of(meta_of(param))
         if matrices is None or key not in (self.row_key, self.column_key):
@@ -280,15 +292,15 @@ class FactoredOptimizer(Optimizer):
         return matrices.part_of_rows(rows) if key == self.row_key else matrices.part_of_columns(columns)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict()`` gave on the same rank of a world of the same size; each rank its own.
+        """Load what ``state_dict()`` returned on the same rank of a world of the same size; each rank its own.
 
         Unlike torch's, it leaves the statistics of half-precision parameters in float32.
 
         Args:
-            state_dict: This optimizer's, or, where nothing is split, that of the unsharded one it is named after.
+            state_dict: This optimizer's, or, if nothing is split, that of the unsharded one of the same name.
         """
         given: list[Mapping[str, Any]] = []
-        # Registered last: it sees what the users' own hooks have made of the state.
+        # Registered last, so that it receives the state after the user's own hooks.
         handle = self.register_load_state_dict_pre_hook(lambda _optimizer, state: given.append(state))
         try:
             super().load_state_dict(state_dict)
@@ -301,69 +313,71 @@ class FactoredOptimizer(Optimizer):
                 self.state[param][key] = self._loaded(param, key, value)
 
     def _loaded(self, param: nn.Parameter, key: str, value: Any) -> Any:
-        """A value of a state that is loaded, on the parameter's device and in the dtype that it is computed with."""
+        """Return a loaded value of a state, on the parameter's device and in the dtype of its statistics."""
         if key == "step":
             return self._count(value)
         return value.to(param.device, wide_dtype(param)) if isinstance(value, torch.Tensor) else value
 
     def _count(self, steps: Any) -> Any:
-        """The number of steps as this convention keeps it, not shared with what was loaded."""
+        """Return the number of steps as this convention stores it, not shared with the loaded state."""
         raise NotImplementedError
 
 
-class _Round:
+class _SplitSteps:
     """The split parameters of one group of ranks in one step."""
 
     def __init__(
         self, optimizer: FactoredOptimizer, comm: Comm, params: Sequence[tuple[nn.Parameter, dict[str, Any]]]
     ) -> None:
-        """Take in this rank's part of the gradients and start adding up what no rank knows by itself.
+        """Use this rank's part of the gradients and start adding up the sums over the owners.
 
         Args:
-            optimizer: Whose step it is.
+            optimizer: The optimizer.
             comm: The ranks.
             params: All split parameters that require a gradient, also those that this rank holds none of.
         """
         self.optimizer = optimizer
         self.comm = comm
         self.dtype = torch.float64 if any(wide_dtype(p) == torch.float64 for p, _ in params) else torch.float32
-        self.turns = [optimizer._turn(param, group) for param, group in params if param.numel()]
-        values = [optimizer._begin(turn) if turn.stepped else _nothing(turn) for turn in self.turns]
+        self.steps = [optimizer._param_step(param, group) for param, group in params if param.numel()]
+        values = [optimizer._begin(step) if step.stepped else _nothing(step) for step in self.steps]
         self._pooled = self._pool(values, "statistics of split gradients")
 
     def share_updates(self) -> None:
-        """Take in the totals and start adding up the squares of the updates."""
+        """Use the totals and start adding up the squares of the updates."""
         squares: list[torch.Tensor] = []
-        for turn, totals in zip(self.turns, self._pooled.wait(), strict=True):
-            if turn.stepped:
-                self.optimizer._know(turn, totals)
-                squares.append(sum_of_squares(self.optimizer._update(turn), turn.dtype).view(1))
+        for step, totals in zip(self.steps, self._pooled.wait(), strict=True):
+            if step.stepped:
+                self.optimizer._use_totals(step, totals)
+                squares.append(sum_of_squares(self.optimizer._update(step), step.dtype).view(1))
             else:
-                squares.append(torch.zeros(1, dtype=turn.dtype, device=turn.param.device))
+                squares.append(torch.zeros(1, dtype=step.dtype, device=step.param.device))
         self._pooled = self._pool(squares, "squares of split updates", at_once=True)
 
     def finish(self) -> None:
-        """Take in these totals and change the parameters."""
-        for turn, total in zip(self.turns, self._pooled.wait(), strict=True):
-            if turn.stepped:
-                self.optimizer._write(turn, self.optimizer._update(turn), total[0])
+        """Use these totals and change the parameters."""
+        # Computed a second time instead of kept while the sums are exchanged: no tensor of the size of all
+        # gradients exists.
+        for step, total in zip(self.steps, self._pooled.wait(), strict=True):
+            if step.stepped:
+                self.optimizer._write(step, self.optimizer._update(step), total[0])
 
     def _pool(self, values: Sequence[torch.Tensor], what: str, *, at_once: bool = False) -> PooledOwnerReduce:
-        owned = [(turn.meta.owners, value) for turn, value in zip(self.turns, values, strict=True)]
+        owned = [(step.meta.owners, value) for step, value in zip(self.steps, values, strict=True)]
         return PooledOwnerReduce(self.comm, owned, self.dtype, what, at_once=at_once)
 
 
-def _nothing(turn: Turn) -> torch.Tensor:
-    """Zeros for a parameter without a gradient, as many as there would be values."""
-    count = 1 if turn.matrices is None else turn.matrices.shared_numel + 1
-    return torch.zeros(count, dtype=turn.dtype, device=turn.param.device)
+def _nothing(step: ParamStep) -> torch.Tensor:
+    """Return zeros for a parameter without a gradient, as many as it would have sums."""
+    count = 1 if step.matrices is None else step.matrices.shared_numel + 1
+    return torch.zeros(count, dtype=step.dtype, device=step.param.device)
 
 
 def wide_dtype(param: torch.Tensor) -> torch.dtype:
-    """What a parameter's step is computed in."""
+    """Return the dtype in which a parameter's step is computed."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def sum_of_squares(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of all elements, 0-d, in ``dtype``."""
+    """Return the sum of squares of all elements, 0-d, in ``dtype``."""
     return torch.linalg.vector_norm(tensor, dtype=dtype).square()

@@ -1,10 +1,11 @@
-"""A parameter as a rank sees it when statistics of matrix rows and columns are wanted: what is whole here, what is not.
+"""A rank's view of a parameter as matrices whose rows and columns have statistics.
 
-Parameters of two dimensions or more are matrices of their last two, R rows of C columns, one for each index of those
-before. Shards are runs of whole rows of dimension 0 wherever that is possible, so that a rank has, of one parameter:
+Parameters of two dimensions or more are matrices of their last two, R rows of C columns, one for each index of the
+earlier dimensions. Shards are runs of full rows of dimension 0 wherever possible, so a rank holds, of one parameter,
+one of:
 
-- matrices that are whole here: those of a parameter of one rank, and of three dimensions or more split by whole rows;
-- whole rows of one matrix: two dimensions, split by whole rows;
+- complete matrices: of a parameter on one rank, or one of three dimensions or more split by full rows;
+- full rows of one matrix: two dimensions, split by full rows;
 - a run of elements that may begin or end inside a row, or inside a matrix.
 """
 
@@ -24,13 +25,13 @@ Factor = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
-    """Rows of consecutive matrices, the same ones of each.
+class RowBlock:
+    """The same rows of each of some consecutive matrices.
 
     Attributes:
         values: This rank's elements of them, (k, r, C).
-        first_row: Number of the first row among those that have a statistic here; k * r rows follow each other.
-        first_matrix: Number of the first matrix among those whose columns have statistics here.
+        first_row: Index of the first row among those that have a statistic here; k * r rows follow each other.
+        first_matrix: Index of the first matrix among those whose columns have statistics here.
     """
 
     values: torch.Tensor
@@ -38,12 +39,12 @@ class Block:
     first_matrix: int
 
     def rows_of(self, statistic: torch.Tensor) -> torch.Tensor:
-        """The rows' elements of a statistic of rows, (k, r, 1); a view."""
+        """Return the rows' elements of a row statistic, (k, r, 1), a view."""
         count, rows, _ = self.values.shape
         return statistic.view(-1)[self.first_row : self.first_row + count * rows].view(count, rows, 1)
 
     def columns_of(self, statistic: torch.Tensor) -> torch.Tensor:
-        """The matrices' elements of a statistic of columns or of matrices, (k, 1, C or 1); a view."""
+        """Return the matrices' elements of a column or matrix statistic, (k, 1, C or 1), a view."""
         count, _, columns = self.values.shape
         width = columns if statistic.ndim > 1 else 1
         flat = statistic.view(-1, width)
@@ -55,11 +56,11 @@ class Matrices:
     """The matrices of one parameter on one rank.
 
     Attributes:
-        meta: The parameter's, of two dimensions or more.
-        held: ``matrices``: those here are whole; ``rows``: whole rows of the only one; ``elements``: a run of elements.
-        shape: As if the parameter were what the statistics here are of: this rank's part, or the whole parameter where
-            its matrices are all here or a run of elements is. Dimensions but the last of it are those of the row
-            statistics, dimensions but the last but one those of the column statistics.
+        meta: Of the parameter, which has two dimensions or more.
+        held: ``matrices``: complete matrices; ``rows``: full rows of the only one; ``elements``: a run of elements.
+        shape: Shape of what the statistics here cover: this rank's part, or the full parameter if all its matrices are
+            here or this rank holds a run of elements. Without the last dimension it is the shape of the row statistics,
+            without the last but one that of the column statistics.
     """
 
     meta: ShardMeta
@@ -78,13 +79,13 @@ class Matrices:
 
     @property
     def shared_numel(self) -> int:
-        """Elements of the sums that ranks have to add up: over rows or columns in parts, and over row statistics."""
+        """Number of partial sums that the owners add up: over split rows or columns, and over row statistics."""
         if self.held == "elements":
             return self.row_count + self.matrix_count * self.shape[-1]
         return 1 + self.shape[-1] if self.held == "rows" else 0
 
     def sums_of_squares(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums of the squares of this rank's elements.
+        """Return sums of the squares of this rank's elements.
 
         Args:
             local: The elements, in any shape.
@@ -105,12 +106,12 @@ class Matrices:
         return rows, columns
 
     def scaled(self, local: torch.Tensor, statistics: tuple[torch.Tensor, ...], factor: Factor) -> torch.Tensor:
-        """This rank's elements times what ``factor`` makes of the statistics of their row, column and matrix.
+        """Return this rank's elements times ``factor`` of the statistics of their row, column and matrix.
 
         Args:
             local: The elements, in any shape.
             statistics: Of the rows, (rows,), of the columns, (matrices, C), and of the matrices, (matrices,).
-            factor: Given blocks of these, (k, r, 1), (k, 1, C) and (k, 1, 1); returns a new tensor (k, r, C).
+            factor: Called with blocks of these, (k, r, 1), (k, 1, C) and (k, 1, 1); returns a new tensor (k, r, C).
 
         Returns:
             A new tensor of the shape of ``local``.
@@ -128,40 +129,42 @@ class Matrices:
         before = self.meta.element_range[0] % self.shape[-1]
         return flat[before : before + local.numel()].view(local.shape)
 
-    def _blocks(self, local: torch.Tensor) -> Iterator[Block]:
-        """A run of elements block by block, in order; the rows that it has part of are filled up with zeros."""
+    def _blocks(self, local: torch.Tensor) -> Iterator[RowBlock]:
+        """Yield a run of elements block by block, in order; incomplete rows are filled up with zeros."""
         height, width = self.shape[-2:]
         rows, at = as_rows(self.meta, local)
         end = at + len(rows)
         while at < end:
             matrix, inside = divmod(at, height)
             left = end - at
-            count = 1 if inside or left < height else left // height  # part of a matrix, or all whole ones that follow
+            count = (
+                1 if inside or left < height else left // height
+            )  # part of a matrix, or all complete ones that follow
             taken = min(left, height - inside) if count == 1 else count * height
             start = at - end + len(rows)
-            yield Block(rows[start : start + taken].view(count, -1, width), at, matrix)
+            yield RowBlock(rows[start : start + taken].view(count, -1, width), at, matrix)
             at += taken
 
     def part_of_rows(self, shape: tuple[int, ...]) -> StatePart:
-        """Where this rank's statistics of rows lie in those of the whole parameter, of ``shape``."""
+        """Return which part of the full parameter's row statistics, of ``shape``, this rank has."""
         if self._all_here:
             return on_all_owners(self.meta, shape)
         return along_rows(self.meta, shape)
 
     def part_of_columns(self, shape: tuple[int, ...]) -> StatePart:
-        """Where this rank's statistics of columns lie in those of the whole parameter, of ``shape``."""
+        """Return which part of the full parameter's column statistics, of ``shape``, this rank has."""
         if self._all_here or self.held == "rows":
             return on_all_owners(self.meta, shape)
         return along_rows(self.meta, shape)
 
     @property
     def _all_here(self) -> bool:
-        """Whether a rank that holds any of the parameter has the statistics of all of it."""
+        """True if each owner of the parameter has the statistics of all of it."""
         return self.held == "elements" or len(self.meta.owners) < 2
 
 
 def matrices_of(meta: ShardMeta) -> Matrices | None:
-    """How a rank sees a parameter's matrices; None of a parameter that has none, of fewer than two dimensions."""
+    """Return a rank's view of a parameter's matrices; None for fewer than two dimensions."""
     if len(meta.global_shape) < 2:
         return None
     if len(meta.owners) < 2:

@@ -1,7 +1,8 @@
-"""What an optimizer is about to step, noted where the ranks of the sharded model will compare it.
+"""Records of what an optimizer steps, which the ranks of a sharded model compare at the end of backward.
 
-An elementwise optimizer needs no other ranks, so nothing in a step would tell that a rank has put a parameter into
-another group than the others, by the size of its own rows, and decays half a matrix.
+An elementwise optimizer needs no other ranks, so no step would notice that a rank has put a parameter into another
+group than the others (for instance by the size of its own rows) and decays half a matrix. The records enter the
+checksum that ranks exchange in any case: no further collective.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _NOT_COMPARED = ("params", "param_names", "lr", "initial_lr")
 _PLAIN = (bool, int, float, str, type(None))
 
 _noted: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
-"""Sizes of the groups that were noted."""
+"""Sizes of the groups that were recorded."""
 
 
 def note_claims(optimizer: Optimizer) -> None:
-    """Note the sharded parameters of an optimizer and their groups; each rank by itself, no communication.
+    """Record the sharded parameters of an optimizer and their groups, on each rank alone, without communication.
 
-    Noted are the numbers of groups, which tell learning rates apart, and options that are plain values, learning rates
-    excepted: at the first step, and when parameters were added. What steps in backward steps alone, and is left out.
+    Recorded are the numbers of groups, which distinguish learning rates, and options that are plain values except
+    learning rates: at the first step, and when parameters were added. Optimizers that step in backward are left out.
     """
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
     if _noted.get(optimizer) == sizes:
@@ -49,7 +50,7 @@ def note_claims(optimizer: Optimizer) -> None:
 
 
 def _steps_in_backward(param: Parameter) -> bool:
-    """Whether it is stepped when its gradient is there: by ours, or by a hook, which ranks without rows never run."""
+    """Return whether a parameter is stepped when its gradient arrives, which ranks without rows never do."""
     return hasattr(param, "shard_optimizer") or bool(param._post_accumulate_grad_hooks)
 
 

@@ -1,9 +1,9 @@
-"""Optimizers that are not elementwise, on shards: refused instead of training silently wrong.
+"""Optimizers that are not elementwise, on shards: refused instead of training with different results.
 
-An elementwise optimizer (SGD, Adam, Lion…) computes each element's update from that element's gradients alone, so that
-a shard of the parameter is as good as the whole. Others look at rows, columns, norms or products of a whole matrix:
-given a part of one, they run and compute something else. torch calls the hooks of this module around every optimizer's
-step; what it costs is a look-up of the class. A class of which nothing is known is tried once, on a small matrix.
+An elementwise optimizer (SGD, Adam, Lion…) computes each element's update from that element's gradients alone, so it
+can step a shard of the parameter like the full one. Others use rows, columns, norms or products of a full matrix: given
+a part of one, they run and compute something else. torch calls the hooks of this module around every optimizer's step;
+the cost is a look-up of the class. An unknown class is tried once, on a small matrix.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.errors import ConfigError
 from fullshard.layout import ShardMeta
 from fullshard.optim.guard.claims import note_claims
-from fullshard.optim.guard.trial import Cut, maker_like, steps_parts_alike
+from fullshard.optim.guard.trial import Split, maker_like, steps_parts_equally
 from fullshard.optim.shards import is_split, meta_of
 
 BLOCK = 256
-"""Elements that bitsandbytes (``blocksize``) and torchao (``block_size``; 128 where of 4 bits) quantise together."""
+"""Elements that bitsandbytes (``blocksize``) and torchao (``block_size``; 128 for 4 bits) quantise together."""
 
 _QUANTISING = ("bitsandbytes.", "torchao.")
-"""Libraries whose optimizers are judged by name and blocks: on the CPU they fail, or compile kernels first."""
+"""Libraries whose optimizers are judged by name and blocks: a trial on the CPU would fail, or compile kernels."""
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -60,7 +60,7 @@ _MATRICES = frozenset(
         *("pytorchlars", "sgdp", "stableadamw"),
     )
 )
-"""Names in lower case of classes that look at a whole parameter: its rows and columns, its norm, its blocks."""
+"""Names in lower case of classes that use a full parameter: its rows and columns, its norm, its blocks."""
 _MODELS = frozenset(
     (
         *("lbfgs", "lbfgsnew", "fullbatchlbfgs", "dadaptadam", "dadaptadan", "dadaptadagrad", "dadaptlion"),
@@ -68,16 +68,16 @@ _MODELS = frozenset(
         *("prodigy", "prodigyplusschedulefree", "dog", "ldog", "mechanic", "kfac", "kate"),
     )
 )
-"""Names in lower case of classes that add something up over all parameters."""
+"""Names in lower case of classes that sum over all parameters."""
 
-_Verdicts = dict[Cut, bool | None]
+_Verdicts = dict[Split, bool | None]
 _tried: WeakKeyDictionary[Optimizer, _Verdicts] = WeakKeyDictionary()
-"""Of optimizers of unknown classes: whether they step parts alike; None where it could not be tried."""
+"""Verdicts on optimizers of unknown classes: whether they step parts like the full parameter; None if untried."""
 _judged: WeakSet[Optimizer] = WeakSet()
 
 
 def why_not_elementwise(optimizer_class: type[Optimizer]) -> str | None:
-    """What a class of optimizers that is known not to be elementwise looks at; None: nothing is known against it."""
+    """Return why a class of optimizers is known not to be elementwise; None if nothing is known."""
     name = _name(optimizer_class)
     if name in _MODELS:
         return "sums over all parameters of the model"
@@ -89,13 +89,13 @@ def _name(optimizer_class: type[Optimizer]) -> str:
 
 
 def remedy_for(optimizer_class: type[Optimizer]) -> str:
-    """What to use instead of an optimizer that is not elementwise."""
+    """Return what to use instead of an optimizer that is not elementwise."""
     path = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     return _OURS.get(path) or _OURS_BY_NAME.get(_name(optimizer_class), _ELSE)
 
 
 def refuse_equal_names(params: Iterable[nn.Parameter]) -> None:
-    """Refuse sharded parameters of several roots, which cannot be told apart by their names.
+    """Refuse equal names among sharded parameters: a name identifies a parameter in one model only.
 
     Raises:
         ConfigError: There are some; on every rank.
@@ -104,20 +104,20 @@ def refuse_equal_names(params: Iterable[nn.Parameter]) -> None:
     name, count = counts.most_common(1)[0]
     if count > 1:
         raise ConfigError(
-            f"{count} parameters are called {name!r}: they are of several sharded models. Make one for each."
+            f"{count} parameters are called {name!r}: they belong to several sharded models. Make one for each model."
         )
 
 
 def _knows_shards(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is made for shards: one of this package, or one that says which part of a state is where."""
+    """Return whether an optimizer is fullshard's, or describes the parts of its state itself."""
     return type(optimizer).__module__.startswith("fullshard.") or hasattr(optimizer, "state_part")
 
 
 def refuse_parts(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that is not elementwise where it would step parts of matrices.
+    """Refuse an optimizer that is not elementwise if it would step parts of matrices.
 
-    It is decided by the class, its options and the layout, so that every rank that has the same parameters decides
-    alike, also one that holds no rows.
+    The class, its options and the layout decide, so every rank that has the same parameters decides the same, also one
+    that holds no rows.
 
     Raises:
         ConfigError: It would; nothing has changed.
@@ -137,51 +137,51 @@ def refuse_parts(optimizer: Optimizer) -> None:
         _refuse(cut, rule, "fullshard.optim.AdamW8bit")
     elif not kind.__module__.startswith(_QUANTISING):
         verdicts = _on_trial(optimizer)
-        rule = f"{kind.__name__} is not elementwise (on trial a matrix and its parts were stepped differently)"
-        failed = [p for p in _sharded(optimizer) if is_split(p) and verdicts.get(_cut(_meta(p))) is False]
+        rule = f"{kind.__name__} is not elementwise (in a trial a matrix and its parts were stepped differently)"
+        failed = [p for p in _sharded(optimizer) if is_split(p) and verdicts.get(_split(_meta(p))) is False]
         _refuse(failed, rule, _ELSE)
 
 
 def _on_trial(optimizer: Optimizer) -> _Verdicts:
-    """Whether parts as ranks hold them are stepped alike; nothing where there are none.
+    """Return the verdict for each way in which the parameters are split; empty if none is.
 
-    Tried once, before the first step of parameters that are split. The optimizers of the trial come through the hooks
-    of this module too, and have no shards.
+    The trial runs once, before the first step of split parameters. The trial's own optimizers also call the hooks of
+    this module, and have no shards.
     """
     verdicts = _tried.get(optimizer)
     if verdicts is None:
-        cuts = {_cut(_meta(param)) for param in _sharded(optimizer) if is_split(param)}
-        verdicts = {cut: _verdict(optimizer, cut) for cut in cuts}
+        splits = {_split(_meta(param)) for param in _sharded(optimizer) if is_split(param)}
+        verdicts = {split: _verdict(optimizer, split) for split in splits}
         if verdicts:
             _tried[optimizer] = verdicts
     return verdicts
 
 
-def _verdict(optimizer: Optimizer, cut: Cut) -> bool | None:
+def _verdict(optimizer: Optimizer, split: Split) -> bool | None:
     options = tuple(optimizer.defaults.items())
     try:
         hash(options)
     except TypeError:
-        return _try(type(optimizer), options, cut)
-    return _try_once(type(optimizer), options, cut)
+        return _try(type(optimizer), options, split)
+    return _try_once(type(optimizer), options, split)
 
 
-def _try(kind: type[Optimizer], options: tuple[tuple[str, Any], ...], cut: Cut) -> bool | None:
+def _try(kind: type[Optimizer], options: tuple[tuple[str, Any], ...], split: Split) -> bool | None:
     try:
-        return steps_parts_alike(maker_like(kind, dict(options)), cut)
+        return steps_parts_equally(maker_like(kind, dict(options)), split)
     except Exception:
-        # Whatever a class of another library raises, it only cannot be tried.
+        # A class of another library may raise anything; it is then one that cannot be tried.
         return None
 
 
-_try_once = lru_cache(maxsize=64)(_try)  # in backward each parameter has an optimizer
+_try_once = lru_cache(maxsize=64)(_try)  # stepping in backward makes an optimizer for each parameter
 
 
-def _cut(meta: ShardMeta) -> Cut:
-    """How ranks hold a parameter; the same on every rank."""
+def _split(meta: ShardMeta) -> Split:
+    """Return how ranks hold a parameter; the same on every rank."""
     if len(meta.global_shape) == 1:
-        return Cut.VECTOR
-    return Cut.ROWS if meta.row_range is not None else Cut.WITHIN_ROWS
+        return Split.VECTOR
+    return Split.ROWS if meta.row_range is not None else Split.WITHIN_ROWS
 
 
 def _refuse(params: list[nn.Parameter], rule: str, remedy: str) -> None:
@@ -189,9 +189,9 @@ def _refuse(params: list[nn.Parameter], rule: str, remedy: str) -> None:
         return
     first = _meta(params[0])
     raise ConfigError(
-        f"{rule}: {len(params)} of its parameters are sharded, such as {first.name}, "
-        f"{first.global_shape}, over {len(first.owners)} of {first.layout.world_size} ranks. It would run, and train "
-        f"something else than without sharding. Use {remedy}."
+        f"{rule}: {len(params)} of its parameters are sharded, such as {first.name}, {first.global_shape}, over "
+        f"{len(first.owners)} of {first.layout.world_size} ranks. It would run, but the result would differ from "
+        f"unsharded training. Use {remedy}."
     )
 
 
@@ -204,7 +204,7 @@ def _meta(param: nn.Parameter) -> ShardMeta:
 
 
 def is_of_blocks(optimizer: Optimizer) -> bool:
-    """Whether it is one of bitsandbytes' or torchao's of few bits; its states are of blocks, not of rows."""
+    """Return whether an optimizer is one of bitsandbytes' or torchao's whose states are quantised in blocks."""
     kind = type(optimizer)
     if kind.__module__.startswith("torchao."):
         return _name(kind).endswith(("8bit", "4bit", "fp8"))
@@ -214,16 +214,16 @@ def is_of_blocks(optimizer: Optimizer) -> bool:
 
 
 def _cuts_blocks(meta: ShardMeta) -> bool:
-    """Whether a boundary between ranks lies within a block of the parameter."""
+    """Return whether a boundary between ranks is inside a block of the parameter."""
     return any(meta.layout.local_range(meta.placement, rank)[0] % BLOCK for rank in meta.owners)
 
 
 def refuse_strange_state(optimizer: Optimizer) -> None:
-    """Refuse an unknown optimizer whose state of a part of a matrix is neither by element nor single numbers.
+    """Refuse an unknown optimizer whose state of a part of a matrix is neither elementwise nor single numbers.
 
-    Only one that could not be tried: what passed its trial may keep several tensors of a parameter as one. Looked at
-    once, after the first step of a parameter that is split. There is no communication: a rank may have been given fewer
-    parameters than others, and ranks that step in backward step alone. All that hold rows find the same.
+    Only one that could not be tried: an optimizer that passed its trial may keep several tensors of a parameter as one.
+    Checked once, after the first step of a split parameter, without communication: a rank may have fewer parameters
+    than others, and ranks that step in backward do not communicate. All ranks that hold rows decide the same.
 
     Raises:
         ConfigError: There is one; the parameters have taken one step.
@@ -236,7 +236,7 @@ def refuse_strange_state(optimizer: Optimizer) -> None:
     verdicts = _tried.get(optimizer, {})
     for param in _sharded(optimizer):
         state = optimizer.state.get(param)
-        if not state or not is_split(param) or verdicts.get(_cut(_meta(param))):
+        if not state or not is_split(param) or verdicts.get(_split(_meta(param))):
             continue
         _judged.add(optimizer)
         for key, value in state.items():
@@ -245,8 +245,7 @@ def refuse_strange_state(optimizer: Optimizer) -> None:
                 raise ConfigError(
                     f"{kind.__name__} is not elementwise: its state {key!r} of {meta.name}, {meta.global_shape}, has "
                     f"shape {tuple(value.shape)} on a rank that holds {meta.local_shape} of the parameter, which "
-                    f"{len(meta.owners)} ranks share. It would train something else than without sharding. Use "
-                    f"{_ELSE}."
+                    f"{len(meta.owners)} ranks share. The result would differ from unsharded training. Use {_ELSE}."
                 )
 
 

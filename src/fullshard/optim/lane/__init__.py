@@ -1,1 +1,3 @@
-"""Elementwise optimizers that step whole lanes."""
+"""Elementwise optimizers that step neighboring shards as one flat tensor."""
+
+from fullshard.optim.lane.lane_optimizer import LaneOptimizer as LaneOptimizer

@@ -1,4 +1,4 @@
-"""Any elementwise optimizer, stepped on whole lanes of memory instead of parameter by parameter."""
+"""Any elementwise optimizer, stepped on a few flat tensors instead of parameter by parameter."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError
 from fullshard.optim.guard.guard import is_of_blocks, remedy_for, why_not_elementwise
-from fullshard.optim.guard.trial import Cut, Make, steps_parts_alike
-from fullshard.optim.lane.runs import Run, find_runs, local, parts
+from fullshard.optim.guard.trial import MakeOptimizer, Split, steps_parts_equally
+from fullshard.optim.lane.runs import ParamRun, find_runs, local, parts
 
 _REFUSED = ("capturable", "differentiable")
 _NOT_OPTIONS = ("params", "param_names")
 
-# What was handed out of a parameter's state: each value, and the version of those that are copies.
+# The values of a parameter's state that were returned to the caller, with the version of those that are copies.
 _Given = dict[str, tuple[Any, int]]
 
 
 class LaneOptimizer(Optimizer):
-    """An elementwise ``torch.optim`` class whose step sees a few long tensors instead of every parameter.
+    """An elementwise ``torch.optim`` class that steps a few long tensors instead of every parameter.
 
-    The shards of a unit's parameters lie side by side in memory, and so do their reduced gradients. An elementwise
-    optimizer does not care where a parameter ends, so that neighbours are given to it as one flat tensor: a unit takes
-    a handful of kernels, and with ``fused=True`` one; Python's share of the step no longer grows with what an optimizer
-    does for each parameter. Results are those of the class itself.
+    The shards of a unit's parameters are adjacent in memory, and so are their reduced gradients. An elementwise
+    optimizer does not depend on where a parameter ends, so neighbors are passed to it as one flat tensor: a unit takes
+    a few kernels, with ``fused=True`` one, and Python's share of the step does not grow with the number of parameters.
+    Results are those of the class, except that torch's CPU kernels may round the last elements of a tensor differently
+    (1.2e-7).
 
-    Used as the class would be::
+    Usage is that of the class::
 
         optimizer = LaneOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True)
 
-    ``param_groups`` holds the model's parameters, and ``state[param]`` what the class would have there, under its keys:
-    schedules, clipping, checkpoints and exports work, and state dicts are exchanged with the class. Tensors with an
-    element for each of the parameter's are views of what is stepped; single numbers are copies, and what is changed of
-    a state is taken over by the next step.
+    ``param_groups`` holds the model's parameters, and ``state[param]`` the class's state under its keys: schedules,
+    clipping, checkpoints and exports work, and state dicts can be exchanged with the class. Elementwise tensors are
+    views of the stepped memory; single numbers are copies, and changes to them take effect at the next step.
 
-    What parts a run of neighbours: the end of a unit's lane, another parameter group, a frozen parameter, one that once
-    had no gradient in a step (it is not stepped then, and its count of steps is its own from there on). Decaying all
-    parameters alike makes the longest runs. A gradient that does not lie beside its neighbours', because it was
-    replaced or arrived in another dtype, is copied. The class's optimizer is made anew when parameters, their memory or
-    states that were handed out have changed: what it counts in attributes of its own, outside of ``state`` and
-    ``param_groups``, begins anew then.
+    A run of neighbors ends at the end of a unit's lane, at another parameter group, a frozen parameter, or one that
+    once had no gradient in a step (it is not stepped then, and has its own count of steps from there on). Equal weight
+    decay for all parameters makes the longest runs. A gradient that is not adjacent to its neighbors', because it was
+    replaced or has another dtype, is copied. The class's optimizer is built again when parameters, their memory or
+    states that were read have changed; counters in its own attributes, outside of ``state`` and ``param_groups``, start
+    again then.
 
-    Each rank makes and steps its own, without communication. Make it after ``fully_shard``, or before and give it to
+    Each rank makes and steps its own, without communication. Make it after ``fully_shard``, or before and pass it to
     :func:`~fullshard.optim.repoint` if it has state. It can be saved by ``state_dict()``, not copied or pickled.
     """
 
@@ -63,17 +63,17 @@ class LaneOptimizer(Optimizer):
         Args:
             optimizer_class: ``torch.optim.AdamW``, ``SGD``, ``Adagrad``…, or another library's elementwise class.
             params: Parameters, named parameters or groups, as the class takes them.
-            options: The class's.
+            options: The class's options.
 
         Raises:
-            ConfigError: The class is not elementwise (it is tried on a matrix, whole and in two parts), or ``options``
-                ask for ``capturable`` or ``differentiable``.
+            ConfigError: The class is not elementwise (it is tried on a matrix, in full and in two parts), or
+                ``options`` set ``capturable`` or ``differentiable``.
         """
         refused = [name for name in _REFUSED if options.get(name)]
         if refused:
             raise ConfigError(
-                f"LaneOptimizer does not take {refused[0]}=True: runs are cut in Python, by which parameters have a "
-                f"gradient. Leave it out, or use {optimizer_class.__name__} itself."
+                f"LaneOptimizer does not take {refused[0]}=True: runs are formed in Python, by which parameters have "
+                f"a gradient. Remove it, or use {optimizer_class.__name__} itself."
             )
         params = list(params)  # type: ignore[arg-type]
         self._class = optimizer_class
@@ -87,7 +87,7 @@ class LaneOptimizer(Optimizer):
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
         """The state of each parameter that was stepped, by the keys of the class."""
         if self._given is None:
-            self._show()
+            self._read_states()
         return self._states
 
     @state.setter
@@ -100,10 +100,10 @@ class LaneOptimizer(Optimizer):
         """Step every parameter that has a gradient; any rank, no communication.
 
         Args:
-            closure: Computes the loss and its gradients anew, as in torch; on every rank or none.
+            closure: Computes the loss and its gradients again, as in torch; on every rank or none.
 
         Returns:
-            What ``closure`` returned.
+            The result of ``closure``.
         """
         loss = None
         if closure is not None:
@@ -116,29 +116,29 @@ class LaneOptimizer(Optimizer):
             self._take_gradients(runs, inner["params"])
         self._inner.step()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_options_of(inner))  # some classes count in their groups
+            group.update(_options_of(inner))  # some classes keep counters in their groups
             for flat in inner["params"]:
                 flat.grad = None
         self._given = None
         return loss
 
-    def _take_gradients(self, runs: list[Run], flats: list[nn.Parameter]) -> None:
-        """Give the flat parameters of a group their gradients; runs that have some of theirs are cut, in place."""
+    def _take_gradients(self, runs: list[ParamRun], flats: list[nn.Parameter]) -> None:
+        """Set the gradients of a group's flat parameters; a run with only some gradients is split, in place."""
         for at in range(len(runs) - 1, -1, -1):
             gradients = [param.grad for param in runs[at].params]
             present = [gradient for gradient in gradients if gradient is not None]
             if len(present) == len(gradients):
                 flats[at].grad = _flat_gradient(runs[at], present, flats[at])
             elif present:
-                pieces = runs[at].cut([gradient is not None for gradient in gradients])
+                pieces = runs[at].split([gradient is not None for gradient in gradients])
                 runs[at : at + 1] = [piece for piece, _ in pieces]
-                flats[at : at + 1] = self._cut_state(flats[at], pieces)
+                flats[at : at + 1] = self._split_state(flats[at], pieces)
                 for piece, flat in zip(runs[at : at + len(pieces)], flats[at:], strict=False):
                     found = [param.grad for param in piece.params if param.grad is not None]
                     flat.grad = _flat_gradient(piece, found, flat) if found else None
 
-    def _cut_state(self, flat: nn.Parameter, pieces: Sequence[tuple[Run, int]]) -> list[nn.Parameter]:
-        """Flat parameters of the pieces of a run, with their parts of its state."""
+    def _split_state(self, flat: nn.Parameter, pieces: Sequence[tuple[ParamRun, int]]) -> list[nn.Parameter]:
+        """Return flat parameters for the pieces of a run, and divide its state among them."""
         state = self._inner.state.pop(flat, {})
         made: list[nn.Parameter] = []
         for piece, base in pieces:
@@ -154,19 +154,19 @@ class LaneOptimizer(Optimizer):
             self._inner.state[made[-1]] = of_piece
         return made
 
-    # From the parameters' states to those of the runs, and back
+    # Conversion between the parameters' states and those of the runs
 
     def _build(self) -> None:
-        """Find the runs, and make the class's optimizer for them with the states that the parameters have."""
+        """Find the runs, and make the class's optimizer for them with the parameters' current states."""
         states = self.state
         numbers = _single_numbers(states)
         self._params = [list(group["params"]) for group in self.param_groups]
         self._addresses = [param.data_ptr() for param in chain.from_iterable(self._params)]
-        self._runs: list[list[Run]] = []
+        self._runs: list[list[ParamRun]] = []
         for params in self._params:
             whole = find_runs(params)
             kinds = {p: _kind(p, states.get(p, {}), numbers) for run in whole for p in run.params}
-            self._runs.append([piece for run in whole for piece, _ in run.cut([kinds[p] for p in run.params])])
+            self._runs.append([piece for run in whole for piece, _ in run.split([kinds[p] for p in run.params])])
         groups: list[dict[str, Any]] = []
         joined: dict[nn.Parameter, dict[str, Any]] = {}
         for group, runs in zip(self.param_groups, self._runs, strict=True):
@@ -179,8 +179,8 @@ class LaneOptimizer(Optimizer):
                 self._inner.state[flat] = state
         self._given = None
 
-    def _show(self) -> None:
-        """Bring the parameters' states up to what the class has made of the runs'."""
+    def _read_states(self) -> None:
+        """Update the parameters' states from those of the runs."""
         self._given = {}
         for runs, inner in zip(self._runs, self._inner.param_groups, strict=True):
             for run, flat in zip(runs, inner["params"], strict=True):
@@ -194,7 +194,7 @@ class LaneOptimizer(Optimizer):
                     self._given[param] = {key: (value, _version(value)) for key, value in new.items()}
 
     def _was_changed(self) -> bool:
-        """Whether parameters were added, exchanged or given other memory, or a state that was handed out changed."""
+        """Return whether parameters, their memory or states that were read have changed since the runs were built."""
         now = [group["params"] for group in self.param_groups]
         if len(now) != len(self._params):
             return True
@@ -206,7 +206,7 @@ class LaneOptimizer(Optimizer):
         return self._given is not None and not _is_as_given(self._states, self._given)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what ``load_state_dict`` has read, with what the class itself does to it."""
+        """Load the state read by ``load_state_dict``, through the class's own ``__setstate__``."""
         self._inner.__setstate__({"state": state["state"], "param_groups": state["param_groups"]})
         super().__setstate__({"param_groups": self._inner.param_groups})
         self.state = self._inner.state
@@ -225,7 +225,7 @@ class LaneOptimizer(Optimizer):
 
 
 def _require_elementwise(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
-    """Refuse a class that steps a matrix otherwise than its parts.
+    """Refuse a class that steps a matrix differently from its parts.
 
     Raises:
         ConfigError: It does, or cannot be tried.
@@ -234,37 +234,38 @@ def _require_elementwise(kind: type[Optimizer], options: Mapping[str, Any]) -> N
     if known is not None:
         problem = f"it looks at {known}"
     elif hasattr(kind, "state_part"):
-        problem, remedy = "it has states that lie otherwise than its parameters' elements", f"{kind.__name__} itself"
+        problem, remedy = "some of its states are not elementwise", f"{kind.__name__} itself"
     else:
         try:
             problem = _found_on_trial(lambda params: kind(params, **options))  # type: ignore[call-arg]
         except Exception as error:
-            # Whatever a class of another library raises, a user's question is answered by it.
+            # A class of another library may raise anything; its message tells the user what is wrong.
             raise ConfigError(
-                f"LaneOptimizer tried whether {kind.__name__} is elementwise, and it failed ({type(error).__name__}: "
-                f"{error}). Give a class and options that can step a matrix on the CPU, or use {remedy}."
+                f"LaneOptimizer tested whether {kind.__name__} is elementwise, and the test failed "
+                f"({type(error).__name__}: {error}). Pass a class and options that can step a matrix on the CPU, or "
+                f"use {remedy}."
             ) from error
     if problem:
         raise ConfigError(
-            f"LaneOptimizer steps many parameters as one flat tensor, which takes an elementwise optimizer; "
-            f"{kind.__name__} is none: {problem}. Use {remedy}."
+            "LaneOptimizer steps many parameters as one flat tensor, which requires an elementwise optimizer; "
+            f"{kind.__name__} is not elementwise: {problem}. Use {remedy}."
         )
 
 
-def _found_on_trial(make: Make) -> str:
-    """What speaks against a class; empty: nothing."""
+def _found_on_trial(make: MakeOptimizer) -> str:
+    """Return why a class is not elementwise; empty if it is."""
     if is_of_blocks(make([nn.Parameter(torch.zeros(1))])):
         return "it quantises blocks of elements"
-    alike = steps_parts_alike(make, Cut.FLATTENED)
-    return "" if alike else "on trial a matrix and its parts were stepped differently"
+    equal = steps_parts_equally(make, Split.FLATTENED)
+    return "" if equal else "in a trial a matrix and its parts were stepped differently"
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
-def _flat_gradient(run: Run, gradients: Sequence[torch.Tensor], flat: nn.Parameter) -> torch.Tensor:
-    """The gradients of a run's parameters as one tensor in the parameters' dtype."""
+def _flat_gradient(run: ParamRun, gradients: Sequence[torch.Tensor], flat: nn.Parameter) -> torch.Tensor:
+    """Return the gradients of a run's parameters as one tensor in the parameters' dtype."""
     one = run.as_one(gradients)
     if one is not None:
         return one.to(flat.dtype)
@@ -275,7 +276,7 @@ def _flat_gradient(run: Run, gradients: Sequence[torch.Tensor], flat: nn.Paramet
 
 
 def _single_numbers(states: Mapping[torch.Tensor, Mapping[str, Any]]) -> set[str]:
-    """Keys whose values are one number a parameter, also where the parameter is one number itself."""
+    """Return the keys whose values are one number for each parameter, even if the parameter is a single number too."""
     keys = {"step"}
     for param, state in states.items():
         if local(param).ndim:
@@ -290,7 +291,7 @@ def _is_elementwise(param: torch.Tensor, key: str, value: Any, numbers: set[str]
 
 
 def _kind(param: nn.Parameter, state: Mapping[str, Any], numbers: set[str]) -> Hashable:
-    """What neighbours must have in common to be stepped as one.
+    """Return a key that neighbors must have in common to be stepped as one.
 
     Raises:
         ConfigError: The state is not this shard's.
@@ -307,14 +308,14 @@ def _kind(param: nn.Parameter, state: Mapping[str, Any], numbers: set[str]) -> H
             name = getattr(getattr(param, "shard_meta", None), "name", "a parameter")
             raise ConfigError(
                 f"The state {key!r} of {name} has shape {tuple(value.shape)} and this rank's part of the parameter "
-                f"{tuple(local(param).shape)}. An optimizer with state that was made before fully_shard must be given "
-                "to repoint(optimizer, places) after it."
+                f"{tuple(local(param).shape)}. Pass an optimizer with state that was made before fully_shard to "
+                "repoint(optimizer, places) after it."
             )
     return frozenset(found)
 
 
-def _join(run: Run, states: Mapping[torch.Tensor, dict[str, Any]], numbers: set[str]) -> dict[str, Any]:
-    """The state of a run, of its parameters' states, whose tensors become views of it."""
+def _join(run: ParamRun, states: Mapping[torch.Tensor, dict[str, Any]], numbers: set[str]) -> dict[str, Any]:
+    """Return the state of a run from its parameters' states, whose tensors become views of it."""
     joined: dict[str, Any] = {}
     first = run.params[0]
     for key, value in list(states.get(first, {}).items()):
@@ -326,24 +327,24 @@ def _join(run: Run, states: Mapping[torch.Tensor, dict[str, Any]], numbers: set[
             joined[key] = value.new_zeros(run.numel)
             for param, view in parts(run, joined[key]):
                 view.copy_(states[param][key])
-                states[param][key] = view  # and what was there is freed
+                states[param][key] = view  # frees the parameter's own tensor
     return joined
 
 
-def _of_param(run: Run, index: int, value: Any) -> Any:
-    """A parameter's part of a value of its run's state."""
+def _of_param(run: ParamRun, index: int, value: Any) -> Any:
+    """Return a parameter's part of a value of its run's state."""
     if not isinstance(value, torch.Tensor):
         return value
     return run.part(value, index) if tuple(value.shape) == run.shape and value.ndim else value.clone()
 
 
 def _version(value: Any) -> int:
-    """A number that grows when a copied value is changed in place."""
+    """Return a number that grows when a copied value is changed in place."""
     return value._version if isinstance(value, torch.Tensor) and value.numel() == 1 else 0
 
 
 def _is_as_given(states: Mapping[torch.Tensor, Mapping[str, Any]], given: Mapping[torch.Tensor, _Given]) -> bool:
-    """Whether the parameters' states are what was handed out."""
+    """Return whether the parameters' states are unchanged since they were read."""
     if any(state and param not in given for param, state in states.items()):
         return False
     for param, values in given.items():

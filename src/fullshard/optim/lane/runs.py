@@ -1,4 +1,4 @@
-"""Runs of neighbouring parameters: shards that lie side by side in a lane's memory, seen as one flat tensor."""
+"""Runs of neighboring parameters: shards that are adjacent in a lane's memory, as one flat tensor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fullshard.layout import ShardMeta
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """Parameters that lie side by side on this rank, with nothing but padding between them. Counts are of elements.
+class ParamRun:
+    """Parameters that are adjacent on this rank, with nothing but padding between them. Counts are of elements.
 
     Attributes:
         params: The parameters by ascending address, none of them empty.
@@ -28,39 +28,39 @@ class Run:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the run as one tensor: flat, or the parameter's where it is alone."""
+        """Shape of the run as one tensor: flat, or the parameter's if it has only one."""
         first = local(self.params[0])
         return (self.numel,) if len(self.params) > 1 else tuple(first.shape)
 
     def flat(self) -> torch.Tensor:
-        """The parameters' memory as one tensor."""
+        """Return the parameters' memory as one tensor."""
         first = local(self.params[0])
         return first if len(self.params) == 1 else first.as_strided((self.numel,), (1,))
 
     def part(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """What of ``whole``, a tensor of the run's shape, is parameter ``index``'s: a view in the parameter's shape."""
+        """Return the part of ``whole``, of the run's shape, of parameter ``index``: a view in the parameter's shape."""
         if len(self.params) == 1:
             return whole
         param, start = local(self.params[index]), self.starts[index]
         return whole[start : start + param.numel()].view(param.shape)
 
-    def cut(self, keys: Sequence[Hashable]) -> list[tuple[Run, int]]:
-        """The run in pieces of neighbours with equal keys, and the first element of each piece.
+    def split(self, keys: Sequence[Hashable]) -> list[tuple[ParamRun, int]]:
+        """Split the run into pieces of neighbors with equal keys; also return the first element of each piece.
 
         Args:
-            keys: One a parameter.
+            keys: One key for each parameter.
         """
-        pieces: list[tuple[Run, int]] = []
+        pieces: list[tuple[ParamRun, int]] = []
         for _, numbers in groupby(range(len(self.params)), key=lambda number: keys[number]):
             members = list(numbers)
             base, last = self.starts[members[0]], members[-1]
             starts = tuple(self.starts[number] - base for number in members)
             numel = starts[-1] + local(self.params[last]).numel()
-            pieces.append((Run(tuple(self.params[number] for number in members), starts, numel), base))
+            pieces.append((ParamRun(tuple(self.params[number] for number in members), starts, numel), base))
         return pieces
 
     def as_one(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """``tensors``, one a parameter, as one of the run's shape; None where they do not lie as the run does."""
+        """Return ``tensors``, one for each parameter, as one of the run's shape; None if not in one piece of memory."""
         first = tensors[0].as_subclass(torch.Tensor)
         if len(tensors) == 1:
             return first
@@ -68,19 +68,19 @@ class Run:
         for tensor, start in zip(tensors, self.starts, strict=True):
             if tensor.data_ptr() != address + start * size or tensor.dtype != dtype or not tensor.is_contiguous():
                 return None
-        storage = first.untyped_storage()  # one allocation, then: another one cannot begin within its bytes
+        storage = first.untyped_storage()  # all are in this allocation: no other one can begin within its bytes
         if address + self.numel * size > storage.data_ptr() + storage.nbytes():
             return None
         return first.as_strided((self.numel,), (1,))
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
-    """A parameter's rows on this rank as a plain tensor; shards of ``compat`` answer for the whole parameter."""
+    """Return a parameter's rows on this rank as a plain tensor; ``compat``'s shards behave as the full parameter."""
     return param.detach().as_subclass(torch.Tensor)
 
 
-def find_runs(params: Iterable[nn.Parameter]) -> list[Run]:
-    """The runs of some parameters, by address; parameters of which this rank holds nothing belong to none.
+def find_runs(params: Iterable[nn.Parameter]) -> list[ParamRun]:
+    """Return the runs of some parameters, by address; parameters without elements on this rank are in none.
 
     Parameters that are not sharded are runs of one.
     """
@@ -95,15 +95,15 @@ def find_runs(params: Iterable[nn.Parameter]) -> list[Run]:
     return [_run(members) for members in found]
 
 
-def _run(members: Sequence[nn.Parameter]) -> Run:
+def _run(members: Sequence[nn.Parameter]) -> ParamRun:
     tensors = [local(param) for param in members]
     first, size = tensors[0].data_ptr(), tensors[0].element_size()
     starts = tuple((tensor.data_ptr() - first) // size for tensor in tensors)
-    return Run(tuple(members), starts, starts[-1] + tensors[-1].numel())
+    return ParamRun(tuple(members), starts, starts[-1] + tensors[-1].numel())
 
 
 def _follows(before: nn.Parameter, after: nn.Parameter, positions: dict[int, dict[int, int]]) -> bool:
-    """Whether ``after`` is the lane's next parameter after ``before``, in the memory of the same lane."""
+    """Return whether ``after`` is the lane's next parameter after ``before``, in the memory of the same lane."""
     one: ShardMeta | None = getattr(before, "shard_meta", None)
     other: ShardMeta | None = getattr(after, "shard_meta", None)
     if one is None or other is None or one.layout is not other.layout:
@@ -123,10 +123,10 @@ def _follows(before: nn.Parameter, after: nn.Parameter, positions: dict[int, dic
 
 
 def _first_element(meta: ShardMeta) -> int:
-    """The lane element of this rank's first element of a parameter."""
+    """Return the lane element of this rank's first element of a parameter."""
     return meta.placement.start + meta.element_range[0]
 
 
-def parts(run: Run, whole: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Each parameter of a run with its part of ``whole``, a tensor of the run's shape."""
+def parts(run: ParamRun, whole: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield each parameter of a run with its part of ``whole``, a tensor of the run's shape."""
     return ((param, run.part(whole, index)) for index, param in enumerate(run.params))

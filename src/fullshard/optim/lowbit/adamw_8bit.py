@@ -1,4 +1,4 @@
-"""AdamW with 8-bit states: a quarter of AdamW's memory for moments, the same under sharding as without."""
+"""AdamW with 8-bit states: a quarter of AdamW's memory for moments, with the same results sharded and unsharded."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from fullshard.optim.lowbit.blockwise import (
 )
 from fullshard.optim.lowbit.narrow import NarrowAdamW, advance, descend, flat, widened
 from fullshard.optim.owner_reduce import OwnerReduce, OwnerValue
-from fullshard.optim.shards import by_comm, meta_of, refuse_turns, require_same_parameters
+from fullshard.optim.shards import by_comm, meta_of, refuse_torch_options, require_same_parameters
 
 SMALLEST = 4096
-"""Elements from which on a parameter's moments are 8-bit, counted unsharded; bitsandbytes' and torchao's number."""
+"""Smallest number of elements, unsharded, of a parameter with 8-bit moments; the same in bitsandbytes and torchao."""
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
-"""Under this key bitsandbytes' ``state_dict()`` puts a parameter's tensors; its loading takes them bare as well."""
+"""The key that holds a parameter's tensors in bitsandbytes' ``state_dict()``; it also loads them without that key."""
 
 _Cuts = list[tuple[nn.Parameter, CutBlock]]
 _Plan = tuple[list[tuple[int, ShardMeta | None]], list[tuple[Comm, _Cuts]]]
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Elements ``first`` to ``end`` of a flattened parameter of which this rank holds those from ``start`` on."""
+class _ElementRun:
+    """Elements ``first`` to ``end`` of a flattened parameter whose elements this rank holds from ``start`` on."""
 
     start: int
     first: int
@@ -48,23 +48,23 @@ class _Run:
 
     @property
     def elements(self) -> slice:
-        """Among those of this rank."""
+        """Their positions among this rank's elements."""
         return slice(self.first - self.start, self.end - self.start)
 
     @property
     def blocks(self) -> slice:
-        """The blocks that it touches, among those that this rank holds any elements of."""
+        """The blocks that they are in, among the blocks of which this rank holds any elements."""
         before = self.start // BLOCK
         return slice(self.first_block - before, -(-self.end // BLOCK) - before)
 
     @property
     def first_block(self) -> int:
-        """The first block that it touches, among all."""
+        """The first block that they are in, among all blocks."""
         return self.first // BLOCK
 
     @property
     def lead(self) -> int:
-        """Elements of that block before it."""
+        """Elements of that block before the run."""
         return self.first % BLOCK
 
 
@@ -73,32 +73,32 @@ class AdamW8bit(NarrowAdamW):
 
     The method and the state's format are those of bitsandbytes' ``AdamW8bit`` (Dettmers et al.,
     https://arxiv.org/abs/2110.02861): a parameter's state is ``step`` (int), ``state1`` and ``state2`` (uint8, the
-    shard's shape), ``qmap1`` and ``qmap2`` (float32, (256,), what codes stand for) and ``absmax1`` and ``absmax2``
-    (float32, one a block); below 4096 elements it is ``step`` and float32 ``state1`` and ``state2``. State dicts are
-    exchanged with it in both directions.
+    shard's shape), ``qmap1`` and ``qmap2`` (float32, (256,), the values of the codes) and ``absmax1`` and ``absmax2``
+    (float32, one for each block); below 4096 elements it is ``step`` and float32 ``state1`` and ``state2``. State dicts
+    can be exchanged with it in both directions.
 
-    Blocks are those of the flattened *unsharded* parameter. Where a shard boundary cuts one, the ranks that hold parts
-    of it share its scale, two numbers a block in one exchange a step; where rows are multiples of 256, as in most
-    models, none is cut and nothing is exchanged. So the results do not depend on the number of ranks, and states
-    reshard exactly.
+    Blocks are those of the flattened *unsharded* parameter. If a shard boundary splits one, the ranks that hold parts
+    of it share its scale, two numbers for each block in one exchange a step; if rows are multiples of 256 elements, as
+    in most models, no block is split and nothing is exchanged. So the results do not depend on the number of ranks, and
+    states reshard exactly.
 
-    What equals what: the step is that of bitsandbytes' plain PyTorch path and of torchao's ``AdamW8bit``, up to the
-    rounding of float32. bitsandbytes' CUDA kernel decays the weight after the update instead of before, gives the first
-    moment the code next to zero where the nearest one is zero, and leaves out elements whose gradient is not finite;
-    its CPU kernel takes a code beside the nearest one for 1 in 700. torchao quantises only what has a multiple of 256
-    elements *on the rank*, with scales of at least 1e-12. Here a gradient that is not finite spoils its block: clip
+    Comparison: the step is that of bitsandbytes' plain PyTorch path and of torchao's ``AdamW8bit``, up to the rounding
+    of float32. bitsandbytes' CUDA kernel decays the weight after the update instead of before, gives the first moment
+    the code next to zero if the nearest one is zero, and skips elements whose gradient is not finite; its CPU kernel
+    takes a code next to the nearest one for 1 in 700 elements. torchao quantises only parameters with a multiple of 256
+    elements *on the rank*, with scales of at least 1e-12. Here a gradient that is not finite corrupts its block: clip
     with ``error_if_nonfinite``, or use a gradient scaler, which skips such steps.
 
     Args:
-        params: Parameters or groups of them, as any torch optimizer's; under sharding all of ``model.parameters()``,
+        params: Parameters or groups of them, as in any torch optimizer; under sharding all of ``model.parameters()``,
             in the same order on every rank.
         lr: Learning rate.
         betas: Decay rates of the first and the second moment.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled; times the learning rate it is what a weight loses a step.
+        weight_decay: Decoupled weight decay, times the learning rate.
 
     Raises:
-        ConfigError: A number is out of range; or, where ranks cut blocks, at the first step and on every rank,
+        ConfigError: A number is out of range; or, if ranks share blocks, at the first step and on every rank,
             parameters differ between ranks.
     """
 
@@ -110,21 +110,21 @@ class AdamW8bit(NarrowAdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        """See the class."""
+        """Make the optimizer; see the class."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._books: dict[torch.device, tuple[CodeBook, CodeBook]] = {}
         self._plan: _Plan = ([], [])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make good what a copy lacks: torch copies groups and state."""
+        """Restore the attributes that a copy lacks: torch copies groups and state only."""
         super().__setstate__({"_books": {}, "_plan": ([], [])} | self.__dict__ | state)
 
     def communicates(self, param: nn.Parameter) -> bool:
-        """Whether ranks exchange something about a parameter in a step."""
+        """Return whether ranks communicate about a parameter in a step."""
         return _is_8bit(param) and any_block_is_cut(meta_of(param))
 
     def state_part(self, param: nn.Parameter, key: str) -> StatePart | None:
-        """Where a tensor of a parameter's state lies in the unsharded optimizer's; None where it is by element."""
+        """Return which part of the unsharded optimizer's state a tensor is; None if it is elementwise."""
         meta = meta_of(param)
         if key in ("qmap1", "qmap2"):
             return on_all_owners(meta, (256,))
@@ -133,12 +133,12 @@ class AdamW8bit(NarrowAdamW):
     def state_kinds(
         self, param: nn.Parameter, group: Mapping[str, Any]
     ) -> dict[str, torch.dtype | torch.Tensor | None]:
-        """What the state of a parameter that was stepped has: dtypes, the very code books, None for the step.
+        """Return the state of a parameter after a step: dtypes, the code books themselves, None for the step.
 
         Raises:
-            CheckpointError: The group has an option that is not computed here.
+            CheckpointError: The group has an option that is not implemented.
         """
-        refuse_turns(group, "AdamW8bit", CheckpointError)
+        refuse_torch_options(group, "AdamW8bit", CheckpointError)
         if not _is_8bit(param):
             return {"step": None, "state1": torch.float32, "state2": torch.float32}
         kinds: dict[str, torch.dtype | torch.Tensor | None] = {"step": None}
@@ -160,21 +160,21 @@ class AdamW8bit(NarrowAdamW):
     def _share_scales(
         self, groups: Mapping[nn.Parameter, Mapping[str, Any]]
     ) -> tuple[dict[nn.Parameter, dict[int, torch.Tensor]], list[OwnerReduce]]:
-        """Start to find the new scales of blocks that several ranks hold.
+        """Start to reduce the new scales of blocks that several ranks hold.
 
         Returns:
-            For the parameters to update, by the number of the block the scales of both moments, (2,), to be read when
-            what is under way is done.
+            For the parameters to update, by block number, the scales of both moments, (2,), valid after the reductions;
+            and the reductions.
         """
         shared: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
         reduces = []
         for comm, cuts in self._cuts_by_comm():
             values = []
             for param, cut in cuts:
-                # On the device of the collectives, also where shards are on another one. Nothing here: zeros are sent.
+                # On the device of the collectives, even if shards are elsewhere. Zeros if there is no gradient here.
                 value = torch.zeros(2, device=comm.device)
                 if param in groups:
-                    run = _Run(_range(param)[0], *cut.held)
+                    run = _ElementRun(_range(param)[0], *cut.held)
                     moments = self._moments(param, run, groups[param]["betas"])
                     value.copy_(torch.stack([moment.abs().amax() for moment in moments]))
                     shared.setdefault(param, {})[cut.index] = value
@@ -183,9 +183,9 @@ class AdamW8bit(NarrowAdamW):
         return shared, reduces
 
     def _cuts_by_comm(self) -> list[tuple[Comm, _Cuts]]:
-        """The blocks whose scales this rank shares; planned when parameters or their shards are others than before.
+        """Return the blocks whose scales this rank shares; planned again when parameters or their shards have changed.
 
-        Only layouts decide, so that it is the same on every rank, whatever got a gradient.
+        Only layouts decide, so the plan is the same on every rank, whichever parameters have a gradient.
         """
         params = list(self._params())
         now: list[tuple[int, ShardMeta | None]] = [(id(param), getattr(param, "shard_meta", None)) for param in params]
@@ -205,7 +205,7 @@ class AdamW8bit(NarrowAdamW):
         state["step"] += 1
         weights, (start, stop) = flat(param), _range(param)
         for first, end in chunks(start, stop):
-            run = _Run(start, first, end)
+            run = _ElementRun(start, first, end)
             moments = self._moments(param, run, group["betas"])
             here = weights[run.elements]
             wide = widened(here)
@@ -215,8 +215,10 @@ class AdamW8bit(NarrowAdamW):
             if _is_8bit(param):
                 self._keep(state, run, moments, shared)
 
-    def _moments(self, param: nn.Parameter, run: _Run, betas: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The moments of a run of elements with the new gradient, float32; those that are kept so change in place."""
+    def _moments(
+        self, param: nn.Parameter, run: _ElementRun, betas: tuple[float, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the moments of a run of elements with the new gradient, float32; float32 states change in place."""
         state = self._state_of(param)
         assert param.grad is not None
         grad = param.grad.detach().reshape(-1)[run.elements].float()
@@ -229,9 +231,13 @@ class AdamW8bit(NarrowAdamW):
         return advance(kept[0], kept[1], grad, betas)
 
     def _keep(
-        self, state: Mapping[str, Any], run: _Run, moments: Sequence[torch.Tensor], shared: Mapping[int, torch.Tensor]
+        self,
+        state: Mapping[str, Any],
+        run: _ElementRun,
+        moments: Sequence[torch.Tensor],
+        shared: Mapping[int, torch.Tensor],
     ) -> None:
-        """Put codes and scales of a run's moments into the state."""
+        """Store codes and scales of a run's moments in the state."""
         for number, (moment, book) in enumerate(zip(moments, self._books_on(moments[0].device), strict=True)):
             scales = block_maxima(moment, run.lead)
             for index, both in shared.items():
@@ -241,7 +247,7 @@ class AdamW8bit(NarrowAdamW):
             state[f"absmax{number + 1}"][run.blocks] = scales
 
     def _state_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """A parameter's state, which begins with zeros."""
+        """Return a parameter's state; zeros before its first step."""
         state = self.state[param]
         if not state:
             is_8bit = _is_8bit(param)
@@ -257,7 +263,7 @@ class AdamW8bit(NarrowAdamW):
         return state
 
     def _books_on(self, device: torch.device) -> tuple[CodeBook, CodeBook]:
-        """The code books of the first and the second moment; one for all parameters of a device."""
+        """Return the code books of the first and the second moment, shared by all parameters of a device."""
         if device not in self._books:
             signed, unsigned = (CodeBook.of(dynamic_codes(signed=signed).to(device)) for signed in (True, False))
             self._books[device] = signed, unsigned
@@ -272,16 +278,16 @@ class AdamW8bit(NarrowAdamW):
         found = [getattr(loaded.get(key), "dtype", None) for key in ("state1", "state2")]
         if found != [kept, kept]:
             raise CheckpointError(
-                f"AdamW8bit keeps state1 and state2 as uint8 for parameters of {SMALLEST} elements or more, as float32 "
-                f"for smaller ones; for one of {meta_of(param).placement.numel} the loaded ones are {found}. Load a "
-                "state dict of AdamW8bit, this one's or bitsandbytes', of the same parameters."
+                f"AdamW8bit keeps state1 and state2 as uint8 for parameters of {SMALLEST} elements or more, as "
+                f"float32 for smaller ones; for one of {meta_of(param).placement.numel} the loaded ones are {found}. "
+                "Load a state dict of AdamW8bit, fullshard's or bitsandbytes', for the same parameters."
             )
         for number, book in enumerate(self._books_on(param.device) if _is_8bit(param) else (), 1):
             codes = loaded.get(f"qmap{number}", torch.empty(0))
             if codes.shape != book.values.shape or not torch.allclose(codes, book.values, rtol=1e-6, atol=0):
                 raise CheckpointError(
-                    f"AdamW8bit's codes stand for the numbers of dynamic quantisation; those of qmap{number} in the "
-                    "loaded state are others. Load a state dict of AdamW8bit, this one's or bitsandbytes'."
+                    f"AdamW8bit's codes have the values of dynamic quantisation; qmap{number} in the loaded state has "
+                    "others. Load a state dict of AdamW8bit, fullshard's or bitsandbytes'."
                 )
             loaded[f"qmap{number}"] = book.values  # one for all parameters
         return loaded | {"step": int(loaded["step"])}

@@ -12,38 +12,38 @@ from fullshard.errors import CheckpointError
 from fullshard.optim.lowbit.blockwise import chunks
 from fullshard.optim.lowbit.narrow import NarrowAdamW, advance, descend, flat, widened
 from fullshard.optim.lowbit.rounding import random_words, round_to_bfloat16, sixteen_bits, stream_key
-from fullshard.optim.shards import meta_of, refuse_turns
+from fullshard.optim.shards import meta_of, refuse_torch_options
 
 
 class AdamWBF16(NarrowAdamW):
-    """AdamW whose moments, and weights where these are bfloat16, are kept in bfloat16 by stochastic rounding.
+    """AdamW whose moments, and bfloat16 weights, are kept in bfloat16 by stochastic rounding.
 
-    Rounded to the nearest, a bfloat16 second moment stands still: with the usual 0.999 it should change by a thousandth
-    of itself a step, and neighbours in bfloat16 are 1/256 to 1/128 apart. Rounded up or down at random, more often to
-    the nearer one, it is right on average, and so are weights that are themselves bfloat16.
+    Rounded to nearest, a bfloat16 second moment stops changing: with the usual 0.999 it should change by a thousandth
+    of itself a step, and neighbors in bfloat16 are 1/256 to 1/128 apart. Rounded up or down at random, more often to
+    the nearer one, it is right on average, and so are bfloat16 weights.
 
     The random bits of an element are a hash of the seed, the step, the number of the parameter in the optimizer and the
-    number of the element in the *unsharded* parameter: the same under any sharding and after a resume, with no
-    generator whose state would have to be saved. Optimizers of one parameter each, as ``step_in_backward`` makes them,
-    are numbered as one of ``model.parameters()`` would number these, and round as that one; those that you make
-    yourself round alike, unless each has a seed of its own.
+    number of the element in the *unsharded* parameter: the same under any sharding and after a resume, and no generator
+    state is saved. Optimizers of one parameter each, as ``step_in_backward`` makes them, number their parameters as one
+    optimizer of ``model.parameters()`` would, and round as that one; those made by hand all round with the same bits
+    unless each has its own seed.
 
     The state's keys are those of ``torch.optim.AdamW``: ``step`` (float32, 0-d, on the CPU), ``exp_avg`` and
-    ``exp_avg_sq`` (bfloat16, the shard's shape), all by element. State dicts and checkpoints are exchanged with it,
-    whose moments are rounded to the nearest when they are loaded here, or at the first step.
+    ``exp_avg_sq`` (bfloat16, the shard's shape), all elementwise. State dicts and checkpoints of ``torch.optim.AdamW``
+    can be loaded; their moments are rounded to nearest when loaded, or at the first step.
 
-    float32 and float64 weights are not rounded, float16 ones to the nearest.
+    float32 and float64 weights are not rounded, float16 ones to nearest.
 
     Args:
-        params: Parameters or groups of them, as any torch optimizer's; under sharding all of ``model.parameters()``.
+        params: Parameters or groups of them, as in any torch optimizer; under sharding all of ``model.parameters()``.
         lr: Learning rate.
         betas: Decay rates of the first and the second moment.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled; times the learning rate it is what a weight loses a step.
-        seed: Of the rounding; kept in the groups.
+        weight_decay: Decoupled weight decay, times the learning rate.
+        seed: Seed of the rounding; stored in the groups.
 
     Attributes:
-        first_number: The number of its first parameter, where it is one of several optimizers of a model.
+        first_number: The number of its first parameter, if it is one of several optimizers of a model.
 
     Raises:
         ConfigError: A number is out of range.
@@ -61,16 +61,16 @@ class AdamWBF16(NarrowAdamW):
         *,
         seed: int = 0,
     ) -> None:
-        """See the class."""
+        """Make the optimizer; see the class."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed})
 
     def state_kinds(self, param: nn.Parameter, group: Mapping[str, Any]) -> dict[str, None]:
-        """The keys that the state of a parameter has once it is stepped.
+        """Return the keys of a parameter's state after a step.
 
         Raises:
-            CheckpointError: The group has an option that is not computed here.
+            CheckpointError: The group has an option that is not implemented.
         """
-        refuse_turns(group, "AdamWBF16", CheckpointError)
+        refuse_torch_options(group, "AdamWBF16", CheckpointError)
         return dict.fromkeys(("step", "exp_avg", "exp_avg_sq"))
 
     def _update_all(self) -> None:
@@ -83,7 +83,7 @@ class AdamWBF16(NarrowAdamW):
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros(param.shape, dtype=torch.bfloat16, device=param.device)
             state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
-        for field in ("exp_avg", "exp_avg_sq"):  # wider in a checkpoint of AdamW's, whose files are read as they are
+        for field in ("exp_avg", "exp_avg_sq"):  # wider if loaded from a checkpoint of torch.optim.AdamW
             state[field] = state[field].to(torch.bfloat16)
         state["step"] += 1
         step = int(state["step"])

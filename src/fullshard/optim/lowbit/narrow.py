@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in fewer bits than they are computed in: what its kinds have in common."""
+"""AdamW whose moments are kept in fewer bits than they are computed in: the common part of its kinds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError
-from fullshard.optim.shards import copied, refuse_turns
+from fullshard.optim.shards import copied, refuse_torch_options
 
 _WIDE = (torch.float32, torch.float64)
 
 
 class NarrowAdamW(Optimizer):
-    """AdamW, decoupled weight decay (https://arxiv.org/abs/1711.05101), in float32 whatever its tensors are kept in.
+    """AdamW with decoupled weight decay, computed in float32 whatever its states are kept in.
 
-    For each element, with the gradient g, step t and the moments m and v as they were kept:
-    ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``, ``w = w (1 - lr wd)``,
-    ``w = w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)``. The weight is updated from the moments as they are
-    before they are narrowed again.
+    For each element, with the gradient g, step t and the stored moments m and v: ``m = b1 m + (1 - b1) g``,
+    ``v = b2 v + (1 - b2) g^2``, ``w = w (1 - lr wd)``, ``w = w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)``
+    (https://arxiv.org/abs/1711.05101). The weight is updated from the moments before they are narrowed again.
 
-    Every operation is one of IEEE's, rounded by itself. How torch's fused ones round is left open, by element and by
-    machine: a last bit that depended on where a shard was cut would make a narrowed value jump.
+    Every operation is a single IEEE operation. The rounding of torch's fused kernels is unspecified and depends on the
+    element's position and the machine: a last bit that depended on where a shard begins would make a narrowed value
+    jump.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -42,16 +42,16 @@ class NarrowAdamW(Optimizer):
         super().__init__(params, defaults)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameters too, as the shards that they are."""
+        """Copy the parameters too, marked as the shards that they are."""
         return copied(self, memo)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group.
 
         Raises:
-            ConfigError: It has an option that is not computed here.
+            ConfigError: It has an option that is not implemented.
         """
-        refuse_turns(param_group, type(self).__name__)
+        refuse_torch_options(param_group, type(self).__name__)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ class NarrowAdamW(Optimizer):
             closure: Computes the loss again, with gradients.
 
         Returns:
-            The closure's result; None without one.
+            The result of ``closure``; None without one.
         """
         loss = None
         if closure is not None:
@@ -72,26 +72,26 @@ class NarrowAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict()`` gave; tensors move to the parameter's device and keep their own dtype.
+        """Load what ``state_dict()`` returned; tensors move to the parameter's device and keep their own dtype.
 
-        torch's own would make all floating ones, and the codes, of the parameter's dtype.
+        torch's implementation would cast floating-point tensors, and the codes, to the parameter's dtype.
 
         Raises:
-            ConfigError: A group has an option that is not computed here; nothing has changed then.
+            ConfigError: A group has an option that is not implemented; nothing has changed then.
         """
         loaded: dict[nn.Parameter, dict[str, Any]] = {}
 
         def without_state(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            # All of it before anything changes: what is refused leaves the optimizer as it was.
+            # All checks come before any change: a refused state must leave the optimizer as it was, on every rank.
             for group in state["param_groups"]:
-                refuse_turns(group, type(self).__name__)
+                refuse_torch_options(group, type(self).__name__)
             numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
-            for number, param in zip(numbers, self._params(), strict=False):  # torch refuses other groups, after this
+            for number, param in zip(numbers, self._params(), strict=False):  # torch checks the groups after this
                 if number in state["state"]:
                     loaded[param] = self._loaded_state(param, state["state"][number])
             return {**state, "state": {}}
 
-        # Registered last: it sees what the users' own hooks have made of the state.
+        # Registered last, so that it receives the state after the user's own hooks.
         handle = self.register_load_state_dict_pre_hook(without_state)
         try:
             super().load_state_dict(state_dict)
@@ -102,17 +102,17 @@ class NarrowAdamW(Optimizer):
 
     @abstractmethod
     def _update_all(self) -> None:
-        """One step of all parameters that have a gradient."""
+        """Step all parameters that have a gradient."""
 
     @abstractmethod
     def _loaded_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's state from a state dict's."""
+        """Return a parameter's state from that of a state dict."""
 
     def _params(self) -> Iterator[nn.Parameter]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _to_update(self) -> Iterable[tuple[int, nn.Parameter, dict[str, Any]]]:
-        """Each parameter that has a gradient, and elements here, with its number in the optimizer and its group."""
+        """Yield each parameter with a gradient and elements here, with its index in the optimizer and its group."""
         groups = ((param, group) for group in self.param_groups for param in group["params"])
         for number, (param, group) in enumerate(groups):
             if param.grad is not None and param.numel():
@@ -122,7 +122,7 @@ class NarrowAdamW(Optimizer):
 def advance(
     first: torch.Tensor, second: torch.Tensor, grad: torch.Tensor, betas: tuple[float, float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take a gradient into the moments, in place; all float32, of one shape."""
+    """Update the moments with a gradient, in place; all float32, of one shape."""
     first.mul_(betas[0]).add_(grad * (1 - betas[0]))
     second.mul_(betas[1]).add_(grad.square().mul_(1 - betas[1]))
     return first, second
@@ -140,19 +140,19 @@ def descend(
 
 
 def widened(weights: torch.Tensor) -> torch.Tensor:
-    """``weights``, or a float32 copy where they are narrower."""
+    """Return ``weights``, or a float32 copy if they are narrower."""
     return weights if weights.dtype in _WIDE else weights.float()
 
 
 def flat(param: nn.Parameter) -> torch.Tensor:
-    """A parameter's elements, (n,), to be changed in place.
+    """Return a parameter's elements, (n,), to be changed in place.
 
     Raises:
         ConfigError: They are not contiguous.
     """
     if not param.is_contiguous():
         raise ConfigError(
-            f"Optimizers of narrow states need contiguous parameters; one of shape {tuple(param.shape)} has strides "
-            f"{param.stride()}. Call param.data = param.data.contiguous() before the optimizer is made."
+            f"Optimizers with narrow states need contiguous parameters; one of shape {tuple(param.shape)} has strides "
+            f"{param.stride()}. Call param.data = param.data.contiguous() before making the optimizer."
         )
     return param.detach().view(-1)

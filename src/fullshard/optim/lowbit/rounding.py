@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16 by random bits that depend only on what is rounded, not on who rounds it or when."""
+"""Stochastic rounding to bfloat16 by random bits that depend only on a key and the element's number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WORD = 2**64 - 1
 
 
 def stream_key(*parts: int) -> int:
-    """A 64-bit number of its own for each tuple of numbers, for :func:`random_words`; parts are hashed one by one."""
+    """Return a 64-bit hash of a tuple of numbers, for :func:`random_words`."""
     key = 0
     for part in parts:
         key = _mixed((key ^ part & _WORD) + _GAMMA)
@@ -19,9 +19,10 @@ def stream_key(*parts: int) -> int:
 
 
 def random_words(key: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """64 random bits for each of the elements ``start`` to ``stop``: output number i of SplitMix64 seeded with ``key``.
+    """Return 64 random bits for each of the elements ``start`` to ``stop``: output i of SplitMix64 seeded with ``key``.
 
-    The generator is a counter and a mixer, so that any part of a stream is computed alone, on any device, the same.
+    The generator is a counter and a mixer, so any part of a stream can be computed alone, on any device, with the same
+    result.
 
     Returns:
         int64, (stop - start,).
@@ -34,21 +35,21 @@ def random_words(key: int, start: int, stop: int, device: torch.device) -> torch
 
 
 def sixteen_bits(words: torch.Tensor, field: int) -> torch.Tensor:
-    """The bits ``16 * field`` to ``16 * field + 15`` of words of :func:`random_words`; int32, 0 to 65535."""
+    """Return the bits ``16 * field`` to ``16 * field + 15`` of words of :func:`random_words`; int32, 0 to 65535."""
     return (words >> 16 * field).bitwise_and_(0xFFFF).to(torch.int32)
 
 
 def round_to_bfloat16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round to one of the two neighbours in bfloat16, to the nearer one more often: on average nothing is lost.
+    """Round to one of the two neighbors in bfloat16, to the nearer one more often, so that the mean is exact.
 
-    The 16 bits of a float32 that bfloat16 does not have, over 2 ** 16, are the distance to the neighbour nearer to
-    zero; random bits are added to them and the carry, if there is one, goes into the bits that stay. What bfloat16
-    can hold stays exactly; infinities and nans stay. The method is that of Zamirai et al., "Revisiting BFloat16
-    Training", https://arxiv.org/abs/2010.06192.
+    The 16 bits of a float32 that bfloat16 lacks, over 2 ** 16, are the distance to the neighbor nearer to zero; random
+    bits are added to them and the carry, if any, goes into the bits that remain. Values that bfloat16 can represent,
+    infinities and nans are unchanged. The method is that of Zamirai et al., "Revisiting BFloat16 Training",
+    https://arxiv.org/abs/2010.06192.
 
     Args:
         values: float32.
-        bits: Random, int32, 0 to 65535, of the same shape; consumed.
+        bits: Random, int32, 0 to 65535, of the same shape; overwritten.
 
     Returns:
         bfloat16, of the same shape.
@@ -65,7 +66,7 @@ def _mixed(word: int) -> int:
 
 
 def _shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
-    """Shift to the right and fill up with zeros; torch's own fills up with the sign."""
+    """Shift right, filling with zeros; torch's own shift fills with the sign."""
     return (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
 
 

@@ -1,9 +1,9 @@
 """Which rank orthogonalises which split matrix, and in which round: integers, the same on every rank.
 
-A matrix that several ranks hold parts of is put together on one of them, its owner. Owners are chosen greedily, the
-largest matrix first and always the least loaded of the ranks that hold parts of it (Graham's longest processing time
-first; with matrices that every rank shares, at most 4/3 of the best possible largest load). Matrices that are whole on
-a rank are work that it has anyway.
+A matrix that several ranks hold parts of is gathered on one of them, its owner. Owners are chosen greedily, the largest
+matrix first and always the least loaded of the ranks that hold parts of it (Graham's longest processing time first;
+with matrices that every rank shares, at most 4/3 of the best possible largest load). Matrices that are complete on a
+rank count as load of that rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SplitMatrix:
     Attributes:
         first_rank: The first of these ranks; they are consecutive.
         pieces: Elements that each of them holds, in rank order.
-        work: What it costs to orthogonalise it, in any unit.
+        work: Cost of orthogonalising it, in any unit.
     """
 
     first_rank: int
@@ -33,7 +33,7 @@ class SplitMatrix:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Elements of the full matrix."""
         return sum(self.pieces)
 
     def piece_of(self, rank: int) -> int:
@@ -43,12 +43,12 @@ class SplitMatrix:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Who orthogonalises what, and when.
+    """Owner and round of every split matrix.
 
     Attributes:
-        matrices: What it was made from.
+        matrices: The matrices.
         owners: The rank that orthogonalises each of them.
-        rounds: The matrices that are gathered together, by number, in the order in which their pieces are sent.
+        rounds: The matrices that are gathered together, by index, in the order in which their pieces are sent.
     """
 
     matrices: tuple[SplitMatrix, ...]
@@ -57,7 +57,7 @@ class RoundPlan:
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """Multiplications and additions of ``steps`` Newton-Schulz iterations.
+    """Return the multiplications and additions of ``steps`` Newton-Schulz iterations.
 
     Examples:
         >>> newton_schulz_flops(2, 3, 1) == 2 * (2 * 2 * 3) + 2 * (2 * 2 * 2) + 2 * (2 * 2 * 3)
@@ -68,13 +68,13 @@ def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
 
 
 def plan_rounds(matrices: Sequence[SplitMatrix], fixed: Sequence[int], max_numel: int) -> RoundPlan:
-    """Choose owners, and cut what each of them gathers into rounds; pure, so that every rank has the same plan.
+    """Choose owners, and divide what each of them gathers into rounds; pure, so every rank computes the same plan.
 
     Args:
-        matrices: The split ones, in an order that is the same on every rank.
-        fixed: Work that each rank has anyway, in the unit of the matrices'.
+        matrices: The split matrices, in the same order on every rank.
+        fixed: Work that each rank has in any case, in the unit of the matrices' work.
         max_numel: Elements that an owner gathers in one round, its own pieces included; a larger matrix has a round of
-            that owner for itself.
+            its owner to itself.
 
     Examples:
         >>> halves = SplitMatrix(first_rank=0, pieces=(50, 50), work=10)
@@ -84,7 +84,7 @@ def plan_rounds(matrices: Sequence[SplitMatrix], fixed: Sequence[int], max_numel
     """
     order = sorted(range(len(matrices)), key=lambda index: (-matrices[index].work, index))
     owners = _owners(matrices, order, list(fixed))
-    gathered: dict[int, tuple[int, int]] = {}  # of each owner: its last round so far, and elements in it
+    gathered: dict[int, tuple[int, int]] = {}  # by owner: its last round so far, and the elements in it
     rounds: list[list[int]] = []
     for index in order:
         numel = matrices[index].numel
@@ -98,7 +98,7 @@ def plan_rounds(matrices: Sequence[SplitMatrix], fixed: Sequence[int], max_numel
 
 
 def _owners(matrices: Sequence[SplitMatrix], order: Sequence[int], loads: list[int]) -> list[int]:
-    """The owner of each matrix; of equally loaded ranks the one that holds most of it, which need not be sent."""
+    """Choose the owner of each matrix; among equally loaded ranks the one with its largest piece, which is not sent."""
     owners = [0] * len(matrices)
     for index in order:
         one = matrices[index]

@@ -1,4 +1,4 @@
-"""One matrix that Muon steps: what is elementwise about it, on this rank's elements."""
+"""One matrix in a step of Muon: the elementwise operations on this rank's elements."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from fullshard.optim.muon.newton_schulz import newton_schulz
 from fullshard.optim.shards import comm_of, meta_of
 
 NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-"""What Newton-Schulz can be computed in, by the name that parameter groups have for it."""
+"""Dtypes that Newton-Schulz can be computed in, by their name in parameter groups."""
 
 
 class MuonMatrix:
-    """A matrix in one step of Muon, as this rank sees it; it may hold all of it, a part, or nothing."""
+    """A matrix in one step of Muon on this rank, which may hold all of it, a part, or nothing."""
 
     def __init__(self, param: nn.Parameter, group: dict[str, Any], states: MutableMapping[Any, Any]) -> None:
-        """Step ``param`` with the options of ``group`` and its state in ``states``, those of the optimizer."""
+        """Step ``param`` with the options of ``group`` and the optimizer's ``states``."""
         self.meta = meta_of(param)
         self.shape = self.meta.global_shape
         self.dtype = NS_DTYPES[group["ns_dtype"]]
         self._param = param
         self._group = group
         self._states = states
-        # What matrices that are orthogonalised at once have in common.
+        # Equal for matrices that are orthogonalised in one batch.
         self.settings = (self.shape, self.dtype, tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
 
     @property
     def has_gradient(self) -> bool:
-        """Whether it is stepped here; the same on all ranks that hold parts of it."""
+        """True if it is stepped here; the same on all ranks that hold parts of it."""
         return self._param.grad is not None and self._param.numel() > 0
 
     @property
     def work(self) -> int:
-        """Flops that orthogonalise it."""
+        """Floating-point operations to orthogonalise it."""
         return newton_schulz_flops(self.shape[0], self.shape[1], self._group["ns_steps"])
 
     def as_split(self) -> SplitMatrix:
-        """What the plan asks about it."""
+        """Return its ranks, pieces and work for the plan."""
         ranges = [self.meta.layout.local_range(self.meta.placement, rank) for rank in self.meta.owners]
         return SplitMatrix(self.meta.owners.start, tuple(stop - start for start, stop in ranges), self.work)
 
     def update(self) -> torch.Tensor:
-        """Step the momentum, once a step, and return this rank's elements of what is to be orthogonalised.
+        """Step the momentum, and return this rank's elements of the matrix to orthogonalise; once a step.
 
         Returns:
-            Flat, in the dtype of Newton-Schulz, on the device that the ranks' collectives take; zeros where there is no
-            gradient, whose momentum then stays.
+            Flat, in the dtype of Newton-Schulz, on the device of the ranks' collectives; zeros if there is no gradient,
+            and the momentum is then unchanged.
         """
         param, device = self._param, comm_of(self._param).device
         if param.grad is None:
@@ -72,7 +72,7 @@ class MuonMatrix:
         """Decay this rank's elements, and move them along their part of the orthogonal matrix.
 
         Args:
-            direction: This rank's elements of that, on any device, floating.
+            direction: This rank's elements of the orthogonal matrix, floating, on any device.
         """
         if not self.has_gradient:
             return
@@ -81,7 +81,7 @@ class MuonMatrix:
         param.add_(direction.to(param.device).view(param.shape), alpha=-lr * self._ratio())
 
     def _ratio(self) -> float:
-        """The learning rate for this shape over that of the group, as torch.optim.Muon adjusts it."""
+        """Return the learning rate of this shape over the group's, as torch.optim.Muon adjusts it."""
         rows, columns = self.shape
         if self._group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
@@ -89,7 +89,7 @@ class MuonMatrix:
 
 
 def dense_gradient(param: nn.Parameter) -> torch.Tensor:
-    """The gradient that a parameter has, as a plain tensor.
+    """Return a parameter's gradient as a plain tensor.
 
     Raises:
         ConfigError: It is sparse.
@@ -100,11 +100,11 @@ def dense_gradient(param: nn.Parameter) -> torch.Tensor:
             f"Muon steps dense gradients; that of {meta_of(param).name or 'a parameter'}, {tuple(param.shape)}, is "
             "sparse. Make the embedding with sparse=False."
         )
-    return param.grad.as_subclass(torch.Tensor)  # some wrappers' gradients compute over ranks
+    return param.grad.as_subclass(torch.Tensor)  # compat's gradients compute norms over ranks
 
 
 def batches_of_equal_settings(matrices: Iterable[MuonMatrix], max_bytes: int) -> list[list[MuonMatrix]]:
-    """Matrices in batches of one shape and settings, each of ``max_bytes`` at most or of one matrix."""
+    """Return the matrices in batches of one shape and settings, each of at most ``max_bytes`` or of one matrix."""
     batches: dict[tuple[Any, ...], list[list[MuonMatrix]]] = {}
     for matrix in matrices:
         full = max(1, max_bytes // max(1, math.prod(matrix.shape) * matrix.dtype.itemsize))
@@ -115,12 +115,12 @@ def batches_of_equal_settings(matrices: Iterable[MuonMatrix], max_bytes: int) ->
     return [batch for of_kind in batches.values() for batch in of_kind]
 
 
-def orthogonalized(batch: Sequence[MuonMatrix], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Newton-Schulz on matrices of one shape and settings, at once.
+def orthogonalised(batch: Sequence[MuonMatrix], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run Newton-Schulz on a batch of matrices of one shape and settings.
 
     Args:
         batch: At least one matrix.
-        pieces: Their updates, flat, one matrix after the other, each in as many pieces as one likes.
+        pieces: Their updates, flat, one matrix after the other, each in any number of pieces.
 
     Returns:
         The orthogonal matrices, flattened.

@@ -1,4 +1,4 @@
-"""Muon for sharded models: momentum on the shards, each matrix orthogonalised whole on one rank, AdamW for the rest."""
+"""Muon for sharded models: momentum on the shards, each matrix orthogonalised on one rank, AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fullshard.optim.muon.balance import RoundPlan
 from fullshard.optim.muon.matrix import NS_DTYPES, MuonMatrix, dense_gradient
 from fullshard.optim.muon.muon_groups import split_group
 from fullshard.optim.muon.rounds import MuonRounds, plan_of, step_whole
-from fullshard.optim.shards import by_comm, comm_of, copied, is_split, refuse_turns, require_same_parameters
+from fullshard.optim.shards import by_comm, comm_of, copied, is_split, refuse_torch_options, require_same_parameters
 
 
 class Muon(Optimizer):
-    r"""Muon for matrices and AdamW for everything else, on sharded and unsharded models alike.
+    r"""Muon for matrices and AdamW for everything else, on sharded and unsharded models.
 
-    For a matrix it does what ``torch.optim.Muon`` does: momentum, Newton-Schulz, decoupled weight decay. Momentum is by
-    element, so each rank keeps that of its rows. A matrix that is whole on a rank is orthogonalised there; one that is
-    split is put together on one of the ranks that hold parts of it, in ``ns_dtype``, and its rows are sent back. Which
-    rank does it is balanced by work, and what is exchanged is on its way while others are computed.
+    For a matrix it computes what ``torch.optim.Muon`` does: momentum, Newton-Schulz, decoupled weight decay. Momentum
+    is elementwise, so each rank keeps that of its rows. A matrix that is complete on a rank is orthogonalised there; a
+    split one is gathered on one of the ranks that hold parts of it, in ``ns_dtype``, and its rows are sent back. Owners
+    are balanced by work, and communication overlaps with the computation of other matrices.
 
-    Each parameter group is split in two: what has ``use_muon=True``, or does not say and has two dimensions when
-    unsharded, is Muon's; the rest is AdamW's. Embeddings and output heads are matrices too, but better left to AdamW:
-    :func:`~fullshard.optim.muon.muon_groups.muon_groups` sorts a model's parameters. Muon's groups have the options of
-    ``torch.optim.Muon``, ``use_muon`` and ``ns_dtype``; AdamW's have ``lr``, ``betas``, ``eps``, ``weight_decay`` and
-    ``use_muon``.
+    Each parameter group is split in two: parameters with ``use_muon=True``, or without ``use_muon`` and with two
+    dimensions when unsharded, are stepped by Muon; the rest by AdamW. Embeddings and output heads are matrices too, but
+    better left to AdamW: :func:`~fullshard.optim.muon.muon_groups.muon_groups` sorts a model's parameters. Muon's
+    groups have the options of ``torch.optim.Muon``, ``use_muon`` and ``ns_dtype``; AdamW's have ``lr``, ``betas``,
+    ``eps``, ``weight_decay`` and ``use_muon``.
 
     Every rank makes it with the same parameters, also those of which it holds no rows, and every rank calls ``step``.
 
@@ -59,36 +59,31 @@ class Muon(Optimizer):
         """Step ``params``.
 
         Args:
-            params: Parameters, pairs of names and parameters, or groups of them (dicts), in one order on every rank.
-            lr: Learning rate, of both.
-            weight_decay: Decoupled, of both.
-            momentum: Weight of the past in Muon's momentum.
-            nesterov: Whether the gradient is looked at once more in front of the momentum.
+            params: Parameters, pairs of names and parameters, or groups of them (dicts), in the same order on every
+                rank.
+            lr: Learning rate of both.
+            weight_decay: Decoupled weight decay of both.
+            momentum: Decay rate of Muon's momentum.
+            nesterov: Whether Muon uses Nesterov momentum.
             ns_coefficients: a, b and c of Newton-Schulz.
-            eps: Least norm that an update is divided by.
+            eps: Smallest norm that an update is divided by.
             ns_steps: Newton-Schulz iterations, below 100.
-            adjust_lr_fn: How ``lr`` depends on the shape of a (rows, columns) matrix: ``"original"`` or None, times
-                ``sqrt(max(1, rows / columns))``; ``"match_rms_adamw"``, times ``0.2 sqrt(max(rows, columns))``, so
-                that AdamW's learning rates fit.
-            ns_dtype: What Newton-Schulz is computed and matrices are exchanged in: ``torch.bfloat16``, ``float32`` or
-                ``float64``; parameter groups have its name.
-            adamw_betas: AdamW's two.
-            adamw_eps: AdamW's.
+            adjust_lr_fn: Factor of ``lr`` for a (rows, columns) matrix: ``"original"`` or None,
+                ``sqrt(max(1, rows / columns))``; ``"match_rms_adamw"``, ``0.2 sqrt(max(rows, columns))``, which allows
+                AdamW's learning rates.
+            ns_dtype: Dtype in which Newton-Schulz is computed and matrices are exchanged: ``torch.bfloat16``,
+                ``float32`` or ``float64``; stored by name in parameter groups.
+            adamw_betas: AdamW's decay rates of the moments.
+            adamw_eps: AdamW's eps.
 
         Raises:
-            ConfigError: An option is out of range, or a group asks Muon to step what is no matrix.
+            ConfigError: An option is out of range, or a group sets ``use_muon`` for a parameter that is not a matrix.
         """
         shared = {"lr": lr, "weight_decay": weight_decay}
-        self._muon_options = {
-            **shared,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-        }
+        momenta = {"momentum": momentum, "nesterov": nesterov}
+        iteration = {"ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
+        own = {"adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype}
+        self._muon_options = {**shared, **momenta, **iteration, **own}
         self._adamw_options = {**shared, "betas": tuple(adamw_betas), "eps": adamw_eps}
         self._checked = False
         self._plans: dict[tuple[int, torch.dtype], tuple[tuple[ShardMeta, ...], RoundPlan]] = {}
@@ -98,11 +93,11 @@ class Muon(Optimizer):
         """Add a group, or the two that it is split into; every rank calls it.
 
         Raises:
-            ConfigError: An option is out of range, or Muon is asked to step what is no matrix.
+            ConfigError: An option is out of range, or ``use_muon`` is set for a parameter that is not a matrix.
         """
         given = param_group["params"]
         if isinstance(given, set):
-            super().add_param_group(param_group)  # refuses it: a set has no order
+            super().add_param_group(param_group)  # raises: a set has no order
         group = {**param_group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
         parts = split_group(group, self._muon_options, self._adamw_options)
         for part in parts:
@@ -112,21 +107,21 @@ class Muon(Optimizer):
         self._checked = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameters too, as the shards that they are."""
+        """Copy the parameters too, marked as the shards that they are."""
         return copied(self, memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles have."""
+        """Return the state for copies and pickles."""
         options = {"_muon_options": self._muon_options, "_adamw_options": self._adamw_options}
         return {**super().__getstate__(), **options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over loaded groups, also those of torch.optim.Muon, which do not say what is ours alone."""
+        """Load groups, also those of torch.optim.Muon, which lack ``use_muon`` and ``ns_dtype``."""
         for group, old in zip(state["param_groups"], getattr(self, "param_groups", state["param_groups"]), strict=True):
             for key in ("use_muon", "ns_dtype"):
                 if key in old:
                     group.setdefault(key, old[key])
-            refuse_turns(group, "Muon")
+            refuse_torch_options(group, "Muon")
             if group["use_muon"] != old["use_muon"]:
                 raise ConfigError(
                     f"The loaded parameter group has use_muon={group['use_muon']} where this optimizer's has "
@@ -137,16 +132,17 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient; every rank calls it, whatever gradients it has.
+        """Step all parameters that have a gradient; every rank calls it, also without gradients.
 
         Args:
             closure: Evaluates the model again and returns the loss.
 
         Returns:
-            What ``closure`` returned.
+            The result of ``closure``.
 
         Raises:
-            ConfigError: Ranks have different parameters (all are told, at the first step), or a gradient is sparse.
+            ConfigError: Ranks have different parameters (raised on every rank, at the first step), or a gradient is
+                sparse.
         """
         loss = None
         if closure is not None:
@@ -170,17 +166,17 @@ class Muon(Optimizer):
         return loss
 
     def communicates(self, param: nn.Parameter) -> bool:
-        """Whether ranks exchange something about a parameter in a step: a split matrix that Muon steps."""
+        """Return whether ranks communicate about a parameter in a step: a split matrix that Muon steps."""
         return is_split(param) and any(param is one for one in self._of_muon())
 
     def state_kinds(self, param: nn.Parameter, group: Mapping[str, Any]) -> dict[str, None]:
-        """The keys that the state of a parameter has once it is stepped.
+        """Return the keys of a parameter's state after a step.
 
         Raises:
-            CheckpointError: The group is Muon's where this optimizer's is AdamW's, or the other way round, or has
-                an option that neither has.
+            CheckpointError: The group is Muon's and this optimizer's is AdamW's, or the reverse, or it has an option
+                that neither implements.
         """
-        refuse_turns(group, "Muon", CheckpointError)
+        refuse_torch_options(group, "Muon", CheckpointError)
         use_muon = any(param is one for one in self._of_muon())
         if group["use_muon"] != use_muon:
             raise CheckpointError(
@@ -204,7 +200,7 @@ class Muon(Optimizer):
         self._checked = True
 
     def _start_rounds(self, matrices: Sequence[tuple[nn.Parameter, MuonMatrix]]) -> list[MuonRounds]:
-        """Begin to gather the split matrices: of each group of ranks, those of each dtype apart."""
+        """Start gathering the split matrices, separately for each group of ranks and dtype."""
         started = []
         of_param = {id(param): one for param, one in matrices}
         for comm, params in by_comm(param for param, _ in matrices):
@@ -216,7 +212,7 @@ class Muon(Optimizer):
         return started
 
     def _plan(self, comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]) -> RoundPlan:
-        """The last step's plan while it is of the same matrices."""
+        """Return the plan for these matrices, the last step's if they are the same."""
         metas = tuple(matrix.meta for matrix in (*split, *whole))
         key = (id(comm), split[0].dtype)
         if key not in self._plans or self._plans[key][0] != metas:
@@ -228,7 +224,7 @@ class Muon(Optimizer):
         for param in params:
             state = self.state[param]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")  # whatever the defaults are
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")  # independent of torch's defaults
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
         states = [self.state[param] for param in params]
@@ -252,23 +248,23 @@ class Muon(Optimizer):
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    """Refuse options that are out of range, and have the dtype by name, which JSON can hold."""
+    """Refuse options that are out of range, and store the dtype by name, which JSON can hold."""
     numbers = [key for key in ("lr", "weight_decay", "momentum", "eps") if not group.get(key, 0.0) >= 0]
     if numbers:
-        raise ConfigError(f"{', '.join(numbers)} of Muon must be 0 or more; got {[group[key] for key in numbers]}.")
-    refuse_turns(group, "Muon")
+        raise ConfigError(f"Muon's {', '.join(numbers)} must be 0 or more; got {[group[key] for key in numbers]}.")
+    refuse_torch_options(group, "Muon")
     if not group["use_muon"]:
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ConfigError(f"betas of Muon's AdamW are two numbers from 0 to below 1; got {group['betas']}.")
+            raise ConfigError(f"betas of Muon's AdamW must be two numbers from 0 to below 1; got {group['betas']}.")
         return
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-        raise ConfigError(f"adjust_lr_fn is None, 'original' or 'match_rms_adamw'; got {group['adjust_lr_fn']!r}.")
+        raise ConfigError(f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw'; got {group['adjust_lr_fn']!r}.")
     if len(group["ns_coefficients"]) != 3 or not 0 <= group["ns_steps"] < 100:
         raise ConfigError(
-            f"Newton-Schulz has three coefficients and 0 to 99 steps; got {group['ns_coefficients']} and "
+            f"Newton-Schulz takes three coefficients and 0 to 99 steps; got {group['ns_coefficients']} and "
             f"{group['ns_steps']} steps."
         )
     name = str(group["ns_dtype"]).removeprefix("torch.")
     if name not in NS_DTYPES:
-        raise ConfigError(f"ns_dtype is one of {', '.join(NS_DTYPES)}; got {name}.")
+        raise ConfigError(f"ns_dtype must be one of {', '.join(NS_DTYPES)}; got {name}.")
     group["ns_dtype"] = name

@@ -1,4 +1,4 @@
-"""Which parameters Muon steps and which AdamW, and the parameter groups of both."""
+"""Parameter groups for Muon and AdamW."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ def muon_groups(
     adamw_lr: float | None = None,
     adamw_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for :class:`~fullshard.optim.muon.muon.Muon`: hidden matrices to Muon, all else to AdamW.
+    """Return parameter groups for :class:`~fullshard.optim.muon.muon.Muon`: hidden matrices to Muon, the rest to AdamW.
 
-    Works before and after ``fully_shard``: it goes by the unsharded shapes. Every rank calls it; no communication.
+    The choice uses unsharded shapes, so it is the same before and after ``fully_shard``. Every rank calls it; no
+    communication. AdamW's are
 
-    To AdamW go
-
-    - embeddings: weights of ``nn.Embedding``, also where they are another module's weight too (tied);
-    - the output head: what ``model.get_output_embeddings()`` says, as transformers' models do; else the last
-      ``nn.Linear`` whose weight has the shape of an embedding's;
-    - everything that has not two dimensions: norms, biases, convolutions, stacked experts.
+    - embeddings: weights of ``nn.Embedding``, also when tied to another module;
+    - the output head: ``model.get_output_embeddings()`` as transformers' models have it; else the last ``nn.Linear``
+      whose weight has the shape of an embedding's;
+    - parameters without exactly two dimensions: norms, biases, convolutions, stacked experts.
 
     Norms, biases and single numbers (fewer than two dimensions) are not decayed.
 
@@ -37,13 +36,13 @@ def muon_groups(
         weight_decay: Of the matrices that Muon steps.
         adamw_lr: Learning rate of AdamW's groups; None: the optimizer's ``lr``, which fits with
             ``adjust_lr_fn="match_rms_adamw"``.
-        adamw_weight_decay: Of what AdamW steps and is decayed; None: ``weight_decay``.
+        adamw_weight_decay: Of AdamW's parameters that decay; None: ``weight_decay``.
 
     Returns:
         At most three groups, in this order: Muon's, AdamW's with weight decay, AdamW's without; none is empty.
 
     Raises:
-        ConfigError: It is no model.
+        ConfigError: ``model`` is not a module.
     """
     require_model(model, "muon_groups")
     apart = _embeddings_and_head(model)
@@ -62,10 +61,10 @@ def muon_groups(
 
 
 def _embeddings_and_head(model: nn.Module) -> set[int]:
-    """The ids of the weights that are no hidden matrices."""
+    """Return the ids of the weights of embeddings and of the output head."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    says: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
-    head = says()
+    get_head: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
+    head = get_head()
     if head is None:
         shapes = {(one.num_embeddings, one.embedding_dim) for one in embeddings}
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -77,19 +76,20 @@ def _embeddings_and_head(model: nn.Module) -> set[int]:
 def split_group(
     group: dict[str, Any], muon_options: dict[str, Any], adamw_options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """A parameter group as given by the user, as groups that one of the two optimizers steps; the same on every rank.
+    """Split a user's parameter group into groups of which each is stepped by one of the two optimizers.
 
     Args:
-        group: ``params``, a list; perhaps ``use_muon``; options of either optimizer, and any other keys, which both
+        group: ``params``, a list; ``use_muon``, optional; options of either optimizer, and any other keys, which both
             parts get.
-        muon_options: Muon's, with their defaults.
-        adamw_options: AdamW's.
+        muon_options: Muon's options with their defaults.
+        adamw_options: AdamW's options with their defaults.
 
     Returns:
-        One group, or two, Muon's first, where ``use_muon`` is not said and there are parameters for both.
+        One group, or two, Muon's first, if ``use_muon`` is not set and there are parameters for both.
 
     Raises:
-        ConfigError: Muon was asked to step what is no matrix, or an option does not belong to the optimizer.
+        ConfigError: ``use_muon`` is set for a parameter that is not a matrix, or an option belongs to the other
+            optimizer.
     """
     kinds = ((True, muon_options, adamw_options), (False, adamw_options, muon_options))
     if "use_muon" in group:
@@ -98,14 +98,14 @@ def split_group(
             _require_matrices(group)
         if foreign := sorted(group.keys() & others.keys() - options.keys()):
             raise ConfigError(
-                f"A parameter group with use_muon={use_muon} has options of the other optimizer: {', '.join(foreign)}. "
-                f"Leave them out; the options of this one are {', '.join(options)}."
+                f"A parameter group with use_muon={use_muon} has options of the other optimizer: "
+                f"{', '.join(foreign)}. Remove them; the options of this one are {', '.join(options)}."
             )
         return [{**options, **group, "use_muon": use_muon}]
     if "eps" in group:
         raise ConfigError(
-            "eps means one thing to Muon and another to AdamW. Say use_muon=True or use_muon=False in a parameter "
-            "group that has an eps of its own."
+            "eps has different meanings in Muon and AdamW. Set use_muon=True or use_muon=False in a parameter group "
+            "that sets eps."
         )
     parts = []
     for use_muon, options, others in kinds:
@@ -116,13 +116,13 @@ def split_group(
 
 
 def _tensor_of(entry: Any) -> Any:
-    """The parameter of an entry of ``params``, which may be ``(name, parameter)``."""
+    """Return the parameter of an entry of ``params``, which may be ``(name, parameter)``."""
     return entry[1] if isinstance(entry, tuple) else entry
 
 
 def _is_matrix(entry: Any) -> bool:
     tensor = _tensor_of(entry)
-    # What is no tensor goes where torch refuses it.
+    # An entry that is not a tensor stays in AdamW's group, where torch refuses it.
     return isinstance(tensor, torch.Tensor) and len(meta_of(tensor).global_shape) == 2 and not tensor.is_complex()  # type: ignore[arg-type]
 
 

@@ -10,16 +10,15 @@ def newton_schulz(
 ) -> torch.Tensor:
     """Bring all singular values near 1 and keep the singular vectors; any rank, no communication.
 
-    The quintic iteration of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon), step by step as in
-    ``torch.optim.Muon``: ``X / |X|``, then ``X <- a X + (b G + c G G) X`` with ``G = X X'`` on the short side. With the
-    usual coefficients singular values end between about 0.7 and 1.2.
+    The quintic iteration of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon), operation by operation as
+    in ``torch.optim.Muon``: ``X / |X|``, then ``X <- a X + (b G + c G G) X`` with ``G = X X'`` on the short side. With
+    the usual coefficients singular values end between about 0.7 and 1.2.
 
     Args:
-        matrices: (rows, columns), or (n, rows, columns) for n of them at once, floating, in the dtype that is computed
-            in; left as they are.
+        matrices: (rows, columns), or (n, rows, columns) for a batch, floating, in the dtype to compute in; not changed.
         coefficients: a, b and c.
-        steps: Iterations.
-        eps: Least norm that a matrix is divided by.
+        steps: Number of iterations.
+        eps: Smallest norm that a matrix is divided by.
 
     Returns:
         Matrices of the same shape and dtype.

@@ -1,4 +1,4 @@
-"""Split matrices on their way to the ranks that orthogonalise them, and back, beside the computing."""
+"""Moving split matrices to the ranks that orthogonalise them, and their rows back, while others are computed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from fullshard.comm import Comm
 from fullshard.optim.exchange import PieceExchange
 from fullshard.optim.muon.balance import RoundPlan, plan_rounds
-from fullshard.optim.muon.matrix import MuonMatrix, batches_of_equal_settings, orthogonalized
+from fullshard.optim.muon.matrix import MuonMatrix, batches_of_equal_settings, orthogonalised
 
 ROUND_BYTES = 64 << 20
-"""Matrices that a rank gathers, or orthogonalises at once; a larger one comes alone."""
+"""Bytes of matrices that a rank gathers, or orthogonalises, at once; a larger matrix is handled alone."""
 
 
 def plan_of(comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]) -> RoundPlan:
-    """Who orthogonalises which of ``split``, in which rounds; the same on every rank, no communication.
+    """Plan which rank orthogonalises which of ``split``, in which rounds; the same on every rank, no communication.
 
     Args:
         comm: The ranks among which the matrices are sharded.
-        split: Of one dtype, in an order that is the same on every rank.
-        whole: The other matrices of these ranks, which stay where they are.
+        split: The split matrices, of one dtype, in the same order on every rank.
+        whole: The matrices that are complete on one of these ranks.
     """
     fixed = [0] * comm.size
     for matrix in whole:
@@ -30,9 +30,9 @@ def plan_of(comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]
 
 
 def step_whole(matrices: Sequence[MuonMatrix]) -> None:
-    """Step matrices that are whole on this rank and have a gradient."""
+    """Step matrices that are complete on this rank and have a gradient."""
     for batch in batches_of_equal_settings(matrices, ROUND_BYTES):
-        results = orthogonalized(batch, [matrix.update() for matrix in batch])
+        results = orthogonalised(batch, [matrix.update() for matrix in batch])
         for matrix, result in zip(batch, results, strict=True):
             matrix.apply(result)
 
@@ -40,9 +40,9 @@ def step_whole(matrices: Sequence[MuonMatrix]) -> None:
 class MuonRounds:
     """The split matrices of one step, all of one dtype.
 
-    Every rank of the group makes one and calls :meth:`finish`, also one that holds no part of any. While a round is
-    computed the next one is gathered and the rows of the one before go home: an owner has at most two rounds of
-    gathered matrices and two of orthogonal ones in memory.
+    Every rank of the group makes one and calls :meth:`finish`, also one that holds no part of any matrix. While a round
+    is computed, the next one is gathered and the rows of the previous one are sent back: an owner has at most two
+    rounds of gathered matrices and two of orthogonal ones in memory.
     """
 
     def __init__(self, comm: Comm, plan: RoundPlan, matrices: Sequence[MuonMatrix]) -> None:
@@ -50,8 +50,8 @@ class MuonRounds:
 
         Args:
             comm: The ranks among which the matrices are split.
-            plan: Made from ``matrices``, on every rank.
-            matrices: At least one; of one dtype, in an order that is the same on every rank.
+            plan: The plan for ``matrices``, the same on every rank.
+            matrices: At least one; of one dtype, in the same order on every rank.
         """
         self._comm = comm
         self._plan = plan
@@ -115,7 +115,7 @@ class MuonRounds:
                 for index in indices
                 for rank in self._splits[index].sharers
             ]
-            results.update(zip(indices, orthogonalized(batch, pieces), strict=True))
+            results.update(zip(indices, orthogonalised(batch, pieces), strict=True))
         return results
 
     def _return_rows(self, number: int, results: dict[int, torch.Tensor]) -> PieceExchange:
