@@ -33,8 +33,8 @@ def poison(tensor):
 class PoisonedDevice(CpuDevice):
     """The CPU, whose memory holds nan before it is written and when it is given back."""
 
-    def take(self, storage, nbytes):
-        super().take(storage, nbytes)
+    def allocate(self, storage, nbytes):
+        super().allocate(storage, nbytes)
         _fill(storage)
 
     def release(self, storage):

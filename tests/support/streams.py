@@ -3,8 +3,8 @@
 On CUDA, operations run on streams, side by side unless an event orders them. On CPU everything happens at once and in
 order, so a missing wait does no harm and no comparison of numbers finds it. Here each rank keeps the clocks that the
 same calls would have on CUDA. The compute stream runs every aten operation; each group of ranks has a stream for its
-collectives, as NCCL has; each name given to ``Device.aside`` has one. A collective waits for the stream it is issued
-on, and the stream that is current at ``Work.wait()`` waits for the collective: nothing else orders anything. Found are:
+collectives, as NCCL has; each name passed to ``Device.on_side_stream`` has one. A collective waits for the stream it is
+issued on, and the stream current at ``Work.wait()`` waits for the collective: nothing else orders anything. Found are:
 
 - two accesses to the same bytes, one of them a write, on different streams, neither ordered before the other;
 - memory given back, by ``Device.release`` or by the last reference, that another stream may still use;
@@ -407,15 +407,15 @@ class CheckedDevice:
         self.inner = CpuDevice(torch.device("cpu"))
         self.device = self.inner.device
 
-    def take(self, storage, nbytes):
-        self.inner.take(storage, nbytes)
+    def allocate(self, storage, nbytes):
+        self.inner.allocate(storage, nbytes)
         self.checker.take(storage)
 
     def release(self, storage):
         self.checker.release(storage)
         self.inner.release(storage)
 
-    def aside(self, name, work):
+    def on_side_stream(self, name, work):
         clocks, side = self.checker.clocks, f"{name} stream"
         before = clocks.current
         clocks.wait(side, clocks.mark(before))

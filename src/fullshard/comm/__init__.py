@@ -5,8 +5,8 @@ from fullshard.comm.clock import clock_of as clock_of
 from fullshard.comm.device import Device as Device
 from fullshard.comm.device import device_of as device_of
 from fullshard.comm.gloo import GlooComm as GlooComm
-from fullshard.comm.machines import machine_axes as machine_axes
-from fullshard.comm.machines import machines_of_world as machines_of_world
+from fullshard.comm.machine_axes import machine_axes as machine_axes
+from fullshard.comm.machine_axes import machines_of_world as machines_of_world
 from fullshard.comm.memory import MemoryMeter as MemoryMeter
 from fullshard.comm.memory import allocated_bytes as allocated_bytes
 from fullshard.comm.memory import device_memory_bytes as device_memory_bytes
@@ -14,9 +14,6 @@ from fullshard.comm.mesh import Mesh as Mesh
 from fullshard.comm.mesh import SoloComm as SoloComm
 from fullshard.comm.mesh import as_mesh as as_mesh
 from fullshard.comm.mesh import same_ranks as same_ranks
-from fullshard.comm.patience import await_all as await_all
-from fullshard.comm.patience import together as together
-from fullshard.comm.patience import together_in_background as together_in_background
 from fullshard.comm.process import FakeComm as FakeComm
 from fullshard.comm.process import ProcessComm as ProcessComm
 from fullshard.comm.process import init_from_env as init_from_env
@@ -26,3 +23,6 @@ from fullshard.comm.protocol import DONE as DONE
 from fullshard.comm.protocol import Comm as Comm
 from fullshard.comm.protocol import Work as Work
 from fullshard.comm.protocol import settle as settle
+from fullshard.comm.run_together import await_all as await_all
+from fullshard.comm.run_together import together as together
+from fullshard.comm.run_together import together_in_background as together_in_background

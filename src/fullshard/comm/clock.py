@@ -1,4 +1,4 @@
-"""When things happen on the stream that computes: what a recorded step is measured with."""
+"""Timestamps of the compute stream, for the timeline of a recorded step."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from fullshard.comm.protocol import Work
 
 
 class Clock(Protocol):
-    """Marks moments now, and says later how many seconds lie between them."""
+    """Records moments of the compute stream, and later returns the seconds between them."""
 
     def mark(self) -> Any:
-        """The moment at which the compute stream has done everything that it was given so far."""
+        """Record the moment at which the compute stream has finished everything issued so far."""
         ...
 
     def arrival(self, works: Sequence[Work]) -> Any | None:
-        """The moment at which the last of ``works`` is complete; None where only waiting for them tells."""
+        """Record the moment at which the last of ``works`` is complete; None if only waiting for them would show it."""
         ...
 
     def seconds(self, since: Any, marks: Sequence[Any]) -> list[float]:
-        """How long after ``since`` each of ``marks`` was; on CUDA this waits for the device."""
+        """Return the seconds from ``since`` to each of ``marks``; on CUDA this waits for the device."""
         ...
 
 
 class CpuClock:
-    """The CPU's own time; its marks are those of ``time.perf_counter``."""
+    """The CPU's own time; marks are values of ``time.perf_counter``."""
 
     def mark(self) -> float:
         """See :meth:`Clock.mark`: now."""
         return time.perf_counter()
 
     def arrival(self, works: Sequence[Work]) -> None:
-        """See :meth:`Clock.arrival`: ranks take what the others have when they wait for it."""
+        """See :meth:`Clock.arrival`: None, because ranks transfer data when they wait."""
 
     def seconds(self, since: float, marks: Sequence[float]) -> list[float]:
         """See :meth:`Clock.seconds`."""
@@ -44,10 +44,10 @@ class CpuClock:
 
 
 class CudaClock:
-    """Events on CUDA's streams: the time of the device, which the CPU runs ahead of."""
+    """Events on CUDA streams: the time of the device, which the CPU runs ahead of."""
 
     def __init__(self, device: torch.device) -> None:
-        """Mark moments of ``device``."""
+        """Record moments of ``device``."""
         self._device = device
         self._side = torch.cuda.Stream(device)
 
@@ -58,9 +58,9 @@ class CudaClock:
         return event
 
     def arrival(self, works: Sequence[Work]) -> torch.cuda.Event | None:
-        """See :meth:`Clock.arrival`: a stream that does nothing else waits for them."""
+        """See :meth:`Clock.arrival`: recorded on a stream that does nothing but wait for them."""
         if not all(isinstance(work, dist.Work) for work in works):
-            return None  # those of our own do something when they are waited for
+            return None  # fullshard's own works transfer data when they are waited for
         with torch.cuda.stream(self._side):
             for work in works:
                 work.wait()
@@ -73,5 +73,5 @@ class CudaClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The :class:`Clock` of what runs on ``device``."""
+    """Return the :class:`Clock` for ``device``."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()

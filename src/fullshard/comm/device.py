@@ -1,8 +1,8 @@
-"""What the engine needs of an accelerator beside collectives: memory on the right stream, side streams, host copies.
+"""What the engine needs of an accelerator besides collectives: memory on the right stream, side streams, host copies.
 
 The *compute stream* is the one that forward, backward and the optimizer run on: CUDA's current stream wherever the
-engine is called. Unit buffers are taken and released there and nowhere else, so that the allocator may hand released
-memory to the next taker at once; what other streams do with a buffer is ordered by events before it is released.
+engine is called. Unit buffers are allocated and released there and nowhere else, so that the allocator may reuse
+released memory at once; what other streams do with a buffer is ordered by events before it is released.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 HUGE_PAGE_BYTES = 2 << 20
 HUGE_FROM_BYTES = 4 << 20
-"""Smallest buffer that huge pages are asked for: below, hardly a whole one lies inside."""
+"""Smallest buffer for which huge pages are requested; a smaller one hardly contains a complete huge page.
+
+Fresh memory from glibc's heap below that size is recycled and gains nothing."""
 
 _HOST_COPIES = "offload"
 _MADV_HUGEPAGE = 14
@@ -32,7 +34,7 @@ if sys.platform == "linux":
 
 
 class Device(Protocol):
-    """One rank's device; made once a sharded model, and never called by two threads at a time.
+    """A rank's device; one for each sharded model, never called by two threads at a time.
 
     Attributes:
         device: Where units compute; a CUDA device with its index.
@@ -40,27 +42,27 @@ class Device(Protocol):
 
     device: torch.device
 
-    def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give ``nbytes`` of memory, with undefined content, to a storage that has none; on the compute stream."""
         ...
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Give a storage's memory back, on the compute stream; other streams' uses of it were waited for."""
+        """Free a storage's memory, on the compute stream; other streams' uses of it were waited for."""
         ...
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new flat buffer with undefined content, on the compute stream, as :meth:`take` gives memory."""
+        """Return a new flat buffer with undefined content, on the compute stream, as with :meth:`allocate`."""
         ...
 
-    def aside(self, name: str, work: Callable[[], None]) -> Work:
-        """Run ``work`` on the side stream ``name``, after everything the compute stream was given so far.
+    def on_side_stream(self, name: str, work: Callable[[], None]) -> Work:
+        """Run ``work`` on the side stream ``name``, after everything issued to the compute stream so far.
 
-        Tensors that ``work`` holds stay alive until the result was waited for. One that it lets go of earlier, such as
-        by setting an attribute to None, may lose its memory while the side stream still reads it.
+        Tensors that ``work`` holds stay alive until the result was waited for. One that it drops earlier, such as by
+        setting an attribute to None, may lose its memory while the side stream still reads it.
 
         Args:
-            name: Of the stream; calls of one name run one after the other. ``"offload"`` is for copies to host memory,
-                see :meth:`host_ready`.
+            name: Name of the stream; calls with one name run one after the other. ``"offload"`` is for copies to host
+                memory, see :meth:`host_ready`.
             work: Issues operations on the current stream. It is called in this thread, at once or when the result is
                 waited for.
 
@@ -70,58 +72,57 @@ class Device(Protocol):
         ...
 
     def host_ready(self) -> None:
-        """Return when the CPU may read what ``aside("offload", …)`` has copied to host memory."""
+        """Return when the CPU may read what ``on_side_stream("offload", …)`` has copied to host memory."""
         ...
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, in host memory, in page-locked memory, from where copies run beside compute."""
+        """Return ``tensor``, in host memory, copied to page-locked memory, from where copies overlap with compute."""
         ...
 
     def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-        """A new flat buffer in host memory with undefined content; ``pinned``: page-locked, where that is a thing."""
+        """Return a new flat host buffer with undefined content; ``pinned``: page-locked, if the device has that."""
         ...
 
     def copy_to_host(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Copy tensors to host memory, as they are after everything the compute stream was given so far.
+        """Copy tensors to host memory, with their values after everything issued to the compute stream so far.
 
         Args:
-            pairs: ``(target, source)`` of one dtype and shape; targets in host memory, page-locked to be copied beside
+            pairs: ``(target, source)`` of one dtype and shape; targets in host memory, page-locked to overlap with
                 compute. Sources may be changed by operations that are issued later.
 
         Returns:
-            What another thread calls to wait until the targets may be read, and sources as they are now.
+            A function for another thread that waits until the targets may be read; sources keep their current values
+            until then.
         """
         ...
 
-    def carried(self, work: Callable[[], T]) -> Callable[[], T]:
-        """``work`` for another thread to call, while this one issues nothing and waits for it.
+    def for_thread(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Wrap ``work`` for another thread to call, while this one issues nothing and waits for it.
 
-        By itself another thread would issue on the default stream of the first device, which no event orders. What
-        this returns waits, on the CPU, for everything the compute stream was given so far, because ``work`` may write
-        to host memory that copies under way still read; what it issues goes to that compute stream, and so comes before
-        everything that this thread issues afterwards.
+        Another thread would issue on the default stream of the first device, which no event orders. The wrapper waits,
+        on the CPU, for everything issued to the compute stream so far, because ``work`` may write to host memory that
+        copies under way still read; what it issues goes to that compute stream, before everything that this thread
+        issues afterwards.
         """
         ...
 
     def supports_bf16(self) -> tuple[bool, str]:
-        """Whether the device computes bfloat16 in hardware, and a sentence for users that says so or what happens."""
+        """Return whether the device computes bfloat16 in hardware, and a sentence about it for users."""
         ...
 
 
 class CpuDevice:
-    """The CPU, where everything happens in the order it is asked for; also the meta device, where nothing does."""
+    """The CPU, where everything happens in the order it is issued; also the meta device, where nothing does."""
 
     def __init__(self, device: torch.device) -> None:
         """Compute on ``device``."""
         self.device = device
 
-    def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """See :meth:`Device.take`; large buffers on huge pages where Linux has them.
-
-        A fresh buffer costs a page fault for every 4 KiB when it is first written, which takes longer than the copy
-        into it: with huge pages 66 MB are taken, written once and released in 10 ms instead of 22.
-        """
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """See :meth:`Device.allocate`; large buffers on huge pages, on Linux."""
         storage.resize_(nbytes)
+        # A fresh buffer costs a page fault for every 4 KiB when first written, longer than the copy into it:
+        # allocating, writing and releasing 66 MB took 22 ms with small pages, 10 ms with huge ones.
         if nbytes >= HUGE_FROM_BYTES and storage.device.type == "cpu":
             _ask_for_huge_pages(storage.data_ptr(), nbytes)
 
@@ -130,15 +131,15 @@ class CpuDevice:
         storage.resize_(0)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See :meth:`Device.empty`; on huge pages as in :meth:`take`."""
+        """See :meth:`Device.empty`; on huge pages as in :meth:`allocate`."""
         buffer = torch.empty(numel, dtype=dtype, device=self.device)
         if buffer.nbytes >= HUGE_FROM_BYTES and self.device.type == "cpu":
             _ask_for_huge_pages(buffer.data_ptr(), buffer.nbytes)
         return buffer
 
-    def aside(self, name: str, work: Callable[[], None]) -> Work:
-        """See :meth:`Device.aside`: it runs when it is waited for, so that nothing waits for a collective earlier."""
-        return _LaterWork(work)
+    def on_side_stream(self, name: str, work: Callable[[], None]) -> Work:
+        """See :meth:`Device.on_side_stream`: it runs when waited for, so nothing waits for a collective earlier."""
+        return _DeferredWork(work)
 
     def host_ready(self) -> None:
         """See :meth:`Device.host_ready`: nothing."""
@@ -148,21 +149,21 @@ class CpuDevice:
         return tensor
 
     def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-        """See :meth:`Device.empty_host`; on huge pages as in :meth:`take`."""
+        """See :meth:`Device.empty_host`; on huge pages as in :meth:`allocate`."""
         return self.empty(numel, dtype)
 
     def copy_to_host(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """See :meth:`Device.copy_to_host`: they are copied here and now."""
+        """See :meth:`Device.copy_to_host`: copied at once."""
         for target, source in pairs:
             target.copy_(source)
         return lambda: None
 
-    def carried(self, work: Callable[[], T]) -> Callable[[], T]:
-        """See :meth:`Device.carried`: ``work`` itself."""
+    def for_thread(self, work: Callable[[], T]) -> Callable[[], T]:
+        """See :meth:`Device.for_thread`: ``work`` itself."""
         return work
 
     def supports_bf16(self) -> tuple[bool, str]:
-        """See :meth:`Device.supports_bf16`; without hardware for it bfloat16 works all the same."""
+        """See :meth:`Device.supports_bf16`; without hardware support bfloat16 still works."""
         found = torch.cpu.get_capabilities()
         units = [name for name in ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if found.get(name, False)]
         if units:
@@ -170,11 +171,11 @@ class CpuDevice:
         return False, "This CPU has no bfloat16 arithmetic: it is emulated, which is slower than float32."
 
 
-class _LaterWork:
-    """Something that is done when it is waited for."""
+class _DeferredWork:
+    """A function that is called when it is waited for."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        """Do ``work``, once."""
+        """Call ``work``, once."""
         self._work: Callable[[], None] | None = work
 
     def wait(self) -> None:
@@ -185,9 +186,9 @@ class _LaterWork:
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Have Linux back the whole huge pages inside ``nbytes`` at ``address`` by such when they are first written.
+    """Request huge pages for the part of ``nbytes`` at ``address`` that consists of complete ones.
 
-    It is advice: where it cannot be followed (no memory in one piece, huge pages switched off), pages are small ones.
+    It is advice to Linux: if it cannot be followed (no contiguous memory, huge pages switched off), pages are small.
     """
     if sys.platform == "linux":
         first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -204,8 +205,8 @@ class CudaDevice:
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._streams: dict[str, torch.cuda.Stream] = {}
 
-    def take(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """See :meth:`Device.take`."""
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """See :meth:`Device.allocate`."""
         storage.resize_(nbytes)
 
     def release(self, storage: torch.UntypedStorage) -> None:
@@ -216,8 +217,8 @@ class CudaDevice:
         """See :meth:`Device.empty`."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def aside(self, name: str, work: Callable[[], None]) -> Work:
-        """See :meth:`Device.aside`."""
+    def on_side_stream(self, name: str, work: Callable[[], None]) -> Work:
+        """See :meth:`Device.on_side_stream`."""
         if name not in self._streams:
             self._streams[name] = torch.cuda.Stream(self.device)
         side = self._streams[name]
@@ -249,8 +250,8 @@ class CudaDevice:
         done.record(torch.cuda.current_stream(self.device))
         return done.synchronize
 
-    def carried(self, work: Callable[[], T]) -> Callable[[], T]:
-        """See :meth:`Device.carried`."""
+    def for_thread(self, work: Callable[[], T]) -> Callable[[], T]:
+        """See :meth:`Device.for_thread`."""
         stream = torch.cuda.current_stream(self.device)
         settled = torch.cuda.Event()
         settled.record(stream)
@@ -274,10 +275,10 @@ class CudaDevice:
 
 
 class _SideWork:
-    """Something under way on a side stream."""
+    """Operations under way on a side stream."""
 
     def __init__(self, device: torch.device, done: torch.cuda.Event, work: Callable[[], None]) -> None:
-        """It is complete when ``done`` is; ``work`` holds the tensors it uses, whose memory is the compute stream's."""
+        """Complete when ``done`` is; ``work`` keeps the tensors alive that it uses, allocated on the compute stream."""
         self._device = device
         self._done = done
         self._work: Callable[[], None] | None = work
@@ -289,7 +290,7 @@ class _SideWork:
 
 
 def device_of(device: torch.device) -> Device:
-    """The :class:`Device` for ``device``.
+    """Return the :class:`Device` for ``device``.
 
     Raises:
         ConfigError: It is neither the CPU, the meta device nor a CUDA device.
@@ -298,4 +299,4 @@ def device_of(device: torch.device) -> Device:
         return CudaDevice(device)
     if device.type in ("cpu", "meta"):
         return CpuDevice(device)
-    raise ConfigError(f"A model is sharded on 'cuda', 'cpu' or 'meta'; got device {str(device)!r}.")
+    raise ConfigError(f"A model can be sharded on 'cuda', 'cpu' or 'meta'; got device {str(device)!r}.")

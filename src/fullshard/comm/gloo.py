@@ -1,4 +1,4 @@
-"""Ranks as processes on CPU: every collective as direct messages over gloo, which tell what they are part of."""
+"""Ranks as processes on CPU: every collective as direct gloo messages, whose tags identify the collective."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.direct import Link
+from fullshard.comm.peer_memory import PeerMemory
 from fullshard.comm.protocol import DONE, ReduceOp, Work
-from fullshard.comm.watchdog import WATCHDOG, Board, Collective, FlightRecorder, Watch
+from fullshard.comm.watchdog import WATCHDOG, Board, Collective, FlightRecorder, GroupWatch
 
-# A message's tag is 31 bits: a code of what the collective is, then its number. Two in flight never share the number,
-# and two that differ never share the code, so they cannot exchange buffers: gloo ends the process if sizes differ, and
-# if they do not, wrong values arrive.
+# A message's tag is 31 bits: a code of the collective, then its number. Two in flight never share the number, and two
+# that differ never share the code, so they cannot exchange buffers: gloo ends the process if sizes differ, and delivers
+# wrong values if they do not.
 _SEQ_BITS = 12
 _CODES = (1 << (31 - _SEQ_BITS)) - 1
-_SPARE_TAG = _CODES << _SEQ_BITS  # codes are smaller: no collective has this tag, nor those behind it
+_SPARE_TAG = _CODES << _SEQ_BITS  # codes are smaller: no collective has this tag or a larger one
 
 _WHOLE_BYTES = 32 << 10
-"""An all-reduce up to this size sends its tensor whole to every rank: more bytes, but one step instead of two."""
+"""An all-reduce up to this size sends the full tensor to every rank: more bytes, but one step instead of two."""
 
 _DIRECT_BYTES = 64 << 10
 """From this size on, ranks of one host read each other's memory."""
 
 _SPINS = 20
-"""How often a rank asks another one's board before it sleeps in between."""
+"""Number of polls of another rank's table before a rank sleeps between polls."""
 
 _TRANSPORT = ("/gloo/", "pair closure")
-"""What gloo's own errors have in them."""
+"""Parts of the text of gloo's transport errors."""
 
 _REDUCE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": lambda total, term: total.add_(term),
@@ -53,21 +53,21 @@ def _code(kind: str, numel: int, dtype: torch.dtype, purpose: str) -> int:
 
 
 def code_of(call: Collective, step: str = "") -> int:
-    """The code under which ranks meet in such a collective, or in a further step of it; equal in every process."""
+    """Return the code under which ranks meet in a collective, or in a further step of it; equal in every process."""
     return _code(call.kind + step, call.numel, call.dtype, call.announced if call.bound else "")
 
 
 class GlooWork:
-    """The messages of one collective, and what completes it on this rank."""
+    """The messages of one collective, and the function that completes it on this rank."""
 
     def __init__(
         self,
-        watch: Watch,
+        watch: GroupWatch,
         call: Collective,
         messages: Sequence[tuple[int, dist.Work]],
         finish: Callable[[], None] | None,
     ) -> None:
-        """Complete ``call`` by ``finish`` once ``messages``, each with its peer, are through."""
+        """Complete ``call`` by ``finish`` after ``messages``, each with its peer, are complete."""
         self._watch = watch
         self._call = call
         self._messages = messages
@@ -77,8 +77,8 @@ class GlooWork:
         """See :meth:`fullshard.comm.protocol.Work.wait`.
 
         Raises:
-            MismatchError: Ranks are in different collectives; every rank that waits gets the same text.
-            ProcessGroupError: Another rank ended, or did not come within the group's timeout.
+            MismatchError: Ranks are in different collectives; every rank that waits raises the same text.
+            ProcessGroupError: Another rank ended, or did not join within the group's timeout.
         """
         recorder = self._watch.recorder
         recorder.waiting = self._call
@@ -97,65 +97,67 @@ class GlooWork:
             finish()
 
 
-class ReadingWork:
-    """A collective in which each rank reads what the others have from their memory."""
+class PeerMemoryWork:
+    """A collective in which each rank reads the other ranks' data from their memory."""
 
     def __init__(
         self,
         comm: GlooComm,
-        link: Link,
+        memory: PeerMemory,
         call: Collective,
         offered: torch.Tensor,
-        take: Callable[[int, int], None],
+        read: Callable[[int, int], None],
         *,
         in_order: bool = False,
     ) -> None:
-        """Offer ``offered``; ``take(rank, address)`` reads another rank's part, in the order of ranks if so said."""
+        """Offer ``offered``; ``read(rank, address)`` reads another rank's data, in rank order if ``in_order``."""
         self._comm = comm
-        self._link = link
+        self._memory = memory
         self._call = call
         self._offered: torch.Tensor | None = offered  # alive until the others have read it
-        self._take: Callable[[int, int], None] | None = take
+        self._read: Callable[[int, int], None] | None = read
         self._peers = sorted(comm.peers) if in_order else comm.peers
         self._code = code_of(call)
-        link.offer(call.seq, self._code, offered.data_ptr())
+        memory.offer(call.seq, self._code, offered.data_ptr())
 
     def wait(self) -> None:
         """See :meth:`fullshard.comm.protocol.Work.wait`.
 
         Raises:
             MismatchError: Ranks are in different collectives.
-            ProcessGroupError: Another rank ended, or did not come within the group's timeout.
+            ProcessGroupError: Another rank ended, or did not join within the group's timeout.
         """
-        take, self._take = self._take, None
-        if take is not None:
+        read, self._read = self._read, None
+        if read is not None:
             with self._comm.waiting_in(self._call) as poll:
                 for peer in self._peers:
-                    take(peer, poll(peer, partial(self._link.find, peer, self._call.seq, self._code)))
-            self._link.has_read(self._call.seq)
+                    read(peer, poll(peer, partial(self._memory.find, peer, self._call.seq, self._code)))
+            self._memory.has_read(self._call.seq)
 
     def settle(self) -> None:
         """See :func:`fullshard.comm.protocol.settle`."""
         if self._offered is not None:
             with self._comm.waiting_in(self._call) as poll:
                 for peer in self._comm.peers:
-                    # A rank that has ended reads nothing any more.
+                    # A rank that has ended will not read anything.
                     with contextlib.suppress(ProcessLookupError):
-                        poll(peer, partial(self._link.was_read, peer, self._call.seq))
+                        poll(peer, partial(self._memory.was_read, peer, self._call.seq))
             self._offered = None
 
 
 class GlooComm:
-    """A gloo group: all collectives are direct messages into and out of the caller's buffers.
+    """A gloo group whose collectives are direct messages from and to the caller's buffers.
 
     gloo's own all-gather fills a hidden buffer of full size and copies it out, and torch's gloo reduce-scatter runs a
-    whole all-reduce. Direct messages have neither: measured on 2 ranks, 64 MiB: 19 ms against 64 ms for the gather,
-    27 ms against 82 ms for the reduce-scatter; an all-reduce of 16 bytes takes 0.12 ms against 0.29, one of 16 MiB
-    11 ms against 12. And each message says what it is part of, so that ranks that part are told by name.
+    full all-reduce; direct messages do neither. Measured on 2 ranks, 64 MiB: 19 ms instead of 64 for the gather, 27
+    instead of 82 for the reduce-scatter; an all-reduce of 16 bytes takes 0.12 ms instead of 0.29, one of 16 MiB 11 ms
+    instead of 12. gloo's all-reduce also ends the process if sizes differ between ranks, which no watchdog could turn
+    into an error; here each message identifies its collective, so diverged ranks get an error that names the
+    collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Speak to the ranks of ``group`` with CPU tensors."""
+        """Communicate with the ranks of ``group`` with CPU tensors."""
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -163,7 +165,7 @@ class GlooComm:
         self._announced = ""
         self._timeout_s = _timeout_of(group)
         self._watch = _watch_of(group)
-        # Starting with the next rank spreads the first messages over all pairs.
+        # Starting with the next rank spreads the first messages over all pairs of ranks.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def announce(self, what: str) -> None:
@@ -172,29 +174,28 @@ class GlooComm:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`: each rank sends its shard to every other, (size - 1) * S elements."""
-        link = self._link_for(full)
+        memory = self._peer_memory_for(full)
         call = self._issue("all-gather", full, bound=True)
         slices = full.view(self.size, -1)
         mine = slices[self.rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        if link is not None:
-            return ReadingWork(self, link, call, mine, lambda peer, at: link.read(peer, at, slices[peer]))
+        if memory is not None:
+            return PeerMemoryWork(self, memory, call, mine, lambda peer, at: memory.read(peer, at, slices[peer]))
         return self._exchange(call, [(r, slices[r]) for r in self.peers], [(r, mine) for r in self.peers])
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
-        """See :meth:`Comm.reduce_scatter`: sends (size - 1) * S elements, holds (size - 2) * S of its own.
-
-        Ranks are added in their order, whichever rank the element is for: no layout changes a sum's last bit.
-        """
+        """See :meth:`Comm.reduce_scatter`: sends (size - 1) * S elements, allocates (size - 2) * S."""
         if not self.peers:
             shard.copy_(full)
             return DONE
-        link = self._link_for(full)
+        memory = self._peer_memory_for(full)
         call = self._issue("reduce-scatter", full, bound=True)
         slices = full.view(self.size, -1)
-        if link is not None:
-            return ReadingWork(self, link, call, full, self._adder(link, shard, full), in_order=True)
+        if memory is not None:
+            return PeerMemoryWork(self, memory, call, full, self._adder(memory, shard, full), in_order=True)
+        # Terms are added in rank order, not starting with this rank's own: otherwise the last bit of a sum would
+        # depend on which rank owns the element, and 8-bit optimizer states would differ between layouts.
         first, *rest = sorted(self.peers)
         received = {r: torch.empty_like(slices[0]) for r in rest}
         received[first] = shard if shard.dtype == full.dtype else torch.empty_like(slices[0])
@@ -260,7 +261,7 @@ class GlooComm:
         return self._exchange(call, receive, [(r, sent[r]) for r in self.peers if sent[r].numel()])
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`Comm.all_gather_object`: lengths first, then everybody's bytes."""
+        """See :meth:`Comm.all_gather_object`: lengths first, then the bytes."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = mine.numel()
@@ -278,48 +279,48 @@ class GlooComm:
         ticks = torch.zeros(self.size, 1, dtype=torch.uint8)
         self._exchange(call, _to(self.peers, ticks), [(r, ticks[self.rank]) for r in self.peers]).wait()
 
-    def _adder(self, link: Link, shard: torch.Tensor, full: torch.Tensor) -> Callable[[int, int], None]:
-        """What adds another rank's part to ``shard``, called in the order of ranks; this rank's own comes between."""
+    def _adder(self, memory: PeerMemory, shard: torch.Tensor, full: torch.Tensor) -> Callable[[int, int], None]:
+        """Return the function that adds a peer's data to ``shard``, called in rank order; it also adds this rank's."""
         mine = full.view(self.size, -1)[self.rank]
         offset, first = self.rank * mine.nbytes, min(self.peers)
         before_mine = max(first, self.rank - 1)
 
         def add(peer: int, address: int) -> None:
             if peer == first and shard.dtype == full.dtype:
-                link.read(peer, address + offset, shard)
+                memory.read(peer, address + offset, shard)
             else:
                 if peer == first:
                     shard.zero_()
-                link.add(peer, address + offset, full.dtype, shard)
+                memory.add(peer, address + offset, full.dtype, shard)
             if peer == before_mine:
                 shard.add_(mine)
 
         return add
 
-    def _link_for(self, full: torch.Tensor) -> Link | None:
-        """The link by which each rank can read every other's memory, if there is one and ``full`` is worth it.
+    def _peer_memory_for(self, full: torch.Tensor) -> PeerMemory | None:
+        """Return the access to other ranks' memory, if every rank has it and ``full`` is large enough for it to pay.
 
-        The first time it asks all ranks, which are all here: this is part of a collective.
+        The first call asks all ranks, which all make it: it is part of a collective.
         """
         if full.nbytes < _DIRECT_BYTES or self.size == 1:
             return None
         group = _GROUPS.setdefault(self.group, _Group())
         if not group.asked:
             group.asked = True
-            link = Link()
-            cards = self.all_gather_object(link.card())
-            if all(self.all_gather_object(link.can_read(cards))):
-                group.link = link
+            memory = PeerMemory()
+            cards = self.all_gather_object(memory.card())
+            if all(self.all_gather_object(memory.can_read(cards))):
+                group.memory = memory
             elif len({host for host, _, _ in cards}) == 1 and self.rank == 0:
                 logging.getLogger("fullshard").warning(
-                    "The system does not let the ranks of this host read each other's memory (process_vm_readv): they "
-                    "speak through sockets, which takes several times as long."
+                    "The system does not allow the ranks of this host to read each other's memory (process_vm_readv), "
+                    "so they communicate through sockets, which takes several times as long."
                 )
-        return group.link
+        return group.memory
 
     @contextlib.contextmanager
     def waiting_in(self, call: Collective) -> Iterator[Callable[[int, Callable[[], int | None]], int]]:
-        """Give a function that asks until another rank has an answer, under the eyes of the watchdog."""
+        """Yield a function that polls until another rank has an answer, while the watchdog watches the wait."""
         recorder, started = self._watch.recorder, time.monotonic()
         peer_now: int | None = None
 
@@ -346,10 +347,10 @@ class GlooComm:
             recorder.waiting = None
 
     def _issue(self, kind: str, about: torch.Tensor | None = None, *, bound: bool = False) -> Collective:
-        """The next collective; ``about`` has the same size and dtype on every rank."""
+        """Return the next collective; ``about`` has the same size and dtype on every rank."""
         numel, dtype = (0, torch.uint8) if about is None else (about.numel(), about.dtype)
         call = self._watch.recorder.issue(kind, numel, dtype, self._announced, bound=bound)
-        if self._watch.broken:  # ranks have parted: the group is of no use, even before its connections are closed
+        if self._watch.broken:  # ranks have diverged: the group is unusable, even before its connections are closed
             raise self._watch.failure(call, RuntimeError("waits were broken"), 0.0, None)
         return call
 
@@ -365,58 +366,58 @@ class GlooComm:
         """Start the messages of ``call``, (peer, tensor) each; a second exchange of one call has a ``step``."""
         code = code_of(call, step)
         tag = code << _SEQ_BITS | call.seq % (1 << _SEQ_BITS)
-        # Not dist.irecv and dist.isend: they check what is known here, and double a small message's time.
+        # Not dist.irecv and dist.isend: they repeat checks and double a small message's time.
         start_receive, start_send = self.group.recv, self.group.send
         try:
             messages = [(peer, start_receive([tensor], peer, tag)) for peer, tensor in receive]
             messages += [(peer, start_send([tensor], peer, tag)) for peer, tensor in send]
         except RuntimeError as error:
             if not any(mark in str(error) for mark in _TRANSPORT):
-                raise  # about the tensors
+                raise  # not a transport error: the tensors are wrong
             raise self._watch.failure(call, error, 0.0, None) from error
         return GlooWork(self._watch, call, messages, finish)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that a collective of ``group`` waits for other ranks."""
+    """Return the seconds that a collective of ``group`` waits for other ranks."""
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def _to(peers: Iterable[int], tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Each peer with its own tensor."""
+    """Pair each peer with its own tensor."""
     return [(peer, tensors[peer]) for peer in peers]
 
 
 class _Group:
-    """What the comms of one group share beside its watch: whether its ranks were asked for a link, and the link."""
+    """State shared by the comms of one group: whether its ranks were asked for peer memory, and the access to it."""
 
     asked = False
-    link: Link | None = None
+    memory: PeerMemory | None = None
 
 
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
 
 # Comms of one group number its collectives together.
-_WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+_WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupWatch] = weakref.WeakKeyDictionary()
 
 
-def _watch_of(group: dist.ProcessGroup) -> Watch:
+def _watch_of(group: dist.ProcessGroup) -> GroupWatch:
     watch = _WATCHES.get(group)
     if watch is None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        # A connection of its own: the thread must not stand in line behind a blocking use of the store.
+        # A connection of its own: the watchdog's thread must not wait for a blocking use of the store.
         board = Board(group.get_group_store().clone(), rank, size)  # type: ignore[attr-defined]
         ranks, reference = dist.get_process_group_ranks(group), weakref.ref(group)
-        watch = _WATCHES[group] = Watch(FlightRecorder(rank), board, ranks, lambda: _break_waits(reference()))
+        watch = _WATCHES[group] = GroupWatch(FlightRecorder(rank), board, ranks, lambda: _break_waits(reference()))
         WATCHDOG.add(watch)
     return watch
 
 
 def _break_waits(group: dist.ProcessGroup | None) -> None:
-    """Make every pending message of ``group`` fail on this rank; the group is of no use afterwards.
+    """Make every pending message of ``group`` fail on this rank; the group is unusable afterwards.
 
     A receive that times out does that: gloo then closes all connections of its context. torch makes a context for each
-    network interface and chooses by tag.
+    network interface and selects one by tag.
     """
     if group is None:
         return

@@ -1,4 +1,4 @@
-"""Peak tensor memory of a stretch of code, by the allocator's own count."""
+"""Peak tensor memory of a block of code, as counted by the allocator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def live_tensor_bytes() -> int:
-    """Bytes of all distinct CPU storages that Python can reach; the allocations that came before a meter started."""
+    """Return the bytes of all distinct CPU storages that Python can reach: those allocated before a meter started."""
     gc.collect()
     storages: dict[int, int] = {}
     with warnings.catch_warnings():
@@ -23,17 +23,17 @@ def live_tensor_bytes() -> int:
         tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.device.type == "cpu"]
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
-            # A DTensor has no memory, the local tensor inside it is listed too; of a sparse one the parts are.
+            # A DTensor has no memory of its own; its local tensor is listed too, as are the parts of a sparse tensor.
             if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
                 continue
             storage = tensor.untyped_storage()
-            if storage.device.type == "cpu":  # a compiler's fake tensors have none, nor a number of bytes
+            if storage.device.type == "cpu":  # a compiler's fake tensors have no memory, and a symbol for a size
                 storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Memory that a rank on ``device`` can count on: the device's, or its share of the host's."""
+    """Return the memory available to a rank on ``device``: the device's, or its share of the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -41,22 +41,23 @@ def device_memory_bytes(device: torch.device) -> int:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Tensor bytes on ``device`` by its caching allocator's count; None on the CPU, whose allocator keeps none."""
+    """Return the tensor bytes on ``device`` counted by its caching allocator; None on the CPU, which has none."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 class MemoryMeter:
-    """Context manager that measures one rank's peak tensor bytes; one a process at a time.
+    """Context manager that measures one rank's peak tensor bytes; one at a time in a process.
 
-    On CUDA it reads the caching allocator's peak. On CPU it listens to the allocator through torch's profiler, which
-    sees temporaries inside operators as well, and adds what was live before; memory that was there before and is freed
-    inside counts as held to the end, because the allocator does not report its size. It slows the stretch down, so
-    measure steps whose time does not matter.
+    On CUDA it reads the caching allocator's peak. On CPU it records allocations with torch's profiler, which also sees
+    temporaries inside operators, and adds what was live before; memory that was allocated before and is freed inside
+    counts as held to the end, because the profiler does not report its size. The profiler is slow: measure steps whose
+    duration does not matter.
 
     Attributes:
         start_bytes: Tensor bytes live on entry.
         peak_bytes: Highest number of tensor bytes live at once, in total; set on exit.
-        timeline: On CPU, set on exit: when the count changed, as ``time.perf_counter`` says it, and the count.
+        timeline: On CPU, set on exit: times at which the count changed, as values of ``time.perf_counter``, and the
+            count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +75,7 @@ class MemoryMeter:
             self.start_bytes = torch.cuda.memory_allocated(self.device)
             return self
         self.start_bytes = live_tensor_bytes()
-        self._epoch_s = time.time() - time.perf_counter()  # the profiler's clock tells the time of day
+        self._epoch_s = time.time() - time.perf_counter()  # the profiler's clock is the time of day
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
         return self

@@ -1,4 +1,4 @@
-"""Two axes of ranks: those that share a unit's shards, and those that hold copies of the same shard."""
+"""Two axes of ranks: those that share a unit's shards, and those that hold replicas of the same shard."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fullshard.policy import ShardingStrategy
 
 
 class SoloComm:
-    """A group of one rank: every collective is a copy at most."""
+    """A group of one rank: a collective is at most a copy."""
 
     def __init__(self, device: torch.device) -> None:
         """Take tensors on ``device``."""
         self.rank, self.size, self.device = 0, 1, device
 
     def announce(self, what: str) -> None:
-        """See :meth:`Comm.announce`: nothing, nobody is waited for."""
+        """See :meth:`Comm.announce`: ignored, there is no other rank to wait for."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`."""
@@ -67,15 +67,15 @@ class Mesh:
     """Ranks on two axes: ``size`` is the product of both sizes.
 
     Attributes:
-        shard_group: The ranks that share each unit: it is gathered and reduce-scattered among them.
-        replica_group: The ranks that hold copies of this rank's shards: gradients are all-reduced among them.
+        shard_group: The ranks that share each unit: units are gathered and reduce-scattered among them.
+        replica_group: The ranks that hold replicas of this rank's shards: gradients are all-reduced among them.
         size: Number of ranks in all, over which gradients are averaged.
         rank: This rank's number among them.
-        device: Device whose tensors the collectives take.
+        device: Device of the collectives' tensors.
     """
 
     def __init__(self, shard: Comm, replicate: Comm) -> None:
-        """Cross the two groups that this rank belongs to."""
+        """Combine the two groups that this rank belongs to."""
         self.shard_group = shard
         self.replica_group = replicate
         self.size = replicate.size * shard.size
@@ -95,28 +95,28 @@ class Mesh:
         self.shard_group.broadcast(tensor).wait()
 
     def announce(self, what: str) -> None:
-        """Say what the next collectives are for; shown when one does not complete."""
+        """Describe the purpose of the next collectives; reported when one does not complete."""
         self.shard_group.announce(what)
         self.replica_group.announce(what)
 
     @property
-    def everyone(self) -> Any:
+    def all_ranks(self) -> Any:
         """One group of all ranks, for sums."""
         if self.replica_group.size == 1:
             return self.shard_group
-        return self.replica_group if self.shard_group.size == 1 else _Everyone(self)
+        return self.replica_group if self.shard_group.size == 1 else _AllRanks(self)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path."""
+        """Return the picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path."""
         by_replica = self.replica_group.all_gather_object(self.shard_group.all_gather_object(value))
         return [item for replica in by_replica for item in replica]
 
 
-class _Everyone:
-    """All ranks of a mesh of two axes as one group, as far as copies need one: sums, and nothing to gather."""
+class _AllRanks:
+    """All ranks of a mesh of two axes as one group, with the collectives that replicated parameters need."""
 
     def __init__(self, mesh: Mesh) -> None:
-        """Speak to all ranks of ``mesh``."""
+        """Communicate with all ranks of ``mesh``."""
         self.mesh = mesh
         self.rank, self.size, self.device = mesh.rank, mesh.size, mesh.device
 
@@ -130,7 +130,7 @@ class _Everyone:
 
 
 def same_ranks(one: Mesh, other: Mesh) -> bool:
-    """Whether two meshes cross the same groups."""
+    """Return whether two meshes consist of the same groups."""
     return all(
         _group(a) == _group(b)
         for a, b in ((one.shard_group, other.shard_group), (one.replica_group, other.replica_group))
@@ -138,7 +138,7 @@ def same_ranks(one: Mesh, other: Mesh) -> bool:
 
 
 def _group(comm: Any) -> tuple[int, int, object]:
-    """What tells a group from another one: its size, this rank's place, and what it was made of."""
+    """Return what identifies a group: its size, this rank's place, and the process group or thread world behind it."""
     while hasattr(comm, "inner"):
         comm = comm.inner
     made_of = getattr(comm, "group", None) or getattr(comm, "world", None)
@@ -146,12 +146,13 @@ def _group(comm: Any) -> tuple[int, int, object]:
 
 
 def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | None) -> Mesh:
-    """Turn what the user calls a mesh into a :class:`Mesh`.
+    """Convert a user's mesh into a :class:`Mesh`.
 
     Args:
-        mesh: None (the default process group), a ``ProcessGroup``, a ``Comm`` or a 1-D ``DeviceMesh`` for one axis;
-            a 2-D ``DeviceMesh`` or a pair of process groups or Comms, ``(replicate, shard)``, for two.
-        strategy: NO_SHARD puts one axis to replicating, the hybrid ones need two axes, the others shard over the last.
+        mesh: None (the default process group), a ``ProcessGroup``, a ``Comm`` or a 1-D ``DeviceMesh`` for one axis; a
+            2-D ``DeviceMesh`` or a pair of process groups or Comms, ``(replicate, shard)``, for two.
+        strategy: NO_SHARD replicates over the one axis, hybrid strategies need two axes, the others shard over the
+            last.
         device: Device of the sharded model; None: this rank's accelerator if the group can use it, else CPU.
 
     Raises:
@@ -171,7 +172,7 @@ def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | Non
 
 
 def _axes(mesh: object, device: torch.device | None) -> tuple[Comm | None, Comm]:
-    """The replicating axis, if there is one, and the sharding axis."""
+    """Return the replicating axis, if there is one, and the sharding axis."""
     if isinstance(mesh, Comm):
         return None, mesh
     if isinstance(mesh, tuple) and len(mesh) == 2 and all(isinstance(axis, (Comm, dist.ProcessGroup)) for axis in mesh):

@@ -1,4 +1,4 @@
-"""Ranks as processes: the real implementation of the protocol on ``torch.distributed``."""
+"""Ranks as processes: the implementation of the protocol on ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from fullshard.comm.gloo import GlooComm
 from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
 from fullshard.errors import ProcessGroupError
 
-# torch 2.13 renamed the flat collectives; the old names stay for older releases.
+# torch 2.13 renamed the flat collectives; older releases have the old names only.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 TIMEOUT_S = 600.0
-"""Seconds after which a collective that other ranks never joined is an error, unless the caller says otherwise."""
+"""Default number of seconds after which a collective that other ranks never joined is an error."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class ProcessComm:
-    """A ``torch.distributed`` process group whose backend has native flat collectives: NCCL, and torch's fake one."""
+    """A ``torch.distributed`` process group whose backend has flat collectives: NCCL, and torch's fake backend."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Speak to the ranks of ``group`` with tensors on ``device``."""
+        """Communicate with the ranks of ``group`` with tensors on ``device``."""
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.device = device
 
     def announce(self, what: str) -> None:
-        """See :meth:`Comm.announce`: nothing; NCCL has its own watchdog and flight recorder."""
+        """See :meth:`Comm.announce`: ignored; NCCL has its own watchdog and flight recorder."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`."""
         return _all_gather_flat(full, shard, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
-        """See :meth:`Comm.reduce_scatter`; where ``shard`` is wider, values travel narrow and are added wide."""
+        """See :meth:`Comm.reduce_scatter`; if ``shard`` is wider, values are sent narrow and added wide."""
         if shard.dtype != full.dtype:
             received = torch.empty_like(full)
             return _SumWork(dist.all_to_all_single(received, full, group=self.group, async_op=True), received, shard)
@@ -77,12 +77,12 @@ class ProcessComm:
 
     def barrier(self) -> None:
         """See :meth:`Comm.barrier`."""
-        # An all-reduce and not dist.barrier: that one guesses a device under NCCL and warns.
+        # An all-reduce instead of dist.barrier, which guesses a device under NCCL and warns.
         self.all_reduce(torch.zeros(1, device=self.device)).wait()
 
 
 class Works:
-    """Several messages that make one collective."""
+    """Several messages that form one collective."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         """Wait for all of ``parts``."""
@@ -98,7 +98,7 @@ class _SumWork:
     """An exchange of terms, and their sum in a wider dtype."""
 
     def __init__(self, exchange: Any, terms: torch.Tensor, total: torch.Tensor) -> None:
-        """Add up ``terms``, (size * S,), to ``total``, (S,), when ``exchange`` is done."""
+        """Sum ``terms``, (size * S,), into ``total``, (S,), when ``exchange`` is done."""
         self.exchange = exchange
         self.terms = terms
         self.total = total
@@ -110,16 +110,16 @@ class _SumWork:
 
 
 class FakeComm(ProcessComm):
-    """A group of torch's fake backend, which sends nothing: the other ranks are taken to hold what this one holds."""
+    """A group of torch's fake backend, which sends nothing: the other ranks are assumed to hold the same values."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """See :meth:`Comm.all_reduce`: what equal ranks would get."""
+        """See :meth:`Comm.all_reduce`: the result if all ranks had equal values."""
         if op == "sum":
             tensor.mul_(self.size)
         return DONE
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
-        """See :meth:`Comm.exchange`: what equal ranks would get, and zeros where they would not give as much."""
+        """See :meth:`Comm.exchange`: this rank's own tensor, or zeros if it has another size."""
         for target in received:
             given = sent[self.rank]
             if given.numel() == target.numel():
@@ -129,12 +129,12 @@ class FakeComm(ProcessComm):
         return DONE
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`Comm.all_gather_object`: what equal ranks would get."""
+        """See :meth:`Comm.all_gather_object`: this rank's value for every rank."""
         return [value] * self.size
 
 
 def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm:
-    """The :class:`Comm` of a process group, by its backend.
+    """Return the :class:`Comm` of a process group, by its backend.
 
     Args:
         group: The group; this process belongs to it.
@@ -143,7 +143,7 @@ def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm
     backend = str(dist.get_backend(group))
     if "nccl" in backend:
         return ProcessComm(group, device or torch.device("cuda", torch.cuda.current_device()))
-    if "fake" in backend:  # one process plays rank 0 of a large world: nothing is sent
+    if "fake" in backend:  # a dry run: one process is rank 0 of a large world, nothing is sent
         return FakeComm(group, device or torch.device("cpu"))
     return GlooComm(group)
 
@@ -152,18 +152,21 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
     """Join the group that torchrun's environment describes; once per process, on every rank.
 
     Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. With at least as many CUDA
-    devices as ranks on this machine the backend is NCCL, one device a rank; else gloo on CPU.
+    devices as ranks on this machine the backend is NCCL, one device for each rank; else gloo on CPU.
 
     Args:
         timeout_s: Seconds after which a collective that other ranks never joined is an error.
 
+    Returns:
+        The :class:`Comm` of all ranks.
+
     Raises:
-        ProcessGroupError: The environment lacks one of the variables.
+        ProcessGroupError: A variable is missing in the environment.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ProcessGroupError(
-            f"No process group to join: {', '.join(missing)} not set. "
+            f"There is no process group to join: {', '.join(missing)} not set. "
             "Start the script with torchrun or `fullshard train`."
         )
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
@@ -179,10 +182,10 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
 
 
 def join_alone(device: torch.device) -> Comm:
-    """The default process group; where there is none, one of this process alone is made first. Any rank.
+    """Return the default process group; if there is none, initialize one of this process alone. Any rank.
 
     Args:
-        device: What the ranks' collectives take tensors on.
+        device: Device of the collectives' tensors.
     """
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -196,6 +199,6 @@ def _world() -> dist.ProcessGroup:
 
 
 def shutdown() -> None:
-    """Leave the default process group, if there is one; on every rank."""
+    """Destroy the default process group, if there is one; on every rank."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

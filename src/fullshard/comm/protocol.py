@@ -1,4 +1,4 @@
-"""The one small protocol through which every other room talks to other ranks."""
+"""The one small protocol through which every other room communicates with other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ReduceOp = Literal["sum", "max"]
 
 
 class Work(Protocol):
-    """A collective that was issued and may still run."""
+    """A collective that was issued and may still be running."""
 
     def wait(self) -> None:
         """Return when the result may be read: by the CPU on CPU, by the current stream on CUDA."""
@@ -20,16 +20,16 @@ class Work(Protocol):
 
 @runtime_checkable
 class Comm(Protocol):
-    """A group of ranks and the collectives they run together.
+    """A group of ranks and the collectives that they run together.
 
-    Every method is called by every rank of the group, in the same order. Collectives take buffers, start, and return
-    a :class:`Work`; the caller keeps the buffers alive and untouched until ``wait()``, and changes or frees what it
-    gave (the shard of an all-gather, the full buffer of a reduce-scatter) only after :func:`settle`.
+    Every method is called by every rank of the group, in the same order. Collectives take buffers, start, and return a
+    :class:`Work`; the caller keeps the buffers alive and unchanged until ``wait()``, and changes or frees the buffers
+    that it sent (the shard of an all-gather, the full buffer of a reduce-scatter) only after :func:`settle`.
 
     Attributes:
         rank: This process's (or thread's) place in the group, from 0.
         size: Number of ranks in the group.
-        device: Device whose tensors the collectives take.
+        device: Device of the collectives' tensors.
     """
 
     rank: int
@@ -37,15 +37,15 @@ class Comm(Protocol):
     device: torch.device
 
     def announce(self, what: str) -> None:
-        """Say what the next collectives are for, until the next call; shown when one of them does not complete.
+        """Describe the purpose of the next collectives, until the next call; reported if one does not complete.
 
-        Ranks that announce different things for an all-gather, reduce-scatter, broadcast or gather are in different
-        ones: they exchange nothing and are told. In an all-reduce, an exchange of objects or a barrier they meet all
-        the same, because by these ranks find out whether they agree. It costs next to nothing: call it before every
-        collective.
+        Ranks that announce different purposes for an all-gather, reduce-scatter, broadcast or gather are in different
+        collectives: they exchange nothing and an error is raised. In an all-reduce, an exchange of objects or a barrier
+        they meet all the same, because ranks use these to find out whether they agree. The call is cheap: make it
+        before every collective.
 
         Args:
-            what: For people, such as ``"all-gather of unit blocks.3"``.
+            what: The purpose, such as ``"all-gather of unit blocks.3"``.
         """
         ...
 
@@ -59,7 +59,7 @@ class Comm(Protocol):
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
         """Sum ``full`` (size * S elements) over ranks; ``shard`` (S elements) receives slice ``rank``.
 
-        Where the dtype of ``shard`` is wider, values travel in that of ``full`` and are added in that of ``shard``.
+        If the dtype of ``shard`` is wider, values are sent in that of ``full`` and added in that of ``shard``.
         """
         ...
 
@@ -76,11 +76,11 @@ class Comm(Protocol):
         ...
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
-        """Give each rank ``r`` the tensor ``sent[r]``, and fill ``received[r]`` with what it gives this one.
+        """Send each rank ``r`` the tensor ``sent[r]``, and fill ``received[r]`` with the one it sends to this rank.
 
         Args:
-            received: One contiguous tensor a rank, of as many elements as that rank sends here.
-            sent: One contiguous tensor a rank; all of both are of one dtype. Empty ones cost nothing.
+            received: One contiguous tensor for each rank, of as many elements as that rank sends here.
+            sent: One contiguous tensor for each rank; all of both are of one dtype. Empty ones cost nothing.
         """
         ...
 
@@ -94,9 +94,9 @@ class Comm(Protocol):
 
 
 def settle(work: Work) -> None:
-    """Return when other ranks have taken what this one gave to the collective; ``work`` was waited for.
+    """Return when other ranks have read what this one sent in a collective; ``work`` was waited for.
 
-    Most implementations have sent it by then. Ranks that read each other's memory say so in a method of their own.
+    Most implementations have sent it by then. Works of ranks that read each other's memory have a method ``settle``.
     """
     taken = getattr(work, "settle", None)
     if taken is not None:

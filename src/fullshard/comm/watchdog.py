@@ -1,9 +1,10 @@
-"""Who waits for whom: a wait that takes long is shown to the other ranks, and ranks that parted are told by name.
+"""Detection of ranks that wait for each other in different collectives, reported on every rank by name.
 
-Each rank keeps a flight recorder of the collectives it issued on a group. While a wait takes long it shows the
-recorder to the other ranks, through the group's store. Two recorders that disagree about the collective of one number
-belong to ranks that have parted: nothing that comes later mends it, so every rank is told where each of them is. A rank
-that is merely slow (it computes, or writes a file) issued nothing else and is never taken for one that parted.
+Each rank keeps a flight recorder of the collectives that it issued on a group. During a long wait it publishes the
+recorder to the other ranks, through the group's store. Two recorders that differ in the collective of one number belong
+to ranks that have diverged: nothing later corrects that, so every rank raises an error that states where each of them
+is. A rank that is merely slow (it computes, or writes a file) has issued no other collective, and never counts as
+diverged.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from fullshard.errors import MismatchError, ProcessGroupError, UserError
 T = TypeVar("T")
 
 WAIT_S = 2.0
-"""A wait that has taken longer is shown to the other ranks."""
+"""A wait of more seconds is published to the other ranks."""
 
 TICK_S = 0.5
-"""How often the thread looks whether this process waits and, while it does, at what the others show."""
+"""Interval at which the thread checks this process's wait and, during a long one, the other ranks' posts."""
 
 GRACE_S = 2.0
-"""How long ranks that parted wait for the others: to say where they are, and to read the verdict."""
+"""How long diverged ranks wait for the others: to publish where they are, and to read the verdict."""
 
 WARN_S = 30.0
-"""A wait that has taken longer is worth a line to the user."""
+"""A wait that has taken longer is logged as a warning."""
 
 HISTORY = 64
-"""Collectives that a rank shows. Ranks drift apart by a few: only sending, as in a gather, needs nobody to answer."""
+"""Collectives in a post. Ranks are only a few apart: only sending, as in a gather, needs no answer of other ranks."""
 
 _RPC_TIMEOUT_S = 5.0
 _log = logging.getLogger("fullshard")
@@ -50,11 +51,11 @@ class Collective(NamedTuple):
 
     Attributes:
         seq: Its number on this rank and group, from 1.
-        kind: The collective, in words.
-        numel: Elements it is about; 0 where that says nothing.
+        kind: Name of the collective.
+        numel: Number of elements; 0 if it has no meaning.
         dtype: Their dtype.
-        announced: What it is for, as :meth:`~fullshard.comm.protocol.Comm.announce` was told; may be empty.
-        bound: Whether ranks that announced different things are apart in it.
+        announced: Its purpose, passed to :meth:`~fullshard.comm.protocol.Comm.announce`; may be empty.
+        bound: Whether ranks that announced different purposes are in different collectives.
     """
 
     seq: int
@@ -65,11 +66,11 @@ class Collective(NamedTuple):
     bound: bool
 
     def text(self) -> str:
-        """What people read."""
+        """Return the description in messages."""
         return self._with(self.announced)
 
     def name(self) -> str:
-        """What is the same on all ranks that are in the same collective."""
+        """Return the text that is equal on all ranks that are in the same collective."""
         return self._with(self.announced if self.bound else "")
 
     def _with(self, purpose: str) -> str:
@@ -78,23 +79,23 @@ class Collective(NamedTuple):
 
 
 class FlightRecorder:
-    """The last collectives that this rank issued on one group, and the one it waits in.
+    """The last collectives that this rank issued on one group, and the one that it waits in.
 
     Attributes:
         rank: This rank's number in the group.
         issued: The last collectives, oldest first.
-        waiting: The collective that the program waits in now. Setting it is all that a wait costs.
+        waiting: The collective that the program waits in now. Setting it is the only cost of a wait.
     """
 
     def __init__(self, rank: int) -> None:
-        """Record what ``rank`` does."""
+        """Record the collectives of ``rank``."""
         self.rank = rank
         self.issued: deque[Collective] = deque(maxlen=HISTORY)
         self.waiting: Collective | None = None
         self._seq = 0
 
     def issue(self, kind: str, numel: int, dtype: torch.dtype, announced: str, *, bound: bool) -> Collective:
-        """Give the next collective its number; the arguments are those of :class:`Collective`."""
+        """Number and record the next collective; the arguments are those of :class:`Collective`."""
         self._seq += 1
         call = Collective(self._seq, kind, numel, dtype, announced, bound)
         self.issued.append(call)
@@ -102,10 +103,10 @@ class FlightRecorder:
 
 
 class Post(NamedTuple):
-    """What one rank shows the others.
+    """The state that one rank publishes to the others.
 
     Attributes:
-        waits: Number of the collective it waits in; None: it waited long in one of ``calls`` and has gone on.
+        waits: Number of the collective that it waits in; None: it waited long in one of ``calls`` and has resumed.
         calls: Its last collectives, number to name and text.
     """
 
@@ -113,28 +114,28 @@ class Post(NamedTuple):
     calls: dict[int, tuple[str, str]]
 
     def encode(self) -> str:
-        """As JSON."""
+        """Return the post as JSON."""
         return json.dumps([self.waits, list(self.calls.items())])
 
     @staticmethod
     def decode(text: bytes) -> Post:
-        """From JSON."""
+        """Return the post of a JSON text."""
         waits, calls = json.loads(text)
         return Post(waits, {seq: (name, text) for seq, (name, text) in calls})
 
 
 class Store(Protocol):
-    """What a board needs of a ``torch.distributed`` store."""
+    """The methods of a ``torch.distributed`` store that a board uses."""
 
     def set(self, key: str, value: str) -> None:
-        """Write."""
+        """Write a value."""
 
     def get(self, key: str) -> bytes:
-        """Read; blocks until there is such a key."""
+        """Read a value; blocks until the key exists."""
         ...
 
     def check(self, keys: list[str]) -> bool:
-        """Whether there are such keys."""
+        """Return whether all keys exist."""
         ...
 
     def add(self, key: str, amount: int) -> int:
@@ -142,32 +143,32 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write if what is there is ``expected`` (empty: nothing is); return what is there afterwards."""
+        """Write ``value`` if the current one is ``expected`` (empty: none); return the value afterwards."""
         ...
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long an answer may take before it is an error."""
+        """Set how long an answer may take before it is an error."""
 
 
 class Board:
-    """What the ranks of a group show each other: one post a rank, and at most one verdict. For use by any thread.
+    """The posts of a group's ranks, one for each, and at most one verdict, in a store. For use by any thread.
 
-    A store that answers no more has gone with the process that kept it; from then on nothing is read or shown.
+    If the store no longer answers, the process that hosts it has ended; from then on nothing is read or written.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Share ``store``, a connection of this board's own, with the other ranks; each makes one board a group."""
+        """Share ``store``, a connection of this board's own, with the other ranks; each makes one board for a group."""
         self.rank, self.size = rank, size
         self._store = store
         self._store.set_timeout(datetime.timedelta(seconds=_RPC_TIMEOUT_S))
         self._lock = threading.Lock()
         self._lost = False
-        # A store may outlive a group and serve the next one of the same name: that one's board is another.
+        # A store may outlive a group and serve the next one of the same name, whose board must be a different one.
         self._life = store.add(f"fullshard/lives/{rank}", 1)
         self._changes = 0
         self._posts: dict[int, Post] = {}
 
-    def show(self, post: Post) -> None:
+    def publish(self, post: Post) -> None:
         """Replace this rank's post."""
 
         def write(store: Store) -> None:
@@ -177,7 +178,7 @@ class Board:
         self._ask(write, None)
 
     def posts(self) -> Mapping[int, Post]:
-        """The posts of the ranks that ever waited long, by rank."""
+        """Return the posts of the ranks that have waited long, by rank."""
 
         def read(store: Store) -> None:
             changes = store.add(self._key("changes"), 0)
@@ -193,21 +194,21 @@ class Board:
         return self._posts
 
     def propose(self, verdict: str) -> str:
-        """Make ``verdict`` that of the group, unless it has one; returns the one it has."""
+        """Make ``verdict`` the group's, unless it has one; return the one that it has."""
         return self._ask(lambda store: store.compare_set(self._key("verdict"), "", verdict).decode(), verdict)
 
     def verdict(self) -> str | None:
-        """The verdict, if there is one."""
+        """Return the verdict, or None."""
         key = self._key("verdict")
         return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None, None)
 
     def acknowledge(self) -> None:
-        """Say that this rank has read the verdict; once."""
-        self._ask(lambda store: store.add(self._key("told"), 1), 0)
+        """Record that this rank has read the verdict; once."""
+        self._ask(lambda store: store.add(self._key("acknowledged"), 1), 0)
 
-    def all_told(self) -> bool:
-        """Whether every rank has read the verdict, or can no longer say so."""
-        return self._ask(lambda store: store.add(self._key("told"), 0), self.size) >= self.size
+    def all_acknowledged(self) -> bool:
+        """Return whether every rank has read the verdict, or the store is lost."""
+        return self._ask(lambda store: store.add(self._key("acknowledged"), 0), self.size) >= self.size
 
     def _key(self, name: str) -> str:
         return f"fullshard/{self._life}/{name}"
@@ -224,20 +225,20 @@ class Board:
             self._lock.release()
 
 
-def parting(posts: Mapping[int, Post]) -> int | None:
-    """The number of the first collective that two ranks show differently; None where all histories agree."""
+def divergence(posts: Mapping[int, Post]) -> int | None:
+    """Return the number of the first collective in which two ranks' posts differ; None if all agree."""
     first: dict[int, str] = {}
-    shown = [(seq, name) for post in posts.values() for seq, (name, _) in post.calls.items()]
-    return min((seq for seq, name in shown if first.setdefault(seq, name) != name), default=None)
+    published = [(seq, name) for post in posts.values() for seq, (name, _) in post.calls.items()]
+    return min((seq for seq, name in published if first.setdefault(seq, name) != name), default=None)
 
 
-def describe(seq: int, posts: Mapping[int, Post], ranks: Sequence[int]) -> str:
-    """What users read when ranks parted at collective ``seq``: where each is, and the remedy.
+def divergence_text(seq: int, posts: Mapping[int, Post], ranks: Sequence[int]) -> str:
+    """Return the error text for ranks that diverged at collective ``seq``: where each is, and the remedy.
 
     Args:
         seq: The collective.
-        posts: What ranks showed, by rank in the group.
-        ranks: The group's ranks as the user counts them.
+        posts: The posts, by rank in the group.
+        ranks: The group's ranks, numbered as in the whole world.
     """
     ranks_by_place: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
@@ -260,15 +261,15 @@ def _place(seq: int, post: Post | None) -> str:
 
 def _named(ranks: Iterable[int]) -> str:
     names = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else "nobody"
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else "no rank"
 
 
-class Watch:
-    """Looks after the waits of this rank on one group. One a group and process.
+class GroupWatch:
+    """Watches the waits of this rank on one group. One for each group and process.
 
     Attributes:
-        recorder: What this rank issued, and what it waits in.
-        broken: Whether ranks have parted and every wait is to fail.
+        recorder: This rank's collectives, and the one that it waits in.
+        broken: Whether ranks have diverged and every wait must fail.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class Watch:
         Args:
             recorder: This rank's.
             board: The group's.
-            ranks: The group's ranks as the user counts them: those of the whole world.
+            ranks: The group's ranks, numbered as in the whole world.
             break_waits: Makes this process's waits on the group fail.
         """
         self.recorder = recorder
@@ -289,33 +290,33 @@ class Watch:
         self.broken = False
         self._call: Collective | None = None
         self._since = 0.0
-        self._shown = self._warned = False
-        self._parted_since: float | None = None
+        self._published = self._warned = False
+        self._diverged_since: float | None = None
         self._verdict: str | None = None
         self._verdict_since = 0.0
 
-    def look(self, now: float) -> None:
-        """Do what is due; the thread calls it every :data:`TICK_S`.
+    def check(self, now: float) -> None:
+        """Check the current wait and act on it; the thread calls it every :data:`TICK_S`.
 
         Args:
-            now: Seconds of a clock that only goes forward.
+            now: Seconds of a monotonic clock.
         """
         call = self.recorder.waiting
         if call is not self._call:
             self._call, self._since, self._warned = call, now, False
-            if self._shown:
-                self._show(None)
+            if self._published:
+                self._publish(None)
         elif call is not None and now - self._since >= WAIT_S:
-            self._look_at_others(call, now)
+            self._check_others(call, now)
 
     def failure(self, call: Collective, error: RuntimeError, waited_s: float, peer: int | None) -> UserError:
-        """What to raise for an ``error`` of the backend in ``call``.
+        """Return the exception to raise for an ``error`` of the backend in ``call``.
 
         Args:
             call: The collective that failed.
-            error: What the backend raised.
+            error: The backend's error.
             waited_s: Seconds that this rank waited.
-            peer: Rank that the failed message was from or for; None: it failed as it was issued.
+            peer: Rank that the failed message was from or for; None: it failed when it was issued.
         """
         verdict = self._verdict or self._board.verdict()
         if verdict is not None:
@@ -323,8 +324,8 @@ class Watch:
         what = f"Rank {self._ranks[self.recorder.rank]} waited {waited_s:.1f} s in {call.text()}"
         if "Timed out" in str(error):
             return ProcessGroupError(
-                f"{what}, longer than the group's timeout. Not there: {_named(self._absent(call))}. If they are only "
-                "slow, give the group a longer timeout; else look for what they wait for."
+                f"{what}, longer than the group's timeout. Not there: {_named(self._absent(call))}. If these ranks "
+                "are only slow, set a longer timeout for the group; otherwise find out what they wait for."
             )
         where = "another rank" if peer is None else f"rank {self._ranks[peer]}"
         reason = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0]
@@ -333,16 +334,16 @@ class Watch:
             f"has none, it ran fewer collectives than this rank. (gloo: {reason})"
         )
 
-    def _show(self, call: Collective | None) -> None:
-        self._shown = call is not None
-        # What is waited for may have been issued long ago.
+    def _publish(self, call: Collective | None) -> None:
+        self._published = call is not None
+        # The collective waited for may have been issued too long ago to be in ``issued``.
         calls = [*([call] if call else []), *tuple(self.recorder.issued)]
-        shown = {issued.seq: (issued.name(), issued.text()) for issued in calls}
-        self._board.show(Post(call.seq if call else None, shown))
+        published = {issued.seq: (issued.name(), issued.text()) for issued in calls}
+        self._board.publish(Post(call.seq if call else None, published))
 
-    def _look_at_others(self, call: Collective, now: float) -> None:
-        if not self._shown:
-            self._show(call)
+    def _check_others(self, call: Collective, now: float) -> None:
+        if not self._published:
+            self._publish(call)
         posts = self._board.posts()
         if self._verdict is None:
             self._verdict = self._board.verdict() or self._judge(posts, now)
@@ -350,8 +351,9 @@ class Watch:
             if self._verdict is not None:
                 self._board.acknowledge()
         if self._verdict is not None:
-            # Breaking a wait closes this rank's connections, so that others fail too: they shall know why by then.
-            if self._board.all_told() or now - self._verdict_since >= GRACE_S:
+            # Breaking a wait closes this rank's connections, so other ranks' waits fail too. They must have read the
+            # verdict by then, or they would report a lost connection instead.
+            if self._board.all_acknowledged() or now - self._verdict_since >= GRACE_S:
                 self.broken = True
                 self._break_waits()
         elif not self._warned and now - self._since >= WARN_S:
@@ -362,15 +364,15 @@ class Watch:
             )  # fmt: skip
 
     def _judge(self, posts: Mapping[int, Post], now: float) -> str | None:
-        seq = parting(posts)
+        seq = divergence(posts)
         if seq is None:
             return None
-        if self._parted_since is None:
-            self._parted_since = now
+        if self._diverged_since is None:
+            self._diverged_since = now
         waiting = sum(post.waits is not None for post in posts.values())
-        if waiting < self._board.size and now - self._parted_since < GRACE_S:
+        if waiting < self._board.size and now - self._diverged_since < GRACE_S:
             return None
-        return self._board.propose(describe(seq, posts, self._ranks))
+        return self._board.propose(divergence_text(seq, posts, self._ranks))
 
     def _absent(self, call: Collective) -> list[int]:
         posts = self._board.posts()
@@ -379,23 +381,23 @@ class Watch:
 
 
 class Watchdog:
-    """The thread that looks after every :class:`Watch` of this process."""
+    """The thread that watches every :class:`GroupWatch` of this process."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
-        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        """Start no thread yet."""
+        self._watches: weakref.WeakSet[GroupWatch] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, watch: Watch) -> None:
-        """Look after ``watch`` while anybody else holds it; starts the thread if there is none."""
+    def add(self, watch: GroupWatch) -> None:
+        """Check ``watch`` while it is referenced elsewhere; starts the thread if there is none."""
         with self._lock:
             self._watches.add(watch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fullshard-watchdog", daemon=True)
                 self._thread.start()
-                # A thread that the interpreter's end finds inside torch's C++ aborts the process.
+                # If the interpreter exits while the thread is inside torch's C++ code, the process aborts.
                 atexit.register(self._end)
 
     def _run(self) -> None:
@@ -403,7 +405,7 @@ class Watchdog:
             with self._lock:
                 watches = list(self._watches)
             for watch in watches:
-                watch.look(time.monotonic())
+                watch.check(time.monotonic())
 
     def _end(self) -> None:
         self._stop.set()

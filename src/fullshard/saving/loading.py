@@ -64,7 +64,7 @@ def load_checkpoint(
     index = together_in_background(ranks, lambda: read_index(path))
     target = together(ranks, lambda: Target(model, optimizer, index, average))
     device = device_of(ranks.device)
-    together_in_background(ranks, device.carried(lambda: target.compare(CheckpointReader(path, index))))
+    together_in_background(ranks, device.for_thread(lambda: target.compare(CheckpointReader(path, index))))
     same_size = index.world_size == ranks.size
 
     def read() -> torch.Tensor | None:
@@ -78,7 +78,7 @@ def load_checkpoint(
         reader.read(Piece(name, tuple(rng.shape), 0, rng))
         return rng
 
-    rng = together_in_background(ranks, device.carried(read))
+    rng = together_in_background(ranks, device.for_thread(read))
     target.finish()
     if rng is not None:
         together(ranks, lambda: restore_rng(rng, ranks.device))

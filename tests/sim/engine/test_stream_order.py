@@ -365,7 +365,7 @@ def test_work_aside_must_hold_what_it_uses(checker, held):
         total.add_(kept[0])
         kept.clear()
 
-    done = checker.device.aside("replicate", work)
+    done = checker.device.on_side_stream("replicate", work)
     del work
     assert bool(checker.violations) is not held
     done.wait()
@@ -379,5 +379,5 @@ def test_buffers_come_and_go_on_the_compute_stream(checker):
     checker.device.release(storage)
     with pytest.raises(ReleasedMemoryError, match=r"aten.sum on compute reads .*, which is released"):
         view.sum()
-    checker.device.aside("replicate", lambda: checker.device.take(storage, 16)).wait()
+    checker.device.on_side_stream("replicate", lambda: checker.device.allocate(storage, 16)).wait()
     assert_reported(checker.violations[1:], r"rank 0: float32\[4\] .* is taken on replicate stream, not on compute")

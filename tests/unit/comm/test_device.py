@@ -30,13 +30,13 @@ def released(numel):
 def test_memory_comes_and_goes_under_the_views_of_it():
     device = device_of(CPU)
     values, storage = released(6)
-    device.take(storage, 24)
+    device.allocate(storage, 24)
     rows = values.view(2, 3)
     values.fill_(3)
     assert rows.sum() == 18
     device.release(storage)
     assert storage.nbytes() == 0
-    device.take(storage, 24)
+    device.allocate(storage, 24)
     values.fill_(4)
     assert rows.sum() == 24
 
@@ -46,12 +46,12 @@ def test_huge_pages_are_asked_for_inside_the_buffer_and_only_for_large_ones(monk
     asked = []
     monkeypatch.setattr(device_module, "_madvise", lambda *arguments: asked.append(arguments))
     small, small_storage = released(HUGE_FROM_BYTES // 4 - 1)
-    device_of(CPU).take(small_storage, small.nbytes)
-    device_of(torch.device("meta")).take(torch.empty(1, device="meta").untyped_storage(), HUGE_FROM_BYTES)
+    device_of(CPU).allocate(small_storage, small.nbytes)
+    device_of(torch.device("meta")).allocate(torch.empty(1, device="meta").untyped_storage(), HUGE_FROM_BYTES)
     assert asked == []
     for nbytes in (HUGE_FROM_BYTES, 5 * HUGE_PAGE_BYTES + 12):
         values, storage = released(nbytes // 4)
-        device_of(CPU).take(storage, nbytes)
+        device_of(CPU).allocate(storage, nbytes)
         ((first, length, advice),) = asked
         asked.clear()
         last = values.data_ptr() + nbytes
@@ -66,7 +66,7 @@ def test_linux_takes_the_advice():
     if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
         pytest.skip("this kernel has no huge pages")
     values, storage = released(16 * HUGE_PAGE_BYTES)
-    device_of(CPU).take(storage, values.nbytes)
+    device_of(CPU).allocate(storage, values.nbytes)
     assert "hg" in _flags_of_mapping(values.data_ptr() + HUGE_PAGE_BYTES)
 
 
@@ -85,7 +85,7 @@ def _flags_of_mapping(address):
 
 def test_work_aside_is_done_when_it_is_waited_for_and_host_memory_is_what_it_was():
     device, done, values = device_of(CPU), [], torch.ones(2)
-    work = device.aside("replicate", lambda: done.append(1))
+    work = device.on_side_stream("replicate", lambda: done.append(1))
     assert done == []
     work.wait()
     work.wait()
@@ -211,15 +211,15 @@ def test_work_aside_comes_after_compute_and_compute_waits_for_it(cuda):
     device = device_of(torch.device("cuda"))
     assert isinstance(device, CudaDevice)
     assert device.device == CUDA
-    work = device.aside("replicate", lambda: cuda.log.append(f"work on {cuda.now.name}"))
+    work = device.on_side_stream("replicate", lambda: cuda.log.append(f"work on {cuda.now.name}"))
     assert cuda.log == ["side 1 waits for compute", "work on side 1", "event on side 1"]
     assert cuda.now.name == "compute"
     cuda.log.clear()
     work.wait()
     assert cuda.log == ["compute waits for event of side 1"]
-    device.aside("replicate", lambda: None)
+    device.on_side_stream("replicate", lambda: None)
     assert cuda.made == 1
-    device.aside("offload", lambda: None)
+    device.on_side_stream("offload", lambda: None)
     assert cuda.made == 2
 
 
@@ -237,7 +237,7 @@ def test_what_work_aside_holds_lives_until_it_was_waited_for(cuda):
         def __del__(self):
             storage_gone.append(True)
 
-    work = device_of(CUDA).aside("replicate", Tells(values))
+    work = device_of(CUDA).on_side_stream("replicate", Tells(values))
     assert storage_gone == []
     work.wait()
     assert storage_gone == [True]
@@ -246,15 +246,15 @@ def test_what_work_aside_holds_lives_until_it_was_waited_for(cuda):
 def test_the_cpu_waits_for_host_copies_only(cuda):
     device = device_of(CUDA)
     device.host_ready()
-    device.aside("replicate", lambda: None)
-    device.aside("offload", lambda: None)
+    device.on_side_stream("replicate", lambda: None)
+    device.on_side_stream("offload", lambda: None)
     cuda.log.clear()
     device.host_ready()
     assert cuda.log == ["CPU waits for side 2"]
 
 
 def test_work_that_another_thread_does_comes_after_compute_and_on_its_stream(cuda):
-    work = device_of(CUDA).carried(lambda: cuda.log.append(f"work on {cuda.now.name}") or 7)
+    work = device_of(CUDA).for_thread(lambda: cuda.log.append(f"work on {cuda.now.name}") or 7)
     assert cuda.log == ["event on compute"]
     cuda.log.clear()
     cuda.now = PlayedStream(cuda, "default")  # of the other thread
@@ -292,7 +292,7 @@ def test_cuda_memory_comes_and_goes(real):
     storage, before = values.untyped_storage(), torch.cuda.memory_allocated(real.device)
     real.release(storage)
     assert torch.cuda.memory_allocated(real.device) == before - (4 << 20)
-    real.take(storage, 4 << 20)
+    real.allocate(storage, 4 << 20)
     assert values.fill_(2).sum().item() == 2 << 20
 
 
@@ -307,7 +307,7 @@ def test_cuda_work_aside_is_ordered(real):
             torch.cuda._sleep(1_000_000)  # the side stream is late
             values.add_(1)
 
-        real.aside("replicate", work).wait()
+        real.on_side_stream("replicate", work).wait()
         assert total.mul_(2).sum().item() == 2 * (step + 1) * total.numel()
 
 
@@ -318,7 +318,7 @@ def test_cuda_copies_reach_pinned_memory(real):
     assert host.is_pinned()
     torch.cuda._sleep(10_000_000)
     values.add_(1)
-    real.aside("offload", lambda: host.copy_(values, non_blocking=True))
+    real.on_side_stream("offload", lambda: host.copy_(values, non_blocking=True))
     real.host_ready()
     assert host[-1].item() == 1 << 20
     native, text = real.supports_bf16()

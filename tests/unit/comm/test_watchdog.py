@@ -15,9 +15,9 @@ from fullshard.comm.watchdog import (
     WARN_S,
     Board,
     FlightRecorder,
-    Watch,
-    describe,
-    parting,
+    GroupWatch,
+    divergence,
+    divergence_text,
 )
 from fullshard.errors import MismatchError, ProcessGroupError
 
@@ -30,7 +30,7 @@ class Rank:
         self.board = Board(store, number, len(ranks))
         self.broken_at = []
         self.now = 0.0
-        self.watch = Watch(self.recorder, self.board, ranks, lambda: self.broken_at.append(self.now))
+        self.watch = GroupWatch(self.recorder, self.board, ranks, lambda: self.broken_at.append(self.now))
 
     def issue(self, kind="all-gather", announced="", numel=8, *, bound=True):
         return self.recorder.issue(kind, numel, torch.float32, announced, bound=bound)
@@ -59,7 +59,7 @@ class Group:
             self.now += TICK_S
             for rank in self.ranks:
                 rank.now = self.now
-                rank.watch.look(self.now)
+                rank.watch.check(self.now)
 
     def verdicts(self):
         return [rank.board.verdict() for rank in self.ranks]
@@ -259,5 +259,5 @@ def test_failures_say_what_was_waited_for_and_for_whom():
 
 
 def test_parting_and_description_of_nothing():
-    assert parting({}) is None
-    assert "ranks 0, 1: not waiting in any collective of this group" in describe(1, {}, [0, 1])
+    assert divergence({}) is None
+    assert "ranks 0, 1: not waiting in any collective of this group" in divergence_text(1, {}, [0, 1])

@@ -317,7 +317,7 @@ def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, account: Accou
     for lane in unit.lanes:
         inside = lane.mesh.shard_group
         # Two groups of the same ranks each number their messages: one model communicates through one mesh.
-        lane.mesh = Mesh(inside, mesh.everyone) if inside.size == 1 and mesh.shard_group.size > 1 else mesh
+        lane.mesh = Mesh(inside, mesh.all_ranks) if inside.size == 1 and mesh.shard_group.size > 1 else mesh
         lane.account.add("shards", -lane.shard.nbytes)
         account.add("shards", lane.shard.nbytes)
         lane.account = account

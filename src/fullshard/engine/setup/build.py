@@ -86,7 +86,7 @@ class UnitBuilder:
         """Plan the lanes of one group and cut this rank's shards, with the parameters' values if ``values``."""
         first, dtypes = group[0].param, self._dtypes(group[0])
         replicated = self.policy.frozen == "replicate" and not first.requires_grad
-        mesh = Mesh(SoloComm(self.mesh.device), self.mesh.everyone) if replicated else self.mesh
+        mesh = Mesh(SoloComm(self.mesh.device), self.mesh.all_ranks) if replicated else self.mesh
         unit_layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard_group.size)
         for layout in unit_layout.lanes:
             shard = torch.zeros(layout.shard_numel, dtype=dtypes.shard, device=self.device)

@@ -69,7 +69,7 @@ def fill(model: nn.Module, reader: WeightReader) -> None:
                 with torch.no_grad():
                     local.home.copy_(local.tensor.view(local.home.shape))
 
-    together_in_background(runtime.mesh, runtime.device.carried(read))
+    together_in_background(runtime.mesh, runtime.device.for_thread(read))
 
 
 def load_weights(model: nn.Module, source: WeightSource) -> None:

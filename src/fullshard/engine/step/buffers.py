@@ -92,7 +92,7 @@ class ReusableBuffer:
     def take(self) -> None:
         """Allocate memory with undefined content; do nothing if it is there."""
         if not self.held:
-            self._device.take(self._storage, self.nbytes)
+            self._device.allocate(self._storage, self.nbytes)
             self.account.add("gathered", self.nbytes)
 
     def release(self) -> None:

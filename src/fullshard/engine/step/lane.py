@@ -212,5 +212,5 @@ class Lane:
             # Cast on the device: a cast on the host would read what the copy has not brought yet.
             host.copy_(shard.to(host.dtype), non_blocking=True)
 
-        self.device.aside("offload", copy).wait()
+        self.device.on_side_stream("offload", copy).wait()
         return host

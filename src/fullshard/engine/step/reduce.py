@@ -80,7 +80,7 @@ def _then_across(lane: Lane, shard: torch.Tensor, inside: Work | None) -> Work:
             shard.add_(partial)
         lane.mesh.replica_group.all_reduce(shard).wait()
 
-    return lane.device.aside("replicate", work)
+    return lane.device.on_side_stream("replicate", work)
 
 
 def finish_reduce(pending: PendingReduce, divide: float | None) -> torch.Tensor | None:

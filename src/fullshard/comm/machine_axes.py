@@ -1,4 +1,4 @@
-"""The two axes of ranks that the machines make: shards inside each machine, copies across machines."""
+"""The two mesh axes of several machines: shards inside each machine, replicas across machines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fullshard.errors import ProcessGroupError
 
 
 def machine_axes(comm: Comm, ranks_each: int | None = None) -> tuple[Comm, Comm]:
-    """Cross the ranks of each machine with the machines; on every rank together, with all ranks of the run.
+    """Split the ranks of a run into shard groups (each machine) and replica groups (across machines).
 
-    How many ranks a machine has is said by ``LOCAL_WORLD_SIZE``, which launchers set.
+    Every rank calls it. The number of ranks of a machine is ``LOCAL_WORLD_SIZE``, which launchers set.
 
     Args:
         comm: All ranks, numbered machine by machine, as launchers number them.
-        ranks_each: Ranks of each machine where the environment does not say; None: all are on one machine.
+        ranks_each: Ranks of each machine if the environment does not set it; None: all are on one machine.
 
     Returns:
-        The ranks that hold copies of this rank's shards, and those that it shares shards with: ``(replicate, shard)``,
-        which ``fully_shard`` takes as a mesh.
+        The ranks that hold replicas of this rank's shards, and those that it shares shards with: ``(replicate,
+        shard)``, which ``fully_shard`` accepts as a mesh.
 
     Raises:
         ProcessGroupError: Machines have different numbers of ranks; on every rank, with the same text.
@@ -36,17 +36,17 @@ def machine_axes(comm: Comm, ranks_each: int | None = None) -> tuple[Comm, Comm]
 
 
 def machines_of_world(device: torch.device | None) -> tuple[Comm, Comm]:
-    """:func:`machine_axes` of the default process group; on every rank. Later calls return the same groups.
+    """Return :func:`machine_axes` of the default process group; on every rank. Later calls return the same groups.
 
     Args:
-        device: What the collectives take tensors on; None: this rank's accelerator if the group can use it, else CPU.
+        device: Device of the collectives' tensors; None: this rank's accelerator if the group can use it, else CPU.
 
     Raises:
         ProcessGroupError: There is no process group, or machines have different numbers of ranks.
     """
     if not dist.is_initialized():
         raise ProcessGroupError(
-            "To shard inside each machine a process group is needed, and none is initialised. Call fullshard.init() or "
+            "Sharding inside each machine needs a process group, and none is initialised. Call fullshard.init() or "
             "torch.distributed.init_process_group() first."
         )
     world: Any = dist.group.WORLD
@@ -55,33 +55,33 @@ def machines_of_world(device: torch.device | None) -> tuple[Comm, Comm]:
 
 @functools.lru_cache(maxsize=4)
 def _axes_once(world: Any, device: torch.device | None, here: int) -> tuple[Comm, Comm]:
-    """The groups are made once: units of one model must have the same ones."""
+    """Return the axes, cached: all units of a model must use the same groups."""
     return _axes(comm_of_group(world, device), here)
 
 
 def _ranks_here(comm: Comm, ranks_each: int | None) -> int:
-    """How many ranks each machine has, the same on every rank."""
+    """Return the number of ranks of each machine, the same on every rank."""
     here = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks_each or comm.size)), comm.size)
     numbers = comm.all_gather_object(here)
     if len(set(numbers)) > 1 or comm.size % here:
         raise ProcessGroupError(
-            "A hybrid strategy needs equally many ranks on each machine; ranks are told "
-            f"{', '.join(map(str, sorted(set(numbers))))} a machine, of {comm.size} in all. "
-            "Start equally many everywhere, use FULL_SHARD, or name the groups yourself (a 2-D device mesh)."
+            "A hybrid strategy needs the same number of ranks on each machine; LOCAL_WORLD_SIZE is "
+            f"{' and '.join(map(str, sorted(set(numbers))))}, of {comm.size} ranks in all. Start equally many on each "
+            "machine, use FULL_SHARD, or set the groups yourself (a 2-D device mesh)."
         )
     return here
 
 
 def _axes(comm: Comm, here: int) -> tuple[Comm, Comm]:
-    """The replicating and the sharding group of this rank, with ``here`` ranks on each machine."""
+    """Return the replica group and the shard group of this rank, with ``here`` ranks on each machine."""
     inside = [list(range(first, first + here)) for first in range(0, comm.size, here)]
     across = [list(range(place, comm.size, here)) for place in range(here)]
     return _split(comm, across), _split(comm, inside)
 
 
 def _split(comm: Any, groups: list[list[int]]) -> Comm:
-    """This rank's part of ``comm``; every rank makes every group, as torch asks for."""
-    if hasattr(comm, "split"):  # ranks that are threads, or are not there
+    """Return this rank's group among ``groups``; every rank makes every group, as torch requires."""
+    if hasattr(comm, "split"):  # ranks as threads, and the simulated ranks of a dry run
         return comm.split(groups)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     members = [[dist.get_global_rank(comm.group, rank) for rank in ranks] for ranks in groups]
