@@ -1,4 +1,4 @@
-"""``python -m fullshard`` is the program ``fullshard``."""
+"""Entry point of ``python -m fullshard``, the same program as ``fullshard``."""
 
 from fullshard.cli.main import entry
 

@@ -3,7 +3,7 @@
 ::
 
     FullshardError
-    ├── UserError                 something the user can mend; the message says how
+    ├── UserError                 the user can fix it; the message says how
     │   ├── ConfigError           a setting is unknown, misspelt or contradicts another      exit code 2
     │   ├── DataError             a data file is missing, empty or malformed                 exit code 3
     │   ├── ModelError            a model or tokenizer cannot be built or loaded             exit code 4
@@ -13,8 +13,8 @@
     │   ├── MismatchError         ranks hold different models or run different units         exit code 8
     │   ├── CheckpointError       a checkpoint cannot be written or read                     exit code 9
     │   └── TrainingError         the loss or the gradient is no longer a finite number      exit code 10
-    ├── RunStopped                a run was told to stop, saved a checkpoint and left        exit code 75
-    └── InvariantError            a broken promise of fullshard itself: please report it     exit code 70
+    ├── RunStopped                a run was stopped on request and saved a checkpoint        exit code 75
+    └── InvariantError            an internal error of fullshard: please report it           exit code 70
 
 Messages state the rule, the actual numbers and the remedy. A user error found while ranks work together is
 raised on every rank with the same text.
@@ -28,7 +28,7 @@ class FullshardError(Exception):
 
 
 class UserError(FullshardError):
-    """Something the user can mend."""
+    """An error that the user can fix."""
 
 
 class ConfigError(UserError):
@@ -80,29 +80,29 @@ class CheckpointError(UserError):
 
 
 class TrainingError(UserError):
-    """Training cannot go on: the loss or the gradient is no longer a finite number."""
+    """Training cannot continue: the loss or the gradient is no longer a finite number."""
 
     exit_code = 10
 
 
 class RunStopped(FullshardError):
-    """A training run was told to stop (SIGTERM, Ctrl-C) and left a checkpoint to go on from: no failure.
+    """A training run was stopped on request (SIGTERM, Ctrl-C) after saving a checkpoint; not a failure.
 
     Attributes:
         step: Optimizer steps taken.
-        checkpoint: Directory of the checkpoint.
+        checkpoint: Directory of the checkpoint to resume from.
     """
 
     exit_code = 75  # sysexits.h: EX_TEMPFAIL, try again later
 
     def __init__(self, message: str, *, step: int, checkpoint: str) -> None:
-        """Say how to go on in ``message``."""
+        """Create the error; ``message`` says how to resume."""
         super().__init__(message)
         self.step = step
         self.checkpoint = checkpoint
 
 
 class InvariantError(FullshardError):
-    """A promise of fullshard itself is broken; it is a bug, please report it."""
+    """An internal error of fullshard; please report it."""
 
     exit_code = 70

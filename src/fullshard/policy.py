@@ -1,7 +1,7 @@
-"""Frozen policies: given once to ``fully_shard``, never changed later.
+"""Frozen policies, set once in ``fully_shard`` and never changed later.
 
-No torch here: a dtype is named by its torch name without the module (``"bfloat16"``), and a ``torch.dtype`` given
-by the caller is turned into that name on construction, so that policies compare, hash and serialise as plain values.
+No torch here: a dtype is stored by its torch name without the module (``"bfloat16"``), and a ``torch.dtype`` passed by
+the caller is converted on construction, so that policies compare, hash and serialize as plain values.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
 def dtype_name(dtype: object) -> str | None:
-    """Name of a floating dtype given as ``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"``.
+    """Return the name of a floating dtype given as ``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"``.
 
     Args:
         dtype: A ``torch.dtype``, its name, a short name (``bf16``, ``fp16``, ``fp32``, ``fp64``) or None.
 
     Returns:
-        The full name, or None for None ("leave as it is").
+        The full name, or None for None ("leave unchanged").
 
     Raises:
         ConfigError: The dtype is not a floating dtype that can be computed in.
@@ -39,24 +39,24 @@ def dtype_name(dtype: object) -> str | None:
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Which dtype each part of a step uses; None leaves that part as it is.
+    """Dtypes of the parts of a step; None leaves a part unchanged.
 
     Attributes:
         param: Dtype that parameters are gathered and computed in. Shards keep their own dtype.
-        reduce: Dtype that gradients are collected in and travel in. None: the shard's dtype.
+        reduce: Dtype that gradients are collected and sent in. None: the shard's dtype.
         reduce_sum: Dtype that gradients of different ranks are added in; None: ``reduce``. With ``reduce`` bfloat16 and
-            ``reduce_sum`` float32 half the bytes travel, each rank's gradient is rounded to bfloat16 once, and the sum
-            over ranks is not rounded again. Every pair of ranks exchanges messages: meant for small worlds.
-        divide: The summed gradients are divided by this; None: by the number of ranks, which gives their mean.
-        buffer: Dtype that floating buffers are cast to, once, when the model is sharded.
-        output: Dtype that floating outputs of the module that ``fully_shard`` was called on are cast to.
-        cast_forward_inputs: Whether floating inputs of each unit are cast to ``param``.
-        cast_root_forward_inputs: The same of the root alone; None: as ``cast_forward_inputs``.
-        keep_low_precision_grads: Whether gradients of the shards stay in the dtype that they were added up in, for an
-            optimizer that takes them so; else they have the shard's dtype.
-        keep_fp32: Modules that compute in float32 whatever ``param`` says: classes, class names, or the last part of
+            ``reduce_sum`` float32 half the bytes are sent, each rank's gradient is rounded to bfloat16 once, and the
+            sum over ranks is not rounded again. Every pair of ranks exchanges messages: for small worlds.
+        divide: Divisor of the summed gradients; None: the number of ranks, which gives their mean.
+        buffer: Dtype that floating-point buffers are cast to, once, when the model is sharded.
+        output: Dtype that floating-point outputs of the module passed to ``fully_shard`` are cast to.
+        cast_forward_inputs: Whether floating-point inputs of each unit are cast to ``param``.
+        cast_root_forward_inputs: The same for the root alone; None: as ``cast_forward_inputs``.
+        keep_low_precision_grads: Whether gradients of the shards keep the dtype that they were added in, for an
+            optimizer that accepts it; otherwise they have the shard's dtype.
+        keep_fp32: Modules that compute in float32 regardless of ``param``: classes, class names, or the last part of
             module names (``"wo"``). Their inputs are cast to float32, their outputs to ``param``; gradients of their
-            parameters travel in float32 at least, and their buffers keep their dtype.
+            parameters are sent in at least float32, and their buffers keep their dtype.
     """
 
     param: Any = None
@@ -71,7 +71,7 @@ class MixedPrecision:
     keep_fp32: Any = ()
 
     def __post_init__(self) -> None:
-        """Turn dtypes into their names.
+        """Convert dtypes to their names.
 
         Raises:
             ConfigError: One of the dtypes is not a floating dtype, or ``divide`` is not above zero.
@@ -83,17 +83,17 @@ class MixedPrecision:
         names = (one if isinstance(one, str) else one.__name__ for one in kept)
         object.__setattr__(self, "keep_fp32", tuple(sorted(names)))
         if self.divide is not None and not self.divide > 0:
-            raise ConfigError(f"Gradients are divided by a number above zero; got {self.divide}.")
+            raise ConfigError(f"MixedPrecision(divide=…) must be above zero; got {self.divide}.")
 
 
 class ShardingStrategy(Enum):
     """What is sharded, and over which ranks.
 
-    FULL_SHARD: parameters, gradients and optimizer state, gathered unit by unit for forward and again for backward.
-    SHARD_GRAD_OP: the same at rest, but what forward gathered stays until backward: fewer gathers, more memory.
+    FULL_SHARD: parameters, gradients and optimizer state; units are gathered for forward and again for backward.
+    SHARD_GRAD_OP: the same, but gathered parameters stay from forward to backward: fewer gathers, more memory.
     NO_SHARD: nothing; gradients are all-reduced.
-    HYBRID_SHARD: FULL_SHARD inside a group of ranks, copies across groups: gathers stay inside the group.
-    HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside a group of ranks, copies across groups.
+    HYBRID_SHARD: FULL_SHARD inside a group of ranks, replicas across groups: gathers stay inside the group.
+    HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside a group of ranks, replicas across groups.
     """
 
     FULL_SHARD = "full_shard"
@@ -104,20 +104,20 @@ class ShardingStrategy(Enum):
 
     @property
     def needs_two_axes(self) -> bool:
-        """Whether the mesh must have a replicating and a sharding axis."""
+        """True if the mesh must have a replicating and a sharding axis."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
     @property
     def keeps_after_forward(self) -> bool:
-        """Whether what forward gathered stays until backward."""
+        """True if gathered parameters stay in memory from forward to backward."""
         return self in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
 class BackwardPrefetch(Enum):
-    """When backward issues the next unit's all-gather. It changes when things happen, never what is computed.
+    """When backward issues the next unit's all-gather. It changes timing, never results.
 
     BACKWARD_PRE: before the current unit's backward computes; most overlap, two units in memory.
-    BACKWARD_POST: after the current unit's gradients went out; the gather runs beside what is left of its backward.
+    BACKWARD_POST: after the current unit's gradients were sent; the gather overlaps with the rest of its backward.
     NONE: when the unit is needed; one unit in memory, no overlap.
     """
 
@@ -128,17 +128,17 @@ class BackwardPrefetch(Enum):
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Which units are gathered ahead of the one that computes. It never changes what is computed.
+    """Which units are gathered ahead of the one that computes. It never changes results.
 
     Attributes:
         backward: When backward gathers ahead.
         forward: Whether forward gathers ahead, in the order of the last forward.
-        ahead: How many units are gathered ahead of the one that computes; each costs the memory of a gathered unit.
-        forward_lists: For units by name, the units that are gathered ahead when their forward starts, in place of the
+        ahead: Number of units gathered ahead of the one that computes; each costs the memory of a gathered unit.
+        forward_lists: For units by name, the units that are gathered ahead when their forward starts, instead of the
             order of the last forward.
         backward_lists: The same for backward.
-        max_in_flight: Most units, beside the root, that are gathered or being gathered at once when one more is
-            gathered ahead; None: no further bound than ``ahead`` or the lists.
+        max_in_flight: Largest number of units, besides the root, that are gathered or being gathered when one more is
+            gathered ahead; None: limited by ``ahead`` or the lists only.
     """
 
     backward: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
@@ -162,25 +162,25 @@ class Prefetch:
         for field in ("ahead", "max_in_flight"):
             number = getattr(self, field)
             if number is not None and number < 1:
-                raise ConfigError(f"Prefetch({field}=…) is a number of units of at least 1; got {number}.")
+                raise ConfigError(f"Prefetch({field}=…) must be at least 1 unit; got {number}.")
 
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Shards, their gradients and so the optimizer's state live in host memory; units are gathered on the device.
+    """Shards, their gradients and thus the optimizer's state are in host memory; units are gathered on the device.
 
     Each gather copies this rank's shard to the device, each reduce its gradient back; the optimizer steps on the CPU.
 
     Attributes:
-        pin_memory: Whether host memory is page-locked: copies then run beside compute, and it cannot be swapped out.
+        pin_memory: Whether host memory is page-locked: copies then overlap with compute, and it cannot be swapped out.
     """
 
     pin_memory: bool = True
 
 
 FROZEN = ("shard", "replicate", "auto")
-"""Where frozen parameters live: sharded like the rest, whole on every rank, or whole where they are small beside the
-memory of the device."""
+"""Placement of frozen parameters: sharded like the rest, replicated on every rank, or replicated if they are small
+compared with the device's memory."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class UnitPolicy:
     Attributes:
         strategy: What is sharded.
         precision: Dtypes.
-        offload: Whether shards live in host memory.
+        offload: Whether shards are in host memory.
         frozen: ``"shard"`` or ``"replicate"`` the frozen parameters.
     """
 
@@ -202,10 +202,10 @@ class UnitPolicy:
 
 @dataclass(frozen=True)
 class TransformerBlocks:
-    """Each module of one of these classes becomes a unit.
+    """Wrap policy: each module of one of these classes becomes a unit.
 
     Attributes:
-        classes: Classes, or names of classes as ``type(module).__name__`` gives them.
+        classes: Classes, or names of classes (``type(module).__name__``).
     """
 
     classes: frozenset[Any]
@@ -222,7 +222,7 @@ class TransformerBlocks:
 
 @dataclass(frozen=True)
 class MinNumel:
-    """Each module with at least so many parameters of its own, beside those of units inside it, becomes a unit.
+    """Wrap policy: each module with at least this many parameter elements outside of other units becomes a unit.
 
     Attributes:
         numel: Smallest number of elements of a unit.
@@ -231,21 +231,21 @@ class MinNumel:
     numel: int
 
     def __post_init__(self) -> None:
-        """Refuse what would make every module a unit.
+        """Refuse a number that would make every module a unit.
 
         Raises:
             ConfigError: ``numel`` is below 1.
         """
         if self.numel < 1:
-            raise ConfigError(f"MinNumel takes a number of elements of at least 1; got {self.numel}.")
+            raise ConfigError(f"MinNumel(numel=…) must be at least 1 element; got {self.numel}.")
 
 
 @dataclass(frozen=True)
 class Named:
-    """Units by hand: each item is the name of a module, or a tuple of names that make one unit together.
+    """Wrap policy: units by name; each item is the name of a module, or a tuple of names that form one unit.
 
     Attributes:
-        units: Names as ``model.named_modules()`` gives them, one tuple a unit; members in the order they run in.
+        units: Names as in ``model.named_modules()``, one tuple for each unit; members in the order they run in.
     """
 
     units: tuple[tuple[str, ...], ...]

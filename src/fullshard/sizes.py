@@ -1,8 +1,8 @@
-"""How a number of bytes is written for people: in one unit wherever it is printed."""
+"""Formatting of byte counts in messages and tables."""
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in binary units, such as ``1.5 GiB``.
+    """Return a number of bytes in binary units, such as ``1.5 GiB``.
 
     Examples:
         >>> format_bytes(1536), format_bytes(5 << 20)

@@ -1,4 +1,4 @@
-"""Pure integer maths of sharding: where every element of every parameter lives. Imports no torch."""
+"""Pure integer arithmetic of sharding: where every element of every parameter is stored. Imports no torch."""
 
 from .boxes import Box as Box
 from .boxes import boxes as boxes

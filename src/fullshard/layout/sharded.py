@@ -1,4 +1,4 @@
-"""What any room may know about a sharded parameter, without knowing the engine that made it."""
+"""Metadata of a sharded parameter that any room may read, without importing the engine."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from fullshard.layout.lanes import LaneLayout, Placement
 
 Claims = dict[str, tuple[int, tuple[str, ...]]]
-"""What an optimizer steps of a sharded model: by parameter name, the number of its group and that group's options.
+"""The parameters that an optimizer steps: by parameter name, the number of its group and that group's options.
 
-Those of this rank are in a list, which every sharded parameter carries as ``param.shard_claims``.
+This rank's are in a list that every sharded parameter has as ``param.shard_claims``.
 """
 
 
 @dataclass(frozen=True)
 class ShardMeta:
-    """Identity and place of one parameter's shard; carried as ``param.shard_meta`` by every sharded parameter.
+    """Identity and place of one parameter's shard; every sharded parameter has it as ``param.shard_meta``.
 
     Attributes:
         name: First fully qualified name of the parameter in the model.
-        aliases: Its other names, when the parameter is tied.
+        aliases: Its other names, if the parameter is tied.
         global_shape: Shape of the unsharded parameter.
         layout: The layout of the lane that holds it.
         placement: Its place in that lane.
@@ -42,7 +42,7 @@ class ShardMeta:
 
     @property
     def element_range(self) -> tuple[int, int]:
-        """First and past-the-last element of the flattened parameter that this rank holds; ``(0, 0)`` when none."""
+        """First and past-the-last element of the flattened parameter that this rank holds; ``(0, 0)`` if none."""
         return self.layout.local_range(self.placement, self.rank)
 
     @property
@@ -52,7 +52,7 @@ class ShardMeta:
 
     @property
     def row_range(self) -> tuple[int, int] | None:
-        """First and past-the-last row that this rank holds; None when the parameter is not split by whole rows."""
+        """First and past-the-last row that this rank holds; None if the parameter is not split by full rows."""
         if not self.placement.whole_rows:
             return None
         start, stop = self.element_range
@@ -60,7 +60,7 @@ class ShardMeta:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's shard: whole rows, or rows of one granule where rows had to be split.
+        """Shape of this rank's shard: full rows, or rows of one granule if rows had to be split.
 
         A scalar has shape ``()`` on the rank that holds it and ``(0,)`` on the others.
         """

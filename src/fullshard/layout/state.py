@@ -1,8 +1,8 @@
-"""Which part of a tensor of optimizer state a rank holds, for states that have no element for each of the parameter's.
+"""The part of a tensor of optimizer state that a rank holds, also for states that are not elementwise.
 
-An optimizer's state is cut as its parameter is, so that the ranks' parts make up the tensor that the unsharded
-optimizer has: row statistics by rows, column statistics whole on every rank that holds rows, the scales of block-wise
-quantised states by blocks. Each part is one run of the flattened tensor.
+An optimizer's state is split like its parameter, so that the ranks' parts form the tensor of the unsharded optimizer:
+row statistics by rows, column statistics in full on every rank that holds rows, the scales of block-wise quantised
+states by blocks. Each part is one run of the flattened tensor.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class StatePart:
 
     Attributes:
         shape: Shape in the unsharded optimizer's state.
-        local_shape: Shape on this rank; empty along dimension 0 where it holds none.
-        held: First and past-the-last element that this rank holds; ``(0, 0)`` when none.
-        written: Those of them that it writes when state is saved; together the ranks write each element once.
+        local_shape: Shape on this rank; empty along dimension 0 if it holds none.
+        held: First and past-the-last element that this rank holds; ``(0, 0)`` if none.
+        written: The run of them that it writes when state is saved; together the ranks write each element once.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class StatePart:
 
 
 def elementwise(meta: ShardMeta) -> StatePart:
-    """A tensor with an element for each of the parameter's.
+    """Return the part of a tensor with one element for each element of the parameter.
 
     Examples:
         >>> from fullshard.layout.plan import plan_unit
@@ -49,14 +49,14 @@ def elementwise(meta: ShardMeta) -> StatePart:
 
 
 def along_rows(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
-    """A tensor whose dimension 0 is that of the parameter, which is split by whole rows.
+    """Return the part of a tensor whose dimension 0 is that of the parameter, which is split by full rows.
 
     Args:
         meta: The parameter's.
-        shape: Of the unsharded tensor.
+        shape: Shape of the unsharded tensor.
 
     Raises:
-        InvariantError: The parameter is not split by whole rows, or has another number of rows.
+        InvariantError: The parameter is not split by full rows, or has another number of rows.
 
     Examples:
         >>> from fullshard.layout.plan import plan_unit
@@ -66,18 +66,18 @@ def along_rows(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
     """
     rows = meta.row_range
     if rows is None or shape[:1] != meta.global_shape[:1]:
-        raise InvariantError(f"A state of shape {shape} is not by rows of {meta.name}, {meta.global_shape}.")
+        raise InvariantError(f"A state of shape {shape} is not split by rows of {meta.name}, {meta.global_shape}.")
     width = prod(shape[1:])
     held = (rows[0] * width, rows[1] * width)
     return StatePart(shape, (rows[1] - rows[0], *shape[1:]), held, held)
 
 
 def on_all_owners(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
-    """A tensor that is whole, and the same, on every rank that holds part of the parameter; the first one writes it.
+    """Return the part of a tensor that every owner of the parameter holds in full; the first owner writes it.
 
     Args:
         meta: The parameter's.
-        shape: Of the tensor, with at least one dimension.
+        shape: Shape of the tensor, with at least one dimension.
 
     Examples:
         >>> from fullshard.layout.plan import plan_unit
@@ -92,7 +92,7 @@ def on_all_owners(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
 
 
 def by_block(meta: ShardMeta, block: int) -> StatePart:
-    """A tensor with an element for each run of ``block`` elements of the flattened parameter.
+    """Return the part of a tensor with one element for each run of ``block`` elements of the flattened parameter.
 
     A rank holds it for each block of which it holds any element; the rank with the block's first element writes it.
 

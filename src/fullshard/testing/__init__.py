@@ -1,4 +1,4 @@
-"""Ranks as threads and a recording communicator, for tests. No production code imports it."""
+"""Ranks as threads and a recording communicator, for tests. No production code imports them."""
 
 from fullshard.testing.ledger import LedgerEntry as LedgerEntry
 from fullshard.testing.ledger import RecordingComm as RecordingComm

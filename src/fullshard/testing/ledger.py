@@ -1,4 +1,4 @@
-"""A recording implementation of the protocol: what was sent, how much, in which order."""
+"""A recording implementation of the protocol: which collectives were issued, in which order, and their bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LedgerEntry:
     Attributes:
         collective: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``gather``, ``exchange``,
             ``all_gather_object`` or ``barrier``.
-        sent_bytes: Bytes this rank must put on the wire under the cheapest known algorithm; 0 for objects and barriers.
+        sent_bytes: Bytes this rank must send under the cheapest known algorithm; 0 for objects and barriers.
     """
 
     collective: str
@@ -26,10 +26,10 @@ class LedgerEntry:
 
 
 class RecordingComm:
-    """Passes every collective on to another :class:`Comm` and keeps a ledger of them."""
+    """A :class:`Comm` that forwards every collective to another one and records it."""
 
     def __init__(self, inner: Comm) -> None:
-        """Record what goes to ``inner``."""
+        """Record the collectives of ``inner``."""
         self.inner = inner
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
         self.entries: list[LedgerEntry] = []
@@ -44,7 +44,7 @@ class RecordingComm:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of all entries."""
+        """Bytes sent by all entries."""
         return sum(entry.sent_bytes for entry in self.entries)
 
     def announce(self, what: str) -> None:

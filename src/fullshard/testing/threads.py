@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class ThreadWorld:
-    """What the ranks of one group share: a table with a place for each rank, and a barrier."""
+    """State shared by the ranks of one group: a slot for each rank, and a barrier."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        """Make a world of ``size`` ranks whose collectives give up after ``timeout_s`` seconds."""
+        """Make a world of ``size`` ranks whose collectives fail after ``timeout_s`` seconds."""
         self.size = size
         self.slots: list[Any] = [None] * size
         self.timeout_s = timeout_s
@@ -43,20 +43,20 @@ class ThreadComm:
         self.announced = what
 
     def split(self, groups: Sequence[Sequence[int]]) -> ThreadComm:
-        """The group among ``groups`` of ranks that this rank belongs to; every rank calls it with the same groups."""
+        """Return the group among ``groups`` of ranks that has this rank; every rank calls it with the same groups."""
         members = next(tuple(group) for group in groups if self.rank in group)
         with self.world.lock:
             part = self.world.parts.setdefault(members, ThreadWorld(len(members), self.world.timeout_s))
         return ThreadComm(part, members.index(self.rank))
 
     def _meet(self, kind: str, payload: Any, use: Callable[[list[Any]], T], *, bound: bool = False) -> T:
-        """Show ``payload`` to the other ranks, apply ``use`` to everybody's, and leave together.
+        """Exchange ``payload`` with the other ranks, apply ``use`` to all of them, and leave together.
 
         Args:
-            kind: The collective, in words.
-            payload: What this rank brings.
-            use: Makes the result of what all ranks bring, in rank order.
-            bound: Whether ranks that announced different things are apart in it.
+            kind: Description of the collective.
+            payload: This rank's contribution.
+            use: Computes the result from all ranks' payloads, in rank order.
+            bound: Whether ranks that announced different purposes are in different collectives.
 
         Raises:
             MismatchError: Another rank is in a different collective, or never came.
@@ -134,8 +134,8 @@ class ThreadComm:
                 source = given[self.rank]
                 if (target.shape, target.dtype) != (source.shape, source.dtype):
                     raise InvariantError(
-                        f"an exchange brings {tuple(source.shape)} {source.dtype} where {tuple(target.shape)} "
-                        f"{target.dtype} was awaited"
+                        f"an exchange received {tuple(source.shape)} {source.dtype} where {tuple(target.shape)} "
+                        f"{target.dtype} was expected"
                     )
                 target.copy_(source)
 
@@ -152,16 +152,17 @@ class ThreadComm:
 
 
 def run_ranks(size: int, work: Callable[[ThreadComm], T], *, timeout_s: float = 60.0) -> list[T]:
-    """Run ``work(comm)`` on ``size`` threads, one a rank, and return their results in rank order.
+    """Run ``work(comm)`` on ``size`` threads, one for each rank, and return their results in rank order.
 
     Args:
         size: World size.
-        work: What each rank does. torch's default random generator is shared by all threads: draw no random numbers
-            in it, or draw them from a generator of its own.
+        work: Function of each rank. torch's default random generator is shared by all threads: draw no random numbers
+            from it, or use a generator for each rank.
         timeout_s: Seconds a rank waits in a collective for the others.
 
     Raises:
-        Exception: The first failure by cause: what a rank raised itself comes before what that did to the others.
+        Exception: The first failure by cause: an error that a rank raised itself comes before those it caused on
+            others.
     """
     world = ThreadWorld(size, timeout_s)
     results: list[Any] = [None] * size

@@ -264,7 +264,7 @@ def hybrid_without_groups():
     outer = wrapped(OURS, nn.Sequential(inner, nn.Linear(24, 24)), sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD)
     assert {param.shard_comm.size for param in outer.parameters()} == {1}
     os.environ["LOCAL_WORLD_SIZE"] = str(1 + dist.get_rank())
-    with pytest.raises(ProcessGroupError, match="equally many ranks"):
+    with pytest.raises(ProcessGroupError, match="same number of ranks"):
         wrapped(OURS, language_model(), sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD)
     del os.environ["LOCAL_WORLD_SIZE"]
 

@@ -62,5 +62,5 @@ def test_state_on_all_owners_is_nowhere_else():
 
 def test_split_rows_have_no_state_along_them():
     meta = every_rank([(4, 1_000_000)], 8)[0][0]
-    with pytest.raises(InvariantError, match="not by rows"):
+    with pytest.raises(InvariantError, match="not split by rows"):
         along_rows(meta, (4,))
