@@ -65,7 +65,7 @@ def _ranks_here(comm: Comm, ranks_each: int | None) -> int:
     numbers = comm.all_gather_object(here)
     if len(set(numbers)) > 1 or comm.size % here:
         raise ProcessGroupError(
-            "A hybrid strategy needs the same number of ranks on each machine; LOCAL_WORLD_SIZE is "
+            "A hybrid strategy needs the same number of ranks on each machine; LOCAL_WORLD_SIZE (or ranks_each) is "
             f"{' and '.join(map(str, sorted(set(numbers))))}, of {comm.size} ranks in all. Start equally many on each "
             "machine, use FULL_SHARD, or set the groups yourself (a 2-D device mesh)."
         )

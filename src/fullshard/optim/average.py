@@ -12,6 +12,7 @@ from torch import nn
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from fullshard.optim.guard.guard import refuse_equal_names
 from fullshard.optim.lane.runs import ParamRun, find_runs, local, parts
+from fullshard.optim.shards import meta_of
 
 
 class ExponentialMovingAverage:
@@ -104,7 +105,7 @@ class ExponentialMovingAverage:
         try:
             with torch.no_grad():
                 for param in self._params:
-                    local(param).copy_(self.averages[_name(param)])
+                    local(param).copy_(self.averages[meta_of(param).name])
             yield
         finally:
             with torch.no_grad():
@@ -149,12 +150,8 @@ class ExponentialMovingAverage:
             self._runs.append((run, average))
             of_param |= parts(run, average)
         for param in self._params:
-            name, weights = _name(param), local(param)
+            name, weights = meta_of(param).name, local(param)
             wide = torch.promote_types(weights.dtype, torch.float32)
             self.averages[name] = of_param[param] if param in of_param else weights.to(wide, copy=True)
             if name in old:
                 self.averages[name].copy_(old[name])
-
-
-def _name(param: nn.Parameter) -> str:
-    return param.shard_meta.name  # type: ignore[attr-defined, no-any-return]

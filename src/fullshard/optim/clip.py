@@ -11,6 +11,7 @@ from torch import nn
 from fullshard.comm import Comm
 from fullshard.errors import ConfigError, TrainingError
 from fullshard.optim.in_backward import refuse_steps_in_backward
+from fullshard.optim.shards import by_comm
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -56,7 +57,7 @@ def clip_grad_norm_(
     refuse_steps_in_backward(sharded, "clip_grad_norm_")
     everywhere = [p for p in params if not hasattr(p, "shard_comm")]  # left out of sharding: equal on all ranks
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in sharded) else torch.float32
-    norms = [_norm_over_ranks(comm, _grads(params), norm_type, dtype) for comm, params in _by_comm(sharded)]
+    norms = [_norm_over_ranks(comm, _grads(params), norm_type, dtype) for comm, params in by_comm(sharded)]
     norms.append(_local_norm(_grads(everywhere), norm_type, norms[0]))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
@@ -74,15 +75,6 @@ def _grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         p.grad.as_subclass(torch.Tensor) for p in params if p.grad is not None
     )  # compat's gradients compute norms over ranks
     return [grad for grad in found if grad.numel()]  # an empty tensor has no largest element
-
-
-def _by_comm(params: Sequence[nn.Parameter]) -> list[tuple[Comm, list[nn.Parameter]]]:
-    """Return the parameters by the ranks that share them, in an order that is the same on every rank."""
-    groups: dict[int, tuple[Comm, list[nn.Parameter]]] = {}
-    for param in params:
-        comm: Comm = param.shard_comm  # type: ignore[attr-defined]
-        groups.setdefault(id(comm), (comm, []))[1].append(param)
-    return list(groups.values())
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, like: torch.Tensor) -> torch.Tensor:

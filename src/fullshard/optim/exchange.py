@@ -44,7 +44,8 @@ class PieceExchange:
             pieces = buffers[-1].split(list(numels.values())) if numels else ()
             self.received.update(zip(((rank, key) for key in numels), pieces, strict=True))
         # Kept until the other ranks have read it.
-        self._sent = [_as_one(sent.get(rank) or [none]) for rank in range(comm.size)]
+        given = [sent.get(rank) or [none] for rank in range(comm.size)]
+        self._sent = [torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0] for pieces in given]
         comm.announce(what)
         self._work = comm.exchange(buffers, self._sent)
 
@@ -56,7 +57,3 @@ class PieceExchange:
         """Return when the other ranks have read what this one sent; after :meth:`wait`."""
         settle(self._work)
         self._sent.clear()
-
-
-def _as_one(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]

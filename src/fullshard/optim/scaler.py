@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fullshard.comm import Comm
 from fullshard.errors import ConfigError
 from fullshard.optim.in_backward import refuse_steps_in_backward
+from fullshard.optim.shards import by_comm
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -104,13 +105,13 @@ def _params(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 def _comms(params: Iterable[torch.nn.Parameter]) -> list[Comm]:
     """Return the groups of ranks that share the shards among ``params``, in the same order on every rank."""
-    comms: dict[int, Comm] = {id(p.shard_comm): p.shard_comm for p in params if hasattr(p, "shard_comm")}  # type: ignore[attr-defined]
+    comms = [comm for comm, _ in by_comm(params)]
     if not comms:
         raise ConfigError(
             "ShardedGradScaler found no sharded parameters in the optimizer: call fully_shard(model) first, and build "
             "the optimizer on its parameters."
         )
-    return list(comms.values())
+    return comms
 
 
 def _require_wide(params: Iterable[torch.nn.Parameter]) -> None:

@@ -43,7 +43,7 @@ def by_comm(params: Iterable[nn.Parameter]) -> list[tuple[Comm, list[nn.Paramete
     """Return the sharded parameters by the ranks that share them, in an order that is the same on every rank."""
     groups: dict[int, tuple[Comm, list[nn.Parameter]]] = {}
     for param in params:
-        if hasattr(param, "shard_meta"):
+        if hasattr(param, "shard_comm"):
             comm = comm_of(param)
             groups.setdefault(id(comm), (comm, []))[1].append(param)
     return list(groups.values())

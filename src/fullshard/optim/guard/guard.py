@@ -128,17 +128,17 @@ def refuse_parts(optimizer: Optimizer) -> None:
     looks_at = why_not_elementwise(kind)
     if looks_at is not None:
         alone = _name(kind) in _MODELS
-        concerned = [p for p in _sharded(optimizer) if is_split(p) or (alone and _meta(p).layout.world_size > 1)]
+        concerned = [p for p in _sharded(optimizer) if is_split(p) or (alone and meta_of(p).layout.world_size > 1)]
         rule = f"{kind.__name__} looks at {looks_at}, and ranks hold parts of them"
         _refuse(concerned, rule, remedy_for(kind))
     elif is_of_blocks(optimizer):
         rule = f"{kind.__name__} quantises blocks of {BLOCK} elements, and ranks hold parts of blocks"
-        cut = [p for p in _sharded(optimizer) if _cuts_blocks(_meta(p))]
+        cut = [p for p in _sharded(optimizer) if _cuts_blocks(meta_of(p))]
         _refuse(cut, rule, "fullshard.optim.AdamW8bit")
     elif not kind.__module__.startswith(_QUANTISING):
         verdicts = _on_trial(optimizer)
         rule = f"{kind.__name__} is not elementwise (in a trial a matrix and its parts were stepped differently)"
-        failed = [p for p in _sharded(optimizer) if is_split(p) and verdicts.get(_split(_meta(p))) is False]
+        failed = [p for p in _sharded(optimizer) if is_split(p) and verdicts.get(_split(meta_of(p))) is False]
         _refuse(failed, rule, _ELSE)
 
 
@@ -150,7 +150,7 @@ def _on_trial(optimizer: Optimizer) -> _Verdicts:
     """
     verdicts = _tried.get(optimizer)
     if verdicts is None:
-        splits = {_split(_meta(param)) for param in _sharded(optimizer) if is_split(param)}
+        splits = {_split(meta_of(param)) for param in _sharded(optimizer) if is_split(param)}
         verdicts = {split: _verdict(optimizer, split) for split in splits}
         if verdicts:
             _tried[optimizer] = verdicts
@@ -187,7 +187,7 @@ def _split(meta: ShardMeta) -> Split:
 def _refuse(params: list[nn.Parameter], rule: str, remedy: str) -> None:
     if not params:
         return
-    first = _meta(params[0])
+    first = meta_of(params[0])
     raise ConfigError(
         f"{rule}: {len(params)} of its parameters are sharded, such as {first.name}, {first.global_shape}, over "
         f"{len(first.owners)} of {first.layout.world_size} ranks. It would run, but the result would differ from "
@@ -197,10 +197,6 @@ def _refuse(params: list[nn.Parameter], rule: str, remedy: str) -> None:
 
 def _sharded(optimizer: Optimizer) -> Iterable[nn.Parameter]:
     return (p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "shard_meta"))
-
-
-def _meta(param: nn.Parameter) -> ShardMeta:
-    return param.shard_meta  # type: ignore[attr-defined, no-any-return]
 
 
 def is_of_blocks(optimizer: Optimizer) -> bool:
@@ -236,12 +232,12 @@ def refuse_strange_state(optimizer: Optimizer) -> None:
     verdicts = _tried.get(optimizer, {})
     for param in _sharded(optimizer):
         state = optimizer.state.get(param)
-        if not state or not is_split(param) or verdicts.get(_split(_meta(param))):
+        if not state or not is_split(param) or verdicts.get(_split(meta_of(param))):
             continue
         _judged.add(optimizer)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != param.shape:
-                meta = _meta(param)
+                meta = meta_of(param)
                 raise ConfigError(
                     f"{kind.__name__} is not elementwise: its state {key!r} of {meta.name}, {meta.global_shape}, has "
                     f"shape {tuple(value.shape)} on a rank that holds {meta.local_shape} of the parameter, which "
