@@ -1,4 +1,4 @@
-"""Adafactor over shards: the unsharded optimizer's weights, its state, and what ranks send each other for it."""
+"""Adafactor over shards: the unsharded optimizer's weights and state, and the bytes that ranks exchange."""
 
 from functools import partial
 

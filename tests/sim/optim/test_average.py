@@ -1,4 +1,4 @@
-"""The moving average of shards is that of the unsharded model; it is applied for a while, whatever happens then."""
+"""The moving average of shards equals that of the unsharded model; applying it is undone, also after errors."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Optimizer steps inside backward: the run of an ordinary optimizer, without the gradients of a whole model."""
+"""Optimizer steps inside backward: the run of an ordinary optimizer, without the gradients of a full model."""
 
 import copy
 import math

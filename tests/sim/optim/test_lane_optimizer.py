@@ -1,4 +1,4 @@
-"""Lanes stepped as flat tensors: the results of the class itself, in everything around a step."""
+"""Optimizers on flat tensors: the results of the class itself, with everything around a step."""
 
 import copy
 from functools import partial

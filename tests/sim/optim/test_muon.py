@@ -1,4 +1,4 @@
-"""Muon on shards is Muon on the whole model; only split matrices travel, each once there and once back."""
+"""Muon on shards equals Muon on the full model; only split matrices are sent, each once there and once back."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""State of every optimizer saves, reshards, and goes from the unsharded optimizer and back to it."""
+"""State of every optimizer can be saved, resharded, and converted from and to the unsharded optimizer's."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Values of split parameters are added up among the ranks that hold them, and go to nobody else."""
+"""Values of split parameters are reduced among the ranks that hold them, and sent to no other rank."""
 
 import pytest
 import torch

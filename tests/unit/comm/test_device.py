@@ -1,4 +1,4 @@
-"""What the engine asks of a device, on the CPU and, with torch.cuda played by a recorder, in CUDA's order."""
+"""Devices: the CPU, and CUDA's order of operations with a recorder in place of torch.cuda."""
 
 import sys
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The axes that machines make: shards inside each, copies across."""
+"""The mesh axes of several machines: shards inside each machine, replicas across them."""
 
 import pytest
 

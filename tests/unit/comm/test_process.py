@@ -1,4 +1,4 @@
-"""Which implementation a process group gets."""
+"""The Comm class of each kind of process group."""
 
 import pytest
 import torch

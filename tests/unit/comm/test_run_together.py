@@ -1,4 +1,4 @@
-"""What one rank fails at, no rank waits for."""
+"""An error on one rank is raised on every rank, and none waits for it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ranks as threads do what the protocol says, and tell when ranks part."""
+"""Ranks as threads follow the protocol, and report ranks that diverge."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The watchdog tells ranks that parted, all with one text, and nobody else; by a clock of the test's own."""
+"""The watchdog reports diverged ranks on every rank with one text, and no others; with a simulated clock."""
 
 import datetime
 import logging

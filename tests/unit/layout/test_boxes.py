@@ -1,4 +1,4 @@
-"""The law of boxes: they are the run, in order, and as few as can be."""
+"""Boxes cover the run, in order, and are as few as possible."""
 
 from itertools import pairwise
 from math import prod

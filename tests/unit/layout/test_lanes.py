@@ -1,4 +1,4 @@
-"""Laws of a lane: ranges, owners, gaps and bounds agree with each other and take no time that grows with the world."""
+"""Lanes: ranges, owners, gaps and bounds agree with each other, in time independent of the world size."""
 
 from itertools import pairwise
 from math import prod

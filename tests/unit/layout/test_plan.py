@@ -1,4 +1,4 @@
-"""Laws of a unit's plan: every element has one place, shards are equal, boundaries fall between whole granules."""
+"""Plans of a unit: every element has one place, shards are equal, boundaries do not split granules."""
 
 from math import prod
 

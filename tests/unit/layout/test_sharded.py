@@ -1,4 +1,4 @@
-"""Laws of a shard's identity: the shapes of all ranks together are the parameter."""
+"""Shard metadata: the shapes of all ranks together form the parameter."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Laws of the parts of optimizer state: what the ranks write is the unsharded tensor, each element once."""
+"""Parts of optimizer state: the ranks together write the unsharded tensor, each element once."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Gradients in host memory, ranks that talk through a device: where each number must be, without having the device."""
+"""Gradients in host memory with collectives on a device: which device each tensor is on, with fake tensors."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""An optimizer made before sharding goes on with the shards."""
+"""An optimizer made before sharding steps the shards after repoint()."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What an optimizer asks about a parameter, sharded or not."""
+"""Metadata and ranks of an optimizer's parameters, sharded or not."""
 
 import pytest
 import torch

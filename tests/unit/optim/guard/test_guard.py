@@ -1,4 +1,4 @@
-"""Optimizers that are not elementwise are refused on shards, before anything has changed; others are left alone."""
+"""Optimizers that are not elementwise are refused on shards before any change; others are accepted."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""8-bit AdamW on one device: its codes, its blocks, its state, and bitsandbytes' and torchao's where installed."""
+"""8-bit AdamW on one device: codes, blocks, state; compared with bitsandbytes and torchao if installed."""
 
 import copy
 import pickle

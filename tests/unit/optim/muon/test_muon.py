@@ -1,4 +1,4 @@
-"""Muon on one rank is torch's, and parameters go to the optimizer that fits them."""
+"""Muon on one rank equals torch's, and each parameter goes to the right optimizer."""
 
 import copy
 import json

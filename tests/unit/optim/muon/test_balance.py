@@ -1,4 +1,4 @@
-"""The plan of who orthogonalises which split matrix: the same everywhere, balanced, bounded in memory."""
+"""The plan of owners and rounds: the same on every rank, balanced, bounded in memory."""
 
 from fractions import Fraction
 from itertools import product
