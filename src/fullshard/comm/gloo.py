@@ -29,7 +29,7 @@ _SEQ_BITS = 12
 _CODES = (1 << (31 - _SEQ_BITS)) - 1
 _SPARE_TAG = _CODES << _SEQ_BITS  # codes are smaller: no collective has this tag or a larger one
 
-_WHOLE_BYTES = 32 << 10
+_ONE_STEP_BYTES = 32 << 10
 """An all-reduce up to this size sends the full tensor to every rank: more bytes, but one step instead of two."""
 
 _DIRECT_BYTES = 64 << 10
@@ -217,8 +217,8 @@ class GlooComm:
         """
         call = self._issue(f"all-reduce ({op})", tensor)
         flat = tensor.detach().view(-1)
-        whole = flat.nbytes <= _WHOLE_BYTES or flat.numel() < self.size
-        slices = [flat] * self.size if whole else list(flat.tensor_split(self.size))
+        one_step = flat.nbytes <= _ONE_STEP_BYTES or flat.numel() < self.size
+        slices = [flat] * self.size if one_step else list(flat.tensor_split(self.size))
         mine = slices[self.rank]
         terms = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.size)]
 
@@ -229,7 +229,7 @@ class GlooComm:
             if total is not mine:
                 mine.copy_(total)
             terms.clear()
-            if not whole:
+            if not one_step:
                 back = [(r, mine) for r in self.peers]
                 self._exchange(call, _to(self.peers, slices), back, step=" and back").wait()
 

@@ -213,14 +213,14 @@ class Board:
     def _key(self, name: str) -> str:
         return f"fullshard/{self._life}/{name}"
 
-    def _ask(self, question: Callable[[Store], T], otherwise: T) -> T:
+    def _ask(self, question: Callable[[Store], T], default: T) -> T:
         if not self._lock.acquire(timeout=2 * _RPC_TIMEOUT_S):
-            return otherwise
+            return default
         try:
-            return otherwise if self._lost else question(self._store)
+            return default if self._lost else question(self._store)
         except RuntimeError:
             self._lost = True
-            return otherwise
+            return default
         finally:
             self._lock.release()
 
@@ -238,7 +238,7 @@ def divergence_text(seq: int, posts: Mapping[int, Post], ranks: Sequence[int]) -
     Args:
         seq: The collective.
         posts: The posts, by rank in the group.
-        ranks: The group's ranks, numbered as in the whole world.
+        ranks: The group's ranks, numbered as in the default group.
     """
     ranks_by_place: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
@@ -280,7 +280,7 @@ class GroupWatch:
         Args:
             recorder: This rank's.
             board: The group's.
-            ranks: The group's ranks, numbered as in the whole world.
+            ranks: The group's ranks, numbered as in the default group.
             break_waits: Makes this process's waits on the group fail.
         """
         self.recorder = recorder

@@ -38,13 +38,13 @@ class Placement:
         return self.start + self.numel
 
     @property
-    def whole_rows(self) -> bool:
+    def full_rows(self) -> bool:
         """True if every rank holds full rows of the parameter.
 
         Examples:
-            >>> Placement(index=0, start=0, numel=96, row_numel=8, granule=16).whole_rows
+            >>> Placement(index=0, start=0, numel=96, row_numel=8, granule=16).full_rows
             True
-            >>> Placement(index=0, start=0, numel=96, row_numel=8, granule=4).whole_rows
+            >>> Placement(index=0, start=0, numel=96, row_numel=8, granule=4).full_rows
             False
         """
         return self.granule % self.row_numel == 0

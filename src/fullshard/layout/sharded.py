@@ -53,7 +53,7 @@ class ShardMeta:
     @property
     def row_range(self) -> tuple[int, int] | None:
         """First and past-the-last row that this rank holds; None if the parameter is not split by full rows."""
-        if not self.placement.whole_rows:
+        if not self.placement.full_rows:
             return None
         start, stop = self.element_range
         return start // self.placement.row_numel, stop // self.placement.row_numel
@@ -67,6 +67,6 @@ class ShardMeta:
         start, stop = self.element_range
         if not self.global_shape:
             return () if stop > start else (0,)
-        if self.placement.whole_rows:
+        if self.placement.full_rows:
             return ((stop - start) // self.placement.row_numel, *self.global_shape[1:])
         return ((stop - start) // self.placement.granule, self.placement.granule)

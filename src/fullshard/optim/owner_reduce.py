@@ -2,7 +2,7 @@
 
 Each parameter has its own owners, and no two need to have the same. One all-to-all exchange serves all of them: a rank
 sends to another one only values of parameters that both own. Process groups for each run of owners would be hundreds of
-communicators at a thousand ranks; an all-reduce over all ranks would send every value to everybody.
+communicators at a thousand ranks; an all-reduce over all ranks would send every value to every rank.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class OwnerReduce:
 
 
 class PooledOwnerReduce:
-    """A sum of one flat value of each of many split parameters; values with the same owners travel as one."""
+    """A sum of one flat value of each of many split parameters; values with the same owners are sent as one."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class PooledOwnerReduce:
             comm: The ranks among which the parameters are sharded.
             values: Owners of each split parameter that this rank owns part of, and its term, (n,), on any device; in
                 an order that any two ranks have in common.
-            dtype: Dtype that values travel and are added in, the same on every rank.
+            dtype: Dtype that values are sent and added in, the same on every rank.
             what: What is reduced, for messages.
             at_once: See :class:`OwnerReduce`.
         """

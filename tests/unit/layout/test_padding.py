@@ -73,7 +73,7 @@ def test_padding_and_lanes_of_whole_rows(model, world_size, percent, lanes):
 @pytest.mark.parametrize(("model", "world_size"), [case[:2] for case in CASES if case[:2] != ("T5-base", 1024)])
 def test_no_row_is_split(model, world_size):
     placements = [p for layout, _ in planned(model, world_size) for lane in layout.lanes for p in lane.placements]
-    assert all(placement.whole_rows for placement in placements)
+    assert all(placement.full_rows for placement in placements)
 
 
 def test_t5_base_on_1024_ranks_splits_one_matrix_of_the_encoder_blocks():
@@ -84,7 +84,7 @@ def test_t5_base_on_1024_ranks_splits_one_matrix_of_the_encoder_blocks():
         for layout, times in layouts
         for lane in layout.lanes
         for p in lane.placements
-        if not p.whole_rows
+        if not p.full_rows
     ]
     assert {(row, row % granule) for row, granule, _ in split} == {(3072, 0)}
     assert sum(times for _, _, times in split) == 12

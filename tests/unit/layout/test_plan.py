@@ -85,7 +85,7 @@ def test_a_granule_is_the_block_or_a_part_that_divides_it(shapes, world_size, ro
         block = row * min(rows, shape[0]) if len(shape) > 1 else 1
         assert block % placement.granule == 0
         assert placement.granule % row == 0 or row % placement.granule == 0
-        assert placement.whole_rows == (placement.granule % row == 0)
+        assert placement.full_rows == (placement.granule % row == 0)
 
 
 @bounded
@@ -134,7 +134,7 @@ def test_small_models_keep_whole_rows_in_one_lane():
     for world_size in (2, 3, 4, 5, 6, 7, 8):
         layout = plan_unit(block, world_size)
         assert len(layout.lanes) == 1
-        assert all(placement.whole_rows for _, placement in pairs(layout))
+        assert all(placement.full_rows for _, placement in pairs(layout))
 
 
 @pytest.mark.parametrize("world_size", [2, 64, 1024, 16384])
@@ -155,7 +155,7 @@ def test_rows_longer_than_a_shard_are_split_into_equal_parts():
     """Four rows for eight ranks: half a row each, and the plan says so."""
     layout = plan_unit(((4, 1_000_000),), 8)
     placement = layout.lanes[0].placements[0]
-    assert not placement.whole_rows
+    assert not placement.full_rows
     assert placement.granule == 500_000
     assert layout.padding_numel == 0
 
@@ -163,7 +163,7 @@ def test_rows_longer_than_a_shard_are_split_into_equal_parts():
 def test_blocks_shrink_to_fewer_rows_before_rows_are_split():
     placement = plan_unit(((512, 4096),), 64, block_rows=128).lanes[0].placements[0]
     assert placement.granule == 8 * 4096
-    assert placement.whole_rows
+    assert placement.full_rows
 
 
 def test_a_gcd_of_granules_is_found_when_halving_misses_it():
@@ -199,7 +199,7 @@ def test_a_giant_unit_of_500_tensors_is_planned_in_whole_rows(world_size):
     shapes = llama_70b_block() * 55
     layout = plan_unit(shapes, world_size)
     assert layout.padding_numel <= 0.01 * layout.numel
-    assert all(placement.whole_rows for _, placement in pairs(layout))
+    assert all(placement.full_rows for _, placement in pairs(layout))
 
 
 def test_work_on_a_hopeless_unit_is_bounded(monkeypatch):
@@ -224,7 +224,7 @@ def test_work_on_a_hopeless_unit_is_bounded(monkeypatch):
     shapes = tuple((400 + 7 * i % 501, 301 + 11 * i % 997) for i in range(200))
     layout = fresh_plan(shapes, 512)
     assert layout.padding_numel <= 0.031 * layout.numel
-    assert not all(placement.whole_rows for _, placement in pairs(layout))
+    assert not all(placement.full_rows for _, placement in pairs(layout))
     # Two ladders: the patient rounds, then one for each factor of two in the longest row.
     assert rounds <= 2 * (plan.PATIENT_ROUNDS + (301 + 997).bit_length())
     # Single lanes are always tried, a few dozen fills in each round at most; only further lanes count against MAX_WORK.

@@ -81,7 +81,7 @@ def why_not_elementwise(optimizer_class: type[Optimizer]) -> str | None:
     name = _name(optimizer_class)
     if name in _MODELS:
         return "sums over all parameters of the model"
-    return "whole matrices" if name in _MATRICES else None
+    return "full matrices" if name in _MATRICES else None
 
 
 def _name(optimizer_class: type[Optimizer]) -> str:
@@ -125,11 +125,11 @@ def refuse_parts(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if kind in _ELEMENTWISE or _knows_shards(optimizer):
         return
-    looks_at = why_not_elementwise(kind)
-    if looks_at is not None:
+    used = why_not_elementwise(kind)
+    if used is not None:
         alone = _name(kind) in _MODELS
         concerned = [p for p in _sharded(optimizer) if is_split(p) or (alone and meta_of(p).layout.world_size > 1)]
-        rule = f"{kind.__name__} looks at {looks_at}, and ranks hold parts of them"
+        rule = f"{kind.__name__} uses {used}, and ranks hold parts of them"
         _refuse(concerned, rule, remedy_for(kind))
     elif is_of_blocks(optimizer):
         rule = f"{kind.__name__} quantises blocks of {BLOCK} elements, and ranks hold parts of blocks"

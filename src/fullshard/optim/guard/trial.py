@@ -48,13 +48,13 @@ def steps_parts_equally(make: MakeOptimizer, split: Split) -> bool:
     values = torch.linspace(-1, 1.5, _SIDE * _SIDE, dtype=torch.float32, device="cpu")
     gradients = [torch.sin(values * (5 + step)) * (0.1 + values**2) / 10 ** (step % 3) for step in range(_STEPS)]
     with _one_at_a_time, torch.random.fork_rng(devices=[]):
-        whole, again = (_stepped(make, values, gradients, shape) for _ in range(2))
+        full, again = (_stepped(make, values, gradients, shape) for _ in range(2))
         sizes = [first, len(values) - first]
         by_part = zip(values.split(sizes), *(gradient.split(sizes) for gradient in gradients), strict=True)
         parts = torch.cat([_stepped(make, part, of, of_part) for part, *of in by_part])
-    if not _close(whole, again):
+    if not _close(full, again):
         raise RuntimeError("it steps the same values differently each time")
-    return _close(whole, parts)
+    return _close(full, parts)
 
 
 def _stepped(

@@ -164,9 +164,9 @@ class LaneOptimizer(Optimizer):
         self._addresses = [param.data_ptr() for param in chain.from_iterable(self._params)]
         self._runs: list[list[ParamRun]] = []
         for params in self._params:
-            whole = find_runs(params)
-            kinds = {p: _kind(p, states.get(p, {}), numbers) for run in whole for p in run.params}
-            self._runs.append([piece for run in whole for piece, _ in run.split([kinds[p] for p in run.params])])
+            found = find_runs(params)
+            kinds = {p: _kind(p, states.get(p, {}), numbers) for run in found for p in run.params}
+            self._runs.append([piece for run in found for piece, _ in run.split([kinds[p] for p in run.params])])
         groups: list[dict[str, Any]] = []
         joined: dict[nn.Parameter, dict[str, Any]] = {}
         for group, runs in zip(self.param_groups, self._runs, strict=True):
@@ -232,7 +232,7 @@ def _require_elementwise(kind: type[Optimizer], options: Mapping[str, Any]) -> N
     """
     known, problem, remedy = why_not_elementwise(kind), "", remedy_for(kind)
     if known is not None:
-        problem = f"it looks at {known}"
+        problem = f"it uses {known}"
     elif hasattr(kind, "state_part"):
         problem, remedy = "some of its states are not elementwise", f"{kind.__name__} itself"
     else:

@@ -37,12 +37,12 @@ class ParamRun:
         first = local(self.params[0])
         return first if len(self.params) == 1 else first.as_strided((self.numel,), (1,))
 
-    def part(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the part of ``whole``, of the run's shape, of parameter ``index``: a view in the parameter's shape."""
+    def part(self, joined: torch.Tensor, index: int) -> torch.Tensor:
+        """Return parameter ``index``'s part of ``joined``, of the run's shape: a view in the parameter's shape."""
         if len(self.params) == 1:
-            return whole
+            return joined
         param, start = local(self.params[index]), self.starts[index]
-        return whole[start : start + param.numel()].view(param.shape)
+        return joined[start : start + param.numel()].view(param.shape)
 
     def split(self, keys: Sequence[Hashable]) -> list[tuple[ParamRun, int]]:
         """Split the run into pieces of neighbors with equal keys; also return the first element of each piece.
@@ -127,6 +127,6 @@ def _first_element(meta: ShardMeta) -> int:
     return meta.placement.start + meta.element_range[0]
 
 
-def parts(run: ParamRun, whole: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield each parameter of a run with its part of ``whole``, a tensor of the run's shape."""
-    return ((param, run.part(whole, index)) for index, param in enumerate(run.params))
+def parts(run: ParamRun, joined: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield each parameter of a run with its part of ``joined``, a tensor of the run's shape."""
+    return ((param, run.part(joined, index)) for index, param in enumerate(run.params))

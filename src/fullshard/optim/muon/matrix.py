@@ -126,6 +126,6 @@ def orthogonalised(batch: Sequence[MuonMatrix], pieces: Sequence[torch.Tensor]) 
         The orthogonal matrices, flattened.
     """
     shape, _, coefficients, steps, eps = batch[0].settings
-    whole = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
-    stacked = whole.view(shape if len(batch) == 1 else (len(batch), *shape))
+    joined = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
+    stacked = joined.view(shape if len(batch) == 1 else (len(batch), *shape))
     return list(newton_schulz(stacked, coefficients, steps, eps).reshape(len(batch), -1))

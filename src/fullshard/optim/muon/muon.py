@@ -16,7 +16,7 @@ from fullshard.layout import ShardMeta
 from fullshard.optim.muon.balance import RoundPlan
 from fullshard.optim.muon.matrix import NS_DTYPES, MuonMatrix, dense_gradient
 from fullshard.optim.muon.muon_groups import split_group
-from fullshard.optim.muon.rounds import MuonRounds, plan_of, step_whole
+from fullshard.optim.muon.rounds import MuonRounds, plan_of, step_unsplit
 from fullshard.optim.shards import by_comm, comm_of, copied, is_split, refuse_torch_options, require_same_parameters
 
 
@@ -157,7 +157,7 @@ class Muon(Optimizer):
             if param.requires_grad
         ]
         rounds = self._start_rounds(matrices)
-        step_whole([one for param, one in matrices if not is_split(param) and one.has_gradient])
+        step_unsplit([one for param, one in matrices if not is_split(param) and one.has_gradient])
         for group in self.param_groups:
             if not group["use_muon"]:
                 self._step_adamw(group)
@@ -204,19 +204,19 @@ class Muon(Optimizer):
         started = []
         of_param = {id(param): one for param, one in matrices}
         for comm, params in by_comm(param for param, _ in matrices):
-            whole = [of_param[id(param)] for param in params if not is_split(param)]
+            unsplit = [of_param[id(param)] for param in params if not is_split(param)]
             for dtype in NS_DTYPES.values():
                 split = [one for param in params if is_split(param) and (one := of_param[id(param)]).dtype == dtype]
                 if split:
-                    started.append(MuonRounds(comm, self._plan(comm, split, whole), split))
+                    started.append(MuonRounds(comm, self._plan(comm, split, unsplit), split))
         return started
 
-    def _plan(self, comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]) -> RoundPlan:
+    def _plan(self, comm: Comm, split: Sequence[MuonMatrix], unsplit: Sequence[MuonMatrix]) -> RoundPlan:
         """Return the plan for these matrices, the last step's if they are the same."""
-        metas = tuple(matrix.meta for matrix in (*split, *whole))
+        metas = tuple(matrix.meta for matrix in (*split, *unsplit))
         key = (id(comm), split[0].dtype)
         if key not in self._plans or self._plans[key][0] != metas:
-            self._plans[key] = (metas, plan_of(comm, split, whole))
+            self._plans[key] = (metas, plan_of(comm, split, unsplit))
         return self._plans[key][1]
 
     def _step_adamw(self, group: dict[str, Any]) -> None:

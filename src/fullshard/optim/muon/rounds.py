@@ -15,21 +15,21 @@ ROUND_BYTES = 64 << 20
 """Bytes of matrices that a rank gathers, or orthogonalises, at once; a larger matrix is handled alone."""
 
 
-def plan_of(comm: Comm, split: Sequence[MuonMatrix], whole: Sequence[MuonMatrix]) -> RoundPlan:
+def plan_of(comm: Comm, split: Sequence[MuonMatrix], unsplit: Sequence[MuonMatrix]) -> RoundPlan:
     """Plan which rank orthogonalises which of ``split``, in which rounds; the same on every rank, no communication.
 
     Args:
         comm: The ranks among which the matrices are sharded.
         split: The split matrices, of one dtype, in the same order on every rank.
-        whole: The matrices that are complete on one of these ranks.
+        unsplit: The matrices that are complete on one of these ranks.
     """
     fixed = [0] * comm.size
-    for matrix in whole:
+    for matrix in unsplit:
         fixed[matrix.meta.owners.start] += matrix.work
     return plan_rounds([matrix.as_split() for matrix in split], fixed, ROUND_BYTES // split[0].dtype.itemsize)
 
 
-def step_whole(matrices: Sequence[MuonMatrix]) -> None:
+def step_unsplit(matrices: Sequence[MuonMatrix]) -> None:
     """Step matrices that are complete on this rank and have a gradient."""
     for batch in batches_of_equal_settings(matrices, ROUND_BYTES):
         results = orthogonalised(batch, [matrix.update() for matrix in batch])
