@@ -123,7 +123,7 @@ class CpuDevice:
         storage.resize_(nbytes)
         # A fresh buffer costs a page fault for every 4 KiB when first written, longer than the copy into it:
         # allocating, writing and releasing 66 MB took 22 ms with small pages, 10 ms with huge ones.
-        if nbytes >= HUGE_FROM_BYTES and storage.device.type == "cpu":
+        if storage.device.type == "cpu":
             _ask_for_huge_pages(storage.data_ptr(), nbytes)
 
     def release(self, storage: torch.UntypedStorage) -> None:
@@ -133,7 +133,7 @@ class CpuDevice:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Device.empty`; on huge pages as in :meth:`allocate`."""
         buffer = torch.empty(numel, dtype=dtype, device=self.device)
-        if buffer.nbytes >= HUGE_FROM_BYTES and self.device.type == "cpu":
+        if self.device.type == "cpu":
             _ask_for_huge_pages(buffer.data_ptr(), buffer.nbytes)
         return buffer
 
@@ -190,7 +190,7 @@ def _ask_for_huge_pages(address: int, nbytes: int) -> None:
 
     It is advice to Linux: if it cannot be followed (no contiguous memory, huge pages switched off), pages are small.
     """
-    if sys.platform == "linux":
+    if sys.platform == "linux" and nbytes >= HUGE_FROM_BYTES:
         first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         past = (address + nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if first < past:

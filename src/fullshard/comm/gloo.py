@@ -163,7 +163,7 @@ class GlooComm:
         self.size = dist.get_world_size(group)
         self.device = torch.device("cpu")
         self._announced = ""
-        self._timeout_s = _timeout_of(group)
+        self._timeout_s = group._get_backend(self.device).options._timeout.total_seconds()
         self._watch = _watch_of(group)
         # Starting with the next rank spreads the first messages over all pairs of ranks.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -376,11 +376,6 @@ class GlooComm:
                 raise  # not a transport error: the tensors are wrong
             raise self._watch.failure(call, error, 0.0, None) from error
         return GlooWork(self._watch, call, messages, finish)
-
-
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the seconds that a collective of ``group`` waits for other ranks."""
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def _to(peers: Iterable[int], tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[tuple[int, torch.Tensor]]:

@@ -9,26 +9,22 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
+from fullshard.comm.mesh import Mesh
+from fullshard.comm.protocol import Comm
 from fullshard.errors import FullshardError, UserError
 
 T = TypeVar("T")
+
+Ranks = Comm | Mesh
 
 PATIENCE_SECONDS = 1.0
 """Longest time between two exchanges, in seconds."""
 
 
-class ObjectExchange(Protocol):
-    """The part of a Comm or a Mesh that is needed here."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the picklable ``value`` of every rank, in rank order, on every rank."""
-        ...
-
-
 def await_all(
-    ranks: ObjectExchange,
+    ranks: Ranks,
     poll: Callable[[float], T | None],
     on_progress: Callable[[list[T | None]], None] | None = None,
 ) -> list[T]:
@@ -57,7 +53,7 @@ def await_all(
         seconds = min(PATIENCE_SECONDS, max(0.01, 2 * seconds))
 
 
-def together(ranks: ObjectExchange, action: Callable[[], T]) -> T:
+def together(ranks: Ranks, action: Callable[[], T]) -> T:
     """Run an action on each rank; if it fails on one, every rank raises the same error and none waits for ever.
 
     Args:
@@ -92,7 +88,7 @@ def together(ranks: ObjectExchange, action: Callable[[], T]) -> T:
     return results[0]
 
 
-def together_in_background(ranks: ObjectExchange, action: Callable[[], T]) -> T:
+def together_in_background(ranks: Ranks, action: Callable[[], T]) -> T:
     """Run an action as :func:`together` does, for slow ones (reading or writing files): no collective lasts as long.
 
     Args:

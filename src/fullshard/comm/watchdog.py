@@ -19,9 +19,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from fullshard.errors import MismatchError, ProcessGroupError, UserError
 
@@ -122,32 +123,6 @@ class Post(NamedTuple):
         """Return the post of a JSON text."""
         waits, calls = json.loads(text)
         return Post(waits, {seq: (name, text) for seq, (name, text) in calls})
-
-
-class Store(Protocol):
-    """The methods of a ``torch.distributed`` store that a board uses."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-
-    def get(self, key: str) -> bytes:
-        """Read a value; blocks until the key exists."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
-        ...
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which starts at 0, and return it."""
-        ...
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write ``value`` if the current one is ``expected`` (empty: none); return the value afterwards."""
-        ...
-
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Set how long an answer may take before it is an error."""
 
 
 class Board:

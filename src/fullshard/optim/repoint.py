@@ -63,7 +63,7 @@ def repoint(optimizer: Optimizer, places: Sequence[Places]) -> None:
             nothing has changed then.
     """
     old = [param for group in optimizer.param_groups for param in group["params"]]
-    new = {id(param): _now_of(param, places) for param in old}
+    new = {id(p): next((now for place in places if (now := place.now_of(p)) is not None), None) for p in old}
     _refuse_strangers(optimizer, new, places)
     states = [
         (param, shard, _cut(optimizer, optimizer.state[param], shard))
@@ -75,10 +75,6 @@ def repoint(optimizer: Optimizer, places: Sequence[Places]) -> None:
         optimizer.state[shard] = state
     for group in optimizer.param_groups:
         group["params"][:] = [new[id(param)] for param in group["params"]]  # in place: some optimizers keep the list
-
-
-def _now_of(param: nn.Parameter, places: Sequence[Places]) -> nn.Parameter | None:
-    return next((now for place in places if (now := place.now_of(param)) is not None), None)
 
 
 def _refuse_strangers(optimizer: Optimizer, new: Mapping[int, nn.Parameter | None], places: Sequence[Places]) -> None:

@@ -167,11 +167,7 @@ class FactoredOptimizer(Optimizer):
         self._write(step, update, sum_of_squares(update, step.dtype))
 
     def _begin(self, step: ParamStep) -> torch.Tensor:
-        """Count the step and update the statistics that need no other rank.
-
-        Returns:
-            The sums that the owners have to add up, (n,).
-        """
+        """Count the step, update statistics that need no other rank, and return the sums to add up, (n,)."""
         matrices = step.matrices
         if not step.state:
             self._make_state(step)
@@ -240,14 +236,7 @@ class FactoredOptimizer(Optimizer):
     def _factor_of_statistics(
         self, step: ParamStep, rows: torch.Tensor, columns: torch.Tensor, mean: torch.Tensor
     ) -> torch.Tensor:
-        """Return one over the root of the second moment, (k, r, C).
-
-        Args:
-            step: The parameter.
-            rows: Row statistics, (k, r, 1).
-            columns: Column statistics, (k, 1, C).
-            mean: Mean of the row statistics, (k, 1, 1).
-        """
+        """Return one over the root of the second moment, (k, r, C), from (k, r, 1), (k, 1, C) and (k, 1, 1)."""
         raise NotImplementedError
 
     def _factor_of_moment(self, step: ParamStep, moment: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,8 @@ def maker_like(kind: type[Optimizer], defaults: Mapping[str, Any]) -> MakeOptimi
     def make(params: list[nn.Parameter]) -> Optimizer:
         made = kind(params, **taken)  # type: ignore[call-arg]
         for group in made.param_groups:
-            group.update(_copied(defaults))  # also those that the constructor takes under another name
+            # Also options that the constructor takes under another name. Some classes count in tensors: copy them.
+            group.update({k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in defaults.items()})
         return made
 
     return make
@@ -99,8 +100,3 @@ def _option_names(kind: type[Optimizer]) -> set[str]:
         if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             break
     return names
-
-
-def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with copies of tensors, because some classes count in them."""
-    return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
