@@ -101,32 +101,15 @@ class Mesh:
 
     @property
     def all_ranks(self) -> Any:
-        """One group of all ranks, for sums."""
+        """One group of all ranks, for sums; with two axes the mesh itself, which has all-reduce but no gather."""
         if self.replica_group.size == 1:
             return self.shard_group
-        return self.replica_group if self.shard_group.size == 1 else _AllRanks(self)
+        return self.replica_group if self.shard_group.size == 1 else self
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable ``value`` of every rank, in rank order, on every rank. Blocks; not for the hot path."""
         by_replica = self.replica_group.all_gather_object(self.shard_group.all_gather_object(value))
         return [item for replica in by_replica for item in replica]
-
-
-class _AllRanks:
-    """All ranks of a mesh of two axes as one group, with the collectives that replicated parameters need."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        """Communicate with all ranks of ``mesh``."""
-        self.mesh = mesh
-        self.rank, self.size, self.device = mesh.rank, mesh.size, mesh.device
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """See :meth:`Comm.all_reduce`."""
-        return self.mesh.all_reduce(tensor, op)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """See :meth:`Comm.all_gather_object`."""
-        return self.mesh.all_gather_object(value)
 
 
 def same_ranks(one: Mesh, other: Mesh) -> bool:
