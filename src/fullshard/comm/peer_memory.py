@@ -29,6 +29,7 @@ _FIELDS = 4
 """Fields of an entry: number, code, address; number of the collective that the table's owner has finished reading."""
 
 _MAGIC = 0x66756C6C73686172
+"""First entry of a new table, combined with the process id: proves that an address belongs to that process's table."""
 
 
 class _Span(ctypes.Structure):
@@ -73,7 +74,7 @@ class PeerMemory:
     """Access to the memory of the ranks of one host, through a table that each rank writes and all others read.
 
     For each collective, by its number, a rank writes its kind and the address of its data, and later that it has read
-    the others' data. The number is written last, so that a reader that finds it finds the other fields.
+    the others' data.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class PeerMemory:
         place = seq % _RING * _FIELDS
         self._entries[place + 1] = code
         self._entries[place + 2] = address
-        self._entries[place] = seq
+        self._entries[place] = seq  # last: a reader that finds the number finds the other fields
 
     def find(self, rank: int, seq: int, code: int) -> int | None:
         """Return the address of the data of ``rank``; None while it has not reached that collective."""

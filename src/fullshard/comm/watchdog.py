@@ -38,7 +38,7 @@ GRACE_S = 2.0
 """How long diverged ranks wait for the others: to publish where they are, and to read the verdict."""
 
 WARN_S = 30.0
-"""A wait that has taken longer is logged as a warning."""
+"""A wait of more seconds is logged as a warning, once."""
 
 HISTORY = 64
 """Collectives in a post. Ranks are only a few apart: only sending, as in a gather, needs no answer of other ranks."""
