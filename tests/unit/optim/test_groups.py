@@ -105,5 +105,7 @@ def test_senseless_requests_are_refused():
 
 @pytest.mark.parametrize("make", [lambda it: decay_groups(it, 0.1), muon_groups, lambda it: step_in_backward(it, None)])
 def test_parameters_in_place_of_the_model_are_told(make):
-    with pytest.raises(ConfigError, match=r"takes the model, .*; got a generator\. .* not model\.parameters\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"takes the model itself, .*; got a generator\. .* not model\.parameters\(\)"
+    ):
         make(Model().parameters())

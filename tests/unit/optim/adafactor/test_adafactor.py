@@ -142,7 +142,7 @@ def test_state_is_loaded_as_a_users_hook_leaves_it():
         (lambda p: Adafactor(p, lr=1e-3), "got lr=0.001. Leave lr out, or add relative_step=False"),
         (lambda p: Adafactor(p, relative_step=False, warmup_init=True), "relative_step is off"),
         (lambda p: Adafactor(p, relative_step=False), "needs a learning rate, and lr is None"),
-        (lambda p: Adafactor([{"params": p, "lr": 1e-3}]), "lr=0.001 and relative_step=True: with"),
+        (lambda p: Adafactor([{"params": p, "lr": 1e-3}]), "lr=0.001 and relative_step=True: the"),
         (lambda p: TorchAdafactor(p, lr=-1.0), "lr must be one number >= 0; got -1.0"),
         (lambda p: TorchAdafactor(p, lr=torch.ones(2)), "lr must be one number >= 0"),
         (lambda p: TorchAdafactor(p, beta2_decay=0.1), "beta2_decay must be <= 0; got 0.1"),

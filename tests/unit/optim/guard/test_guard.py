@@ -58,7 +58,7 @@ def changes(model, optimizer):
 REFUSED = {
     "torch's Adafactor": (
         torch.optim.Adafactor,
-        r"whole matrices.*weight, \(12, 8\), over 3 of 3.*optim.TorchAdafactor",
+        r"full matrices.*weight, \(12, 8\), over 3 of 3.*optim.TorchAdafactor",
     ),
     "torch's Muon": (torch.optim.Muon, r"Use fullshard.optim.Muon"),
     "torch's LBFGS": (torch.optim.LBFGS, r"sums over all parameters.*AdamW"),
@@ -372,4 +372,4 @@ def test_libraries_of_narrow_states_are_judged_by_name(name, module, text):
 
 @pytest.mark.parametrize("name", ["StableAdamW", "AdamP", "SGDP", "NvNovoGrad", "Mars", "FusedNovoGrad", "Nero"])
 def test_known_names_need_no_trial(name):
-    assert why_not_elementwise(renamed(name)) == "whole matrices"
+    assert why_not_elementwise(renamed(name)) == "full matrices"

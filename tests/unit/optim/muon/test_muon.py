@@ -116,11 +116,14 @@ def test_an_option_of_one_optimizer_reaches_its_part_of_a_group_only():
         ({"params": "named", "use_muon": True}, r"parameter bias has shape \(5,\)"),
         ({"params": "matrix", "use_muon": True, "betas": (0.9, 0.99)}, "of the other optimizer: betas"),
         ({"params": "matrix", "use_muon": False, "momentum": 0.9}, "of the other optimizer: momentum"),
-        ({"params": "matrix", "eps": 1e-6}, "Say use_muon=True or use_muon=False"),
-        ({"params": "matrix", "lr": -1.0}, "lr of Muon must be 0 or more"),
+        ({"params": "matrix", "eps": 1e-6}, "Set use_muon=True or use_muon=False"),
+        ({"params": "matrix", "lr": -1.0}, "Muon's lr must be 0 or more"),
         ({"params": "matrix", "ns_steps": 100}, "0 to 99 steps"),
-        ({"params": "matrix", "adjust_lr_fn": "none"}, "adjust_lr_fn is None, 'original' or"),
-        ({"params": "matrix", "ns_dtype": torch.float16}, "ns_dtype is one of bfloat16, float32, float64; got float16"),
+        ({"params": "matrix", "adjust_lr_fn": "none"}, "adjust_lr_fn must be None, 'original' or"),
+        (
+            {"params": "matrix", "ns_dtype": torch.float16},
+            "ns_dtype must be one of bfloat16, float32, float64; got float16",
+        ),
         ({"params": "vector", "betas": (0.9, 1.0)}, "betas of Muon's AdamW"),
     ],
 )
