@@ -1,4 +1,4 @@
-"""What rows are once they are read, and what is to be read: the words that all of this room speaks."""
+"""Types shared by all of data: an example, a table of examples, and where rows come from."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Example:
     """One row.
 
     Attributes:
-        source: The text the model reads, as the data has it, without the prefix; with a template, filled in.
-        references: Texts that are right answers, at least one. Training learns the first.
-        line: Line of the file that the row starts on, from 1 (the header of a CSV is line 1); the row's number, from 1,
-            where the data has no lines.
+        source: The input text as in the data, or the filled-in template; without the prefix.
+        references: Correct targets, at least one. Training uses the first.
+        line: Line of the file where the row starts, from 1 (the header of a CSV is line 1); the row's number, from 1,
+            if the data has no lines.
     """
 
     source: str
@@ -26,13 +26,13 @@ class Example:
 
     @property
     def target(self) -> str:
-        """The text the model is to write: the first reference."""
+        """The target text: the first reference."""
         return self.references[0]
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """Where rows come from; the options of the run file's ``data`` section of the same names."""
+    """Where rows come from: the options of the same names in the run file's ``data`` section."""
 
     train_file: Path | None = None
     validation_file: Path | None = None
@@ -55,8 +55,8 @@ class Table:
     """The rows of one split.
 
     Attributes:
-        examples: In the order of the data.
-        notes: What the user should know: columns that were recognised, rows that were skipped, with their lines.
+        examples: The examples in the order of the data.
+        notes: Messages for the user: columns chosen by name, rows that were skipped, with their lines.
     """
 
     examples: list[Example]

@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fullshard.data import Example, SourceSpec, arrow, fingerprint, read_split
+from fullshard.data import Example, SourceSpec, fingerprint, read_split
+from fullshard.data.reading import arrow
 from fullshard.errors import DataError
 
 COLUMNS = {"text": ["a", "b\nc", "d"], "label": [1, 0, 1], "more": [["x", "y"], ["z"], ["z", "z"]]}
@@ -101,9 +102,9 @@ def test_a_hub_dataset_that_cannot_be_reached_says_what_was_tried(monkeypatch, t
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
     text = refusal(dataset_name="some/data", dataset_config_name="all", train_split="train[:5]")
-    assert f"'some/data' is no directory here ({tmp_path / 'some/data'})" in text
+    assert f"'some/data' is not a local directory ({tmp_path / 'some/data'})" in text
     assert "datasets.load_dataset('some/data', 'all', split='train[:5]') failed with ConnectionError: no way to" in text
-    assert "save it with save_to_disk" in text
+    assert "the dataset elsewhere with save_to_disk" in text
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.budget import TokenPlan
-from fullshard.data.collate import CollateSpec, RowRef, collate
-from fullshard.data.padding import padding_share, step_sizes
-from fullshard.data.stream import EpochPlan, steps
-from fullshard.data.tokenize import LengthStats, TokenizedSet
+from fullshard.data.batching.budget import TokenPlan
+from fullshard.data.batching.collate import CollateSpec, RowRef, collate
+from fullshard.data.batching.padding import padding_share, step_sizes
+from fullshard.data.batching.stream import EpochPlan, steps
+from fullshard.data.tokenizing.tokenize import LengthStats, TokenizedSet
 from fullshard.errors import DataError
 
 STATS = LengthStats(1.0, 9, 0, 9)
@@ -118,7 +118,7 @@ def test_a_row_above_the_budget_is_refused_with_both_numbers():
         plan_of([90], [10], batch_tokens=99)
     with pytest.raises(DataError, match="An epoch needs batch_tokens of at least 1; got 0"):
         plan_of([90], [10], batch_tokens=0)
-    with pytest.raises(DataError, match="Rank 1 has no rows: ranks go from 0 to 0"):
+    with pytest.raises(DataError, match="There is no rank 1: ranks are 0 to 0"):
         plan_of([90], [10], batch_tokens=100).step_places(0, 1)
 
 

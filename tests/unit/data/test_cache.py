@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from fullshard.data import cache
-from fullshard.data.cache import CONTENTS_NAME, cached, default_directory, open_tokens, tokenize_to
 from fullshard.data.examples import Example
-from fullshard.data.ragged import Ragged
-from fullshard.data.tokenize import TokenizeSpec, tokenize
+from fullshard.data.tokenizing import cache
+from fullshard.data.tokenizing.cache import CONTENTS_NAME, cached, default_directory, open_tokens, tokenize_to
+from fullshard.data.tokenizing.ragged import Ragged
+from fullshard.data.tokenizing.tokenize import TokenizeSpec, tokenize
 from fullshard.errors import DataError
 
 ROWS = [Example("a b", ("label",), 2), Example("a b c d e", ("label label label",), 3), Example("c", ("b",), 4)]
@@ -26,7 +26,7 @@ def entry_of(directory, text="content"):
 def test_tokens_from_the_cache_are_those_in_memory(tmp_path, t5_like, causal, monkeypatch):
     spec = TokenizeSpec(4, 3, source_prefix="prefix: ", causal=causal)
     expected = tokenize(ROWS, t5_like, spec)
-    monkeypatch.setattr(sys.modules["fullshard.data.tokenize"], "CHUNK_ROWS", 2)
+    monkeypatch.setattr(sys.modules["fullshard.data.tokenizing.tokenize"], "CHUNK_ROWS", 2)
     told = []
     stats = tokenize_to(tmp_path, ROWS, t5_like, spec, lambda *where: told.append(where))
     mapped = open_tokens(tmp_path, stats)
@@ -45,7 +45,7 @@ def test_rows_without_tokens_are_rows():
     rows = Ragged.from_rows([[], [1, 2], []])
     assert (rows.tolist(), rows.lengths.tolist(), len(rows)) == ([[], [1, 2], []], [0, 2, 0], 3)
     assert Ragged.joined([rows, Ragged.from_rows([[3]])]).tolist() == [[], [1, 2], [], [3]]
-    with pytest.raises(IndexError, match="no row 3: rows go from 0 to 2"):
+    with pytest.raises(IndexError, match="no row 3: rows are 0 to 2"):
         rows[3]
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_entry_is_built_again(tmp_path, damage):
 
 def test_a_directory_that_cannot_be_written_is_the_users_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot be used: .*Set data.cache_dir to a directory"):
+    with pytest.raises(DataError, match=r"cannot be used: .*Set data.cache_dir to a writable"):
         entry_of(tmp_path / "file" / "cache")
 
 

@@ -4,9 +4,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from fullshard.data.collate import CollateSpec, RowRef, collate
+from fullshard.data.batching.collate import CollateSpec, RowRef, collate
 from fullshard.data.examples import Example
-from fullshard.data.tokenize import TokenizeSpec, tokenize
+from fullshard.data.tokenizing.tokenize import TokenizeSpec, tokenize
 from fullshard.errors import DataError
 
 WORDS = ("<pad>", "</s>", "<unk>", "<s>", "<user>", "<bot>", "<end>", "a", "b", "c", "d", "e", "\n", "label")
@@ -88,12 +88,12 @@ def test_a_token_over_the_border_belongs_to_the_answer(chatter):
 
 def test_templates_that_cannot_be_trained_on(chatter, gpt_like):
     chatter.chat_template = TEMPLATE.replace("<bot>{% endif", "<bot>a{% endif")
-    with pytest.raises(DataError, match=r"must begin with the prompt .* ends with '.*<bot>a'.*chat_template: false"):
+    with pytest.raises(DataError, match=r"must begin with its prompt.* ends with '.*<bot>a'.*chat_template: false"):
         tokenize(ROWS, chatter, TokenizeSpec(20, 20, causal=True))
     chatter.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="template failed: roles must alternate"):
         tokenize(ROWS, chatter, TokenizeSpec(20, 20, causal=True))
     with pytest.raises(DataError, match="needs a tokenizer with a chat template; this one has none"):
         tokenize(ROWS, gpt_like, TokenizeSpec(20, 20, causal=True, chat_template=True))
-    with pytest.raises(DataError, match="for causal models; this one is an encoder-decoder"):
+    with pytest.raises(DataError, match="needs a causal model; this one is an encoder-decoder"):
         tokenize(ROWS, chatter, TokenizeSpec(20, 20, chat_template=True))

@@ -2,9 +2,9 @@
 
 import torch
 
-from fullshard.data.collate import CollateSpec, RowRef, collate
+from fullshard.data.batching.collate import CollateSpec, RowRef, collate
 from fullshard.data.examples import Example
-from fullshard.data.tokenize import TokenizeSpec, tokenize
+from fullshard.data.tokenizing.tokenize import TokenizeSpec, tokenize
 
 ROWS = [Example("a b c", ("label",), 2), Example("a", ("label label",), 3)]
 BOTH = [RowRef(0), RowRef(1)]

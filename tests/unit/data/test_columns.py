@@ -3,8 +3,8 @@
 import pytest
 
 from fullshard.data import SourceSpec
-from fullshard.data.columns import KNOWN_SHAPES, choose, parse_template
-from fullshard.data.tables import Row
+from fullshard.data.reading.columns import KNOWN_SHAPES, choose, parse_template
+from fullshard.data.reading.tables import Row
 from fullshard.errors import ConfigError, DataError
 
 
@@ -25,7 +25,7 @@ def test_every_known_shape_is_recognised_among_other_columns(shape):
     recipe = choose(SourceSpec(), ["id", target.title(), *sources], "t.csv")
     assert (recipe.sources, recipe.target) == (sources, target.title())
     listed = " and ".join(map(repr, sources))
-    assert recipe.notes == (f"t.csv: source is {listed}, target is {target.title()!r}, recognised by name.",)
+    assert recipe.notes == (f"t.csv: source is {listed}, target is {target.title()!r}, chosen by name.",)
 
 
 def test_columns_that_are_given_are_no_news():

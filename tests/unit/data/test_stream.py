@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from fullshard.data import stream
-from fullshard.data.collate import CollateSpec
+from fullshard.data.batching import stream
+from fullshard.data.batching.collate import CollateSpec
+from fullshard.data.batching.stream import EpochPlan, batches, row_refs
 from fullshard.data.examples import Example
-from fullshard.data.stream import EpochPlan, batches, row_refs
-from fullshard.data.tokenize import TokenizeSpec, tokenize
+from fullshard.data.tokenizing.tokenize import TokenizeSpec, tokenize
 from fullshard.errors import DataError
 
 
@@ -98,7 +98,7 @@ def test_grouped_evaluation_starts_with_the_longest_and_counts_every_row_once():
 
 
 def test_lengths_must_be_those_of_the_rows():
-    with pytest.raises(DataError, match="An epoch of 4 rows needs as many lengths; got 3"):
+    with pytest.raises(DataError, match="An epoch of 4 rows needs 4 lengths; got 3"):
         EpochPlan(4, 2, 2, lengths=(1, 2, 3))
 
 
@@ -190,7 +190,7 @@ def test_sizes_must_be_positive(name):
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_rank_must_exist(rank):
-    with pytest.raises(DataError, match=f"Rank {rank} has no rows: ranks go from 0 to 1"):
+    with pytest.raises(DataError, match=f"There is no rank {rank}: ranks are 0 to 1"):
         EpochPlan(4, 2, 2).rank_rows(rank)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.data.examples import Example
-from fullshard.data.tokenize import LengthStats, TokenizeSpec, tokenize
+from fullshard.data.tokenizing.tokenize import LengthStats, TokenizeSpec, tokenize
 from fullshard.errors import DataError
 
 ROWS = [Example("a b", ("label",), 2), Example("a b c d e", ("label label label label",), 3)]

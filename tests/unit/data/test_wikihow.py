@@ -3,7 +3,7 @@
 import pytest
 
 from fullshard.data import SourceSpec, fingerprint, read_split
-from fullshard.data.wikihow import title_key
+from fullshard.data.reading.wikihow import title_key
 from fullshard.errors import DataError
 
 ARTICLE = "Line one of the article.\n\n, Line two of it...\n, and three.,\n" + "word " * 20

@@ -9,7 +9,7 @@ import torch
 
 from fullshard.comm import Comm, together
 from fullshard.config import RunConfig
-from fullshard.data import CollateSpec, Plan, TokenizedSet, padding_share
+from fullshard.data import BatchPlan, CollateSpec, TokenizedSet, padding_share
 from fullshard.errors import MismatchError
 from fullshard.optim import ShardedGradScaler
 from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
@@ -54,7 +54,7 @@ class Assembly:
     scaler: ShardedGradScaler | None
     schedule: Schedule
     train_set: TokenizedSet
-    plan: Plan
+    plan: BatchPlan
     collate: CollateSpec
     evaluation: EvaluationSpec | None
     parameters: int

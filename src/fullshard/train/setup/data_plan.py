@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fullshard.config import RunConfig
-from fullshard.data import EpochPlan, Plan, TokenizedSet, TokenPlan
+from fullshard.data import BatchPlan, EpochPlan, TokenizedSet, TokenPlan
 
 
 def make_plan(
     config: RunConfig, train_set: TokenizedSet, world_size: int, *, causal: bool, group: int | None = None
-) -> Plan:
+) -> BatchPlan:
     """The plan of the first epoch; ``for_epoch`` gives the others. Any rank, alone: all get the same.
 
     Args:

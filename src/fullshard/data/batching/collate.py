@@ -1,4 +1,4 @@
-"""Rows of ids to one batch of tensors: padded to the longest row, or packed end to end."""
+"""Collation of token ids into a batch of tensors: padded to the longest row, or packed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fullshard.data.pack import share_sequences
-from fullshard.data.tokenize import TokenizedSet
+from fullshard.data.batching.pack import share_sequences
+from fullshard.data.tokenizing.tokenize import TokenizedSet
 
 IGNORED_LABEL = -100
-"""Label of positions that are not targets; torch's and Hugging Face's cross-entropy leave it out."""
+"""Label of positions that are not targets, ignored by torch's and Hugging Face's cross-entropy."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RowRef:
 
     Attributes:
         index: Its index in the tokenized set.
-        filler: Whether it only makes the ranks' steps equal: it counts in no loss and no metric.
+        filler: Whether it is only there to make the ranks' steps equal, and does not count in loss and metrics.
     """
 
     index: int
@@ -36,9 +36,9 @@ class CollateSpec:
     """How rows are joined and padded.
 
     Attributes:
-        pad_token_id: Id put where there is no token; the attention mask is zero there.
+        pad_token_id: Id of padding, where the attention mask is zero.
         causal: Whether source and target are one sequence (decoder-only) rather than two (encoder-decoder).
-        packed: Whether rows are laid end to end in few sequences, instead of each padded to the longest.
+        packed: Whether rows are concatenated into few sequences, instead of padded to the longest.
     """
 
     pad_token_id: int
@@ -48,11 +48,11 @@ class CollateSpec:
 
 @dataclass(frozen=True)
 class Packing:
-    """Which row each position of a packed batch belongs to. Sizes: B sequences, S and T tokens as in :class:`Batch`.
+    """The row of each position of a packed batch. Sizes: B sequences, S and T tokens as in :class:`Batch`.
 
     Attributes:
-        segments_BS: int64, on the tokens of the n-th row of a sequence n, from 1; 0 on padding.
-        target_segments_BT: The same for the labels; of a causal model ``segments_BS`` itself.
+        segments_BS: int64, n for the tokens of the n-th row of a sequence, from 1; 0 on padding.
+        target_segments_BT: The same for the labels; for a causal model ``segments_BS`` itself.
         positions_BS: int64, from 0 in each row.
     """
 
@@ -61,7 +61,7 @@ class Packing:
     positions_BS: Tensor
 
     def to(self, device: torch.device | str) -> Packing:
-        """The same on a device; shared tensors stay shared."""
+        """Return a copy on a device; shared tensors stay shared."""
         return _moved(self, ("segments_BS", "target_segments_BT", "positions_BS"), device)
 
 
@@ -69,21 +69,21 @@ class Packing:
 class Batch:
     """One micro-batch of one rank. Sizes: B rows, S source (causal: joined) tokens, T label tokens, P prompt tokens.
 
-    Of a packed batch B counts sequences, and each holds the tokens of several rows.
+    In a packed batch B counts sequences, each with the tokens of several rows.
 
     Attributes:
         input_ids_BS: int64. Encoder-decoder: sources; causal: source and target joined; padded on the right.
         attention_mask_BS: int64, 1 on tokens, 0 on padding.
         labels_BT: int64 targets, -100 on padding, on fillers and, when causal (T = S), on the prompt. Packed and
-            causal, also on the first token of each row, which the row before it must not predict.
-        prompt_ids_BP: int64, what generation starts from. Encoder-decoder: ``input_ids_BS`` itself; causal: the
-            prompts alone, padded on the left. Packed: ``input_ids_BS``; nothing is generated from it.
+            causal, also on the first token of each row, which the preceding row must not predict.
+        prompt_ids_BP: int64, the input of generation. Encoder-decoder: ``input_ids_BS`` itself; causal: the prompts,
+            padded on the left. Packed: ``input_ids_BS``, which generation does not use.
         prompt_mask_BP: int64 mask of ``prompt_ids_BP``.
-        target_tokens: Number of tokens that count in the loss: of all labels but -100, as the model shifts them.
-        tokens: Number of tokens of all rows but fillers, sources and targets.
+        target_tokens: Number of tokens that count in the loss: all labels except -100, after the model's shift.
+        tokens: Number of source and target tokens of all rows except fillers.
         indices: Index of each row in the tokenized set.
-        fillers: For each row, whether it counts in no loss and no metric.
-        packing: Which row each position belongs to; None: each row is a sequence of its own.
+        fillers: For each row, whether it is a filler, which does not count in loss and metrics.
+        packing: The row of each position; None if each row is a separate sequence.
     """
 
     input_ids_BS: Tensor
@@ -98,26 +98,26 @@ class Batch:
     packing: Packing | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch with its tensors on a device; shared tensors stay shared."""
+        """Return a copy with its tensors on a device; shared tensors stay shared."""
         names = ("input_ids_BS", "attention_mask_BS", "labels_BT", "prompt_ids_BP", "prompt_mask_BP")
         packing = None if self.packing is None else self.packing.to(device)
         return replace(_moved(self, names, device), packing=packing)
 
 
 def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) -> Batch:
-    """Make a batch on the CPU. Called by each rank for its own rows.
+    """Make a batch on the CPU. Each rank calls it for its own rows.
 
     Args:
         rows: At least one row.
-        tokenized: The set the rows are of.
+        tokenized: The set that the rows index.
         spec: Padding or packing, and the kind of model.
 
     Returns:
-        The batch, every axis as long as its longest row, or its longest sequence when rows are packed.
+        The batch; each axis has the length of its longest row, or of its longest sequence if rows are packed.
     """
     sources = [tokenized.source_ids[row.index] for row in rows]
     targets = [tokenized.target_ids[row.index] for row in rows]
-    # A filler has shape and attention like any row, so that no softmax is over nothing, but no label.
+    # A filler has attention like any row, since a softmax over nothing is nan, but no labels.
     labels = [
         np.full(len(target), IGNORED_LABEL) if row.filler else target for row, target in zip(rows, targets, strict=True)
     ]
@@ -144,7 +144,7 @@ Rows = Sequence[NDArray[np.integer]]
 
 
 def _padded(inputs: Rows, labels: Rows, sources: Rows, spec: CollateSpec) -> dict[str, Any]:
-    """The tensors of a batch in which each row is a sequence."""
+    """Return the tensors of a batch in which each row is a sequence."""
     input_ids, attention_mask = _pad(inputs, spec.pad_token_id)
     prompt_ids, prompt_mask = input_ids, attention_mask
     if spec.causal:
@@ -159,14 +159,14 @@ def _padded(inputs: Rows, labels: Rows, sources: Rows, spec: CollateSpec) -> dic
 
 
 def _packed(inputs: Rows, labels: Rows, spec: CollateSpec) -> dict[str, Any]:
-    """The tensors of a batch in which a sequence holds several rows."""
+    """Return the tensors of a batch in which a sequence has several rows."""
     if spec.causal:
         for row in labels:
             row[:1] = IGNORED_LABEL
         sequences = share_sequences([[len(row)] for row in inputs])
     else:
         sequences = share_sequences([[len(row), len(label)] for row, label in zip(inputs, labels, strict=True)])
-    input_ids, attention_mask = _pad(_laid(inputs, sequences), spec.pad_token_id)
+    input_ids, attention_mask = _pad(_concatenated(inputs, sequences), spec.pad_token_id)
     segments, _ = _pad([_segments(inputs, sequence) for sequence in sequences], 0)
     positions, _ = _pad([np.concatenate([np.arange(len(inputs[row])) for row in rows]) for rows in sequences], 0)
     target_segments = segments
@@ -175,31 +175,31 @@ def _packed(inputs: Rows, labels: Rows, spec: CollateSpec) -> dict[str, Any]:
     return {
         "input_ids_BS": input_ids,
         "attention_mask_BS": attention_mask,
-        "labels_BT": _pad(_laid(labels, sequences), IGNORED_LABEL)[0],
+        "labels_BT": _pad(_concatenated(labels, sequences), IGNORED_LABEL)[0],
         "prompt_ids_BP": input_ids,
         "prompt_mask_BP": attention_mask,
         "packing": Packing(segments, target_segments, positions),
     }
 
 
-def _laid(rows: Rows, sequences: Sequence[Sequence[int]]) -> Rows:
-    """The rows of each sequence end to end."""
+def _concatenated(rows: Rows, sequences: Sequence[Sequence[int]]) -> Rows:
+    """Concatenate the rows of each sequence."""
     return [np.concatenate([rows[row] for row in sequence]) for sequence in sequences]
 
 
 def _segments(rows: Rows, sequence: Sequence[int]) -> NDArray[np.integer]:
-    """The number of the row within its sequence, from 1, for each of its tokens."""
+    """Return for each token the number of its row within the sequence, from 1."""
     return np.repeat(np.arange(1, len(sequence) + 1), [len(rows[row]) for row in sequence])
 
 
 def _count_targets(labels_BT: Tensor, *, causal: bool) -> int:
-    """Labels that enter the loss. A causal model predicts position t + 1 at t: the first label is never predicted."""
+    """Count the labels in the loss. A causal model predicts position t + 1 at t, so the first label never counts."""
     counted = labels_BT[:, 1:] if causal else labels_BT
     return int((counted != IGNORED_LABEL).sum())
 
 
 def _pad(rows: Rows, value: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Rows as one int64 tensor (rows, longest row) and its mask of the same shape."""
+    """Return rows as one int64 tensor (rows, longest row), and its mask of the same shape."""
     longest = max(len(row) for row in rows)
     padded = np.full((len(rows), longest), value, np.int64)
     mask = np.zeros((len(rows), longest), np.int64)
@@ -211,6 +211,6 @@ def _pad(rows: Rows, value: int, *, left: bool = False) -> tuple[Tensor, Tensor]
 
 
 def _moved(holder: Any, names: Sequence[str], device: torch.device | str) -> Any:
-    """A frozen dataclass with the named tensors on a device; shared tensors stay shared."""
+    """Copy a frozen dataclass with the named tensors on a device; shared tensors stay shared."""
     moved = {id(tensor): tensor.to(device) for tensor in (getattr(holder, name) for name in names)}
     return replace(holder, **{name: moved[id(getattr(holder, name))] for name in names})

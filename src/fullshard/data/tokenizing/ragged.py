@@ -13,19 +13,19 @@ ID_DTYPE = np.dtype(np.int32)
 OFFSET_DTYPE = np.dtype(np.int64)
 
 _MOST_SUMMED = 1 << 24
-"""Of more ids than that a checksum has every second, third, …: it is for rows of other files, not for damage."""
+"""Maximum ids in a checksum, evenly spaced; it detects different data, not corruption."""
 
 
 class Ragged:
-    """Rows of token ids, end to end in one array.
+    """Rows of token ids, concatenated in one array.
 
     Attributes:
-        ids: int32, all rows one after another.
-        offsets: int64, one more than there are rows: row i is ``ids[offsets[i] : offsets[i + 1]]``.
+        ids: int32, all rows concatenated.
+        offsets: int64, number of rows + 1; row i is ``ids[offsets[i] : offsets[i + 1]]``.
     """
 
     def __init__(self, ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
-        """Rows of arrays that are there already; nothing is copied."""
+        """Wrap existing arrays without copying them."""
         self.ids = ids
         self.offsets = offsets
 
@@ -39,36 +39,36 @@ class Ragged:
 
     @classmethod
     def joined(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of several, in their order."""
+        """Concatenate the rows of several, in order."""
         lengths = np.concatenate([part.lengths for part in parts])
         offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(lengths, dtype=OFFSET_DTYPE)])
         return cls(np.concatenate([part.ids for part in parts]), offsets)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row."""
+        """Number of tokens of each row."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> NDArray[np.int32]:
-        """One row, as a view."""
+        """Return one row as a view."""
         if not 0 <= row < len(self):
-            raise IndexError(f"There is no row {row}: rows go from 0 to {len(self) - 1}.")
+            raise IndexError(f"There is no row {row}: rows are 0 to {len(self) - 1}.")
         return self.ids[self.offsets[row] : self.offsets[row + 1]]
 
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
-        """All rows, as views."""
+        """Yield all rows as views."""
         return (self[row] for row in range(len(self)))
 
     def checksum(self) -> int:
-        """A CRC-32 of all lengths, and of all or evenly many ids."""
+        """Return a CRC-32 of all lengths, and of all or evenly spaced ids."""
         step = max(1, -(-self.ids.size // _MOST_SUMMED))
         lengths = zlib.crc32(np.ascontiguousarray(self.offsets).data)
         return zlib.crc32(np.ascontiguousarray(self.ids[::step]).data, lengths)
 
     def tolist(self) -> list[list[int]]:
-        """All rows as lists; for few rows."""
+        """Return all rows as lists; for few rows."""
         return [row.tolist() for row in self]

@@ -1,4 +1,4 @@
-"""WikiHow as its authors ship it: ``wikihowAll.csv`` or ``wikihowSep.csv``, cleaned as by their process.py."""
+"""WikiHow's ``wikihowAll.csv`` or ``wikihowSep.csv``, cleaned like the authors' process.py."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fullshard.data.bad_rows import BadRows
 from fullshard.data.examples import Example, SourceSpec, Split, Table
-from fullshard.data.holdout import is_held_out, require_both_sides
-from fullshard.data.tables import csv_records, empty, encoding_problem, open_lines
+from fullshard.data.reading.bad_rows import BadRows
+from fullshard.data.reading.holdout import is_held_out, require_both_sides
+from fullshard.data.reading.tables import csv_records, empty, encoding_problem, open_lines
 from fullshard.errors import DataError
 
 COLUMNS = ("headline", "text", "title")
 LISTS: dict[Split, str] = {"train": "all_train.txt", "validation": "all_val.txt"}
 TEST_LIST = "all_test.txt"
 DEFAULT_FRACTION = 0.05
-"""Share of titles held out where neither title lists nor data.validation_fraction say which."""
+"""Share of titles held out if there are neither title lists nor data.validation_fraction."""
 
 _COMMAS_AFTER_LINES = re.compile(r"[.]+[\n]+[,]")
 _LONGEST_SUMMARY = 0.75
-"""A summary at least this share of its article in characters is none."""
+"""Summaries of at least this share of their article's characters are left out."""
 
 _WRONG_COUNT = "with a wrong number of cells"
 _EMPTY = "without headline, text or title"
@@ -30,18 +30,18 @@ _LONG_SUMMARY = "whose summary is not shorter than 3/4 of the article"
 
 
 def read_wikihow(path: Path, spec: SourceSpec, split: Split | None) -> Table:
-    """The articles of one split and their summaries. Any process may call it, alone.
+    """Read the articles of one split and their summaries. Any process can call it.
 
-    The summary is the headline, the article the text. Rows are left out as the authors' program does, and counted in
-    the notes. Titles are split by the authors' lists where those lie beside the file, else by a hash.
+    The summary is the headline, the article the text. The same rows are left out as by the authors' program, and
+    counted in the notes. Titles are split by the authors' lists if those are next to the file, else by a hash.
 
     Args:
         path: wikihowAll.csv or wikihowSep.csv.
-        spec: Encoding, share to hold out, bad rows allowed.
-        split: Which of the two splits; None: all rows.
+        spec: Encoding, share to hold out, allowed unusable rows.
+        split: The split; None: all rows.
 
     Raises:
-        DataError: The file has other columns, too many rows that are no text, or none for this split.
+        DataError: The file has other columns, too many undecodable rows, or no rows for this split.
     """
     side_of, how = (_everything, "all rows are used") if split is None else title_split(path, spec)
     kept: list[Example] = []
@@ -54,11 +54,11 @@ def read_wikihow(path: Path, spec: SourceSpec, split: Split | None) -> Table:
         if problem is not None:
             bad.add(line, problem)
             continue
-        example = _judge(line, cells)
+        example = _example(line, cells)
         if isinstance(example, str):
             dropped[example] += 1
             continue
-        assert cells is not None, "a row without cells is judged to have the wrong number of them"
+        assert cells is not None, "_example refuses a row without cells"
         side = side_of(title_key(cells[2]))
         sides[side] += 1
         if split is None or side == split:
@@ -74,32 +74,32 @@ def read_wikihow(path: Path, spec: SourceSpec, split: Split | None) -> Table:
 
 
 def title_key(title: str) -> str:
-    """A title as the authors' lists have it: its letters and digits."""
+    """Return a title in the form of the authors' lists: its letters and digits."""
     return "".join(character for character in title if character.isalnum())
 
 
-def mended_article(text: str) -> str:
-    """An article without the commas that the authors' file has at the beginnings of lines."""
+def cleaned_article(text: str) -> str:
+    """Remove the commas that the authors' file has at the beginnings of lines."""
     return _COMMAS_AFTER_LINES.sub(".\n", text)
 
 
 def list_files(path: Path) -> list[Path]:
-    """The authors' title lists that lie beside a file."""
+    """Return the authors' title lists that are next to a file."""
     candidates = (path.parent / name for name in (*LISTS.values(), TEST_LIST))
     return [candidate for candidate in candidates if candidate.is_file()]
 
 
 def title_split(path: Path, spec: SourceSpec) -> tuple[Callable[[str], str], str]:
-    """What tells the split of a title's key, and how in words.
+    """Return a function from a title's key to its split, and a description of it.
 
     Raises:
-        DataError: Only one of the lists of training and validation is there, or one cannot be read.
+        DataError: Only one of the lists for training and validation exists, or one cannot be read.
     """
     lists = _title_lists(path)
     if lists is None:
         fraction = _fraction(spec)
         how = (
-            f"no {LISTS['train']} and {LISTS['validation']} beside it: {fraction:g} of the titles are held out by hash"
+            f"no {LISTS['train']} and {LISTS['validation']} next to it: {fraction:g} of the titles are held out by hash"
         )
         return lambda key: "validation" if is_held_out(key, fraction) else "train", how
     idle = ", data.validation_fraction is not used" if spec.validation_fraction else ""
@@ -116,15 +116,15 @@ def _fraction(spec: SourceSpec) -> float:
 
 
 def _title_lists(path: Path) -> dict[str, str] | None:
-    """The split of each listed title; None when there are no lists."""
+    """Return the split of each listed title; None if there are no lists."""
     found = {file.name: file for file in list_files(path)}
     missing = [name for name in LISTS.values() if name not in found]
     if len(missing) == len(LISTS):
         return None
     if missing:
         raise DataError(
-            f"{path.parent} has {' and '.join(found)}, but no {missing[0]}: put all of the authors' title lists beside "
-            "the file, or none, to split by a hash of the titles."
+            f"{path.parent} has {' and '.join(found)}, but no {missing[0]}: put all of the authors' title lists next "
+            "to the file, or none, to split by a hash of the titles."
         )
     sides = {TEST_LIST: "test", **{name: str(side) for side, name in LISTS.items()}}
     lists: dict[str, str] = {}
@@ -136,9 +136,9 @@ def _title_lists(path: Path) -> dict[str, str] | None:
 
 
 def _records(path: Path, encoding: str) -> Iterator[tuple[int, list[str] | None]]:
-    """Headline, text and title of each row and its line; None for a row of the wrong length."""
+    """Yield line and (headline, text, title) of each row; None for a row of the wrong length."""
     with open_lines(path, encoding) as lines:
-        # The file as shipped has rows that a strict reader refuses.
+        # The authors' file has rows that a strict reader refuses.
         records = csv_records(lines, ",", strict=False)
         header = next((record for _, record in records), None)
         if header is None:
@@ -147,18 +147,18 @@ def _records(path: Path, encoding: str) -> Iterator[tuple[int, list[str] | None]
         if any(names.count(name) != 1 for name in COLUMNS):
             listed = ", ".join(repr(name) for name in names)
             raise DataError(
-                f"{path} is not WikiHow as its authors ship it: it needs the columns headline, title and text (in "
+                f"{path} is not the authors' WikiHow file: it needs the columns headline, title and text (in "
                 f"wikihowAll.csv) or overview, headline, text, sectionLabel and title (wikihowSep.csv); got {listed}. "
                 "Set data.format: csv and name the columns."
             )
         places = [names.index(name) for name in COLUMNS]
         for line, record in records:
-            whole = not isinstance(record, csv.Error) and len(record) == len(names)
-            yield line, [record[place] for place in places] if whole else None  # type: ignore[reportIndexIssue]
+            complete = not isinstance(record, csv.Error) and len(record) == len(names)
+            yield line, [record[place] for place in places] if complete else None  # type: ignore[reportIndexIssue]
 
 
-def _judge(line: int, cells: list[str] | None) -> Example | str:
-    """A row's example, or why it is left out."""
+def _example(line: int, cells: list[str] | None) -> Example | str:
+    """Return a row's example, or the reason why it is left out."""
     if cells is None:
         return _WRONG_COUNT
     headline, text, title = cells
@@ -166,4 +166,4 @@ def _judge(line: int, cells: list[str] | None) -> Example | str:
         return _EMPTY
     if not len(headline) < _LONGEST_SUMMARY * len(text):
         return _LONG_SUMMARY
-    return Example(mended_article(text), (headline.replace(".,", "."),), line)
+    return Example(cleaned_article(text), (headline.replace(".,", "."),), line)

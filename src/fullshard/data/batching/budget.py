@@ -1,4 +1,4 @@
-"""Steps by a budget of tokens instead of a number of rows."""
+"""Plan of an epoch whose micro-batches have a budget of tokens instead of a number of rows."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fullshard.data.stream import Places, require_rank
+from fullshard.data.batching.stream import Places, require_rank
 from fullshard.errors import DataError
 
 ROUNDING_BITS = 3
-"""Lengths are rounded up to so many binary digits after the first: by at most 1/8."""
+"""Lengths are rounded up to this many binary digits after the first: by at most 1/8."""
 
 
 @dataclass(frozen=True)
 class _Sorted:
-    """The rows by length, the same in every epoch.
+    """The rows sorted by length, the same in every epoch.
 
     Attributes:
-        order: All rows, rows of similar length together, the longest sources first.
-        classes: For each of them the number of its class, rising. Rows of one class may change places.
-        bounds: Where each step begins in ``order``, and the end of the last.
-        costs: For each step the positions that a row takes at most, padding included.
+        order: All rows, similar lengths together, the longest sources first.
+        classes: For each of them the number of its class, ascending. Rows of one class may be permuted.
+        bounds: Start of each step in ``order``, and the end of the last.
+        costs: For each step the maximum positions of a row, including padding.
     """
 
     order: NDArray[np.int64]
@@ -36,32 +36,32 @@ class _Sorted:
 
 @dataclass(frozen=True, eq=False)
 class TokenPlan:
-    """The rows of one epoch for every rank, where a micro-batch holds as many rows as fit into a budget of tokens.
+    """The rows of one epoch for every rank, with as many rows per micro-batch as fit into a budget of tokens.
 
-    Rows are sorted by lengths that are rounded up (by at most 1/8): sources from long to short, and within sources of
-    one rounded length the targets in turn up and down, so that neighbours are alike in both. Steps are runs of this
-    order, as long as the budget allows at the rounded lengths. These runs are the same in every epoch, and so is their
-    number, which the learning rate's schedule must know beforehand. What an epoch's seed decides is which rows of
-    equal rounded lengths come into which run, and the order of the runs. (Runs cut anew from a shuffled order would
-    leave more to chance, but the number of steps would differ from epoch to epoch.) Rows themselves are padded to
-    their true lengths, so rounding costs no padding, only a part of the budget that stays unused.
+    Rows are sorted by lengths rounded up (by at most 1/8): sources from long to short, and within one rounded source
+    length the targets alternately up and down, so that neighbors are similar in both. Steps are runs of this order, as
+    long as the budget allows at the rounded lengths. The runs are the same in every epoch, and so is their number,
+    which the learning rate schedule needs in advance. The epoch's seed decides which rows of equal rounded lengths are
+    in which run, and the order of the runs. (Cutting runs from a shuffled order would be more random, but the number
+    of steps would differ between epochs.) Rows are padded to their true lengths, so rounding costs no padding; it only
+    leaves part of the budget unused.
 
-    All ranks have equally many micro-batches in a step, of equal sizes; rows that are repeated for this are fillers,
-    which count in nothing.
+    All ranks have the same number of micro-batches in a step, of equal sizes. Rows repeated for this are fillers, which
+    do not count in loss and metrics.
 
     Attributes:
         source_lengths: Source tokens of each row of the set.
         target_lengths: Target tokens of each row.
         causal: Whether source and target are padded as one sequence.
         world_size: Number of ranks.
-        batch_tokens: Most positions of a micro-batch on one rank: rows times (longest source plus longest target), or
+        batch_tokens: Maximum positions of a micro-batch on one rank: rows times (longest source + longest target), or
             times the longest joined row.
-        accumulation: Micro-batches of a step, at most; all ranks have equally many.
+        accumulation: Maximum micro-batches per step; the same number on all ranks.
         seed: Seed of the run.
         epoch: Number of the epoch, from 0.
-        group: Micro-batches, over all ranks, that a step's rows were chosen for; None: ``world_size * accumulation``. A
-            run that goes on with other ranks keeps the one that it began with, and so the rows of each step; then
-            ``world_size * accumulation * batch_tokens`` must be what it was.
+        group: Micro-batches over all ranks for which a step's rows are chosen; None: ``world_size * accumulation``. A
+            run that resumes with another world size keeps its initial value, and so the rows of each step; then
+            ``world_size * accumulation * batch_tokens`` must be unchanged.
     """
 
     source_lengths: NDArray[np.int64]
@@ -103,13 +103,13 @@ class TokenPlan:
         return len(self._sorted.costs)
 
     def for_epoch(self, epoch: int) -> TokenPlan:
-        """The same plan for another epoch; the sorting is shared."""
+        """Return the same plan for another epoch; the sorting is shared."""
         plan = replace(self, epoch=epoch)
         plan.__dict__["_sorted"] = self._sorted
         return plan
 
     def step_places(self, step: int, rank: int) -> list[Places]:
-        """The rows of each of one rank's micro-batches of one step.
+        """Return the rows of each micro-batch of one rank in one step.
 
         Args:
             step: From 0 to ``num_steps - 1``.
@@ -135,7 +135,7 @@ class TokenPlan:
 
     @property
     def _group_tokens(self) -> int:
-        """The budget of a micro-batch where the run began."""
+        """The budget of a micro-batch at the start of the run."""
         return self.world_size * self.accumulation * self.batch_tokens // self._cells
 
     @cached_property
@@ -165,7 +165,7 @@ class TokenPlan:
 
 
 def _rounded_up(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Lengths rounded up to a few binary digits."""
+    """Round lengths up to a few binary digits."""
     digits = np.frexp(lengths.astype(np.float64))[1]  # 2 ** (digits - 1) <= length < 2 ** digits
     unit = np.int64(1) << np.maximum(0, digits - 1 - ROUNDING_BITS).astype(np.int64)
     return -(-lengths // unit) * unit
@@ -174,10 +174,10 @@ def _rounded_up(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def _runs(
     sources: NDArray[np.int64], targets: NDArray[np.int64], classes: NDArray[np.int64], cells: int, tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cut sorted rows into runs that ``cells`` micro-batches of ``tokens`` positions hold.
+    """Cut sorted rows into runs that fit into ``cells`` micro-batches of ``tokens`` positions.
 
     Returns:
-        Where each run begins, with the end of the last; and the most positions of a row of each.
+        The start of each run and the end of the last; and the maximum positions of a row in each.
     """
     bounds, costs, start, total = [0], [], 0, len(sources)
     while start < total:

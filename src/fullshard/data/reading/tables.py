@@ -1,4 +1,4 @@
-"""Tables in text files: CSV, TSV, JSON Lines and JSON in, rows with their line numbers out, one at a time."""
+"""Readers of CSV, TSV, JSON Lines and JSON files, which yield rows with their line numbers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any, Protocol, TextIO
 from fullshard.errors import DataError
 
 CELL_LIMIT_CHARACTERS = 2**31 - 1
-"""The csv module refuses cells above 131,072 characters unless told otherwise; articles can be longer."""
+"""Limit for the csv module, whose default of 131,072 characters is too short for articles."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_ESCAPES = range(0xDC80, 0xDD00)
-"""What Python's surrogateescape decodes the bytes 0x80 to 0xff to where they are no text."""
+"""Code points to which surrogateescape decodes the bytes 0x80 to 0xff that are not valid text."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Row:
     """A row before it is checked.
 
     Attributes:
-        line: Line it starts on, from 1; its number where the table has no lines.
-        cells: By column name.
-        problem: Why it could not be read; None when it could.
+        line: Line where it starts, from 1; its number if the table has no lines.
+        cells: Cells by column name.
+        problem: Why it could not be read, or None.
     """
 
     line: int
@@ -41,30 +41,30 @@ class Row:
     problem: str | None = None
 
 
-class Origin(Protocol):
-    """A table that rows can be read from, more than once."""
+class RowReader(Protocol):
+    """Reader of one table; rows can be read several times."""
 
     @property
     def where(self) -> str:
-        """The table as messages call it."""
+        """Name of the table in messages."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of how it is read."""
+        """Messages for the user about how it is read."""
         ...
 
     def columns(self) -> list[str]:
-        """Its columns in order; a name that is there twice is listed twice."""
+        """Return the columns in order; a duplicate name is listed twice."""
         ...
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
-        """Its rows in order, with at least the wanted columns that they have."""
+        """Yield the rows in order, with at least those of the wanted columns that they have."""
         ...
 
 
 def encoding_problem(text: str, encoding: str) -> str | None:
-    """What part of a text is no text, or None. Bytes that cannot be decoded are lone surrogates here."""
+    """Describe the first character that is not valid text, or return None; undecodable bytes are lone surrogates."""
     found = None if text.isascii() else _LONE_SURROGATE.search(text)
     if found is None:
         return None
@@ -72,25 +72,25 @@ def encoding_problem(text: str, encoding: str) -> str | None:
     if code in _BYTE_ESCAPES:
         byte = code - 0xDC00
         return (
-            f"byte 0x{byte:02x} is not {encoding.upper()}: save the file as UTF-8, or set data.encoding to what it is"
+            f"byte 0x{byte:02x} is not {encoding.upper()}: save the file as UTF-8, or set data.encoding to its encoding"
         )
     return f"\\u{code:04x} is half of a character"
 
 
 @contextmanager
 def open_lines(path: Path, encoding: str) -> Iterator[TextIO]:
-    r"""A text file, gzipped or not, whose lines end in ``\n`` alone.
+    r"""Open a text file, gzipped or not, whose lines end only at ``\n``.
 
-    A byte-order mark is left out, and a byte that cannot be decoded becomes a lone surrogate, so that one of them does
-    not make the rest of the file unreadable.
+    A byte-order mark is removed. An undecodable byte becomes a lone surrogate, so that the rest of the file stays
+    readable.
 
     Raises:
-        DataError: The file cannot be read, or its encoding is unknown or lost.
+        DataError: The file cannot be read or decoded, or the encoding is unknown.
     """
     try:
         name = codecs.lookup(encoding).name
     except LookupError as error:
-        raise DataError(f"data.encoding: {encoding!r} is no encoding that Python knows, such as utf-8.") from error
+        raise DataError(f"data.encoding: {encoding!r} is not an encoding of Python, such as utf-8.") from error
     opened = gzip.open if path.suffix.lower() == ".gz" else open
     codec = "utf-8-sig" if name == "utf-8" else name
     try:
@@ -99,30 +99,32 @@ def open_lines(path: Path, encoding: str) -> Iterator[TextIO]:
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from error
     except UnicodeError as error:
-        raise DataError(f"{path} cannot be decoded as {encoding}: {error}. Set data.encoding to what it is.") from error
+        raise DataError(
+            f"{path} cannot be decoded as {encoding}: {error}. Set data.encoding to its encoding."
+        ) from error
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """The error for a file that cannot be opened or read."""
+    """Return the error for a file that cannot be opened or read."""
     reason = getattr(error, "strerror", None) or error
     return DataError(f"{path} cannot be read: {reason}. Give the path of an existing file.")
 
 
 def empty(path: Path) -> DataError:
-    """The error for a file without anything in it."""
+    """Return the error for an empty file."""
     return DataError(f"{path} is empty ({path.stat().st_size} bytes): at least one row is needed.")
 
 
 def csv_records(lines: Iterable[str], delimiter: str, *, strict: bool) -> Iterator[tuple[int, list[str] | csv.Error]]:
-    r"""Records of a CSV text and the lines they start on; empty lines are left out.
+    r"""Yield the records of a CSV text with the lines where they start; empty lines are skipped.
 
-    Line breaks and other separators inside quoted cells are kept. After a record that cannot be read, its error in its
-    place, reading goes on with the next line.
+    Line breaks and other separators inside quoted cells are kept. An unreadable record yields its error, and reading
+    continues with the next line.
 
     Args:
-        lines: The text, cut at ``\n`` alone.
-        delimiter: What stands between cells.
-        strict: Whether quotes that are not closed or not doubled are an error.
+        lines: The text, split only at ``\n``.
+        delimiter: Delimiter of cells.
+        strict: Whether unclosed or unescaped quotes are an error.
     """
     with _LONG_CELLS:
         reader = csv.reader(lines, delimiter=delimiter, strict=strict)
@@ -146,17 +148,17 @@ class CsvFile:
     notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, encoding: str, delimiter: str = ",") -> None:
-        """Nothing is read yet."""
+        """Prepare to read ``path``; nothing is read yet."""
         self.where = str(path)
         self._path, self._encoding, self._delimiter = path, encoding, delimiter
 
     def columns(self) -> list[str]:
-        """The header."""
+        """Return the header."""
         with open_lines(self._path, self._encoding) as lines:
             return self._header(csv_records(lines, self._delimiter, strict=True))
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
-        """Rows below the header, with all their cells."""
+        """Yield the rows below the header, with all cells."""
         del wanted
         with open_lines(self._path, self._encoding) as lines:
             records = csv_records(lines, self._delimiter, strict=True)
@@ -164,8 +166,8 @@ class CsvFile:
             for line, record in records:
                 if isinstance(record, csv.Error):
                     raise DataError(
-                        f"{self.where}:{line}: the CSV is malformed from here on ({record}): what follows cannot be "
-                        "told apart, and data.max_bad_rows does not help. Put cells with quotes, delimiters or line "
+                        f"{self.where}:{line}: the CSV is malformed from here on ({record}), and the rest cannot be "
+                        "parsed; data.max_bad_rows does not help. Put cells with quotes, delimiters or line "
                         "breaks in double quotes and double the quotes in them, or convert the file to JSON Lines."
                     )
                 problem = encoding_problem("".join(record), self._encoding)
@@ -174,7 +176,7 @@ class CsvFile:
                 yield Row(line, dict(zip(header, record, strict=False)), problem)
 
     def _header(self, records: Iterator[tuple[int, list[str] | csv.Error]]) -> list[str]:
-        """The first record that is not blank; takes it from the records."""
+        """Consume and return the first record that is not blank."""
         for line, record in records:
             if isinstance(record, csv.Error):
                 problem = str(record)
@@ -194,12 +196,12 @@ class JsonLinesFile:
     notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, encoding: str) -> None:
-        """Nothing is read yet."""
+        """Prepare to read ``path``; nothing is read yet."""
         self.where = str(path)
         self._path, self._encoding = path, encoding
 
     def columns(self) -> list[str]:
-        """Keys that any of the objects has, in order of appearance."""
+        """Return the keys of all objects, in order of appearance."""
         seen: dict[str, None] = {}
         blank = True
         for row in self.rows(()):
@@ -210,7 +212,7 @@ class JsonLinesFile:
         return list(seen)
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
-        """The objects; blank lines are no rows."""
+        """Yield the objects; blank lines are skipped."""
         del wanted
         with open_lines(self._path, self._encoding) as lines:
             for line, raw in enumerate(lines, start=1):
@@ -220,21 +222,21 @@ class JsonLinesFile:
 
 
 class JsonFile:
-    """A JSON file: a list of objects, an object that holds one such list, or an object of columns."""
+    """A JSON file: a list of objects, an object with one such list, or an object of columns."""
 
     notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, encoding: str) -> None:
-        """Nothing is read yet."""
+        """Prepare to read ``path``; nothing is read yet."""
         self.where = str(path)
         self._path, self._encoding = path, encoding
 
     def columns(self) -> list[str]:
-        """Keys that any of the objects has, in order of appearance."""
+        """Return the keys of all objects, in order of appearance."""
         return list(dict.fromkeys(key for item in self._items if isinstance(item, dict) for key in item))
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
-        """The objects, numbered from 1."""
+        """Yield the objects, numbered from 1."""
         del wanted
         for number, item in enumerate(self._items, start=1):
             if not isinstance(item, dict):
@@ -245,7 +247,7 @@ class JsonFile:
 
     @cached_property
     def _items(self) -> list[Any]:
-        """All rows: JSON has to be read as a whole."""
+        """All rows; JSON can only be parsed completely."""
         with open_lines(self._path, self._encoding) as lines:
             text = lines.read()
         if not text.strip():
@@ -253,37 +255,33 @@ class JsonFile:
         try:
             value = parse_json(text)
         except ValueError as error:
-            hint = (
-                " Where each line is an object of its own, set data.format: jsonl."
-                if "Extra data" in str(error)
-                else ""
-            )
+            hint = " If each line is an object, set data.format: jsonl." if "Extra data" in str(error) else ""
             raise DataError(f"{self._path} is not valid JSON: {error}.{hint}") from error
         items = _items_of(value)
         if items is None:
             raise DataError(
-                f"{self._path} holds neither a list of objects, nor an object with one such list in it, nor an object "
-                f"of columns of equal length; it holds a JSON {type(value).__name__}. Convert it to JSON Lines."
+                f"{self._path} is neither a list of objects, nor an object with one such list, nor an object of "
+                f"columns of equal length; it is a JSON {type(value).__name__}. Convert it to JSON Lines."
             )
         if not items:
-            raise DataError(f"{self._path} holds no rows: at least one is needed.")
+            raise DataError(f"{self._path} has no rows: at least one is needed.")
         return items
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value whose numbers stay as they are written: 1.50 is not to become 1.5.
+    """Parse a JSON value, keeping numbers as written: 1.50 must not become 1.5.
 
     Raises:
-        ValueError: It is broken, or too deep to read.
+        ValueError: It is malformed, or nested too deeply.
     """
     try:
         return json.loads(text, parse_int=str, parse_float=str)
     except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+        raise ValueError("it is nested too deeply") from error
 
 
 def _json_row(line: int, raw: str) -> Row:
-    """The object on one line."""
+    """Parse the object on one line."""
     try:
         value = parse_json(raw)
     except json.JSONDecodeError as error:
@@ -291,12 +289,12 @@ def _json_row(line: int, raw: str) -> Row:
     except ValueError as error:
         return Row(line, {}, f"broken JSON: {error}")
     if not isinstance(value, dict):
-        return Row(line, {}, f"the line holds a JSON {type(value).__name__}, not an object")
+        return Row(line, {}, f"the line is a JSON {type(value).__name__}, not an object")
     return Row(line, value)
 
 
 def _items_of(value: Any) -> list[Any] | None:
-    """The rows of a JSON value; None when it is no table."""
+    """Return the rows of a JSON value; None if it is not a table."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict) or not value:
@@ -312,7 +310,7 @@ def _items_of(value: Any) -> list[Any] | None:
 
 
 class _LongCells:
-    """Lifts the csv module's limit on a cell's length while any table is read, and puts it back."""
+    """Raises the csv module's limit on cell length while any table is read, then restores it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -320,7 +318,7 @@ class _LongCells:
         self._before = 0
 
     def __enter__(self) -> None:
-        """One more reader; the limit is the module's own, shared by all threads."""
+        """Count one more reader; the limit is global to the module and shared by all threads."""
         with self._lock:
             if self._readers == 0:
                 self._before = csv.field_size_limit(CELL_LIMIT_CHARACTERS)

@@ -1,4 +1,4 @@
-"""Rows held out by a hash: the same ones in every run, on every machine, whatever else is in the file."""
+"""Rows held out by a hash, which are the same in every run and on every machine, whatever other rows there are."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fullshard.errors import DataError
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Whether what has this key is held out; rows of one key stay together.
+    """Return whether rows with this key are held out; rows with the same key stay together.
 
     Args:
-        key: The source of a row, or what else tells rows apart.
+        key: The source of a row, or another key.
         fraction: Share of keys to hold out, from 0 to 1.
     """
     digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -20,10 +20,10 @@ def is_held_out(key: str, fraction: float) -> bool:
 
 
 def hold_out(table: Table, fraction: float, split: Split, where: str) -> Table:
-    """One side of a table that is split by the sources of its rows.
+    """Return one split of a table, chosen by the sources of its rows.
 
     Raises:
-        DataError: One of the sides would be empty.
+        DataError: One of the splits would be empty.
     """
     sides: dict[Split, list[Example]] = {"train": [], "validation": []}
     for example in table.examples:
@@ -36,7 +36,7 @@ def hold_out(table: Table, fraction: float, split: Split, where: str) -> Table:
 
 
 def require_both_sides(num_train: int, num_held_out: int, fraction: float, where: str) -> None:
-    """Raise when a fraction leaves nothing to train on or nothing to evaluate on."""
+    """Raise DataError if a fraction leaves no rows for training or none for evaluation."""
     if not num_train or not num_held_out:
         raise DataError(
             f"{where}: data.validation_fraction {fraction} leaves {num_train} rows for training and {num_held_out} "

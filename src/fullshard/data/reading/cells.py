@@ -1,23 +1,23 @@
-"""What a cell holds, as text: every kind of table ends up here."""
+"""The text of a cell, for every kind of table."""
 
 from __future__ import annotations
 
 import math
 from decimal import Decimal
 
-from fullshard.data.bad_rows import UnusableRowError
-from fullshard.data.tables import encoding_problem
+from fullshard.data.reading.bad_rows import UnusableRowError
+from fullshard.data.reading.tables import encoding_problem
 
 
 def cell_text(name: str, cell: object) -> str:
-    """The text of a cell as it is; pieces of a list are joined by a space.
+    """Return the text of a cell unchanged; the items of a list are joined with spaces.
 
     Args:
         name: The column, for messages.
-        cell: What the table holds there.
+        cell: The cell's value.
 
     Raises:
-        UnusableRowError: The cell is missing, or holds something else than text, numbers and lists of them.
+        UnusableRowError: The cell is missing, or is not text, a number or a list of them.
     """
     if isinstance(cell, (list, tuple)):
         return " ".join(text for item in cell if (text := _scalar_text(name, item, "a list with ")).strip())
@@ -25,15 +25,15 @@ def cell_text(name: str, cell: object) -> str:
 
 
 def cell_references(name: str, cell: object, *, join: bool) -> tuple[str, ...]:
-    """The texts of a target cell: one, or with a list its items, each once and none empty.
+    """Return the texts of a target cell: one, or the distinct non-empty items of a list.
 
     Args:
         name: The column, for messages.
-        cell: What the table holds there.
+        cell: The cell's value.
         join: Whether a list is one text in pieces.
 
     Raises:
-        UnusableRowError: As of :func:`cell_text`, or nothing but blanks is there.
+        UnusableRowError: As for :func:`cell_text`, or all texts are blank.
     """
     if isinstance(cell, (list, tuple)) and not join:
         texts = [_scalar_text(name, item, "a list with ") for item in cell]
@@ -46,7 +46,7 @@ def cell_references(name: str, cell: object, *, join: bool) -> tuple[str, ...]:
 
 
 def _scalar_text(name: str, cell: object, inside: str = "") -> str:
-    """Text and numbers as text."""
+    """Return text or a number as text."""
     if isinstance(cell, str):
         problem = encoding_problem(cell, "utf-8")
         if problem is not None:

@@ -1,4 +1,4 @@
-"""Rows of the user's data: files and datasets of every kind in, examples with their line numbers out."""
+"""The rows of a split, read from files and datasets of every supported format."""
 
 from __future__ import annotations
 
@@ -6,67 +6,68 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
-from fullshard.data.arrow import DatasetRows, ParquetFile, open_dataset
-from fullshard.data.bad_rows import BadRows, UnusableRowError
-from fullshard.data.columns import Recipe, choose, choose_sources
 from fullshard.data.examples import Example, SourceSpec, Split, Table
-from fullshard.data.holdout import hold_out
-from fullshard.data.phrasebank import open_phrasebank
-from fullshard.data.tables import CsvFile, JsonFile, JsonLinesFile, Origin, unreadable
-from fullshard.data.wikihow import list_files, read_wikihow
+from fullshard.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
+from fullshard.data.reading.bad_rows import BadRows, UnusableRowError
+from fullshard.data.reading.columns import Recipe, choose, choose_sources
+from fullshard.data.reading.holdout import hold_out
+from fullshard.data.reading.phrasebank import open_phrasebank
+from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, unreadable
+from fullshard.data.reading.wikihow import list_files, read_wikihow
 from fullshard.errors import DataError
 
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
-"""Formats by suffix; all but Parquet may be gzipped, with .gz behind."""
+"""Formats by suffix; all but Parquet may be gzipped, with .gz appended."""
+
 _RULES = 1
-"""Goes up when the same file and options give other rows than before, so that what was cached is not used."""
+"""Increased when the same file and options give other rows than before, to invalidate caches."""
+
 _CHUNK_BYTES = 2**20
 
 
 def read_split(spec: SourceSpec, split: Split) -> Table:
-    """The rows of one split. Any process may call it, alone.
+    """Read the rows of one split. Any process can call it.
 
-    Line breaks, quotes and delimiters inside cells are kept as they are, and so is a JSON number: its text is what the
-    file has. Empty lines are no rows.
+    Line breaks, quotes and delimiters inside cells are kept, and JSON numbers keep their text. Empty lines are skipped.
 
     Args:
         spec: Where the rows come from.
         split: ``train``, or ``validation`` for the held-out rows.
 
     Returns:
-        The rows in the order of the data, at least one, and what the user should know of how they were read.
+        The rows in the order of the data, at least one, and messages about how they were read.
 
     Raises:
-        DataError: Something is missing, empty or of another format, columns cannot be told, or more rows are bad than
-            ``max_bad_rows`` (the message counts them and shows the first with their lines).
-        ConfigError: The template cannot be understood.
+        DataError: Data is missing, empty or in another format, the columns are ambiguous, or more than ``max_bad_rows``
+            rows are unusable (the message has their number and the first ones with their lines).
+        ConfigError: The template is malformed.
     """
     by_hash = _split_by_hash(spec)
     if spec.format == "wikihow" and spec.dataset_name is None:
         return read_wikihow(_file(spec, split), spec, split if by_hash else None)
-    origin = _open(spec, split)
-    table = _read_table(origin, spec)
-    return hold_out(table, spec.validation_fraction, split, origin.where) if by_hash else table
+    reader = _open(spec, split)
+    table = _read_table(reader, spec)
+    return hold_out(table, spec.validation_fraction, split, reader.where) if by_hash else table
 
 
 def read_sources(spec: SourceSpec, split: Split) -> Table:
-    """The sources of a split's rows, in columns that are recognised by their names; any process, alone.
+    """Read the sources of a split's rows, in columns chosen by name. Any process can call it.
 
     Returns:
-        The rows in order; their references are of no use.
+        The rows in order; their references are not meaningful.
 
     Raises:
-        DataError: The table cannot be read or is empty, or it is not clear which columns are the source.
+        DataError: The table cannot be read or is empty, or the source columns are ambiguous.
     """
-    origin = _open(spec, split)
-    recipe = choose_sources(spec, origin.columns(), origin.where)
-    return _read_rows(origin, recipe, BadRows(origin.where), spec.max_bad_rows)
+    reader = _open(spec, split)
+    recipe = choose_sources(spec, reader.columns(), reader.where)
+    return _read_rows(reader, recipe, BadRows(reader.where), spec.max_bad_rows)
 
 
 def fingerprint(spec: SourceSpec, split: Split) -> str:
-    """A hash of what :func:`read_split` reads, for the keys of caches. Any process may call it, alone.
+    """Return a hash of what :func:`read_split` reads, for cache keys. Any process can call it.
 
-    It depends on the bytes of the files, not on their names and places, and on every option that changes the rows.
+    It depends on the files' bytes, not on their names and paths, and on every option that changes the rows.
 
     Returns:
         32 hexadecimal digits.
@@ -92,30 +93,27 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
 
 
 def split_lists(spec: SourceSpec) -> list[Path]:
-    """Files beside the training file that say which split a row is of: WikiHow's lists of titles, where they are used.
-
-    Any process may call it, alone.
-    """
+    """Return the files next to the training file that assign rows to splits: WikiHow's title lists, if used."""
     return list_files(spec.train_file) if spec.train_file is not None and _split_by_title(spec) else []
 
 
 def _split_by_hash(spec: SourceSpec) -> bool:
-    """Whether both splits come out of the training rows."""
+    """Return whether both splits are taken from the training rows."""
     return _split_by_title(spec) or (spec.validation_file is None and spec.validation_fraction > 0)
 
 
 def _split_by_title(spec: SourceSpec) -> bool:
-    """Whether the rows are WikiHow's, whose splits come out of one file unless a file is given for each."""
+    """Return whether the rows are WikiHow's, whose splits are in one file unless each has its own."""
     return spec.validation_file is None and spec.format == "wikihow" and spec.dataset_name is None
 
 
 def _of_dataset(spec: SourceSpec, split: Split) -> bool:
-    """Whether the rows of a split are a dataset's; a file of held-out rows comes before its own split."""
+    """Return whether a split is read from a dataset; a file of held-out rows overrides the dataset's split."""
     return spec.dataset_name is not None and (split == "train" or spec.validation_file is None)
 
 
 def _file(spec: SourceSpec, split: Split) -> Path:
-    """The file that holds the rows of a split."""
+    """Return the file with the rows of a split."""
     path = spec.train_file if split == "train" or _split_by_hash(spec) else spec.validation_file
     if path is None:
         key = "train_file" if split == "train" else "validation_file (or data.validation_fraction)"
@@ -124,7 +122,7 @@ def _file(spec: SourceSpec, split: Split) -> Path:
 
 
 def _format(path: Path, spec: SourceSpec) -> str:
-    """How a file is read."""
+    """Return the format of a file."""
     if spec.format != "auto":
         return spec.format
     suffix = path.suffix.lower()
@@ -136,8 +134,8 @@ def _format(path: Path, spec: SourceSpec) -> str:
     return FORMATS[inner]
 
 
-def _open(spec: SourceSpec, split: Split) -> Origin:
-    """The table that holds the rows of a split."""
+def _open(spec: SourceSpec, split: Split) -> RowReader:
+    """Open the table with the rows of a split."""
     if _of_dataset(spec, split):
         return _open_dataset(spec, split)
     path = _file(spec, split)
@@ -157,7 +155,7 @@ def _open(spec: SourceSpec, split: Split) -> Origin:
 
 
 def _open_dataset(spec: SourceSpec, split: Split) -> DatasetRows:
-    """The dataset's split that holds the rows of a split of ours."""
+    """Open the dataset's split for one of our splits."""
     assert spec.dataset_name is not None
     name = spec.train_split if split == "train" or spec.validation_fraction else spec.validation_split
     if name is None:
@@ -165,36 +163,36 @@ def _open_dataset(spec: SourceSpec, split: Split) -> DatasetRows:
     return open_dataset(spec.dataset_name, spec.dataset_config_name, name)
 
 
-def _read_table(origin: Origin, spec: SourceSpec) -> Table:
-    """All rows of a table that can be used."""
-    bad = BadRows(origin.where)
-    columns = origin.columns()
+def _read_table(reader: RowReader, spec: SourceSpec) -> Table:
+    """Return all usable rows of a table."""
+    bad = BadRows(reader.where)
+    columns = reader.columns()
     if not columns:
-        total = _count_unreadable(origin, bad)
-        bad.settle(total, limit=0)  # no row could be read at all: the rows' own problems say more than their columns
-    recipe = choose(spec, columns, origin.where)
-    return _read_rows(origin, recipe, bad, spec.max_bad_rows)
+        total = _count_unreadable(reader, bad)
+        bad.settle(total, limit=0)  # no row could be read: report the rows' problems, not missing columns
+    recipe = choose(spec, columns, reader.where)
+    return _read_rows(reader, recipe, bad, spec.max_bad_rows)
 
 
-def _read_rows(origin: Origin, recipe: Recipe, bad: BadRows, limit: int) -> Table:
-    """What a recipe makes of a table's rows."""
+def _read_rows(reader: RowReader, recipe: Recipe, bad: BadRows, limit: int) -> Table:
+    """Return the examples that a recipe makes of a table's rows."""
     examples: list[Example] = []
-    for row in origin.rows(recipe.columns):
+    for row in reader.rows(recipe.columns):
         try:
             examples.append(recipe.example(row))
         except UnusableRowError as problem:
             bad.add(row.line, str(problem))
-    notes = (*origin.notes, *recipe.notes, *bad.settle(len(examples) + bad.count, limit))
+    notes = (*reader.notes, *recipe.notes, *bad.settle(len(examples) + bad.count, limit))
     if not examples:
         found = f"{bad.count} rows, none of which can be used" if bad.count else "a header but no rows"
-        raise DataError("\n".join([f"{origin.where} has {found}: at least one row is needed.", *notes]))
+        raise DataError("\n".join([f"{reader.where} has {found}: at least one row is needed.", *notes]))
     return Table(examples, notes)
 
 
-def _count_unreadable(origin: Origin, bad: BadRows) -> int:
-    """Rows of a table without a readable one."""
+def _count_unreadable(reader: RowReader, bad: BadRows) -> int:
+    """Count the rows of a table without any readable row."""
     total = 0
-    for row in origin.rows(()):
+    for row in reader.rows(()):
         total += 1
         if row.problem is not None:
             bad.add(row.line, row.problem)
@@ -202,7 +200,7 @@ def _count_unreadable(origin: Origin, bad: BadRows) -> int:
 
 
 def _hash_file(path: Path, digest: blake2b) -> None:
-    """Put a file's size and bytes into a hash."""
+    """Add a file's size and bytes to a hash."""
     try:
         digest.update(path.stat().st_size.to_bytes(8, "big"))
         with path.open("rb") as file:

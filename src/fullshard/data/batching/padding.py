@@ -1,26 +1,26 @@
-"""How much of what the model computes is padding, from lengths alone."""
+"""The share of padding in batches, computed from lengths."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.pack import padded_size, share_sequences
-from fullshard.data.stream import Plan
-from fullshard.data.tokenize import TokenizedSet
+from fullshard.data.batching.pack import padded_size, share_sequences
+from fullshard.data.batching.stream import BatchPlan
+from fullshard.data.tokenizing.tokenize import TokenizedSet
 
 SAMPLED_STEPS = 500
-"""Of an epoch with more steps so many are looked at, evenly spread."""
+"""Number of evenly spaced steps that are examined in a longer epoch."""
 
 
-def padding_share(plan: Plan, tokenized: TokenizedSet, *, causal: bool, packed: bool = False) -> float:
-    """Share of positions that hold no token of a row that counts, over all ranks and one epoch; any rank, alone.
+def padding_share(plan: BatchPlan, tokenized: TokenizedSet, *, causal: bool, packed: bool = False) -> float:
+    """Return the share of positions that are padding or fillers, over all ranks and one epoch. Any rank can call it.
 
     Args:
-        plan: The epoch; of one with more than 500 steps, about 500 are looked at.
+        plan: The epoch; if it has more than 500 steps, about 500 are examined.
         tokenized: The set.
         causal: Whether source and target are one sequence.
-        packed: Whether rows are laid end to end.
+        packed: Whether rows are packed.
 
     Returns:
         From 0 (no padding) to below 1.
@@ -37,16 +37,16 @@ def padding_share(plan: Plan, tokenized: TokenizedSet, *, causal: bool, packed: 
 
 
 def step_sizes(
-    plan: Plan, tokenized: TokenizedSet, rank: int, *, causal: bool, packed: bool = False
+    plan: BatchPlan, tokenized: TokenizedSet, rank: int, *, causal: bool, packed: bool = False
 ) -> NDArray[np.int64]:
-    """Positions of one rank's largest micro-batch of each step; of packed ones the tokens, which are nearly all.
+    """Return the positions of one rank's largest micro-batch in each step; for packed ones the tokens, nearly the same.
 
     Args:
         plan: The epoch.
         tokenized: The set.
         rank: The rank.
         causal: Whether source and target are one sequence.
-        packed: Whether rows are laid end to end.
+        packed: Whether rows are packed.
 
     Returns:
         ``plan.num_steps`` numbers.
@@ -62,7 +62,7 @@ def step_sizes(
 
 
 def _sides(tokenized: TokenizedSet, *, causal: bool) -> list[NDArray[np.int64]]:
-    """Lengths of all rows on each side that is padded for itself."""
+    """Return the lengths of all rows on each separately padded side."""
     return [tokenized.lengths] if causal else [tokenized.source_ids.lengths, tokenized.target_ids.lengths]
 
 

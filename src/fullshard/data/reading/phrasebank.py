@@ -1,4 +1,4 @@
-"""FinancialPhraseBank as shipped: ``Sentences_*Agree.txt``, or JSON Lines with ``sentence`` and ``label``."""
+"""FinancialPhraseBank: ``Sentences_*Agree.txt``, or JSON Lines with ``sentence`` and ``label``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fullshard.data.tables import JsonLinesFile, Origin, Row, empty, encoding_problem, open_lines
+from fullshard.data.reading.tables import JsonLinesFile, Row, RowReader, empty, encoding_problem, open_lines
 
 LABELS = ("negative", "neutral", "positive")
-"""In the order of the numbers that the JSON form may have in their place."""
+"""In the order of the numbers that the JSON form may use instead."""
 
 
-def open_phrasebank(path: Path, encoding: str) -> Origin:
-    """The sentences and their labels; ``.jsonl`` and ``.json`` are JSON Lines, all else is the authors' form.
+def open_phrasebank(path: Path, encoding: str) -> RowReader:
+    """Open sentences and labels; ``.jsonl`` and ``.json`` are JSON Lines, all other files the authors' form.
 
     Raises:
         DataError: The file cannot be read.
@@ -31,7 +31,7 @@ class _JsonForm(JsonLinesFile):
     """Lines with ``sentence`` and ``label``, the label a name or its number."""
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
-        """Rows with the labels' names."""
+        """Yield rows with the labels' names."""
         for row in super().rows(wanted):
             yield row if row.problem else _labelled(row, row.cells.get("label"))
 
@@ -42,16 +42,16 @@ class _TextForm:
     notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, encoding: str) -> None:
-        """Nothing is read yet."""
+        """Prepare to read ``path``; nothing is read yet."""
         self.where = str(path)
         self._path, self._encoding = path, encoding
 
     def columns(self) -> list[str]:
-        """Those of the JSON form."""
+        """Return the columns of the JSON form."""
         return ["sentence", "label"]
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
-        """The lines that are not blank, cut at the last ``@``."""
+        """Yield the lines that are not blank, split at the last ``@``."""
         del wanted
         blank = True
         with open_lines(self._path, self._encoding) as lines:
@@ -70,14 +70,14 @@ class _TextForm:
 
 
 def _actual_encoding(path: Path, encoding: str) -> str:
-    """The given encoding; where that is UTF-8 and the file is not, the authors' ISO-8859-1."""
+    """Return the given encoding, or the authors' ISO-8859-1 if it is UTF-8 and the file is not."""
     with open_lines(path, encoding) as lines:
         readable = all(encoding_problem(line, encoding) is None for line in lines)
     return encoding if readable or codecs.lookup(encoding).name != "utf-8" else "iso-8859-1"
 
 
 def _labelled(row: Row, label: object) -> Row:
-    """The row with its label's name, or with what is wrong with it."""
+    """Return the row with its label's name, or with a problem."""
     text = str(label).strip().lower()
     if text.isascii() and text.isdigit() and int(text) < len(LABELS):
         text = LABELS[int(text)]

@@ -1,4 +1,4 @@
-"""Tables in Arrow's memory: Parquet files, and datasets on disk or on the Hub."""
+"""Tables in Arrow format: Parquet files, and datasets on disk or on the Hub."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fullshard.data.tables import Row, unreadable
+from fullshard.data.reading.tables import Row, unreadable
 from fullshard.errors import DataError
 
 _SAVED_MARKS = ("state.json", "dataset_dict.json")
-"""What save_to_disk writes into a directory: one split, several splits."""
+"""Files that save_to_disk writes for one split and for several splits."""
 
 
 class ParquetFile:
@@ -22,16 +22,16 @@ class ParquetFile:
     notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path) -> None:
-        """Nothing is read yet."""
+        """Prepare to read ``path``; nothing is read yet."""
         self.where = str(path)
         self._path = path
 
     def columns(self) -> list[str]:
-        """Names of the file's columns."""
+        """Return the names of the file's columns."""
         return list(self._file.schema_arrow.names)
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
-        """Rows with the wanted columns only, numbered from 1."""
+        """Yield rows with only the wanted columns, numbered from 1."""
         names = _parquet_class_names(self._file.schema_arrow.metadata or {})
         number = 0
         try:
@@ -47,7 +47,7 @@ class ParquetFile:
         parquet = _library("pyarrow.parquet", "pyarrow", f"{self._path} is a Parquet file")
         try:
             return parquet.ParquetFile(self._path)
-        except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these two
+        except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these two
             raise unreadable(self._path, error) from error
 
 
@@ -57,21 +57,21 @@ class DatasetRows:
     notes: tuple[str, ...] = ()
 
     def __init__(self, where: str, dataset: Any) -> None:
-        """Rows are read when they are asked for."""
+        """Wrap ``dataset``; rows are read lazily."""
         self.where = where
         self._dataset = dataset
 
     def columns(self) -> list[str]:
-        """Names of the dataset's columns."""
+        """Return the names of the dataset's columns."""
         return list(self._dataset.column_names)
 
     @property
     def fingerprint(self) -> str:
-        """The library's own hash of the rows and of all that was done to them."""
+        """The library's hash of the rows and their transformations."""
         return str(self._dataset._fingerprint)
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
-        """Rows with the wanted columns only, numbered from 1; class labels by their names."""
+        """Yield rows with only the wanted columns, numbered from 1, with the names of class labels."""
         chosen = self._dataset.with_format(None).select_columns(list(wanted))
         names = {name: found for name in wanted if (found := _class_names(chosen.features[name]))}
         for number, cells in enumerate(chosen, start=1):
@@ -79,23 +79,23 @@ class DatasetRows:
 
 
 def open_dataset(name: str, config_name: str | None, split: str) -> DatasetRows:
-    """One split of a dataset.
+    """Open one split of a dataset.
 
     Args:
         name: A directory written by ``save_to_disk``, or an id on the Hub.
         config_name: The dataset's configuration on the Hub; None: its only one.
-        split: Name of the split. A directory that holds one dataset without splits has ``train`` only.
+        split: Name of the split. A directory of a dataset without splits has only ``train``.
 
     Raises:
-        DataError: There is no such dataset or split, or it cannot be read here.
+        DataError: There is no such dataset or split, or it cannot be read.
     """
     library = _library("datasets", "datasets", f"data.dataset_name is {name!r}")
     directory = Path(name).expanduser()
     if directory.is_dir():
         if config_name is not None:
             raise DataError(
-                f"data.dataset_config_name: {config_name!r} is of datasets on the Hub, and {directory} is a directory "
-                "here; leave it out."
+                f"data.dataset_config_name: {config_name!r} applies to datasets on the Hub, and {directory} is a local "
+                "directory; leave it out."
             )
         return DatasetRows(f"{directory} ({split})", _from_disk(library, directory, split))
     if directory.is_absolute() or name.startswith((".", "~")):
@@ -105,16 +105,16 @@ def open_dataset(name: str, config_name: str | None, split: str) -> DatasetRows:
         dataset = library.load_dataset(name, config_name, split=split)
     except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
         raise DataError(
-            f"data.dataset_name: {name!r} is no directory here ({directory.absolute()}), and "
+            f"data.dataset_name: {name!r} is not a local directory ({directory.absolute()}), and "
             f"datasets.load_dataset({call}) failed with {type(error).__name__}: {error}\n"
-            "Check the id, data.dataset_config_name, the splits and the connection; or load it where there is a "
-            "connection, save it with save_to_disk and give that directory."
+            "Check the id, data.dataset_config_name, the splits and the network connection. Without a network, save "
+            "the dataset elsewhere with save_to_disk and give that directory."
         ) from error
     return DatasetRows(f"{name} ({split})", dataset)
 
 
 def _from_disk(library: Any, directory: Path, split: str) -> Any:
-    """One split of a directory written by save_to_disk."""
+    """Load one split of a directory written by save_to_disk."""
     if not any((directory / mark).is_file() for mark in _SAVED_MARKS):
         raise DataError(
             f"data.dataset_name: the directory {directory} was not written by datasets' save_to_disk: it has neither "
@@ -135,32 +135,32 @@ def _from_disk(library: Any, directory: Path, split: str) -> Any:
 
 
 def _class_names(feature: Any) -> list[str] | None:
-    """Names of a column's classes; None when it holds no classes."""
+    """Return the names of a column's classes, or None if it has no classes."""
     inner = getattr(feature, "feature", feature)  # a list of classes
     return list(inner.names) if type(inner).__name__ == "ClassLabel" else None
 
 
 def _parquet_class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
-    """Names of classes that ``datasets`` noted in a Parquet file, by column."""
+    """Return the class names that ``datasets`` recorded in a Parquet file, by column."""
     features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
     plain = {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     return {name: feature["names"] for name, feature in plain.items() if feature.get("_type") == "ClassLabel"}
 
 
 def _named(cells: Mapping[str, object], names: Mapping[str, list[str]]) -> dict[str, object]:
-    """Cells with the numbers of classes replaced by their names."""
+    """Replace class numbers in the cells by class names."""
     return {name: _class_name(cell, names[name]) if name in names else cell for name, cell in cells.items()}
 
 
 def _class_name(cell: Any, names: list[str]) -> object:
-    """A class's name; None for a row without a class, which has the number -1."""
+    """Return a class's name; None for a row without a class, whose number is -1."""
     if isinstance(cell, list):
         return [_class_name(item, names) for item in cell]
     return names[cell] if isinstance(cell, int) and 0 <= cell < len(names) else None
 
 
 def _library(module: str, package: str, reason: str) -> Any:
-    """A library that not every run needs."""
+    """Import an optional library."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Examples to token ids, with what truncation cut off counted."""
+"""Tokenization of examples, with statistics of lengths and truncation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.chat import encode_chats
 from fullshard.data.examples import Example
-from fullshard.data.ragged import Ragged
+from fullshard.data.tokenizing.chat import encode_chats
+from fullshard.data.tokenizing.ragged import Ragged
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK_ROWS = 8192
-"""Rows that the tokenizer gets at once: enough for all of its threads, few enough that progress is seen."""
+"""Rows per call of the tokenizer: enough for all its threads, few enough for a progress bar."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,11 @@ class TokenizeSpec:
     """How text becomes ids.
 
     Attributes:
-        max_source_length: Most tokens of a source, prefix and special tokens included; the rest is cut off.
-        max_target_length: Most tokens of a target, special tokens included; the rest is cut off.
+        max_source_length: Maximum tokens of a source, including prefix and special tokens; longer ones are truncated.
+        max_target_length: Maximum tokens of a target, including special tokens; longer ones are truncated.
         source_prefix: Text put before every source.
         causal: Whether source and target are one sequence (decoder-only) rather than two (encoder-decoder).
-        chat_template: Whether a causal model's source is put into the tokenizer's chat template; None: where it has
-            one.
+        chat_template: Whether to apply the tokenizer's chat template to a causal model's source; None: if it has one.
     """
 
     max_source_length: int
@@ -48,8 +47,8 @@ class LengthStats:
     Attributes:
         mean: Mean length after truncation.
         longest: Longest length before truncation.
-        truncated: Number of rows that were cut.
-        limit: The length they were cut to.
+        truncated: Number of truncated rows.
+        limit: Maximum length.
     """
 
     mean: float
@@ -63,8 +62,8 @@ class TokenizedSet:
     """Token ids of every row, in the order of the examples; in memory, or mapped from the cache.
 
     Attributes:
-        source_ids: Ids of each source; for a causal model the prompt. Given as lists, they are copied.
-        target_ids: Ids of each target, end-of-sequence included.
+        source_ids: Ids of each source; for a causal model the prompt. Lists are copied into arrays.
+        target_ids: Ids of each target, including end-of-sequence.
         source_stats: Lengths of the sources.
         target_stats: Lengths of the targets.
     """
@@ -82,7 +81,7 @@ class TokenizedSet:
                 object.__setattr__(self, name, Ragged.from_rows(rows))
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.source_ids)
 
     @property
@@ -93,7 +92,7 @@ class TokenizedSet:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One side of some rows: ids, and their lengths before truncation."""
+    """One side of some rows: ids, and lengths before truncation."""
 
     ids: Ragged
     full_lengths: NDArray[np.int64]
@@ -101,7 +100,7 @@ class Encoded:
 
 @dataclass
 class LengthCounter:
-    """Statistics of one side, over chunks."""
+    """Accumulates the statistics of one side over chunks."""
 
     limit: int
     rows: int = 0
@@ -117,20 +116,20 @@ class LengthCounter:
         self.truncated += int((part.full_lengths > self.limit).sum())
 
     def stats(self) -> LengthStats:
-        """What was counted."""
+        """Return the statistics."""
         return LengthStats(self.tokens / self.rows, self.longest, self.truncated, self.limit)
 
 
 @dataclass
 class Counters:
-    """Statistics of both sides of a set."""
+    """Accumulates the statistics of both sides of a set."""
 
     spec: TokenizeSpec
     source: LengthCounter = field(init=False)
     target: LengthCounter = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin at nothing."""
+        """Create empty counters."""
         self.source = LengthCounter(self.spec.max_source_length)
         self.target = LengthCounter(self.spec.max_target_length)
 
@@ -146,18 +145,18 @@ def tokenize(
     spec: TokenizeSpec,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TokenizedSet:
-    """Turn examples into ids, in memory. Deterministic, so every rank may call it and get the same.
+    """Tokenize examples in memory. It is deterministic: every rank may call it and gets the same result.
 
-    Encoder-decoder: sources and targets get the special tokens their tokenizer gives them (T5: an end-of-sequence token
-    after each). Causal without a chat template: the prompt gets the special tokens the tokenizer gives a text, the
-    target none but a final end-of-sequence token. With one: the prompt is the template of the user's turn up to where
-    the assistant writes, the target what the template has from there on. The two are joined when a batch is made.
+    Encoder-decoder: sources and targets get the tokenizer's special tokens (T5: an end-of-sequence token after each).
+    Causal without a chat template: the prompt gets the tokenizer's special tokens, the target only a final
+    end-of-sequence token. With one: the prompt is the template of the user's turn up to the start of the assistant's
+    answer, the target is the rest of the template. The two are joined when a batch is made.
 
     Args:
         examples: At least one row.
         tokenizer: Any Hugging Face tokenizer.
-        spec: Prefix, limits, whether the model is causal, and whether it chats.
-        progress: Told rows done and in all.
+        spec: Prefix, limits, kind of model and chat template.
+        progress: Called with rows done and in total.
 
     Returns:
         Ids and length statistics.
@@ -184,7 +183,7 @@ def encode_chunks(
     spec: TokenizeSpec,
     progress: Callable[[int, int], None],
 ) -> Iterator[tuple[Encoded, Encoded]]:
-    """Sources and targets of a few thousand rows at a time; see :func:`tokenize`.
+    """Yield sources and targets of a few thousand rows at a time; see :func:`tokenize`.
 
     Raises:
         DataError: See :func:`tokenize`.
@@ -209,15 +208,15 @@ def encode_chunks(
 
 
 def uses_chat_template(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> bool:
-    """Whether sources are put into the tokenizer's chat template.
+    """Return whether the tokenizer's chat template is applied to sources.
 
     Raises:
-        DataError: It is asked for, and there is none, or the model is an encoder-decoder.
+        DataError: It is requested, and there is none, or the model is an encoder-decoder.
     """
     if spec.chat_template is None:
         return spec.causal and tokenizer.chat_template is not None
     if spec.chat_template and not spec.causal:
-        raise DataError("data.chat_template: true is for causal models; this one is an encoder-decoder.")
+        raise DataError("data.chat_template: true needs a causal model; this one is an encoder-decoder.")
     if spec.chat_template and tokenizer.chat_template is None:
         raise DataError(
             "data.chat_template: true needs a tokenizer with a chat template; this one has none. Set it to null, or "
@@ -227,10 +226,10 @@ def uses_chat_template(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> bool:
-    """Whether ids depend on the day they are made on, because the chat template writes it.
+    """Return whether ids depend on the current date, because the chat template contains it.
 
     Raises:
-        DataError: As of :func:`uses_chat_template`.
+        DataError: As for :func:`uses_chat_template`.
     """
     return uses_chat_template(tokenizer, spec) and "strftime_now" in str(tokenizer.chat_template)
 
@@ -244,9 +243,9 @@ def _encoded(rows: Sequence[Sequence[int]], full_lengths: Sequence[int]) -> Enco
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int, side: str) -> Encoded:
-    """Ids with special tokens, cut to ``limit``; only texts that are too long are encoded twice."""
+    """Encode with special tokens, truncated to ``limit``; only texts that are too long are encoded twice."""
     _require_room(limit, tokenizer.num_special_tokens_to_add(), side)
-    # verbose=False: the tokenizer would warn of the model's own limit, ours is counted and reported.
+    # verbose=False: no warning about the model's own limit; ours is counted and reported.
     keyword = "text_target" if side == "target" else "text"
     ids = _call(tokenizer, keyword, texts, verbose=False)
     lengths = [len(row) for row in ids]
@@ -259,7 +258,7 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int, si
 
 
 def _encode_completions(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
-    """Ids without special tokens but a final end-of-sequence token, cut to ``limit`` with that token kept."""
+    """Encode with only a final end-of-sequence token, truncated to ``limit`` with that token kept."""
     _require_room(limit, 1, "target")
     bare = _call(tokenizer, "text", texts, add_special_tokens=False, verbose=False)
     ids = [[*row[: limit - 1], tokenizer.eos_token_id] for row in bare]
@@ -267,13 +266,13 @@ def _encode_completions(texts: list[str], tokenizer: PreTrainedTokenizerBase, li
 
 
 def _call(tokenizer: PreTrainedTokenizerBase, keyword: str, texts: list[str], **options: Any) -> list[list[int]]:
-    """Ids of texts given to the tokenizer under a keyword."""
+    """Encode texts that are passed to the tokenizer under a keyword."""
     encode: Any = tokenizer
     return encode(**{keyword: texts}, **options)["input_ids"]
 
 
 def _require_room(limit: int, num_special: int, side: str) -> None:
-    """Raise when a limit would leave special tokens only."""
+    """Raise DataError if a limit leaves no room besides special tokens."""
     if limit <= num_special:
         raise DataError(
             f"A max_{side}_length of {limit} leaves no room for text: the tokenizer adds {num_special} special tokens. "

@@ -1,4 +1,4 @@
-"""Which rows of a packed micro-batch lie end to end in one sequence."""
+"""Distribution of a packed micro-batch's rows over sequences."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import heapq
 from collections.abc import Sequence
 
 MOST_PADDING = 0.02
-"""Share of padding that a packed batch may have. In fewer, longer sequences there is less; attention costs more there,
+"""Maximum share of padding in a packed batch. Fewer, longer sequences have less padding, but cost more attention,
 since its masked part is computed too."""
 
 
 def share_sequences(lengths: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Deal rows to as many sequences as go with hardly any padding; the same on every rank.
+    """Distribute rows over as many sequences as possible with hardly any padding; the same on every rank.
 
     The number of sequences is halved until padding is at most :data:`MOST_PADDING` of all positions; one sequence has
-    none. Rows are dealt longest first, each to the sequence that is shortest so far.
+    none. Rows are assigned longest first, each to the shortest sequence so far.
 
     Args:
-        lengths: For each row its tokens on each side: source and target, or of a causal model both joined.
+        lengths: Tokens of each row on each side: source and target, or both joined for a causal model.
 
     Returns:
-        For each sequence the numbers of its rows, in order; no sequence is empty.
+        The row numbers of each sequence, in order; no sequence is empty.
     """
     tokens = sum(map(sum, lengths))
     count = len(lengths)
@@ -32,7 +32,7 @@ def share_sequences(lengths: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def padded_size(lengths: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]) -> int:
-    """Positions of the sequences, padding included."""
+    """Return the number of positions of the sequences, including padding."""
     sides = range(len(lengths[0]))
     longest = [max(sum(lengths[row][side] for row in rows) for rows in sequences) for side in sides]
     return len(sequences) * sum(longest)

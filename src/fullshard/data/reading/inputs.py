@@ -1,39 +1,39 @@
-"""Rows to write texts for: only the source is looked at, and a file may be plain lines."""
+"""Rows to predict for: only the source is read, and a file may have plain lines."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from fullshard.data.columns import parse_template
 from fullshard.data.examples import Example, SourceSpec, Table
-from fullshard.data.sources import read_sources, read_split
-from fullshard.data.wikihow import mended_article
+from fullshard.data.reading.columns import parse_template
+from fullshard.data.reading.split import read_sources, read_split
+from fullshard.data.reading.wikihow import cleaned_article
 from fullshard.errors import DataError
 
 LINES_SUFFIX = ".txt"
-"""Of files whose lines are the rows."""
+"""Suffix of files whose lines are the rows."""
 
 _SOURCES = {"wikihow": "text", "phrasebank": "sentence"}
-"""Source columns of formats that are read by rules of their own when they come with targets."""
+"""Source columns of formats that have their own reader for rows with targets."""
 
 
 def read_inputs(path: Path, spec: SourceSpec) -> Table:
-    """The sources of a file's rows. Any process may call it, alone.
+    """Read the sources of a file's rows. Any process can call it.
 
-    Of a ``.txt`` file each line is a row. Of others the source is the spec's ``template`` or ``source_column``, the
-    only column there is, or those that are known by their names, joined as in training. Empty lines are no rows.
+    In a ``.txt`` file each line is a row. In other files the source is the spec's ``template`` or ``source_column``,
+    the only column, or the columns known by name, joined as in training. Empty lines are skipped.
 
     Args:
-        path: The file; its suffix says how it is read.
+        path: The file; its suffix gives the format.
         spec: Encoding and columns; the files it names are not read.
 
     Returns:
-        The rows in order; their references are of no use.
+        The rows in order; their references are not meaningful.
 
     Raises:
-        DataError: The file cannot be read or is empty, or it is not clear which column is the source.
-        ConfigError: The template cannot be understood.
+        DataError: The file cannot be read or is empty, or the source column is ambiguous.
+        ConfigError: The template is malformed.
     """
     if path.suffix.lower() == LINES_SUFFIX:
         return Table(_lines(path, spec.encoding))
@@ -52,11 +52,11 @@ def read_inputs(path: Path, spec: SourceSpec) -> Table:
         return read_split(replace(here, target_column=names[0]), "validation")
     if column is None:
         return read_sources(here, "validation")
-    # Rows are read with the source as their own target: what is there always.
+    # The source is read as its own target, a column that always exists.
     table = read_split(replace(here, source_column=column, target_column=column), "validation")
     if spec.format != "wikihow":
         return table
-    return replace(table, examples=[replace(row, source=mended_article(row.source)) for row in table.examples])
+    return replace(table, examples=[replace(row, source=cleaned_article(row.source)) for row in table.examples])
 
 
 def _lines(path: Path, encoding: str) -> list[Example]:

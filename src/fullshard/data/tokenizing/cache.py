@@ -1,4 +1,4 @@
-"""Things made once and kept in files: built under a lock by one of all who want them, whole or not there at all."""
+"""A cache on disk, whose entries are built atomically by one process under a lock."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fullshard.data.examples import Example
-from fullshard.data.ragged import ID_DTYPE, OFFSET_DTYPE, Ragged
-from fullshard.data.tokenize import Counters, LengthStats, TokenizedSet, TokenizeSpec, encode_chunks
+from fullshard.data.tokenizing.ragged import ID_DTYPE, OFFSET_DTYPE, Ragged
+from fullshard.data.tokenizing.tokenize import Counters, LengthStats, TokenizedSet, TokenizeSpec, encode_chunks
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONTENTS_NAME = "contents.json"
-"""In each entry: the sizes of its files, and what its maker wants to know again. It is written last."""
+"""Name of an entry's file with the sizes of its files and its builder's values; written last."""
 
 
 def default_directory() -> Path:
-    """``fullshard/`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    """Return ``fullshard/`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fullshard")
 
 
@@ -38,24 +38,23 @@ def cached(
     build: Callable[[Path], dict[str, Any]],
     waiting: Callable[[], None] = lambda: None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Find an entry, or build it; any number of processes and threads may ask for the same one at once.
+    """Return an entry, building it if needed. Any number of processes and threads may call it at once.
 
-    One of them builds, under a lock on a file beside the entry, into a temporary directory that is renamed when it is
-    whole; the others wait. A builder that is killed leaves a temporary directory, which the next one deletes, and no
-    entry. An entry whose files have other sizes than when it was made is built again.
+    One of them builds the entry, under a lock on a file next to it, in a temporary directory that is renamed when it is
+    complete; the others wait. A killed builder leaves a temporary directory, which the next one deletes, and no entry.
+    An entry whose files have changed in size is built again.
 
     Args:
-        directory: The cache; made where it is missing.
-        key: Name of the entry, fit for a file name.
-        build: Writes the entry's files into the directory it is given, and returns what is to be kept with them, as
-            JSON values.
-        waiting: Called when somebody else is building the entry.
+        directory: The cache; created if missing.
+        key: Name of the entry, a valid file name.
+        build: Writes the entry's files into the directory it receives; returns JSON values to store with them.
+        waiting: Called when another process or thread is building the entry.
 
     Returns:
-        The entry's directory, and what was kept.
+        The entry's directory, and the stored values.
 
     Raises:
-        DataError: The file system refused.
+        DataError: The file system reported an error.
     """
     entry = directory / key
     try:
@@ -70,8 +69,7 @@ def cached(
             return entry, kept
     except OSError as error:
         raise DataError(
-            f"The cache of tokens in {directory} cannot be used: {error}. Set data.cache_dir to a directory that can "
-            "be written."
+            f"The cache of tokens in {directory} cannot be used: {error}. Set data.cache_dir to a writable directory."
         ) from error
 
 
@@ -82,20 +80,20 @@ def tokenize_to(
     spec: TokenizeSpec,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Write the ids of examples into a directory, a few thousand rows at a time; for ``build`` of :func:`cached`.
+    """Write the ids of examples to files, a few thousand rows at a time; for ``build`` of :func:`cached`.
 
     Args:
-        directory: Where to.
+        directory: Directory of the files.
         examples: At least one row.
         tokenizer: Any Hugging Face tokenizer.
         spec: How text becomes ids.
-        progress: Told rows done and in all.
+        progress: Called with rows done and in total.
 
     Returns:
         The length statistics, as JSON values for :func:`open_tokens`.
 
     Raises:
-        DataError: See :func:`~fullshard.data.tokenize.tokenize`.
+        DataError: See :func:`~fullshard.data.tokenizing.tokenize.tokenize`.
     """
     counters = Counters(spec)
     lengths: dict[str, list[Any]] = {"source": [], "target": []}
@@ -112,11 +110,11 @@ def tokenize_to(
 
 
 def open_tokens(directory: Path, stats: dict[str, Any]) -> TokenizedSet:
-    """Map what :func:`tokenize_to` wrote; nothing is read before it is needed.
+    """Memory-map the files that :func:`tokenize_to` wrote.
 
     Args:
         directory: The entry.
-        stats: What it returned.
+        stats: The statistics that :func:`tokenize_to` returned.
 
     Raises:
         DataError: The files cannot be mapped.
@@ -137,7 +135,7 @@ def _map_rows(directory: Path, name: str) -> Ragged:
 
 
 def _read(entry: Path) -> dict[str, Any] | None:
-    """What was kept with an entry that is whole; else None."""
+    """Return the values stored with a complete entry, else None."""
     try:
         contents = json.loads((entry / CONTENTS_NAME).read_text(encoding="utf-8"))
         sizes = {name: (entry / name).stat().st_size for name in contents["sizes"]}
@@ -147,9 +145,9 @@ def _read(entry: Path) -> dict[str, Any] | None:
 
 
 def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Build an entry that is missing or damaged, under its lock."""
-    for torn in entry.parent.glob(f"{entry.name}.building-*"):
-        shutil.rmtree(torn)
+    """Build a missing or damaged entry; the caller holds its lock."""
+    for leftover in entry.parent.glob(f"{entry.name}.building-*"):
+        shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(dir=entry.parent, prefix=f"{entry.name}.building-") as temporary:
         made = Path(temporary, "entry")
         made.mkdir()
@@ -165,7 +163,7 @@ def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, An
 
 @contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock on a file, against other processes and other threads; it ends with whoever holds it."""
+    """Hold a lock on a file against other processes and threads; it is released if the process dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

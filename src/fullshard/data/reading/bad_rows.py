@@ -1,4 +1,4 @@
-"""Rows that cannot be used: counted and shown, skipped up to a limit, never silently."""
+"""Unusable rows: counted, reported, and skipped up to a limit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ SHOWN_PROBLEMS = 5
 
 
 class UnusableRowError(Exception):
-    """Why one row cannot be used; it never leaves this room."""
+    """The reason why one row cannot be used; caught within this package."""
 
 
 class BadRows:
-    """The rows of one table that cannot be used."""
+    """The unusable rows of one table."""
 
     def __init__(self, where: str) -> None:
-        """``where`` is the table as messages call it."""
+        """Start with none; ``where`` names the table in messages."""
         self.count = 0
         self._where = where
         self._first: list[tuple[int, str]] = []
@@ -27,26 +27,26 @@ class BadRows:
             self._first.append((line, problem))
 
     def settle(self, num_rows: int, limit: int) -> tuple[str, ...]:
-        """What the user should know of the rows that were skipped.
+        """Return the messages about skipped rows.
 
         Args:
-            num_rows: Rows of the table, bad ones included.
-            limit: Bad rows that are allowed, ``data.max_bad_rows``.
+            num_rows: Rows of the table, including unusable ones.
+            limit: Allowed unusable rows, ``data.max_bad_rows``.
 
         Returns:
-            One note, or none when all rows are good.
+            One message, or none if all rows are usable.
 
         Raises:
-            DataError: There are more bad rows than allowed.
+            DataError: There are more unusable rows than allowed.
         """
         if not self.count:
             return ()
         shown = [f"  {self._where}:{line}: {problem}" for line, problem in self._first]
         if self.count > len(self._first):
             shown.append(f"  ... and {self.count - len(self._first)} more")
-        verdict = "rows were skipped" if self.count <= limit else "rows cannot be used"
-        heading = f"{self._where}: {self.count} of {num_rows} {verdict}"
+        outcome = "rows were skipped" if self.count <= limit else "rows cannot be used"
+        heading = f"{self._where}: {self.count} of {num_rows} {outcome}"
         if self.count <= limit:
             return ("\n".join([f"{heading} (data.max_bad_rows: {limit}):", *shown]),)
-        advice = f"Mend or remove them, or raise data.max_bad_rows (now {limit}) to skip them:"
+        advice = f"Correct or remove them, or raise data.max_bad_rows (now {limit}) to skip them:"
         raise DataError("\n".join([f"{heading}. {advice}", *shown]))

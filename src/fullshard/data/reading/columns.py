@@ -1,4 +1,4 @@
-"""Which columns make the source and the target: given by the user, filled into a template, or recognised by name."""
+"""Choice of source and target columns: set by the user, filled into a template, or chosen by name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fullshard.data.bad_rows import UnusableRowError
-from fullshard.data.cells import cell_references, cell_text
 from fullshard.data.examples import Example, SourceSpec
-from fullshard.data.tables import Row
+from fullshard.data.reading.bad_rows import UnusableRowError
+from fullshard.data.reading.cells import cell_references, cell_text
+from fullshard.data.reading.tables import Row
 from fullshard.errors import ConfigError, DataError
 
 KNOWN_SHAPES: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -34,7 +34,7 @@ KNOWN_SHAPES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("inputs",), "targets"),
     (("input",), "target"),
     (("input",), "output"),
-    # prompts and what is to be written
+    # prompts and responses
     (("instruction", "input"), "output"),
     (("instruction",), "output"),
     (("instruction", "context"), "response"),
@@ -44,11 +44,12 @@ KNOWN_SHAPES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("question", "context"), "answer"),
     (("question",), "answer"),
 )
-"""Source columns and target column of tables that are known, by name in lower case. Of the shapes that fit a table,
-those whose columns are a part of another's do not count, and one must be left."""
+"""Source columns and target column of known tables, by lower-case name. Of the shapes that fit a table, those whose
+columns are a subset of another's do not count, and exactly one must remain."""
+
 _WIKIHOW_COLUMNS = {"headline", "title", "text"}
 _FURTHER_INPUTS = ("input", "context")
-"""Second source columns of known shapes, which rows may leave empty or out."""
+"""Second source columns of known shapes, which may be empty or missing in a row."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ class Recipe:
     Attributes:
         sources: Columns of the source.
         target: Column of the target.
-        fill: The source of those columns' texts.
-        optional: Source columns that a row need not have.
-        join_target: A list in the target column is one text in pieces; else it is several references.
-        notes: What was recognised.
+        fill: Combines those columns' texts into the source.
+        optional: Source columns that may be missing in a row.
+        join_target: Whether a list in the target column is one text in pieces; otherwise it is several references.
+        notes: Messages about columns chosen by name.
     """
 
     sources: tuple[str, ...]
@@ -73,11 +74,11 @@ class Recipe:
 
     @property
     def columns(self) -> list[str]:
-        """All columns it reads, each once."""
+        """The distinct columns that it reads."""
         return list(dict.fromkeys((*self.sources, self.target)))
 
     def example(self, row: Row) -> Example:
-        """The example of a row.
+        """Return the example of a row.
 
         Raises:
             UnusableRowError: A cell is missing, empty or of the wrong type.
@@ -97,17 +98,16 @@ class Recipe:
 
 
 def choose(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
-    """Which columns of a table make its examples.
+    """Choose the columns of a table's examples.
 
     Args:
-        spec: What the user said of them.
+        spec: The user's settings.
         columns: The table's columns.
-        where: The table, for messages.
+        where: Name of the table in messages.
 
     Raises:
-        ConfigError: The template cannot be understood.
-        DataError: A column does not exist or exists twice, or none or several could be meant; the message lists those
-            that exist.
+        ConfigError: The template is malformed.
+        DataError: A column does not exist or exists twice, or no or several choices fit; the message lists the columns.
     """
     if spec.template is not None:
         sources, fill = parse_template(spec.template)
@@ -115,73 +115,73 @@ def choose(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
     elif spec.source_column is not None:
         sources, fill, optional, note = (spec.source_column,), _only, (), ()
     else:
-        sources, target = _recognise(spec, columns, where)
+        sources, target = _choose_by_name(spec, columns, where)
         fill, optional = _known_fill(sources), _optional(sources)
         source = f"source is {' and '.join(map(repr, sources))}"
-        note = (f"{where}: {source}, target is {target!r}, recognised by name.",)
+        note = (f"{where}: {source}, target is {target!r}, chosen by name.",)
         return _checked(spec, Recipe(sources, target, fill, optional, notes=note), columns, where)
     target = spec.target_column
     if target is None:
         _require((*sources,), columns, where)
-        target = _recognise_target(sources, columns, where)
-        note = (f"{where}: target is {target!r}, recognised by name.",)
+        target = _choose_target(sources, columns, where)
+        note = (f"{where}: target is {target!r}, chosen by name.",)
     return _checked(spec, Recipe(sources, target, fill, optional, notes=note), columns, where)
 
 
 def choose_sources(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
-    """Which columns of a table make its sources where it need not have targets: those that training would take.
+    """Choose the source columns of a table that may lack targets: those that training would choose.
 
     Args:
-        spec: What the user said of the target; the source is recognised.
+        spec: The user's setting of the target; the source is chosen by name.
         columns: The table's columns.
-        where: The table, for messages.
+        where: Name of the table in messages.
 
     Returns:
-        What makes examples whose references are of no use.
+        A recipe for examples whose references are not meaningful.
 
     Raises:
-        DataError: None or several could be meant; the message lists the columns.
+        DataError: No or several choices fit; the message lists the columns.
     """
     names = {name.lower(): name for name in reversed(columns)}
     fitting = [(sources, target) for sources, target in KNOWN_SHAPES if {*sources} <= set(names)]
     if spec.target_column is not None:
         given = spec.target_column.lower()
-        # As in training, another target has only one column beside it.
+        # As in training, an unknown target goes with a single source column.
         fitting = [one for one in fitting if one[1] == given] or [one for one in fitting if len(one[0]) == 1]
-    # Where targets are there, they say which shape it is.
+    # If the table has targets, they determine the shape.
     fitting = [one for one in fitting if one[1] in names] or fitting
     found = {sources for sources, _ in fitting}
-    whole = [one for one in found if not any({*one} < {*other} for other in found)]
+    largest = [one for one in found if not any({*one} < {*other} for other in found)]
     if len(columns) == 1:
-        whole = [(columns[0].lower(),)]
-    if len(whole) != 1:
+        largest = [(columns[0].lower(),)]
+    if len(largest) != 1:
         remedy = "Name it: --source-column NAME, or set data.source_column or data.template."
         raise DataError(f"{where}: which column is the source? Its columns: {_listed(columns)}. {remedy}")
-    sources = tuple(names[name] for name in whole[0])
-    note = () if len(columns) == 1 else (f"{where}: source is {' and '.join(map(repr, sources))}, recognised by name.",)
+    sources = tuple(names[name] for name in largest[0])
+    note = () if len(columns) == 1 else (f"{where}: source is {' and '.join(map(repr, sources))}, chosen by name.",)
     recipe = Recipe(sources, sources[0], _known_fill(sources), _optional(sources), notes=note)
     return _checked(spec, recipe, columns, where)
 
 
 def parse_template(template: str) -> tuple[tuple[str, ...], Callable[[Sequence[str]], str]]:
-    """The columns a template names, and what fills their texts into it.
+    """Return the columns of a template, and the function that fills in their texts.
 
     Raises:
-        ConfigError: It is malformed, or names no column.
+        ConfigError: The template is malformed, or names no column.
     """
     pieces: list[tuple[str, int | None]] = []
     names: list[str] = []
     try:
         for literal, name, spec, conversion in string.Formatter().parse(template):
             if name is not None and (not name or spec or conversion):
-                raise ValueError("only {column} may stand in braces")
+                raise ValueError("braces may contain only a column name")
             if name is not None and name not in names:
                 names.append(name)
             pieces.append((literal, None if name is None else names.index(name)))
     except ValueError as error:
         raise ConfigError(
             f"data.template {template!r} is malformed: {error}. Write column names in braces, such as "
-            "'question: {question} context: {context}', and double braces that are meant as such."
+            "'question: {question} context: {context}', and double braces that are text."
         ) from error
     if not names:
         raise ConfigError(
@@ -195,7 +195,7 @@ def parse_template(template: str) -> tuple[tuple[str, ...], Callable[[Sequence[s
 
 
 def _checked(spec: SourceSpec, recipe: Recipe, columns: Sequence[str], where: str) -> Recipe:
-    """The recipe with the spec's target_lists, when its columns exist once."""
+    """Return the recipe with the spec's target_lists, after checking that its columns exist once."""
     _require(recipe.columns, columns, where)
     return Recipe(
         recipe.sources, recipe.target, recipe.fill, recipe.optional, spec.target_lists == "join", recipe.notes
@@ -203,7 +203,7 @@ def _checked(spec: SourceSpec, recipe: Recipe, columns: Sequence[str], where: st
 
 
 def _require(wanted: Iterable[str], columns: Sequence[str], where: str) -> None:
-    """Raise when a wanted column does not exist or exists twice."""
+    """Raise DataError if a wanted column does not exist or exists twice."""
     for name in wanted:
         count = columns.count(name)
         if count == 0:
@@ -212,8 +212,8 @@ def _require(wanted: Iterable[str], columns: Sequence[str], where: str) -> None:
             raise DataError(f"{where} has {count} columns named {name!r}: rename all but one.")
 
 
-def _recognise(spec: SourceSpec, columns: Sequence[str], where: str) -> tuple[tuple[str, ...], str]:
-    """Source and target columns of the one known shape that a table has."""
+def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tuple[tuple[str, ...], str]:
+    """Return source and target columns of the only known shape that fits a table."""
     names = {name.lower(): name for name in reversed(columns)}
     given = spec.target_column
     if given is not None:
@@ -226,15 +226,15 @@ def _recognise(spec: SourceSpec, columns: Sequence[str], where: str) -> tuple[tu
     if not fitting and given is not None:
         known = {sources[0] for sources, _ in KNOWN_SHAPES} & set(names) - {given.lower()}
         fitting = [((name,), given.lower()) for name in sorted(known)]
-    whole = [shape for shape in fitting if not any(_columns_of(shape) < _columns_of(other) for other in fitting)]
-    if len(whole) != 1:
-        raise _undecided(columns, where, [f"{' and '.join(sources)} -> {target}" for sources, target in whole])
-    sources, target = whole[0]
+    largest = [shape for shape in fitting if not any(_columns_of(shape) < _columns_of(other) for other in fitting)]
+    if len(largest) != 1:
+        raise _undecided(columns, where, [f"{' and '.join(sources)} -> {target}" for sources, target in largest])
+    sources, target = largest[0]
     return tuple(names[name] for name in sources), names[target]
 
 
-def _recognise_target(sources: Sequence[str], columns: Sequence[str], where: str) -> str:
-    """The one column beside the sources that is a known target."""
+def _choose_target(sources: Sequence[str], columns: Sequence[str], where: str) -> str:
+    """Return the only known target among the other columns."""
     used = [name.lower() for name in sources]
     partners = {target for known, target in KNOWN_SHAPES if known[0] in used}
     free = [name for name in columns if name not in sources]
@@ -246,8 +246,8 @@ def _recognise_target(sources: Sequence[str], columns: Sequence[str], where: str
 
 
 def _undecided(columns: Sequence[str], where: str, candidates: Sequence[str]) -> DataError:
-    """The error for a table whose columns are not known, or known in several ways."""
-    found = f"more than one pair could be meant ({'; '.join(candidates)})" if candidates else "no pair is known by name"
+    """Return the error for a table whose columns fit no known shape, or several."""
+    found = f"more than one pair fits ({'; '.join(candidates)})" if candidates else "no pair is known by name"
     remedy = "Set data.source_column (or data.template) and data.target_column."
     if set(columns) >= _WIKIHOW_COLUMNS:
         remedy = "These are WikiHow's: set data.format: wikihow."
@@ -265,7 +265,7 @@ def _listed(columns: Sequence[str]) -> str:
 
 
 def _known_fill(sources: Sequence[str]) -> Callable[[Sequence[str]], str]:
-    """How a known shape's source columns become one text."""
+    """Return the function that joins a known shape's source columns."""
     if len(sources) == 1:
         return _only
     if sources[0].lower() == "question":
@@ -274,7 +274,7 @@ def _known_fill(sources: Sequence[str]) -> Callable[[Sequence[str]], str]:
 
 
 def _optional(sources: Sequence[str]) -> tuple[str, ...]:
-    """Those of a known shape's source columns that a row need not have."""
+    """Return the source columns of a known shape that may be missing in a row."""
     return tuple(name for name in sources[1:] if name.lower() in _FURTHER_INPUTS)
 
 

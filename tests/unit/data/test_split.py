@@ -11,7 +11,7 @@ import pytest
 from fullshard.data import Example, SourceSpec, fingerprint, read_split
 from fullshard.errors import DataError
 
-ADVICE = "Mend or remove them, or raise data.max_bad_rows (now 0) to skip them:"
+ADVICE = "Correct or remove them, or raise data.max_bad_rows (now 0) to skip them:"
 
 
 def write(path, content):
@@ -201,9 +201,9 @@ def test_json_lines_called_json_are_told_so_and_other_json_is_refused(tmp_path):
     assert "set data.format: jsonl" in message(lines)
     assert len(rows_of(lines, format="jsonl")) == 2
     assert "is not valid JSON" in message(write(tmp_path / "broken.json", "{"))
-    assert "nested too deep" in message(write(tmp_path / "deep.json", "[" * 100_000))
-    assert "holds neither a list of objects" in message(write(tmp_path / "odd.json", '{"a": [1, 2], "b": [1]}'))
-    assert "holds no rows" in message(write(tmp_path / "none.json", "[]"))
+    assert "nested too deeply" in message(write(tmp_path / "deep.json", "[" * 100_000))
+    assert "is neither a list of objects" in message(write(tmp_path / "odd.json", '{"a": [1, 2], "b": [1]}'))
+    assert "has no rows" in message(write(tmp_path / "none.json", "[]"))
 
 
 def test_bad_items_of_a_json_list_are_counted(tmp_path):
@@ -226,7 +226,7 @@ def test_bytes_that_are_no_text_make_one_row_bad_and_leave_the_others(tmp_path, 
     assert table.examples[1].line == (5 if name.endswith("csv") else 4)
     assert table.notes[0].splitlines() == [
         f"{path}: 1 of 3 rows were skipped (data.max_bad_rows: 1):",
-        f"  {path}:3: byte 0xe9 is not UTF-8: save the file as UTF-8, or set data.encoding to what it is",
+        f"  {path}:3: byte 0xe9 is not UTF-8: save the file as UTF-8, or set data.encoding to its encoding",
     ]
     assert "now 0) to skip them" in message(path)
     assert len(rows_of(path, encoding="iso-8859-1")) == 3
@@ -235,7 +235,7 @@ def test_bytes_that_are_no_text_make_one_row_bad_and_leave_the_others(tmp_path, 
 def test_other_encodings_and_their_byte_order_marks(tmp_path):
     path = write(tmp_path / "rows.csv", "text,label\ncafé,b\n".encode("utf-16"))
     assert rows_of(path, encoding="utf-16") == [Example("café", ("b",), 2)]
-    assert "is no encoding that Python knows" in message(path, encoding="utf-99")
+    assert "is not an encoding of Python" in message(path, encoding="utf-99")
     assert "the header cannot be read: byte 0xff is not UTF-8" in message(path)
     assert "cannot be decoded as utf-16" in message(
         write(tmp_path / "cut.csv", path.read_bytes() + b"a"), encoding="utf-16"

@@ -1,0 +1,1 @@
+"""From token ids to batches: the plan of an epoch, collation, packing."""

@@ -1,0 +1,1 @@
+"""From examples to token ids, kept in memory-mapped files."""
