@@ -7,15 +7,15 @@ from typing import Literal, Self
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from fullshard.config.section import Fraction, Section
+from fullshard.config.section import ConfigSection, Fraction
 
 
-class DataConfig(Section):
-    """The rows to learn from and to evaluate on."""
+class DataConfig(ConfigSection):
+    """The rows for training and evaluation."""
 
     train_file: Path | None = None
-    """A .csv, .tsv, .jsonl, .json or .parquet file, or what format says, relative to the run file's directory or to
-    the working directory. Exactly one of train_file and dataset_name."""
+    """A .csv, .tsv, .jsonl, .json or .parquet file, or a file of the given format, relative to the run file's directory
+    or the working directory. Set exactly one of train_file and dataset_name."""
     validation_file: Path | None = None
     """Held-out rows for evaluation, in the same format."""
     dataset_name: str | None = None
@@ -25,41 +25,41 @@ class DataConfig(Section):
     train_split: str = "train"
     """Split of dataset_name to train on."""
     validation_split: str | None = "validation"
-    """Split of dataset_name to evaluate on; null: none."""
+    """Split of dataset_name for evaluation; null: none."""
     validation_fraction: Fraction = 0.0
-    """Share of the training rows that is held out instead, chosen by a hash of each row's source: the same rows in
-    every run. For data that comes in one piece."""
+    """Share of the training rows to hold out, for data without held-out rows. Chosen by a hash of each row's source, so
+    the rows are the same in every run."""
     format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
-    """How files are read; auto: by their suffix. wikihow: wikihowAll.csv or wikihowSep.csv as its authors ship it;
-    phrasebank: FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines form."""
+    """Format of the files; auto: by their suffix. wikihow: the authors' wikihowAll.csv or wikihowSep.csv; phrasebank:
+    FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines form."""
     encoding: str = "utf-8"
-    """Encoding of text files; a byte-order mark is left out. phrasebank is read as ISO-8859-1 where it is not UTF-8."""
+    """Encoding of text files; a byte-order mark is removed. phrasebank is read as ISO-8859-1 if it is not UTF-8."""
     source_column: str | None = None
-    """Column of the text the model reads; null: recognised by its name."""
+    """Column of the model's input text; null: chosen by its name."""
     target_column: str | None = None
-    """Column of the text the model is to write; null: recognised by its name."""
+    """Column of the model's target text; null: chosen by its name."""
     target_lists: Literal["references", "join"] = "references"
-    """A list in the target column is several references, of which training takes the first, or one text in pieces."""
+    """Meaning of a list in the target column. references: several references, of which training uses the first; join:
+    one text in pieces."""
     source_prefix: str = ""
     """Text put before every source, such as "summarize: "."""
     template: str | None = None
-    """The source made of several columns, such as "question: {question} context: {context}"; in place of
+    """Source composed of several columns, such as "question: {question} context: {context}"; instead of
     source_column."""
     chat_template: bool | None = None
-    """Causal models: whether the source is put into the tokenizer's chat template; null: where it has one."""
+    """Causal models: whether to apply the tokenizer's chat template to the source; null: if it has one."""
     max_bad_rows: NonNegativeInt = 0
-    """Rows of each file that may be skipped because they cannot be used; they are counted and shown. One more ends the
-    run."""
+    """Maximum unusable rows per file that are skipped, counted and reported. One more is an error."""
     max_source_length: PositiveInt = 512
-    """Most tokens of a source; the rest is cut off and counted."""
+    """Maximum tokens of a source; longer ones are truncated and counted."""
     max_target_length: PositiveInt = 128
-    """Most tokens of a target; the rest is cut off and counted."""
+    """Maximum tokens of a target; longer ones are truncated and counted."""
     max_train_samples: PositiveInt | None = None
-    """Use only the first rows for training; null: all."""
+    """Number of rows to train on, from the first; null: all."""
     max_eval_samples: PositiveInt | None = None
-    """Use only the first rows for evaluation; null: all."""
+    """Number of rows to evaluate on, from the first; null: all."""
     cache_dir: Path | None = None
-    """Where token ids are kept between runs; null: fullshard/ in the user's cache directory."""
+    """Cache directory of token ids; null: fullshard/ in the user's cache directory."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -68,30 +68,30 @@ class DataConfig(Section):
             raise ValueError(f"exactly one of train_file and dataset_name must be given; got {given}")
         self._no_idle_options()
         if self.validation_fraction and self.validation_file is not None:
-            raise ValueError("validation_fraction holds out training rows; it does not go with validation_file")
+            raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_file")
         if self.template is not None and self.source_column is not None:
-            raise ValueError("template and source_column both say what the source is; give one")
+            raise ValueError("template and source_column both set the source; give one")
         return self
 
     def _no_idle_options(self) -> None:
-        """Refuse what would be ignored.
+        """Refuse options that would be ignored.
 
         Raises:
-            ValueError: An option is given that the data's origin has no use for.
+            ValueError: An option is given that does not apply to this data.
         """
 
         def given(*names: str) -> list[str]:
             return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
         if self.dataset_name is None and (idle := given("dataset_config_name", "train_split", "validation_split")):
-            raise ValueError(f"{' and '.join(idle)} go with dataset_name, which is not given")
+            raise ValueError(f"{' and '.join(idle)} need dataset_name, which is not given")
         if self.validation_fraction and self.validation_split is not None and given("validation_split"):
-            raise ValueError("validation_fraction holds out training rows; it does not go with validation_split")
+            raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_split")
         if self.dataset_name is not None and (idle := given("format", "encoding", "validation_file")):
-            raise ValueError(f"{' and '.join(idle)} go with train_file; dataset_name is given")
+            raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
         own = ("source_column", "target_column", "template", "target_lists")
         if self.format == "wikihow" and (idle := given(*own)):
-            raise ValueError(f"format: wikihow knows its own columns; leave out {' and '.join(idle)}")
+            raise ValueError(f"format: wikihow has fixed columns; leave out {' and '.join(idle)}")
 
     @property
     def holds_out(self) -> bool:

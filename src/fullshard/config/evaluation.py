@@ -1,4 +1,4 @@
-"""The run file's ``evaluation`` section: what is measured on held-out rows, and how text is generated."""
+"""The run file's ``evaluation`` section: metrics on held-out rows, and text generation."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from typing import Literal, Self
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from fullshard.config.section import Section
+from fullshard.config.section import ConfigSection
 
 Metric = Literal["exact_match", "accuracy", "rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf", "perplexity"]
 
 
-class EvaluationConfig(Section):
-    """What is measured on the held-out rows."""
+class EvaluationConfig(ConfigSection):
+    """Metrics on the held-out rows, and text generation."""
 
     metric: Metric = "exact_match"
-    """The metric that decides which model is the best. exact_match: share of rows written exactly; accuracy: share of
-    rows whose label was written, with a confusion matrix; rouge*: mean F-measure; bleu, chrf: of the whole set;
-    perplexity: of the references, the lower the better, without generating."""
+    """Metric that selects the best model. exact_match: share of rows whose prediction equals the target; accuracy:
+    share of rows with the correct label, with a confusion matrix; rouge*: mean F-measure; bleu, chrf: over all rows;
+    perplexity: of the references, without generation; lower is better."""
     metrics: tuple[Metric, ...] = ()
-    """Further metrics that are measured and reported."""
+    """Additional metrics to report."""
     lead_sentences: PositiveInt = 1
-    """Sentences of the source that the baseline of rouge, bleu and chrf consists of."""
+    """Number of leading source sentences that form the baseline of rouge, bleu and chrf."""
     num_samples_shown: NonNegativeInt = 5
-    """Predictions shown beside their references at the end."""
+    """Predictions printed next to their references at the end."""
     max_new_tokens: PositiveInt | None = None
-    """Most tokens generated for a row; null: data.max_target_length."""
+    """Maximum tokens generated per row; null: data.max_target_length."""
     min_new_tokens: NonNegativeInt = 0
-    """Fewest tokens generated for a row."""
+    """Minimum tokens generated per row."""
     num_beams: PositiveInt = 1
     """Width of the beam search; 1: greedy."""
     length_penalty: float = 1.0
-    """Power of the length that beams' scores are divided by; above 1 prefers longer texts. Only with num_beams."""
+    """Exponent of the length that divides beam scores; above 1 favors longer texts. Needs num_beams of at least 2."""
     no_repeat_ngram_size: NonNegativeInt = 0
-    """No sequence of so many tokens is written twice in a row's text; 0: any may."""
+    """Length of token sequences that may not repeat within a prediction; 0: no limit."""
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> Self:

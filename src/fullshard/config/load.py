@@ -1,4 +1,4 @@
-"""A run file and overrides to one frozen, checked configuration; all problems in one message."""
+"""Reading a run file and overrides into one frozen, validated configuration; all problems in one message."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from fullshard.config.names import other_name
+from fullshard.config.aliases import other_name
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
 
 _FILE_KEYS = (("data", "train_file"), ("data", "validation_file"))
-"""Keys that name something to read."""
+"""Keys whose value is a file."""
 
 _NAME_KEYS = (("data", "dataset_name"), ("model", "path"))
-"""Keys that name something to read, or something on the Hub."""
+"""Keys whose value is a path, or an id on the Hub."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-"""As huggingface_hub has it: a name, or an owner and a name."""
+"""As in huggingface_hub: a name, or an owner and a name."""
 
 _TEXT_WANTED = ("string_type", "path_type")
-"""pydantic's names of the problem that a value is no text."""
+"""pydantic's error types for a value that is not text."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), *, under: Mapping[str, Any] | None = None) -> RunConfig:
-    """Read a run file. Every rank may call it; nothing but the file and what it points to is looked at.
+    """Read a run file. Every rank may call it; it only reads the file and checks the paths in it.
 
     Args:
         path: The YAML file.
-        overrides: Settings of the form ``section.key=value``, the value in YAML, applied over the file in order.
-        under: Nested settings that count where the file and the overrides have none.
+        overrides: Settings of the form ``section.key=value``, the value in YAML, applied in order.
+        under: Nested settings used where neither the file nor the overrides set a value.
 
     Returns:
-        The configuration; files it names are absolute paths that exist.
+        The configuration. The files it names exist and are absolute paths.
 
     Raises:
         ConfigError: The file cannot be read, an override is malformed, or a setting is unknown, of the wrong type, out
             of range, contradicts another or names a file that does not exist. The message holds all problems.
     """
     path = Path(path)
-    return check_run(_laid_over(under or {}, _read_yaml(path)), path, overrides)
+    return check_run(_merged(under or {}, _read_yaml(path)), path, overrides)
 
 
 def check_run(values: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Turn the values of a run file into a configuration.
+    """Validate the values of a run file.
 
     Args:
-        values: Nested settings, as YAML gives them.
+        values: Nested settings, as read from YAML.
         path: The run file, for messages and relative paths.
-        overrides: As by :func:`load_run`.
+        overrides: As for :func:`load_run`.
 
     Returns:
-        The configuration, as by :func:`load_run`.
+        The configuration, as from :func:`load_run`.
 
     Raises:
-        ConfigError: As by :func:`load_run`.
+        ConfigError: As from :func:`load_run`.
     """
     values = copy.deepcopy(dict(values))
     typed = dict(_apply(values, override) for override in overrides)
@@ -81,27 +81,27 @@ def check_run(values: Mapping[str, Any], path: Path, overrides: Sequence[str] = 
 
 
 def require_output_dir(directory: Path) -> None:
-    """Find out whether a run could write to its directory, and make nothing; any process, alone.
+    """Check that a run can write to its directory, without creating it. Any process can call it.
 
     Raises:
-        ConfigError: It could not.
+        ConfigError: It cannot.
     """
     place = directory.absolute()
     nearest = next(one for one in (place, *place.parents) if os.path.exists(one))
     if not nearest.is_dir():
         problem = f"{nearest} is a file"
     elif not os.access(nearest, os.W_OK | os.X_OK):
-        problem = f"nothing may be written in {nearest}"
+        problem = f"no permission to write in {nearest}"
     else:
         return
     raise ConfigError(f"output_dir: {directory} cannot be written to: {problem}. Set output_dir to another directory.")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, except that a key given twice is an error and not a silent last-one-wins."""
+    """YAML's safe loader, except that a duplicate key is an error; PyYAML silently uses the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-        """Build a mapping whose keys are all different."""
+        """Build a mapping; refuse duplicate keys."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -113,9 +113,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """The settings of a run file."""
+    """Read the settings of a run file."""
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory where a run file (YAML) is expected. {_run_files_in(path)}")
+        raise ConfigError(f"{path} is a directory; a run file (YAML) is expected. {_run_files_in(path)}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -126,12 +126,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ConfigError(f"{path} must hold settings (key: value); it holds {found}.")
+        raise ConfigError(f"{path} must contain settings (key: value); it contains {found}.")
     return values
 
 
 def _run_files_in(directory: Path) -> str:
-    """What to type in a directory's place."""
+    """Return a hint which file in a directory to give instead."""
     found = sorted(path for path in directory.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
     if not found:
         return "There is no .yaml file in it: give the path of the run file itself, such as run.yaml."
@@ -139,20 +139,20 @@ def _run_files_in(directory: Path) -> str:
     return f"Give the file itself, such as {found[0]}{others}."
 
 
-def _laid_over(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings, with those of ``under`` where ``values`` have none."""
+def _merged(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested settings; ``values`` win over ``under``."""
     merged = dict(values)
     for key, value in under.items():
         own = merged.get(key)
         if isinstance(value, Mapping) and isinstance(own, Mapping):
-            merged[key] = _laid_over(value, own)
+            merged[key] = _merged(value, own)
         elif key not in merged or (isinstance(value, Mapping) and own is None):
             merged[key] = value
     return merged
 
 
 def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
-    """Put one ``section.key=value`` into the settings, in place; returns the key and the value as it was typed."""
+    """Apply one ``section.key=value`` to the settings in place; return the key and the value as typed."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
@@ -176,13 +176,13 @@ def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
 
 
 def _as_text(key: str, typed: str) -> str:
-    """How an override is written whose value is a text, whatever YAML would take it for."""
+    """Return a hint how to write an override whose value is text that YAML would parse differently."""
     quoted = json.dumps(typed, ensure_ascii=False)
     return f"If it is meant as text, write {shlex.quote(f'{key}={quoted}')}"
 
 
 def _resolve_files(values: Mapping[str, Any], directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """The settings with absolute paths to what exists, and a problem for each that does not."""
+    """Return the settings with absolute paths, and a problem for each path that does not exist."""
     resolved = dict(values)
     problems = []
     for section, key in _FILE_KEYS + _NAME_KEYS:
@@ -200,7 +200,7 @@ def _resolve_files(values: Mapping[str, Any], directory: Path) -> tuple[dict[str
 
 
 def _explain(details: Any, typed: Mapping[str, str]) -> str:
-    """One problem in words: key, what is expected, value; ``typed`` are the overrides."""
+    """Describe one problem: key, expected value and actual value; ``typed`` are the overrides."""
     key = ".".join(str(part) for part in details["loc"])
     kind = details["type"]
     if kind == "extra_forbidden":
@@ -208,7 +208,7 @@ def _explain(details: Any, typed: Mapping[str, str]) -> str:
     if kind == "missing":
         return f"{key}: is required"
     message = details["msg"].removeprefix("Value error, ")
-    if kind == "value_error":  # one of the schema's own checks, which names the values itself
+    if kind == "value_error":  # one of the schema's own checks, whose message has the values
         return f"{key}: {message}" if key else message
     message = message.removeprefix("Input should be ")
     problem = f"{key}: expected {message}; got {details['input']!r}"
@@ -217,11 +217,11 @@ def _explain(details: Any, typed: Mapping[str, str]) -> str:
         return problem if near is None else f"{problem}; did you mean {near}?"
     if kind not in _TEXT_WANTED or key not in typed:
         return problem
-    return f"{problem}, which YAML takes {typed[key]} for. {_as_text(key, typed[key])}"
+    return f"{problem} (as YAML reads {typed[key]}). {_as_text(key, typed[key])}"
 
 
 def _explain_unknown(key: str, value: Any) -> str:
-    """An unknown key, and what it is called here or the nearest one that exists."""
+    """Describe an unknown key, with its name here or the most similar key."""
     if (answer := other_name(key, value)) is not None:
         return f"{key}: {answer}"
     known = list(_known_keys(RunConfig))
@@ -234,14 +234,14 @@ def _explain_unknown(key: str, value: Any) -> str:
 
 
 def _nearest_leaf(name: str, known: Iterable[str]) -> str | None:
-    """The dotted key, or choice, whose last part is nearest to a name; None when none is near."""
+    """Return the dotted key, or choice, whose last part is most similar to a name; None if none is similar."""
     by_leaf = {other.rpartition(".")[2]: other for other in known}
     close = difflib.get_close_matches(name.lower(), by_leaf, n=1)
     return by_leaf[close[0]] if close else None
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all keys of a section and of the sections in it."""
+    """Yield the dotted names of all keys of a section and its nested sections."""
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         yield key

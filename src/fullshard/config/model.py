@@ -1,4 +1,4 @@
-"""The run file's ``model`` section: where the model comes from and what is changed in it."""
+"""The run file's ``model`` section: the model, its tokenizer and adapters."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from fullshard.config.section import Fraction, FrozenMapping, Section
+from fullshard.config.section import ConfigSection, Fraction, FrozenMapping
 
 
-class TokenizerConfig(Section):
+class TokenizerConfig(ConfigSection):
     """A tokenizer trained on the training data and saved with the model."""
 
     vocab_size: PositiveInt = 2000
-    """Most pieces of the vocabulary, special tokens included."""
+    """Maximum vocabulary size, special tokens included."""
 
 
-class AdapterConfig(Section):
-    """A small set of new parameters that is trained in the model's place, through peft; the model itself is frozen."""
+class AdapterConfig(ConfigSection):
+    """A small set of new parameters, added with peft and trained while the model is frozen."""
 
     type: Literal["lora", "dora", "ia3", "prompt", "prefix"] = "lora"
-    """lora, dora and ia3 change weights; prompt and prefix put trained vectors before the text."""
+    """lora, dora and ia3 change weights; prompt and prefix prepend trained vectors to the text."""
     r: PositiveInt = 8
     """Rank of lora and dora."""
     lora_alpha: PositiveFloat = 16.0
@@ -28,11 +28,11 @@ class AdapterConfig(Section):
     lora_dropout: Fraction = 0.0
     """Dropout before lora and dora."""
     target_modules: str | tuple[str, ...] | None = None
-    """Names of the modules that lora, dora and ia3 change, or all-linear; null: what peft knows of the model's type."""
+    """Names of the modules that lora, dora and ia3 change, or all-linear; null: peft's default for the model type."""
     num_virtual_tokens: PositiveInt = 20
-    """Vectors of prompt and prefix."""
+    """Number of trained vectors of prompt and prefix."""
     options: FrozenMapping = Field(default_factory=dict)
-    """Any further option of peft's configuration of that type, by its name there."""
+    """Other options of peft's configuration class for this type, by their names in peft."""
 
     @field_validator("target_modules", mode="plain")
     @classmethod
@@ -58,25 +58,26 @@ class AdapterConfig(Section):
         return self
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The model: an existing one or a new one."""
 
     path: str | None = None
-    """Local Hugging Face directory with config.json, weights and tokenizer, or the id of a model on the Hub. Exactly
-    one of path and config."""
+    """Local Hugging Face directory with config.json, weights and tokenizer, or a model id on the Hub. Set exactly one
+    of path and config."""
     config: FrozenMapping | None = None
-    """model_type and options of a Hugging Face configuration; the weights are new. Exactly one of path and config."""
+    """model_type and options of a Hugging Face configuration, for a new model with random weights. Set exactly one of
+    path and config."""
     tokenizer: TokenizerConfig | None = None
-    """How to train the tokenizer. Needed with config; with path the tokenizer is the directory's."""
+    """How to train the tokenizer. Required with config; with path the directory's tokenizer is used."""
     model_class: Literal["auto", "seq2seq", "causal"] = Field(default="auto", alias="class")
-    """Encoder-decoder (seq2seq) or decoder-only (causal); auto: what the configuration says."""
+    """Encoder-decoder (seq2seq) or decoder-only (causal); auto: from the model's configuration."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = None
-    """How attention is computed, where the model offers it; null: what transformers chooses."""
+    """Attention implementation, if the model supports it; null: chosen by transformers."""
     attention_dropout: Fraction | None = None
-    """Dropout of T5's attention weights alone, apart from its other dropout; null: as the model's config says. Zero
-    saves their masks, which are a large part of the activations."""
+    """Dropout of T5's attention weights, separate from its other dropout; null: from the model's configuration. Zero
+    saves the memory of their masks, a large part of the activations."""
     adapter: AdapterConfig | None = None
-    """Train an adapter and freeze the model; null: train the whole model."""
+    """Train an adapter and freeze the model; null: train all parameters."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -84,7 +85,7 @@ class ModelConfig(Section):
             given = "neither" if self.path is None else "both"
             raise ValueError(f"exactly one of path and config must be given; got {given}")
         if self.config is not None and self.tokenizer is None:
-            raise ValueError("config needs a tokenizer section beside it, such as tokenizer: {vocab_size: 2000}")
+            raise ValueError("config needs a tokenizer section too, such as tokenizer: {vocab_size: 2000}")
         if self.path is not None and self.tokenizer is not None:
-            raise ValueError("tokenizer goes with config only: a model loaded from path brings its own tokenizer")
+            raise ValueError("tokenizer needs config: a model loaded from path has its own tokenizer")
         return self

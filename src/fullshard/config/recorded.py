@@ -1,4 +1,4 @@
-"""The settings of a finished run, as its ``summary.json`` has them."""
+"""The settings of a finished run, recorded in its ``summary.json``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SUMMARY_NAME = "summary.json"
 
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The settings of a run file, or those of a finished run; any process, alone.
+    """Return the settings of a run file or of a finished run. Any process can call it.
 
     Args:
         path: A run file, or the output_dir of a finished run, which may have been moved.
-        overrides: Settings of the form ``section.key=value`` over them.
+        overrides: Overrides of the form ``section.key=value``.
 
     Raises:
-        ConfigError: They cannot be read or are wrong, or a file they name is missing.
+        ConfigError: The settings cannot be read or are wrong, or a file they name is missing.
     """
     if not path.is_dir():
         return load_run(path, overrides)
@@ -30,17 +30,17 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def recorded_run(directory: Path) -> RunConfig | None:
-    """The settings of a finished run, whose data need not be there any more; None where no run was.
+    """Return the settings of a finished run, whose data may be gone; None if the directory has none.
 
     Raises:
-        ConfigError: They cannot be read.
+        ConfigError: The settings cannot be read.
     """
     if not (directory / SUMMARY_NAME).exists():
         return None
     try:
         return RunConfig.model_validate(_recorded(directory))
     except ValueError as error:
-        raise ConfigError(f"The settings in {directory / SUMMARY_NAME} are not understood: {error}") from error
+        raise ConfigError(f"The settings in {directory / SUMMARY_NAME} are invalid: {error}") from error
 
 
 def _recorded(directory: Path) -> Mapping[str, Any]:
@@ -55,5 +55,5 @@ def _recorded(directory: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     values = summary.get("config") if isinstance(summary, dict) else None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} does not say how the run was configured. Name the run file instead.")
+        raise ConfigError(f"{path} does not contain the settings of the run. Name the run file instead.")
     return {**values, "output_dir": str(directory)}

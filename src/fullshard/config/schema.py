@@ -1,4 +1,4 @@
-"""The run file: every option, its type, its default and what it means. Nothing else decides what an option is called.
+"""The run file: every option with its type, default and description. No other module defines option names.
 
 Option names are those of Hugging Face's ``TrainingArguments`` and example scripts where one exists there.
 """
@@ -14,27 +14,28 @@ from pydantic import NonNegativeInt, PositiveInt, field_serializer, field_valida
 from fullshard.config.data import DataConfig
 from fullshard.config.evaluation import EvaluationConfig
 from fullshard.config.model import ModelConfig
-from fullshard.config.section import Section
+from fullshard.config.section import ConfigSection
 from fullshard.config.training import TrainingConfig
 
 
-class ShardingConfig(Section):
+class ShardingConfig(ConfigSection):
     """How the model is sharded over the ranks."""
 
     strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"] = "full_shard"
-    """full_shard: parameters, gradients and optimizer state are sharded; shard_grad_op: the same, but what forward
-    gathered stays until backward; no_shard: nothing, gradients are summed; hybrid_shard, hybrid_shard_zero2: as the
-    first two over the ranks of each machine, with copies across machines."""
+    """full_shard: shard parameters, gradients and optimizer state; shard_grad_op: the same, but parameters stay
+    gathered from forward to backward; no_shard: shard nothing and all-reduce gradients; hybrid_shard,
+    hybrid_shard_zero2: like the first two within each machine, replicated across machines."""
     wrap: str | PositiveInt | tuple[str, ...] = "auto"
-    """Which modules become units: auto (the repeated blocks), none (one unit), a list of class names, or by size:
-    modules with at least so many parameters of their own, beside those of units inside them."""
+    """Which modules become units: auto (the repeated blocks), none (one unit), a list of class names, or a number:
+    modules with at least that many parameters, not counting those of units inside them."""
     prefetch: Literal["backward_pre", "backward_post", "none"] = "backward_pre"
-    """When backward gathers the next unit: before the current one's backward, after its gradients went out, or not."""
+    """When backward gathers the next unit. backward_pre: before the current unit's backward; backward_post: after its
+    gradients are sent; none: when it is needed."""
     cpu_offload: bool = False
-    """Shards, gradients and optimizer state live in host memory."""
+    """Keep shards, gradients and optimizer state in host memory."""
     frozen: Literal["shard", "replicate", "auto"] = "shard"
-    """Where frozen parameters live, such as the model under an adapter: sharded; on every rank, without communication;
-    or auto: on every rank where they take at most a quarter of its memory."""
+    """How frozen parameters are kept, such as the model under an adapter. shard: sharded; replicate: on every rank,
+    without communication; auto: replicated if they take at most a quarter of a rank's memory."""
 
     @field_validator("wrap", mode="plain")
     @classmethod
@@ -55,18 +56,18 @@ class ShardingConfig(Section):
         return list(value) if isinstance(value, tuple) else value
 
 
-class RunConfig(Section):
-    """A whole run file."""
+class RunConfig(ConfigSection):
+    """All settings of a run."""
 
     output_dir: Path
-    """Directory the run writes to, relative to the working directory."""
+    """Directory that the run writes to, relative to the working directory."""
     seed: NonNegativeInt = 42
-    """Seed of weights, order of rows and dropout."""
+    """Seed of new weights, the order of rows and dropout."""
     nproc: PositiveInt | None = None
-    """Ranks on this machine; null: one for each GPU, or 2 on the CPU."""
+    """Ranks on this machine; null: one per GPU, or 2 on the CPU."""
     resume: Literal["auto", "never"] | Path = "auto"
-    """auto: go on where a run in output_dir was cut short; never: start anew and delete the checkpoints there; or the
-    path of a checkpoint to go on from. A run that is finished is replaced with never only."""
+    """auto: resume an unfinished run in output_dir; never: start from scratch and delete its checkpoints; or the path
+    of a checkpoint to resume from. A finished run is only replaced with never."""
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
@@ -92,16 +93,16 @@ class RunConfig(Section):
         return self
 
     def as_plain(self) -> Mapping[str, Any]:
-        """The configuration with every default filled in, as values that JSON and YAML can hold."""
+        """Return the configuration with all defaults filled in, as values that JSON and YAML can represent."""
         return self.model_dump(mode="json")
 
     def as_flat(self) -> dict[str, Any]:
-        """The same by dotted key, such as ``training.learning_rate``."""
+        """Return the same by dotted key, such as ``training.learning_rate``."""
         return dict(_flatten(self.as_plain()))
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested settings by dotted key."""
+    """Return nested settings by dotted key."""
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         flat += _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]

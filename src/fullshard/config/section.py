@@ -1,4 +1,4 @@
-"""What all sections of the run file are made of."""
+"""The base class and the types shared by all sections of the run file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FrozenMapping = Annotated[
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Section(BaseModel):
-    """Base of all sections: frozen, and no key but those declared."""
+class ConfigSection(BaseModel):
+    """Base of all sections: frozen, with no other keys than those declared."""
 
     model_config = ConfigDict(
         frozen=True,

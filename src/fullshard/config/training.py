@@ -1,4 +1,4 @@
-"""The run file's ``training`` section: the loop and its optimizer."""
+"""The run file's ``training`` section: the training loop and its optimizer."""
 
 from __future__ import annotations
 
@@ -15,105 +15,105 @@ from pydantic import (
     model_validator,
 )
 
-from fullshard.config.section import Fraction, Section
+from fullshard.config.section import ConfigSection, Fraction
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"]
 
 _NOT_OF_OPTIMIZER: Mapping[str, tuple[str, ...]] = {"adafactor": ("adam_beta1", "adam_beta2", "adam_epsilon")}
-"""Options that an optimizer does not use. They are refused where they are written, and recorded nowhere."""
+"""Options that an optimizer does not use. Setting one is an error, and they are not recorded."""
 
 
-class TrainingConfig(Section):
+class TrainingConfig(ConfigSection):
     """The training loop and its optimizer."""
 
     per_device_train_batch_size: PositiveInt = 8
-    """Rows of a micro-batch on each rank."""
+    """Rows per micro-batch on each rank."""
     per_device_train_batch_tokens: PositiveInt | None = None
-    """Instead of a number of rows: most tokens of a micro-batch on each rank, padding included, sources and targets
-    together. A micro-batch holds as many rows as fit."""
+    """Instead of a number of rows: maximum tokens per micro-batch on each rank, sources and targets together, including
+    padding. A micro-batch has as many rows as fit."""
     per_device_eval_batch_size: PositiveInt = 8
-    """Rows of an evaluation batch on each rank."""
+    """Rows per evaluation batch on each rank."""
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches per optimizer step."""
     train_sampling_strategy: Literal["group_by_length", "random"] = "group_by_length"
-    """group_by_length: rows of similar length share a batch; random: as torch's DistributedSampler."""
+    """group_by_length: batch rows of similar length; random: like torch's DistributedSampler."""
     packing: bool = False
-    """Rows of a micro-batch are laid end to end in one sequence without padding; attention stays within each row, so
-    loss and gradients are those of the padded batch. For the models of docs/concepts/training.md."""
+    """Concatenate the rows of a micro-batch into one sequence without padding. Attention stays within each row, so loss
+    and gradients equal those of the padded batch. For the models listed in docs/concepts/training.md."""
     num_train_epochs: PositiveFloat = 3
     """Passes over the training rows."""
     max_steps: PositiveInt | None = None
-    """Stop after so many optimizer steps, if that comes first; null: all epochs."""
+    """Stop after this many optimizer steps, if that comes first; null: all epochs."""
     max_train_minutes: PositiveFloat | None = None
-    """Stop after the step in which so many minutes have passed, evaluations included, if that comes first."""
+    """Stop after the step in which this many minutes have passed, including evaluations, if that comes first."""
     optimizer: OptimizerName = "adamw"
-    """adamw; adafactor: T5's own, with one number of state a row and a column, as Hugging Face's Trainer uses it; muon:
-    orthogonalised momentum for matrices inside the model, AdamW for the rest, at AdamW's learning rate; adamw_8bit,
-    adamw_bf16: AdamW whose state takes 8 or 16 bits a number."""
+    """adamw; adafactor: T5's optimizer, with one state element per row and column, as in Hugging Face's Trainer; muon:
+    orthogonalized momentum for the matrices inside the model, AdamW for the rest, at AdamW's learning rate; adamw_8bit,
+    adamw_bf16: AdamW with state of 8 or 16 bits per element."""
     learning_rate: PositiveFloat | None = 5e-5
-    """Peak learning rate. null: adafactor's own relative steps, 1 / sqrt(step) but at most 0.01, times the root mean
-    square of each parameter's values; only with lr_scheduler_type: constant and no warm-up."""
+    """Peak learning rate. null: adafactor's relative steps, min(0.01, 1 / sqrt(step)) times the root mean square of
+    each parameter; needs lr_scheduler_type: constant and no warm-up."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, of any optimizer; vectors (biases, norms) do not decay."""
+    """Decoupled weight decay of any optimizer; vectors (biases, norms) do not decay."""
     adam_beta1: Fraction = 0.9
-    """AdamW's decay of the gradient's mean; not with adafactor."""
+    """AdamW's decay rate of the gradient's mean; not with adafactor."""
     adam_beta2: Fraction = 0.999
-    """AdamW's decay of the squared gradient's mean; not with adafactor."""
+    """AdamW's decay rate of the squared gradient's mean; not with adafactor."""
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon; not with adafactor."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "step"] = "linear"
-    """linear and cosine: to zero at the last step; constant; step: times lr_gamma every lr_step_size epochs."""
+    """linear, cosine: decay to zero at the last step; constant; step: times lr_gamma every lr_step_size epochs."""
     warmup_steps: NonNegativeFloat = 0
-    """Optimizer steps over which the learning rate rises from zero to its peak; below 1: share of all steps."""
+    """Optimizer steps in which the learning rate rises from zero to its peak; below 1: share of all steps."""
     lr_step_size: PositiveInt = 1
-    """Epochs between two decays; only with lr_scheduler_type: step."""
+    """Epochs between decays; needs lr_scheduler_type: step."""
     lr_gamma: PositiveFloat = 0.7
-    """Factor of each decay; only with lr_scheduler_type: step."""
+    """Factor of each decay; needs lr_scheduler_type: step."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Gradients are scaled down to this norm over all ranks; null: not at all."""
+    """Clip gradients to this norm over all ranks; null: no clipping."""
     label_smoothing_factor: Fraction = 0.0
-    """Share of each target's probability that is spread over the vocabulary in training."""
+    """Share of each target's probability that is distributed over the vocabulary in training."""
     z_loss: NonNegativeFloat = 0.0
-    """Weight of the squared log of the softmax's normaliser in the training loss; keeps logits small."""
+    """Weight of the squared log of the softmax's normalizer in the training loss; keeps logits small."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16, fp16: compute in it; shards, gradient reduction and optimizer steps stay in fp32. fp16 scales the loss."""
+    """Compute dtype. Shards, gradient reduction and optimizer steps stay in fp32; fp16 scales the loss."""
     allow_fp16: bool = False
-    """Train in fp16 a model whose activations are known to overflow there, such as T5."""
+    """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
     gradient_checkpointing: bool = False
-    """Recompute each block's activations in backward instead of keeping them."""
+    """Recompute each block's activations in backward instead of storing them."""
     fused_cross_entropy: bool = False
-    """Compute the loss from the last hidden states a few rows at a time: the logits are never in memory as a whole."""
+    """Compute the loss from the last hidden states in chunks, so that the full logits are never in memory."""
     torch_compile: bool = False
     """Compile each block with torch.compile."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is no finite number does: end the run, or leave out the step, which is counted."""
+    """On a non-finite loss or gradient: stop the run, or skip and count the step."""
     eval_strategy: Literal["epoch", "steps", "no"] = "epoch"
     """When to evaluate: after each epoch, every eval_steps optimizer steps, or never."""
     eval_steps: PositiveInt | None = None
-    """Optimizer steps between evaluations; only and always with eval_strategy: steps."""
+    """Optimizer steps between evaluations; required with eval_strategy: steps, else not allowed."""
     early_stopping_patience: PositiveInt | None = None
-    """End the run after so many evaluations in a row without a better one; null: never."""
+    """End the run after this many consecutive evaluations without improvement; null: never."""
     early_stopping_threshold: NonNegativeFloat = 0.0
-    """By how much an evaluation's metric must be better to count for early stopping: shares from 0 to 1, so 0.01 is one
-    percentage point. The best model is kept whatever it says."""
+    """Minimum improvement of the metric for early stopping. Metrics are shares from 0 to 1, so 0.01 is one percentage
+    point. It does not affect which model is kept as the best."""
     logging_steps: PositiveInt = 1
-    """Optimizer steps between two records of the metrics file and of the trackers."""
+    """Optimizer steps between records in the metrics file and in trackers."""
     save_strategy: Literal["epoch", "steps", "no"] = "epoch"
-    """When to save a checkpoint: after each epoch, every save_steps optimizer steps, or only when told to stop."""
+    """When to save a checkpoint: after each epoch, every save_steps optimizer steps, or only when the run stops."""
     save_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints; only and always with save_strategy: steps."""
+    """Optimizer steps between checkpoints; required with save_strategy: steps, else not allowed."""
     save_total_limit: PositiveInt | None = 2
-    """Checkpoints that are kept, the newest ones; null: all."""
+    """Number of newest checkpoints to keep; null: all."""
     report_to: tuple[Tracker, ...] = ()
-    """Trackers that are told too, where they are installed: tensorboard, wandb, mlflow."""
+    """Trackers to report to, if they are installed: tensorboard, wandb, mlflow."""
     run_name: str | None = None
-    """Name of the run in trackers; null: the last part of output_dir."""
+    """Name of the run in trackers; null: the last component of output_dir."""
 
     @field_validator("eval_strategy", "save_strategy", mode="before")
     @classmethod
     def _undo_yaml_no(cls, value: object) -> object:
-        """YAML 1.1 reads a bare ``no`` as false."""
+        """Undo YAML 1.1's reading of a bare ``no`` as false."""
         return "no" if value is False else value
 
     @field_validator("warmup_steps")
@@ -126,7 +126,7 @@ class TrainingConfig(Section):
     @field_validator("lr_scheduler_type", mode="before")
     @classmethod
     def _warmup_is_apart(cls, value: object) -> object:
-        """Hugging Face has a type of its own for a constant rate with warm-up."""
+        """Accept Hugging Face's separate name for a constant rate with warm-up."""
         return "constant" if value == "constant_with_warmup" else value
 
     @field_validator("report_to", mode="before")
@@ -139,7 +139,7 @@ class TrainingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _take_back(cls, values: Any) -> Any:
-        """On the command line null takes back what a run file says for another optimizer."""
+        """Let null on the command line remove an option that the run file sets for another optimizer."""
         if not isinstance(values, Mapping):
             return values
         options = {name for names in _NOT_OF_OPTIMIZER.values() for name in names}
@@ -147,13 +147,13 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_optimizer(self) -> Self:
-        """All that does not fit at once, so that nobody is asked for one override after the other."""
+        """Report all contradictions with the optimizer at once, with the overrides that resolve them."""
         problems: list[str] = []
         overrides: list[str] = []
         optimizer = self.optimizer if self.learning_rate is not None else "adafactor"
         if self.optimizer != optimizer:
             problems.append(
-                f"learning_rate: null is for optimizer: adafactor, which has steps of its own; got {self.optimizer}"
+                f"learning_rate: null needs optimizer: adafactor, which has relative steps; got {self.optimizer}"
             )
             overrides.append("training.optimizer=adafactor")
         written = [name for name in _NOT_OF_OPTIMIZER.get(optimizer, ()) if name in self.model_fields_set]
@@ -162,19 +162,19 @@ class TrainingConfig(Section):
             overrides += [f"training.{name}=null" for name in written]
         if self.learning_rate is None and (self.lr_scheduler_type != "constant" or self.warmup_steps):
             problems.append(
-                "learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: it goes with "
+                "learning_rate: null leaves the learning rate to adafactor, without a schedule: it needs "
                 f"lr_scheduler_type: constant and warmup_steps: 0; got {self.lr_scheduler_type} and "
                 f"{self.warmup_steps:g}"
             )
             overrides += ["training.lr_scheduler_type=constant", "training.warmup_steps=0"]
         if problems:
-            said = " ".join(overrides)
-            raise ValueError(f"{'; '.join(problems)}. Change that in the file, or on the command line: {said}")
+            remedy = " ".join(overrides)
+            raise ValueError(f"{'; '.join(problems)}. Change it in the file, or on the command line: {remedy}")
         return self
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is recorded can be read again, where an option that the optimizer does not have is refused."""
+        """Leave out options that the optimizer does not use: a recorded run would be refused when it is read again."""
         unused = _NOT_OF_OPTIMIZER.get(self.optimizer, ())
         return {name: value for name, value in handler(self).items() if name not in unused}
 
@@ -191,7 +191,7 @@ class TrainingConfig(Section):
             strategy, steps = getattr(self, f"{kind}_strategy"), getattr(self, f"{kind}_steps")
             if (strategy == "steps") != (steps is not None):
                 raise ValueError(
-                    f"{kind}_strategy: steps and {kind}_steps go together; "
+                    f"{kind}_strategy: steps and {kind}_steps need each other; "
                     f"got {kind}_strategy: {strategy}, {kind}_steps: {steps}"
                 )
         if self.per_device_train_batch_tokens is not None and self.train_sampling_strategy == "random":

@@ -1,4 +1,4 @@
-"""What people call options elsewhere: Hugging Face's arguments, also removed ones, and scripts."""
+"""Names of options in other programs: Hugging Face's arguments, including removed ones, and scripts."""
 
 from __future__ import annotations
 
@@ -37,40 +37,40 @@ _RENAMED: Mapping[str, str] = {
     "val_max_target_length": "evaluation.max_new_tokens",
     "warmup_ratio": "training.warmup_steps",
 }
-"""Another name of the same thing, with the same values."""
+"""Other names of options that take the same values."""
 
-_SAID_OTHERWISE: Mapping[str, str] = {
+_REPLACED: Mapping[str, str] = {
     "bf16": "write training.precision: bf16",
     "dataloader_num_workers": "leave it out: batches are made from token ids in memory-mapped files",
-    "deepspeed": "leave it out: the sharding section says how the model is sharded",
-    "do_eval": "leave it out: training.eval_strategy says when to evaluate, and fullshard evaluate does nothing else",
+    "deepspeed": "leave it out: the sharding section sets how the model is sharded",
+    "do_eval": "leave it out: training.eval_strategy sets when to evaluate; fullshard evaluate only evaluates",
     "do_predict": "leave it out: fullshard predict writes predictions for a file",
     "do_train": "leave it out: fullshard train trains",
     "dtype": "write training.precision: fp32, bf16 or fp16",
     "fp16": "write training.precision: fp16, or bf16, which T5 needs",
-    "fsdp": "leave it out: the sharding section says how the model is sharded",
-    "fsdp_config": "pass Accelerate's file as --config_file, or turn it into a run file with fullshard config convert",
-    "greater_is_better": "leave it out: the metric knows",
+    "fsdp": "leave it out: the sharding section sets how the model is sharded",
+    "fsdp_config": "pass Accelerate's file as --config_file, or convert it to a run file with fullshard config convert",
+    "greater_is_better": "leave it out: it follows from the metric",
     "group_by_length": "write training.train_sampling_strategy: group_by_length, which is the default, or random",
     "ignore_pad_token_for_loss": "leave it out: padding never counts in the loss",
     "length_column_name": "leave it out: lengths are counted when the data is tokenized",
     "load_best_model_at_end": "leave it out: the best model by evaluation.metric is always kept",
     "logging_dir": "leave it out: everything is written to output_dir",
-    "no_cuda": "leave it out: without a GPU the run is on the CPU",
-    "optim_args": "write what the optimizer takes as options of training, such as training.adam_beta2",
-    "overwrite_cache": "leave it out: the cache knows its data, tokenizer and settings by their content",
+    "no_cuda": "leave it out: without a GPU the run uses the CPU",
+    "optim_args": "set the optimizer's options in training, such as training.adam_beta2",
+    "overwrite_cache": "leave it out: the cache identifies data, tokenizer and settings by their content",
     "overwrite_output_dir": "write resume: never",
     "pad_to_max_length": "leave it out: batches are padded to their longest row, or not at all with training.packing",
-    "predict_with_generate": "leave it out: metrics of text generate it, perplexity does not",
+    "predict_with_generate": "leave it out: metrics of text need generation, perplexity does not",
     "preprocessing_num_workers": "leave it out: tokenizing uses all cores",
     "save_safetensors": "leave it out: weights are always safetensors",
-    "tf32": "leave it out: set torch's own switch in the environment",
-    "tokenizer_name": "leave it out: a model's directory holds its tokenizer",
+    "tf32": "leave it out: set torch's own variable in the environment",
+    "tokenizer_name": "leave it out: a model's directory contains its tokenizer",
     "torch_dtype": "write training.precision: fp32, bf16 or fp16",
-    "use_fast_tokenizer": "leave it out: the fast tokenizer is used where there is one",
+    "use_fast_tokenizer": "leave it out: the fast tokenizer is used if there is one",
     "use_peft": "write a model.adapter section",
 }
-"""What is not an option here, and what is in its place."""
+"""Options that do not exist here, with what to do instead."""
 
 _OPTIMIZERS: Mapping[str, str] = {
     "adafactor": "adafactor",
@@ -87,24 +87,24 @@ _OPTIMIZERS: Mapping[str, str] = {
     "paged_adamw_32bit": "adamw",
     "paged_adamw_8bit": "adamw_8bit",
 }
-"""What Hugging Face's Trainer calls optimizers, and what they are called here."""
+"""Optimizer names of Hugging Face's Trainer, with their names here."""
 
 
 def other_name(key: str, value: Any) -> str | None:
-    """What to write instead of an option that is known by another name.
+    """Return what to write instead of an option of another program.
 
     Args:
         key: The dotted key as the user wrote it.
-        value: What the user gave it.
+        value: Its value.
 
     Returns:
-        The answer, or None when nobody calls an option so.
+        The message, or None if no other program has such an option.
     """
     name = key.rpartition(".")[2].lower()
     if name == "optim":
         return _optimizer_name(value)
-    if name in _SAID_OTHERWISE:
-        return f"is not an option here; {_SAID_OTHERWISE[name]}"
+    if name in _REPLACED:
+        return f"is not an option here; {_REPLACED[name]}"
     if name in _RENAMED and _RENAMED[name] != key:
         shown = "" if isinstance(value, Mapping) else f": {value}"
         return f"is called {_RENAMED[name]} here; write {_RENAMED[name]}{shown}"
@@ -112,7 +112,7 @@ def other_name(key: str, value: Any) -> str | None:
 
 
 def _optimizer_name(value: Any) -> str:
-    """What to write instead of Hugging Face's ``optim: value``."""
+    """Return what to write instead of Hugging Face's ``optim: value``."""
     known = _OPTIMIZERS.get(str(value).lower())
     if known is not None:
         return f"is called training.optimizer here; write training.optimizer: {known}"
