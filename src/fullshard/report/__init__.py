@@ -1,3 +1,3 @@
-"""One page that tells what a run did: made from the files of its output_dir, whole in itself."""
+"""A self-contained HTML page about a run, made from the files of its output_dir."""
 
 from fullshard.report.page import write_report as write_report

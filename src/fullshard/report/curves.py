@@ -1,4 +1,4 @@
-"""Long series made short enough to draw, and smooth enough to read."""
+"""Thinning and smoothing of long series for the charts."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_POINTS = 1_500
-"""Points of a drawn curve; of a longer one each stretch shows its lowest and its highest value."""
+"""Maximum points of a drawn curve; each interval of a longer one shows its minimum and maximum."""
 
 SMOOTHED_SHARE = 30
-"""A curve is smoothed over one part in so many of its steps."""
+"""A curve is smoothed over this fraction (1 / n) of its steps."""
 
 Points = tuple[list[float], list[float]]
 
 
 def series(records: Sequence[dict[str, Any]], key: str) -> Points:
-    """Steps and the finite values of ``key`` in them."""
+    """Return the steps with a finite value of ``key``, and the values."""
     pairs = [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])]
     return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most ``most`` of the points, the extremes of each stretch among them, in order."""
+    """Return at most ``most`` of the points in order, with the minimum and maximum of each interval."""
     xs, ys = points
     if len(xs) <= most:
         return points
     kept: set[int] = {0, len(xs) - 1}
-    stretches = (most - 2) // 2
-    for stretch in range(stretches):
-        low, high = stretch * len(xs) // stretches, (stretch + 1) * len(xs) // stretches
+    intervals = (most - 2) // 2
+    for interval in range(intervals):
+        low, high = interval * len(xs) // intervals, (interval + 1) * len(xs) // intervals
         kept |= {min(range(low, high), key=ys.__getitem__), max(range(low, high), key=ys.__getitem__)}
     order = sorted(kept)
     return [xs[i] for i in order], [ys[i] for i in order]
 
 
 def smooth(points: Points) -> tuple[Points, int]:
-    """The exponential moving average, without the bias of its beginning, and the number of steps it is over."""
+    """Return the bias-corrected exponential moving average, and the number of steps it averages."""
     xs, ys = points
     over = max(1, len(xs) // SMOOTHED_SHARE)
     keep = 1 - 2 / (over + 1)
@@ -48,5 +48,5 @@ def smooth(points: Points) -> tuple[Points, int]:
 
 
 def shown(value: float) -> float:
-    """Five significant digits: more are not seen."""
+    """Round to five significant digits; more are not visible."""
     return float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""The charts, as plotly's plain values. Colours are names of the page's own, which differ by light and dark."""
+"""The charts, as plain values for plotly. Colors are CSS variables of the page, which differ in light and dark mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMORY_PARTS = {
     "other": ("other, before the step", "var(--slate)"),
     "activations": ("activations and temporaries", "var(--gold)"),
 }
-"""The parts of memory, from the bottom up: what they are called, and their colours."""
+"""Labels and colors of the parts of memory, from the bottom up."""
 
 WAITS = {"gather_wait": "waiting for a gather", "reduce_wait": "waiting for a reduce"}
 
@@ -36,22 +36,22 @@ KINDS = {
     "gather_wait": ("waiting", "var(--signal)"),
     "reduce_wait": ("waiting", "var(--signal)"),
 }
-"""What a step consists of: names and colours."""
+"""Labels and colors of the kinds of events in a step."""
 
 _COMPUTES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart, or several that one is chosen from.
+    """A chart, or several charts to choose from.
 
     Attributes:
-        name: Its id on the page.
+        name: HTML id.
         title: Heading.
-        text: What it shows, in words, for who cannot see it.
-        choices: By label, plotly's ``data`` and ``layout``.
-        height: In pixels.
-        wide: Whether it takes the page's whole width.
+        text: Description of its content, also for users who cannot see it.
+        choices: Plotly's ``data`` and ``layout``, by label.
+        height: Height in pixels.
+        wide: Whether it has the full width of the page.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Figure:
 
 
 def safe(text: object) -> str:
-    """Text for plotly, which takes some tags for markup."""
+    """Escape text for plotly, which interprets some tags as markup."""
     return html.escape(str(text), quote=False)
 
 
@@ -71,20 +71,20 @@ def safe(text: object) -> str:
 
 
 def curves(files: RunFiles) -> list[Figure]:
-    """Loss, metrics, learning rate, gradient norm and speed over the steps; those of which there is anything."""
+    """Return the charts of loss, metrics, learning rate, gradient norm and speed that have data."""
     found = [
         _loss(files),
         *_metric_curves(files),
         _curve(files, "learning_rate", "Learning rate", "learning rate", "var(--purple)"),
         _curve(files, "grad_norm", "Gradient norm", "norm before clipping", "var(--orange)", smoothed=True),
         _curve(files, "tokens_per_second", "Speed", "tokens / s, all ranks", "var(--teal)", smoothed=True),
-        _curve(files, "mfu", "Model FLOPs utilisation", "share of the devices' peak", "var(--blue)", smoothed=True),
+        _curve(files, "mfu", "Model FLOPs utilization", "share of the devices' peak", "var(--blue)", smoothed=True),
     ]
     return [figure for figure in found if figure is not None]
 
 
 def is_thinned(files: RunFiles) -> bool:
-    """Whether curves are drawn with fewer points than there are."""
+    """Return whether curves are drawn with fewer points than recorded."""
     return len(files.steps) > MOST_POINTS
 
 
@@ -102,7 +102,7 @@ def _loss(files: RunFiles) -> Figure | None:
 
 
 def _metric_curves(files: RunFiles) -> list[Figure]:
-    """Shares together in one chart, with their baselines; what is better the lower it is in one of its own."""
+    """Return one chart of all metrics where higher is better, with baselines, and one for each other metric."""
     names = list(dict.fromkeys(name for one in files.evaluations for name in one.get("metrics", {})))
     flat = [{"step": one["step"], **one.get("metrics", {})} for one in files.evaluations]
     baselines = files.evaluations[-1].get("baselines", {}) if files.evaluations else {}
@@ -138,7 +138,7 @@ def _curve(files: RunFiles, key: str, title: str, axis: str, colour: str, *, smo
 
 
 def _smoothed(points: Points, prefix: str, colour: str) -> tuple[Points, list[Record]]:
-    """The smoothed curve, and what is drawn: it and each step; of a short run each step alone."""
+    """Return the smoothed curve, and the lines to draw: it and each step; for a short run only each step."""
     average, over = smooth(points)
     if over == 1:
         return points, [_line(points, f"{prefix}each step", colour)]
@@ -149,7 +149,7 @@ def _smoothed(points: Points, prefix: str, colour: str) -> tuple[Points, list[Re
 def _from_to(points: Points) -> str:
     steps, values = points
     if not steps:
-        return "nothing yet"
+        return "no values yet"
     if len(steps) == 1:
         return f"{shown(values[0]):g} at step {steps[0]:,.0f}"
     return (
@@ -189,7 +189,7 @@ def _chart(data: list[Record], axis: str) -> Record:
 
 
 def rest_memory(ranks: Sequence[Mapping[str, int]]) -> Figure:
-    """What each rank holds between steps; ``ranks`` have ``rank`` and the bytes by part."""
+    """Return the chart of each rank's memory between steps; ``ranks`` have ``rank`` and the bytes by part."""
     names = [f"rank {one['rank']}" for one in ranks]
     data = [
         {
@@ -212,17 +212,17 @@ def rest_memory(ranks: Sequence[Mapping[str, int]]) -> Figure:
         "xaxis": {"title": {"text": "MiB"}, "tickformat": ",d"},
         "yaxis": {"autorange": "reversed", "showgrid": False},
     }
-    text = "Stacked bars, one a rank; the table after the charts has the numbers."
+    text = "One stacked bar per rank; the table below the charts has the numbers."
     chart = {"": {"data": data, "layout": layout}}
     return Figure("memory-rest", "Between steps", text, chart, 130 + 30 * len(ranks), wide=True)
 
 
 def memory_timeline(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
-    """The parts of each rank's memory through the step, stacked."""
+    """Return the chart of each rank's memory during the step, by part."""
     peaks = ", ".join(f"rank {one.rank} {one.peak_bytes / MIB:,.1f} MiB" for one in ranks)
     return Figure(
         "memory-step",
-        f"Through step {trace.step:,}",
+        f"During step {trace.step:,}",
         f"Stacked areas over the {ranks[0].seconds:.3f} seconds of the step. Peaks: {peaks}.",
         {f"rank {one.rank}": _stack(one) for one in ranks},
         360,
@@ -261,11 +261,11 @@ def _stack(rank: RankTrace) -> Record:
 
 
 def schedule(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
-    """The unit schedule of the step: a row for each unit, transfers above what it computes."""
+    """Return the chart of the step's unit schedule: one row per unit, transfers above computation."""
     rows = ["waiting, all units", *trace.units, "optimizer"]
     text = (
-        "A row for each unit on a time axis: gathers and reduces in its upper half, forward and backward in its lower "
-        "half; where the compute thread waited is marked. The table below has the sums."
+        "One row per unit on a time axis: gathers and reduces in the upper half, forward and backward in the lower "
+        "half. Waits of the compute thread are marked. The table below has the totals."
     )
     return Figure(
         "schedule",
@@ -314,9 +314,9 @@ _RULE = {"color": "var(--grid)", "width": 1}
 
 
 def _add_bar(
-    bars: dict[str, Record], label: str, colour: str, lane: tuple[float, float], event: Any, what: str
+    bars: dict[str, Record], label: str, colour: str, span: tuple[float, float], event: Any, what: str
 ) -> None:
-    """Draw ``event`` on a lane: where it starts below its row's number, and how wide it is."""
+    """Add ``event``'s bar; ``span`` is its offset from the row's number, and its width."""
     empty = {
         "type": "bar",
         "orientation": "h",
@@ -328,7 +328,7 @@ def _add_bar(
     }
     bar = bars.setdefault(label, empty)
     length = (event.end_s - event.start_s) * 1e3
-    cells = (round(length, 3), round(event.start_s * 1e3, 3), 0, lane[0], lane[1], what)
+    cells = (round(length, 3), round(event.start_s * 1e3, 3), 0, span[0], span[1], what)
     for column, cell in zip(("x", "base", "y", "offset", "width", "text"), cells, strict=True):
         bar[column].append(cell)
 
@@ -337,24 +337,24 @@ def _add_bar(
 
 
 def confusion_matrix(confusion: Confusion) -> Figure:
-    """Right labels down, written ones across; shares of each right label's rows."""
+    """Return the confusion matrix: correct labels down, predicted ones across, as shares of each row."""
     counts = confusion.matrix()
     shares = [[shown(cell / (sum(row) or 1)) for cell in row] for row in counts]
-    rights = [safe(label) for label in confusion.labels]
-    written = [*rights, "(other)"]
-    size = len(rights)
+    correct = [safe(label) for label in confusion.labels]
+    predicted = [*correct, "(other)"]
+    size = len(correct)
     data = [
         {
             "type": "heatmap",
-            "x": written,
-            "y": rights,
+            "x": predicted,
+            "y": correct,
             "z": shares,
             "text": counts,
             "zmin": 0,
             "zmax": 1,
             "colorscale": [[0, "var(--raised)"], [1, "var(--blue)"]],
             "colorbar": {"tickformat": ".0%", "title": {"text": "of the row"}, "thickness": 12},
-            "hovertemplate": "right: %{y}<br>written: %{x}<br>%{text} rows (%{z:.1%})<extra></extra>",
+            "hovertemplate": "correct: %{y}<br>predicted: %{x}<br>%{text} rows (%{z:.1%})<extra></extra>",
             **({"texttemplate": "%{text}"} if size <= 12 else {}),
             "xgap": 1,
             "ygap": 1,
@@ -363,7 +363,7 @@ def confusion_matrix(confusion: Confusion) -> Figure:
     layout = {
         "showlegend": False,
         "hovermode": "closest",
-        "xaxis": {"title": {"text": "written"}, "showticklabels": size <= 40, "type": "category"},
+        "xaxis": {"title": {"text": "predicted"}, "showticklabels": size <= 40, "type": "category"},
         "yaxis": {"autorange": "reversed", "showticklabels": size <= 90, "type": "category"},
     }
     if size > 40:

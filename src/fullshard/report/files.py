@@ -1,4 +1,4 @@
-"""What a run has written so far. Only the metrics must be there: a run may be under way, or have been killed."""
+"""The files of a run. Only the metrics are required: the run may be running, or have been killed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class RunFiles:
 
     Attributes:
         directory: Its ``output_dir``.
-        steps: Lines of the metrics about steps, in order.
-        evaluations: Lines about evaluations, in order.
-        checkpoints: Lines about checkpoints, in order.
-        run: What the run said at its start; empty where it is not there.
-        summary: What it said at its end; empty where it is not there.
-        predictions: The best model's, on held-out rows.
-        trace: One recorded step.
-        missing: Of each file that is not there or cannot be read, why.
+        steps: Records of steps in the metrics file, in order.
+        evaluations: Records of evaluations, in order.
+        checkpoints: Records of checkpoints, in order.
+        run: Facts written at the start of the run; empty if the file is missing.
+        summary: Facts written at its end; empty if the file is missing.
+        predictions: The best model's predictions on held-out rows.
+        trace: The recorded step, or None.
+        missing: For each file that is missing or unreadable, the reason.
     """
 
     directory: Path
@@ -46,11 +46,11 @@ class RunFiles:
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run has finished."""
         return bool(self.summary)
 
-    def said(self, key: str) -> Any:
-        """What the run said of itself, at its start or at its end; None where it did not."""
+    def fact(self, key: str) -> Any:
+        """Return a fact written at the start or the end of the run, or None."""
         return self.run.get(key, self.summary.get(key))
 
     @property
@@ -61,7 +61,7 @@ class RunFiles:
 
     @property
     def confusion(self) -> Confusion | None:
-        """Which label the best model wrote for which."""
+        """The best model's confusion matrix."""
         values = self.summary.get("confusion") or (self.best or {}).get("confusion")
         if not values:
             return None
@@ -69,12 +69,12 @@ class RunFiles:
 
 
 def _run_of(file: Path) -> Path:
-    """The directory to name in a file's place: the run that it is in, where it is in one."""
+    """Return the run's directory that contains a file, or an example."""
     return next((one for one in file.parents if (one / METRICS_NAME).is_file()), Path("runs/mine"))
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Read what is there; any process, alone.
+    """Read the files of a run. Any process can call it.
 
     Raises:
         CheckpointError: There are no metrics, or they cannot be read.
@@ -82,12 +82,12 @@ def read_run(directory: Path) -> RunFiles:
     path = directory / METRICS_NAME
     if directory.is_file():
         raise CheckpointError(
-            f"{directory} is a file where the output_dir of a run is expected, such as {_run_of(directory)}."
+            f"{directory} is a file; the output_dir of a run is expected, such as {_run_of(directory)}."
         )
     if not path.is_file():
         raise CheckpointError(
-            f"{directory} holds no {METRICS_NAME}, which every run writes from its first step on. Name the output_dir "
-            "of a run that `fullshard train` has begun."
+            f"{directory} has no {METRICS_NAME}, which every run writes from its first step. Name the output_dir of a "
+            "run that `fullshard train` has started."
         )
     try:
         records = _lines(path)
@@ -103,7 +103,7 @@ def read_run(directory: Path) -> RunFiles:
         except OSError as error:
             missing[name] = f"{name} could not be read: {error}."
         except (ValueError, KeyError, TypeError) as error:
-            missing[name] = f"{name} is not what a run writes: {error!r}."
+            missing[name] = f"{name} is not in the format of a run: {error!r}."
         return otherwise
 
     def of_kind(kind: str) -> tuple[Record, ...]:
@@ -130,7 +130,7 @@ def _object(path: Path) -> Record:
 
 
 def _lines(path: Path) -> list[Record]:
-    """The objects of a JSON Lines file; a line that is none, as the last one of a killed run, is passed over."""
+    """Read the objects of a JSON Lines file; invalid lines, such as the last one of a killed run, are skipped."""
     found: list[Record] = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:

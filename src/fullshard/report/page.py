@@ -1,4 +1,4 @@
-"""The page: sections in the order of interest, each from what is there; what is not there is said in its place."""
+"""The report page: its sections, each made from the files that exist; a missing file is named instead."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from fullshard.version import __version__
 REPORT_NAME = "report.html"
 
 MOST_RANKS = 8
-"""Ranks of the recorded step that the page has; of more, the first, the slowest, the fullest and some between."""
+"""Maximum ranks of the recorded step on the page: the first, the slowest, the fullest and some between."""
 
-# The browser itself sees to it that the page asks the network for nothing.
+# Makes the browser block all network requests of the page.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """One section of the page.
 
     Attributes:
-        name: Its id.
-        title: Its heading.
+        name: HTML id.
+        title: Heading.
         body: HTML.
-        figures: The charts that ``body`` has places for.
+        figures: The charts with a placeholder in ``body``.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Section:
 
 
 def write_report(directory: Path, target: Path | None = None) -> dict[str, Any]:
-    """Write the report of a run; one process, also while the run goes on.
+    """Write the report of a run; one process, also while it is running.
 
     Args:
         directory: The run's ``output_dir``.
         target: File to write; None: ``report.html`` in ``directory``.
 
     Returns:
-        JSON-able: where the page is, its size, and the run's headline.
+        JSON values: path and size of the page, and the run's headline.
 
     Raises:
         CheckpointError: There is no run in ``directory``, or the page cannot be written.
@@ -71,7 +71,7 @@ def write_report(directory: Path, target: Path | None = None) -> dict[str, Any]:
 
 
 def headline(files: RunFiles) -> dict[str, Any]:
-    """The run in a few numbers; of those that are not known None."""
+    """Return the run's key numbers; None for those that are unknown."""
     best = files.best or {}
     last = files.steps[-1] if files.steps else {}
     seconds, tokens = (sum(series(files.steps, key)[1]) for key in ("seconds", "tokens"))
@@ -83,17 +83,17 @@ def headline(files: RunFiles) -> dict[str, Any]:
         "held_out_loss": files.summary.get("loss", best.get("loss")),
         "best_step": files.summary.get("best_step", best.get("step")),
         "steps": files.summary.get("steps", last.get("step", 0)),
-        "total_steps": files.said("total_steps"),
+        "total_steps": files.fact("total_steps"),
         "train_loss": files.summary.get("train_loss", last.get("loss")),
         "tokens_per_second": files.summary.get("tokens_per_second", tokens / seconds if seconds else None),
         "train_seconds": files.summary.get("train_seconds"),
         "peak_bytes": max((rank["peak"] for rank in memory), default=None),
-        "padding_share": files.said("padding_share"),
+        "padding_share": files.fact("padding_share"),
     }
 
 
 def make_page(files: RunFiles) -> str:
-    """The whole page.
+    """Return the page as HTML.
 
     Raises:
         ConfigError: plotly is missing.
@@ -102,7 +102,7 @@ def make_page(files: RunFiles) -> str:
     sections = [_result(files), _curves(files), _memory(files), _schedule(files), _data(files), _samples(files)]
     sections.append(_settings(files))
     drawn = {figure.name: list(figure.choices.values()) for section in sections for figure in section.figures}
-    # Inside a script element only "<" could end it.
+    # Only "<" could end the script element.
     values = json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in sections)
     body = "".join(
@@ -125,7 +125,7 @@ def make_page(files: RunFiles) -> str:
 
 
 def _plotly() -> str:
-    """The source of plotly.js, which the package ships."""
+    """Return the source of plotly.js, which is part of the package."""
     try:
         offline = importlib.import_module("plotly.offline")
     except ImportError as error:
@@ -141,25 +141,25 @@ def _state(files: RunFiles) -> str:
     of = f" of {total:,}" if isinstance(total, int) else ""
     return (
         f'<span class="state open">not finished</span>: last recorded step {steps:,}{of}. '
-        "The run goes on, or was stopped or killed."
+        "The run is still running, or was stopped or killed."
     )
 
 
 def _footer(size: int) -> str:
     return (
-        f"<footer>Written by fullshard {escape(__version__)}. This file is whole in itself and asks the network for "
-        f"nothing; about {format_bytes(size)}, most of it plotly.js.</footer>"
+        f"<footer>Written by fullshard {escape(__version__)}. This file is self-contained and makes no network "
+        f"requests. Its size is about {format_bytes(size)}, mostly plotly.js.</footer>"
     )
 
 
-def _places(drawn: Sequence[Figure]) -> str:
-    """The places that the script draws the charts in."""
+def _placeholders(drawn: Sequence[Figure]) -> str:
+    """Return the elements in which the script draws the charts."""
     places = []
     for figure in drawn:
         chooser = ""
         if len(figure.choices) > 1:
             options = "".join(f"<option>{escape(label)}</option>" for label in figure.choices)
-            label = f"{figure.title}: which rank"
+            label = f"{figure.title}: rank"
             chooser = f'<select data-figure="{figure.name}" aria-label="{escape(label)}">{options}</select>'
         places.append(
             f'<figure{" class=wide" if figure.wide else ""}><div class="head"><h3>{escape(figure.title)}</h3>{chooser}'
@@ -172,14 +172,14 @@ def _places(drawn: Sequence[Figure]) -> str:
 # Sections
 
 
-def _result(files: RunFiles) -> Section:
+def _result(files: RunFiles) -> PageSection:
     numbers = headline(files)
     metric, value = numbers["metric"], numbers["value"]
     if metric is None or value is None:
-        score = tables.note("The model has not been evaluated on held-out rows, or not yet.")
+        score = tables.note("The model has not been evaluated on held-out rows yet.")
     else:
         score = _score(files, metric, value, numbers)
-    return Section("result", "Result", score + tables.tiles(_facts(files, numbers)))
+    return PageSection("result", "Result", score + tables.tiles(_facts(files, numbers)))
 
 
 def _score(files: RunFiles, metric: str, value: float, numbers: dict[str, Any]) -> str:
@@ -199,55 +199,55 @@ def _score(files: RunFiles, metric: str, value: float, numbers: dict[str, Any]) 
         [name, format_metric(name, one), format_metric(name, baselines[name]) if name in baselines else "none"]
         for name, one in further.items()
     ]
-    more = tables.table("Further metrics of the same model", ["", "value", "baseline"], others) if others else ""
+    more = tables.table("Other metrics of the same model", ["", "value", "baseline"], others) if others else ""
     return f'{shown}<div class="beside">{bars}</div>{more}'
 
 
 def _bar_line(name: str, part: float, value: str, kind: str) -> str:
-    """A name, a bar of ``part`` of the width, and a number."""
+    """Return a line with a name, a bar over ``part`` of the width, and a number."""
     bar = f'<span class="bar"><i class="{kind}" style="width:{100 * part:.1f}%"></i></span>'
     return f"<div><span>{escape(name)}</span>{bar}<span>{escape(value)}</span></div>"
 
 
 def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value and remark of what is known."""
+    """Return name, value and remark of the known facts."""
     total = numbers["total_steps"]
     known: list[tuple[str, Any, Callable[[Any], str], str]] = [
-        ("optimizer", files.said("optimizer"), str, ""),
+        ("optimizer", files.fact("optimizer"), str, ""),
         ("training loss", numbers["train_loss"], "{:.4f}".format, "per target token, last step"),
         ("held-out loss", numbers["held_out_loss"], "{:.4f}".format, "per target token"),
         ("steps", numbers["steps"], "{:,}".format, "" if total is None else f"of {total:,}"),
-        ("time", numbers["train_seconds"], tables.duration, "steps, evaluations, saving"),
-        ("tokens per second", numbers["tokens_per_second"], "{:,.0f}".format, "padding left out, all ranks"),
+        ("time", numbers["train_seconds"], tables.duration, "including evaluations and saving"),
+        ("tokens per second", numbers["tokens_per_second"], "{:,.0f}".format, "all ranks, without padding"),
         ("padding", numbers["padding_share"], tables.share, "of the positions in training batches"),
-        ("peak memory", numbers["peak_bytes"], format_bytes, "tensors of the fullest rank"),
-        ("ranks", files.said("world_size"), "{:,}".format, str(files.said("device") or "")),
-        ("parameters", files.said("parameters"), "{:,}".format, "sharded over the ranks"),
+        ("peak memory", numbers["peak_bytes"], format_bytes, "tensors of the rank with the most"),
+        ("ranks", files.fact("world_size"), "{:,}".format, str(files.fact("device") or "")),
+        ("parameters", files.fact("parameters"), "{:,}".format, "sharded over the ranks"),
     ]
     return [(name, form(value), remark) for name, value, form, remark in known if value is not None]
 
 
-def _curves(files: RunFiles) -> Section:
+def _curves(files: RunFiles) -> PageSection:
     drawn = figures.curves(files)
     if not drawn:
-        return Section("curves", "Curves", tables.note("No step has been recorded yet."))
-    body = _places(drawn) + tables.note("Drag over a chart to zoom in; a double click goes back.")
+        return PageSection("curves", "Curves", tables.note("No step has been recorded yet."))
+    body = _placeholders(drawn) + tables.note("Drag over a chart to zoom in; double-click to reset.")
     if figures.is_thinned(files):
         body += tables.note(
-            f"{len(files.steps):,} recorded steps are drawn with {MOST_POINTS:,} points: of each stretch the lowest "
-            "and the highest value, after smoothing."
+            f"{len(files.steps):,} recorded steps are drawn with {MOST_POINTS:,} points: the minimum and maximum of "
+            "each interval, after smoothing."
         )
-    return Section("curves", "Curves", body, tuple(drawn))
+    return PageSection("curves", "Curves", body, tuple(drawn))
 
 
 def _memory_ranks(files: RunFiles) -> list[dict[str, int]]:
-    """Bytes of each rank, from the summary, else from the recorded step."""
+    """Return the bytes of each rank, from the summary or else from the recorded step."""
     if files.summary.get("memory"):
         return list(files.summary["memory"])
     return [] if files.trace is None else [tables.resting(rank) for rank in files.trace.ranks]
 
 
-def _memory(files: RunFiles) -> Section:
+def _memory(files: RunFiles) -> PageSection:
     ranks, drawn, body = _memory_ranks(files), [], ""
     if ranks:
         drawn.append(figures.rest_memory(ranks))
@@ -255,40 +255,40 @@ def _memory(files: RunFiles) -> Section:
         chosen = _chosen_ranks(files.trace.ranks)
         drawn.append(figures.memory_timeline(files.trace, chosen))
     if drawn:
-        body = _places(drawn) + tables.memory_table(ranks)
+        body = _placeholders(drawn) + tables.memory_table(ranks)
     if files.trace is not None:
         body += tables.timeline_table(files.trace.ranks)
         body += tables.note(
-            "The parts add up to the allocator's own count. What the step found and what is none of the model's is "
-            "“other”: data, and the model's buffers." + _on_cpu(files)
+            "The parts sum to the allocator's count. “Other” is memory from before the step that does not belong to "
+            "parameters, gradients or optimizer: data, and the model's buffers." + _on_cpu(files)
         )
     else:
-        body += tables.note(f"{files.missing.get(TRACE_NAME, '')} So there is no timeline of a step.")
-    return Section("memory", "Memory", body, tuple(drawn))
+        body += tables.note(f"{files.missing.get(TRACE_NAME, '')} The timeline of a step needs it.")
+    return PageSection("memory", "Memory", body, tuple(drawn))
 
 
 def _on_cpu(files: RunFiles) -> str:
     on_cpu = files.trace is not None and files.trace.device == "cpu"
-    return " On the CPU the step was slowed down by listening to the allocator." if on_cpu else ""
+    return " On the CPU, recording allocations slowed this step down." if on_cpu else ""
 
 
-def _schedule(files: RunFiles) -> Section:
+def _schedule(files: RunFiles) -> PageSection:
     title = "Schedule of a step"
     if files.trace is None:
-        return Section("schedule-section", title, tables.note(files.missing.get(TRACE_NAME, "")))
+        return PageSection("schedule-section", title, tables.note(files.missing.get(TRACE_NAME, "")))
     trace = files.trace
     drawn = figures.schedule(trace, _chosen_ranks(trace.ranks))
-    body = _places([drawn]) + tables.schedule_table(trace.ranks, trace.units[0])
-    notes = "Gathers and reduces are drawn from their issue to their arrival; the root's bars span what is inside them."
+    body = _placeholders([drawn]) + tables.schedule_table(trace.ranks, trace.units[0])
+    notes = "Gathers and reduces are drawn from issue to completion. The root's bars include the units inside it."
     if trace.device == "cpu":
-        notes += " On CPUs a transfer is known to be over only when it is waited for." + _on_cpu(files)
+        notes += " On the CPU, a transfer's end is only known once it is waited for." + _on_cpu(files)
     if len(trace.ranks) > MOST_RANKS:
-        notes += f" {MOST_RANKS} of {len(trace.ranks):,} ranks can be chosen: the slowest and the fullest among them."
-    return Section("schedule-section", title, body + tables.note(notes), (drawn,))
+        notes += f" {MOST_RANKS} of {len(trace.ranks):,} ranks are shown, including the slowest and the fullest."
+    return PageSection("schedule-section", title, body + tables.note(notes), (drawn,))
 
 
 def _chosen_ranks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """Rank 0, the slowest, the fullest, and others evenly between, at most ``MOST_RANKS``."""
+    """Return rank 0, the slowest, the fullest and evenly spaced others, at most ``MOST_RANKS``."""
     slowest = max(ranks, key=lambda rank: rank.seconds)
     fullest = max(ranks, key=lambda rank: rank.peak_bytes)
     count = min(MOST_RANKS, len(ranks))
@@ -297,25 +297,25 @@ def _chosen_ranks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     return sorted(list(kept.values())[:MOST_RANKS], key=lambda rank: rank.rank)
 
 
-def _data(files: RunFiles) -> Section:
-    padding, body = files.said("padding_share"), ""
+def _data(files: RunFiles) -> PageSection:
+    padding, body = files.fact("padding_share"), ""
     if padding is not None:
-        line = _bar_line("padding, of all positions in training batches", padding, tables.share(padding), "plain")
+        line = _bar_line("padding, share of all positions in training batches", padding, tables.share(padding), "plain")
         body = f'<div class="beside">{line}</div>'
-    rows = {"training rows": files.said("train_rows"), "held-out rows": files.said("validation_rows")}
+    rows = {"training rows": files.fact("train_rows"), "held-out rows": files.fact("validation_rows")}
     facts = [(name, f"{count:,}", "") for name, count in rows.items() if count is not None]
     body += tables.tiles(facts) if facts else ""
-    notes = "".join(f"<li>{escape(str(one))}</li>" for one in files.said("notes") or ())
+    notes = "".join(f"<li>{escape(str(one))}</li>" for one in files.fact("notes") or ())
     body += f'<ul class="notes">{notes}</ul>' if notes else ""
-    return Section(
-        "data", "Data", body or tables.note(files.missing.get(RUN_NAME, "The run said nothing of its data."))
+    return PageSection(
+        "data", "Data", body or tables.note(files.missing.get(RUN_NAME, "The run has recorded nothing about its data."))
     )
 
 
-def _samples(files: RunFiles) -> Section:
+def _samples(files: RunFiles) -> PageSection:
     drawn: tuple[Figure, ...] = ()
     if files.predictions:
-        # Texts are hardly ever equal, labels are.
+        # Comparing makes sense for labels; longer texts are hardly ever equal.
         compared = headline(files)["metric"] in ("exact_match", "accuracy")
         body = tables.prediction_table(files.predictions, compared=compared)
     else:
@@ -323,15 +323,15 @@ def _samples(files: RunFiles) -> Section:
     confusion = files.confusion
     if confusion is not None:
         drawn = (figures.confusion_matrix(confusion),)
-        body += f'<div style="margin-top:16px">{_places(drawn)}</div>' + tables.mistake_table(confusion)
-    return Section("samples", "Predictions", body, drawn)
+        body += f'<div style="margin-top:16px">{_placeholders(drawn)}</div>' + tables.mistake_table(confusion)
+    return PageSection("samples", "Predictions", body, drawn)
 
 
-def _settings(files: RunFiles) -> Section:
-    config, versions, units = files.said("config"), files.said("versions"), files.said("unit_table")
-    body = tables.settings_table("Settings of the run, defaults filled in", config) if config else ""
+def _settings(files: RunFiles) -> PageSection:
+    config, versions, units = files.fact("config"), files.fact("versions"), files.fact("unit_table")
+    body = tables.settings_table("Settings of the run, including defaults", config) if config else ""
     body += tables.settings_table("Versions", versions) if versions else ""
     if isinstance(units, str):
-        body += f"<details><summary>The sharded units</summary><pre>{escape(units)}</pre></details>"
+        body += f"<details><summary>Sharded units</summary><pre>{escape(units)}</pre></details>"
     missing = " ".join(files.missing[name] for name in (RUN_NAME, SUMMARY_NAME) if name in files.missing)
-    return Section("settings", "Configuration", body or tables.note(missing))
+    return PageSection("settings", "Configuration", body or tables.note(missing))

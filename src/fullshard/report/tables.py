@@ -1,4 +1,4 @@
-"""Tables, tiles and numbers of the page, as HTML; everything that comes from data is escaped here."""
+"""Tables, tiles and numbers of the page as HTML; all data is escaped here."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fullshard.train.reporting.trace import RankTrace
 SHOWN_PREDICTIONS = 20
 SHOWN_MISTAKES = 15
 MOST_TEXT = 1_500
-"""Characters of a prediction's texts that are shown."""
+"""Maximum characters shown of a prediction's texts."""
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers_from: int = 1) -> str:
-    """A table; its first column heads the rows, and from ``numbers_from`` on columns hold numbers."""
+    """Return a table. Its first column has the row headings; columns from ``numbers_from`` on have numbers."""
     classes = [' class="number"' if place >= numbers_from else "" for place in range(len(head))]
     titles = "".join(f'<th scope="col"{of}>{escape(name)}</th>' for of, name in zip(classes, head, strict=True))
     lines = []
@@ -33,7 +33,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *
 
 
 def tiles(facts: Iterable[tuple[str, str, str]]) -> str:
-    """Facts side by side: what, how much, and what else is to be said."""
+    """Return tiles with the name, value and remark of each fact."""
     cells = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(more)}</small>' if more else ''}</dd></div>"
         for name, value, more in facts
@@ -42,12 +42,12 @@ def tiles(facts: Iterable[tuple[str, str, str]]) -> str:
 
 
 def note(text: str) -> str:
-    """A remark in small print."""
+    """Return a note in small print."""
     return f'<p class="note">{escape(text)}</p>'
 
 
 def duration(seconds: float) -> str:
-    """A stretch of time as people say it."""
+    """Format a duration."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -56,24 +56,24 @@ def duration(seconds: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share in percent."""
+    """Format a share as a percentage."""
     return f"{value:.1%}"
 
 
 def resting(rank: RankTrace) -> Record:
-    """What a rank holds after the recorded step, when everything that comes and goes is gone."""
+    """Return a rank's memory at the end of the recorded step, when temporary tensors are freed."""
     last = {part: getattr(rank.memory, part)[-1] for part in ("parameters", "gradients", "optimizer")}
     return {"rank": rank.rank, **last, "peak": rank.peak_bytes}
 
 
 def memory_table(ranks: Sequence[Mapping[str, int]]) -> str:
-    """Bytes of each rank."""
+    """Return a table of each rank's memory."""
     columns = {
         "parameters": "parameters",
         "gradients": "gradients",
         "optimizer": "optimizer",
-        "gathered_peak": "gathered, most at once",
-        "gradient_buffer_peak": "gradient buffers, most at once",
+        "gathered_peak": "gathered, peak",
+        "gradient_buffer_peak": "gradient buffers, peak",
         "peak": "all tensors, peak of a step",
     }
     there = {key: title for key, title in columns.items() if any(key in rank for rank in ranks)}
@@ -82,7 +82,7 @@ def memory_table(ranks: Sequence[Mapping[str, int]]) -> str:
 
 
 def timeline_table(ranks: Sequence[RankTrace]) -> str:
-    """What each rank's memory was taken by when most of it was."""
+    """Return a table of each rank's memory by part at its peak."""
     rows = []
     for rank in ranks:
         columns = {part: getattr(rank.memory, part) for part in MEMORY_PARTS}
@@ -90,12 +90,12 @@ def timeline_table(ranks: Sequence[RankTrace]) -> str:
         top = totals.index(max(totals))
         parts = [format_bytes(columns[part][top]) for part in MEMORY_PARTS]
         rows.append([f"rank {rank.rank}", f"{rank.memory.seconds[top]:.3f} s", *parts, format_bytes(totals[top])])
-    head = ["", "at", *MEMORY_PARTS, "together"]
+    head = ["", "at", *MEMORY_PARTS, "total"]
     return table("Memory at the peak of the recorded step", head, rows)
 
 
 def schedule_table(ranks: Sequence[RankTrace], root: str) -> str:
-    """Where each rank's time went in the recorded step."""
+    """Return a table of each rank's time in the recorded step."""
     rows = []
     for rank in ranks:
         sums = {kind: spent(rank, kind) for kind in ("gather_wait", "reduce_wait", "optimizer")}
@@ -104,7 +104,7 @@ def schedule_table(ranks: Sequence[RankTrace], root: str) -> str:
         seconds = [rank.seconds, *passes, *sums.values()]
         rows.append([f"rank {rank.rank}", *(f"{value * 1e3:,.1f}" for value in seconds), share(waited / rank.seconds)])
     head = ["", "step, ms", "forward, ms", "backward, ms", "waiting for gathers, ms", "waiting for reduces, ms"]
-    caption = "Time of the recorded step; forward and backward include the waiting inside them"
+    caption = "Time of the recorded step; forward and backward include the waiting in them"
     return table(caption, [*head, "optimizer, ms", "waiting"], rows)
 
 
@@ -112,16 +112,16 @@ _PASSES = ("forward", "backward")
 
 
 def spent(rank: RankTrace, kind: str) -> float:
-    """Seconds of all events of a kind."""
+    """Return the total seconds of all events of a kind."""
     return sum(event.end_s - event.start_s for event in rank.events if event.kind == kind)
 
 
 def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
-    """Some predictions beside their references, spread evenly over the rows: files are often sorted.
+    """Return a table of predictions and references, evenly spaced over the rows, since files are often sorted.
 
     Args:
         predictions: At least one.
-        compared: Whether to say of each if it equals a reference.
+        compared: Whether to mark the predictions that equal a reference.
     """
     count = min(SHOWN_PREDICTIONS, len(predictions))
     rows = []
@@ -130,17 +130,17 @@ def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
         references = [str(text) for text in one.get("references", ())]
         texts = [_text(one.get("input", "")), _text(one.get("prediction", "")), "".join(map(_text, references))]
         cells = "".join(f"<td>{text}</td>" for text in texts)
-        rows.append(f"<tr>{cells}{_verdict(one, references) if compared else ''}</tr>")
+        rows.append(f"<tr>{cells}{_comparison(one, references) if compared else ''}</tr>")
     names = ("input", "prediction", "references", *(("compared",) if compared else ()))
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    caption = f"{count:,} of {len(predictions):,} predictions on held-out rows, spread evenly"
+    caption = f"{count:,} of {len(predictions):,} predictions on held-out rows, evenly spaced"
     return (
         f'<div class="scroll"><table class="texts"><caption>{caption}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
-def _verdict(one: Record, references: Sequence[str]) -> str:
+def _comparison(one: Record, references: Sequence[str]) -> str:
     written = " ".join(str(one.get("prediction", "")).split())
     equal = written in {" ".join(text.split()) for text in references}
     return '<td class="same">equal</td>' if equal else '<td class="differs">differs</td>'
@@ -149,18 +149,18 @@ def _verdict(one: Record, references: Sequence[str]) -> str:
 def _text(value: object) -> str:
     text = str(value)
     cut = f"{text[:MOST_TEXT]}… ({len(text):,} characters)" if len(text) > MOST_TEXT else text
-    return f'<div class="text">{escape(cut) or "<i>nothing</i>"}</div>'
+    return f'<div class="text">{escape(cut) or "<i>empty</i>"}</div>'
 
 
 def mistake_table(confusion: Confusion) -> str:
-    """The most frequent mistakes."""
+    """Return a table of the most frequent mistakes."""
     found = confusion.mistakes()
     caption = f"Most frequent mistakes, {min(SHOWN_MISTAKES, len(found))} of {len(found):,} kinds"
-    return table(caption, ["right label", "written", "rows"], found[:SHOWN_MISTAKES], numbers_from=2)
+    return table(caption, ["correct label", "predicted", "rows"], found[:SHOWN_MISTAKES], numbers_from=2)
 
 
 def settings_table(caption: str, values: Mapping[str, Any]) -> str:
-    """Nested settings, a line each."""
+    """Return a table of nested settings, one per line."""
     return table(caption, ["setting", "value"], _flat(values), numbers_from=2)
 
 

@@ -225,7 +225,7 @@ def test_a_damaged_file_is_said_and_the_rest_is_shown(finished, name):
     (finished / name).write_text('{"ranks": 3')
     files = read_run(finished)
     assert name in files.missing[name]
-    assert "is not what a run writes" in files.missing[name]
+    assert "is not in the format of a run" in files.missing[name]
     assert "loss" in made(finished).figures()
 
 
