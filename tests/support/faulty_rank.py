@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from fullshard.launch import rank
+from fullshard.launch.programs import train as rank
 from fullshard.train.run import loop
 
 kind = sys.argv[1]

@@ -1,11 +1,10 @@
-"""``--config_file``: a configuration file of Accelerate beside a run file, for verbs that read one."""
+"""``--config_file``: a configuration file of Accelerate in addition to a run file."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,30 +13,31 @@ from fullshard.compat.accelerate_config.translate import Setting, nested, transl
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.launch import launched_elsewhere
+from fullshard.launch.messages import say
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """The argument of a verb that also takes a configuration file of Accelerate."""
+    """Add ``--config_file`` to a verb that also takes a configuration file of Accelerate."""
     parser.add_argument(
         "--config_file",
         "--config-file",
         metavar="FILE",
         type=Path,
-        help="Accelerate's configuration file (YAML): its sharding, precision and ranks are the run's",
+        help="Accelerate's configuration file (YAML) with the run's sharding, precision and ranks",
     )
 
 
 def file_overrides(options: argparse.Namespace) -> list[str]:
-    """What ``--config_file`` sets, as overrides of the run file; [] without one.
+    """Return the settings of ``--config_file`` as overrides of the run file; [] without one.
 
-    What has no effect is said on standard error, once: by the launching process, or by rank 0 under torchrun. GPUs that
-    the file leaves out are hidden from this process and those that it starts.
+    Settings without effect are reported on standard error, once: by the launching process, or by rank 0 under torchrun.
+    GPUs that the file does not list are hidden from this process and its children.
 
     Args:
         options: The parsed command line: ``config``, ``overrides`` and ``config_file``.
 
     Raises:
-        ConfigError: The file is wrong, or says something else than the run file or an override does.
+        ConfigError: The file is wrong, or it contradicts the run file or an override.
     """
     if options.config_file is None:
         return []
@@ -50,16 +50,16 @@ def file_overrides(options: argparse.Namespace) -> list[str]:
     _require_agreement(options.config, options.overrides, file, settings)
     if os.environ.get("RANK", "0") == "0":
         for warning in warnings:
-            print(f"fullshard: warning: {warning}", file=sys.stderr, flush=True)
+            say(f"warning: {warning}")
     _hide_gpus(file)
     return [f"{key}={json.dumps(setting.value)}" for key, setting in settings.items()]
 
 
 def require_one_machine(options: argparse.Namespace) -> None:
-    """Refuse to start the ranks of one machine where the file is for several.
+    """Refuse to start the ranks of this machine alone if the file is for several machines.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: The file is for several machines.
     """
     if options.config_file is None:
         return
@@ -67,29 +67,29 @@ def require_one_machine(options: argparse.Namespace) -> None:
     if file.num_machines == 1:
         return
     raise ConfigError(
-        f"{file.said('num_machines')} in {file.where('num_machines')}: fullshard train by itself starts ranks on this "
-        "machine only. Run on every machine, each with its own machine_rank in its file:\n"
+        f"{file.said('num_machines')} in {file.where('num_machines')}: fullshard train starts ranks on this "
+        "machine only. Run this on every machine, with its own machine_rank in its file:\n"
         f"  fullshard launch --config_file {file.path} -m fullshard.cli.main train {options.config} "
         f"--config_file {file.path}"
     )
 
 
 def _leave_ranks(file: AccelerateFile, settings: dict[str, Setting]) -> list[str]:
-    """Take out the number of ranks, which are there already; a warning where the file has another one."""
+    """Remove the number of ranks, which are already running; return a warning if the file has another number."""
     settings.pop("nproc", None)
     started = int(os.environ["WORLD_SIZE"])
     if file.num_processes in (None, started):
         return []
-    return [f"{file.said('num_processes')} in {file.where('num_processes')}, has no effect: {started} ranks are there"]
+    return [f"{file.said('num_processes')} in {file.where('num_processes')}, has no effect: {started} ranks run"]
 
 
 def _require_agreement(
     run_file: Path, overrides: Sequence[str], file: AccelerateFile, settings: dict[str, Setting]
 ) -> None:
-    """Refuse two files that say different things.
+    """Refuse a run file and a configuration file that contradict each other.
 
     Raises:
-        ConfigError: They do; all of it in one message.
+        ConfigError: They contradict each other; one message has all differences.
     """
     given = load_run(run_file, overrides, under=nested(settings)).as_flat()
     problems = [
@@ -102,7 +102,7 @@ def _require_agreement(
         raise ConfigError(
             "\n".join(
                 [
-                    f"{run_file} and {file.path} say different things. Let them say the same, or leave it out of one:",
+                    f"{run_file} and {file.path} set different values. Set the same value in both, or only in one:",
                     *problems,
                 ]
             )
@@ -110,7 +110,7 @@ def _require_agreement(
 
 
 def _hide_gpus(file: AccelerateFile) -> None:
-    """Show the GPUs that the file names only, to this process and its children, before anybody has looked."""
+    """Hide the GPUs that the file does not list from this process and its children, before torch counts them."""
     if file.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif file.gpu_ids is not None:

@@ -1,41 +1,83 @@
-"""What verbs share."""
+"""Code shared by the verbs: their parsers, the program behind a verb, and starting it as ranks."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fullshard.launch import Failure, launch, launched_elsewhere, rank_command
+from fullshard.launch.messages import say
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a verb that reads a run file."""
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="run file (YAML)")
-    parser.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        help="settings over the file's, such as training.learning_rate=1e-4",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+Verb = Callable[[argparse.Namespace], Failure | int | None]
+"""Runs a verb with its parsed command line; returns the exit code, or why a rank failed or the run stopped."""
 
 
-def know_their_parsers(verbs: Any) -> None:
-    """Have the options of each verb say, as ``parser``, whose usage is to be shown with an error in them.
+def add_verb(verbs: Any, name: str, run: Verb, *, summary: str, description: str, epilog: str, **more: Any) -> Any:
+    """Add a verb's parser.
 
     Args:
-        verbs: What ``add_subparsers`` returned, with all verbs added.
+        verbs: The object returned by ``add_subparsers``.
+        name: The verb.
+        run: Runs the verb.
+        summary: Its line in the list of verbs.
+        description: The text above its options.
+        epilog: The text below them.
+        more: Other arguments of ``argparse.ArgumentParser``.
+
+    Returns:
+        The parser.
+    """
+    parser = verbs.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **more,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_json(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """Add ``--json``."""
+    parser.add_argument(
+        "--json", action="store_true", **{"help": "print the result as JSON on standard output", **more}
+    )
+
+
+def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Add the settings that override those of a run file or a finished run."""
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help=help_text)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a verb that reads a run file."""
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="run file (YAML)")
+    add_overrides(parser, "override a setting of the run file, such as training.learning_rate=1e-4")
+    add_json(parser)
+
+
+def set_own_parsers(verbs: Any) -> None:
+    """Make each verb's parsed options carry its parser as ``parser``, which prints the usage in an error.
+
+    Args:
+        verbs: The object returned by ``add_subparsers``, after all verbs were added.
     """
     for parser in verbs.choices.values():
         parser.set_defaults(parser=parser)
 
 
 def load_program(name: str) -> ModuleType:
-    """The module that does a verb's work, of a room below this one.
+    """Import the module that does a verb's work.
 
-    It imports transformers, which takes longer than everything else the command line does, so a verb loads it when it
-    is known to run here: ``--help`` and the launcher of ranks do without.
+    It imports transformers, which takes longer than everything else the command line does. ``--help`` and the process
+    that starts the ranks do without it.
 
     Args:
         name: Full name of the module.
@@ -43,16 +85,47 @@ def load_program(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def join_other_launcher(program: str, arguments: Sequence[str]) -> None:
+    """Run this process as a rank if torchrun started it as one; return otherwise.
+
+    Args:
+        program: Full name of the module that runs a rank.
+        arguments: Its command line.
+
+    Raises:
+        SystemExit: Under torchrun, with the rank's exit code.
+    """
+    if launched_elsewhere():
+        sys.exit(load_program(program).main(arguments))
+
+
+def start_ranks(program: str, arguments: Sequence[str], nproc: int, *, saves: bool) -> Failure | None:
+    """Start the ranks of a verb on this machine and wait for them.
+
+    Args:
+        program: Full name of the module that runs a rank.
+        arguments: Its command line.
+        nproc: Number of ranks.
+        saves: Whether ranks save a checkpoint when they are stopped.
+
+    Returns:
+        None on success, else why the first failing rank failed, or that the run was stopped.
+    """
+    # The ranks print nothing before their imports are done, which takes seconds.
+    say(f"starting {nproc} rank{'s' if nproc > 1 else ''}")
+    return launch(rank_command(program, arguments), nproc=nproc, saves=saves)
+
+
 def positive(text: str) -> int:
-    """The type of an argument that is a whole number of at least 1."""
+    """Parse an argument that is a whole number of at least 1."""
     return whole_number(text, least=1)
 
 
 def whole_number(text: str, *, least: int) -> int:
-    """A whole number of at least ``least``.
+    """Parse a whole number of at least ``least``.
 
     Raises:
-        argparse.ArgumentTypeError: It is none.
+        argparse.ArgumentTypeError: The text is not one.
     """
     try:
         number = int(text)

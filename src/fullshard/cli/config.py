@@ -1,17 +1,16 @@
-"""``fullshard config``: write a configuration file by questions, turn one into a run file, check a run file."""
+"""``fullshard config``: write a configuration file interactively, convert one to a run file, check a run file."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fullshard.cli.accelerate import add_config_file, file_overrides
-from fullshard.cli.common import add_run_arguments, know_their_parsers, load_program, positive
+from fullshard.cli.common import add_json, add_run_arguments, add_verb, load_program, positive, set_own_parsers
 from fullshard.cli.questionnaire import DEFAULT_PATH, run_questions
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from fullshard.compat.accelerate_config.run_file import LEFT, run_file_text
@@ -19,13 +18,14 @@ from fullshard.compat.accelerate_config.translate import nested, translate
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
+from fullshard.launch.messages import say
 
 PROGRAM = "fullshard.train.dry_run"
 
 DESCRIPTION = f"""\
-Without an action: answer questions on machines, ranks, sharding and precision, and get a configuration file in
-Accelerate's format, every line explained, for fullshard train, fullshard launch and accelerate launch. It is written to
---config_file, or to {DEFAULT_PATH}; one that exists is not overwritten without asking.
+Without an action: ask about machines, ranks, sharding and precision, and write a configuration file in Accelerate's
+format with a comment on every line. fullshard train, fullshard launch and accelerate launch read it. It is written to
+--config_file, or to {DEFAULT_PATH}; an existing file is not overwritten without asking.
 """
 
 EPILOG = """\
@@ -38,8 +38,9 @@ examples:
 """
 
 CONVERT_DESCRIPTION = """\
-Turn Accelerate's configuration file into a run file for fullshard train: its sharding, precision and ranks, with
-comments for what is left to fill in. What does not carry over is a warning, with the reason.
+Convert Accelerate's configuration file to a run file for fullshard train. The run file has its sharding, precision and
+ranks, and comments for the settings left to fill in. Settings that do not carry over are reported as warnings, with the
+reason.
 
 Prints the run file, or writes it to -o, which must not exist.
 """
@@ -52,11 +53,11 @@ examples:
 """
 
 CHECK_DESCRIPTION = """\
-Read a run file with its overrides and print every setting, defaults filled in; all problems at once if there are any.
+Read a run file with its overrides and print every setting with defaults filled in, or report all problems at once.
 
-With --dry-run everything is done that train does before its first step, on this machine's CPU and without the model's
-weights: the data is read and tokenized (and stays in the cache for train), the model is laid out over the ranks. Shows
-the unit table, the steps and what each rank will hold.
+With --dry-run, do everything that train does before its first step, on this machine's CPU and without the model's
+weights: read and tokenize the data (which stays in the cache for train) and lay out the model over the ranks. Shows the
+unit table, the number of steps and the memory of each rank.
 """
 
 CHECK_EPILOG = """\
@@ -69,12 +70,13 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "config",
-        help="write a configuration file by questions, convert one, or check a run file",
+        run_ask,
+        summary="write a configuration file interactively, convert one, or check a run file",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--config_file",
@@ -85,52 +87,50 @@ def add_parser(verbs: Any) -> None:
         help=f"file to write (default: {DEFAULT_PATH})",
     )
     parser.add_argument("--default", action="store_true", help="write the defaults without asking")
-    parser.add_argument(
-        "--json", action="store_true", dest="answers_json", help="print the result as JSON on standard output"
-    )
-    parser.set_defaults(run=run_ask, json=False)
+    add_json(parser, dest="answers_json")
+    parser.set_defaults(json=False)
     actions = parser.add_subparsers(title="actions", metavar="[ACTION]")
     _add_convert(actions)
     _add_check(actions)
-    know_their_parsers(actions)
+    set_own_parsers(actions)
 
 
 def _add_convert(actions: Any) -> None:
-    convert = actions.add_parser(
+    convert = add_verb(
+        actions,
         "convert",
-        help="turn Accelerate's configuration file into a run file",
+        run_convert,
+        summary="convert Accelerate's configuration file to a run file",
         description=CONVERT_DESCRIPTION,
         epilog=CONVERT_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     convert.add_argument("file", metavar="FILE", type=Path, help="Accelerate's configuration file (YAML)")
     convert.add_argument("-o", "--output", metavar="RUN", type=Path, help="run file to write (default: print it)")
-    convert.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    convert.set_defaults(run=run_convert)
+    add_json(convert)
 
 
 def _add_check(actions: Any) -> None:
-    check = actions.add_parser(
+    check = add_verb(
+        actions,
         "check",
-        help="check a run file, and with --dry-run all that comes before the first step",
+        run_check,
+        summary="check a run file; with --dry-run, do everything before the first step",
         description=CHECK_DESCRIPTION,
         epilog=CHECK_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_run_arguments(check)
     add_config_file(check)
-    check.add_argument("--dry-run", action="store_true", help="do everything up to the first step, without weights")
+    check.add_argument("--dry-run", action="store_true", help="do everything before the first step, without weights")
     check.add_argument(
         "--world-size",
         metavar="N",
         type=positive,
         help="with --dry-run: ranks to lay out for (default: as many as train would start)",
     )
-    check.set_defaults(run=run_check)
 
 
 def run_ask(options: argparse.Namespace) -> None:
-    """The questionnaire; one process.
+    """Ask the questions and write the file; one process.
 
     Args:
         options: The parsed command line.
@@ -149,18 +149,17 @@ def run_convert(options: argparse.Namespace) -> None:
         options: The parsed command line.
 
     Raises:
-        ConfigError: The file is wrong or for something that is not done here, or the run file exists or cannot be
-            written.
+        ConfigError: The file is wrong or uses an unsupported feature, or the run file exists or cannot be written.
     """
     _refuse_misplaced(options)
     file = read_accelerate_file(options.file)
     translation = translate(file)
     text = run_file_text(file, translation)
     for warning in translation.warnings:
-        print(f"fullshard: warning: {warning}", file=sys.stderr, flush=True)
+        say(f"warning: {warning}")
     if options.output is not None:
         _write_new(options.output, text)
-        print(f"fullshard: wrote {options.output}; left to fill in: {', '.join(LEFT)}", file=sys.stderr, flush=True)
+        say(f"wrote {options.output}; left to fill in: {', '.join(LEFT)}")
     if options.json:
         settings, left = nested(translation.settings), list(LEFT)
         print(json.dumps({"settings": settings, "left": left, "warnings": list(translation.warnings)}))
@@ -173,17 +172,17 @@ def _write_new(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{path} exists. Name another one with -o, or remove it first.") from None
+        raise ConfigError(f"{path} exists. Name another file with -o, or remove it first.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}.") from error
 
 
 def _refuse_misplaced(options: argparse.Namespace) -> None:
-    """Refuse options of the questionnaire in front of an action."""
+    """Refuse the questionnaire's options in front of an action."""
     given = {"--config_file": options.answers_file, "--default": options.default, "--json": options.answers_json}
     for name, value in given.items():
         if value:
-            raise ConfigError(f"{name} stands before the action, where it is for the questions. Put it behind.")
+            raise ConfigError(f"Put {name} after the action: before it, it is an option of the questions.")
 
 
 def run_check(options: argparse.Namespace) -> None:
@@ -193,15 +192,15 @@ def run_check(options: argparse.Namespace) -> None:
         options: The parsed command line.
 
     Raises:
-        UserError: The settings are wrong; with ``--dry-run``, data or model do not work out.
+        UserError: The settings are wrong; with ``--dry-run``, the data or the model cannot be used.
     """
     _refuse_misplaced(options)
     if options.world_size and not options.dry_run:
-        raise ConfigError("--world-size is for --dry-run; give both, or leave it out.")
+        raise ConfigError("--world-size needs --dry-run: add it, or leave out --world-size.")
     config = load_run(options.config, [*options.overrides, *file_overrides(options)])
     plain = dict(config.as_plain())
     if not options.dry_run:
-        if config.training.precision == "fp16":  # what the program has to be loaded for
+        if config.training.precision == "fp16":  # only this check needs the program, which is slow to load
             load_program(PROGRAM).check_kind(config)
         print(json.dumps(plain) if options.json else yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
         return

@@ -1,4 +1,4 @@
-"""What ``fullshard inspect`` says of directories and files, drawn as tables."""
+"""Tables of ``fullshard inspect`` for directories and files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST = 10
 
 
 def draw(found: Any) -> None:
-    """Print what a path holds.
+    """Print the contents of a path.
 
     Args:
         found: The ``Contents`` or ``Listing`` of ``fullshard.storage.contents``.
@@ -34,7 +34,7 @@ def _draw_contents(console: Console, found: Any) -> None:
         console.print(Text(f"  {name}: {value}"), soft_wrap=True)
     console.print(_table("tensors by group", ("group", "tensors", "elements", "dtypes", "size"), _group_rows(found)))
     largest = sorted(found.tensors, key=lambda tensor: (-tensor.nbytes, tensor.name))[:_LARGEST]
-    rows = [(t.name, " x ".join(map(str, t.shape)) or "one number", t.dtype, format_bytes(t.nbytes)) for t in largest]
+    rows = [(t.name, " x ".join(map(str, t.shape)) or "scalar", t.dtype, format_bytes(t.nbytes)) for t in largest]
     console.print(_table(f"the largest of {len(found.tensors):,} tensors", ("tensor", "shape", "dtype", "size"), rows))
     files = [(name, format_bytes(nbytes)) for name, nbytes in found.files.items()]
     console.print(_table("files", ("file", "size"), files))
@@ -47,37 +47,37 @@ def _draw_listing(console: Console, found: Any) -> None:
             "" if entry.step is None else f"{entry.step:,}",
             "" if entry.metric is None else f"{entry.metric:.4g}",
             format_bytes(entry.nbytes),
-            ("whole, the best" if entry.is_best else "whole") if entry.problem is None else "TORN",
+            ("complete, best" if entry.is_best else "complete") if entry.problem is None else "INCOMPLETE",
         )
         for entry in found.entries
     ]
     if rows:
         console.print(_table("by markers and sizes", ("directory", "step", "metric", "size", "state"), rows))
     else:
-        console.print("  nothing yet")
+        console.print("  no checkpoints yet")
     if found.greater_is_better is not None:
         console.print(Text(f"best: by the metric, {_direction(found)}"), soft_wrap=True)
     for entry in found.entries:
         if entry.problem is not None:
-            console.print(Text(f"torn: {entry.problem}"), soft_wrap=True)
+            console.print(Text(f"incomplete: {entry.problem}"), soft_wrap=True)
     for path in found.unfinished:
         console.print(
-            Text(f"note: {path} is being written or deleted, or was left by a killed process"), soft_wrap=True
+            Text(f"note: {path} is being written or deleted, or is left over from a killed process"), soft_wrap=True
         )
 
 
 def _direction(listing: Any) -> str:
-    way = _WAYS[listing.greater_is_better]
+    direction = _DIRECTIONS[listing.greater_is_better]
     if listing.recorded:
-        return way
-    return f"{way}: assumed, an earlier version that saved these did not record it, and of a loss it is the other way"
+        return direction
+    return f"{direction} (assumed: the earlier version that saved these did not record it; for a loss, lower is better)"
 
 
-_WAYS = {True: "the greater the better", False: "the smaller the better", None: "which way is better was not recorded"}
+_DIRECTIONS = {True: "higher is better", False: "lower is better", None: "whether higher is better was not recorded"}
 
 
 def _short(facts: Mapping[str, Any]) -> dict[str, str]:
-    """The facts that fit on a line."""
+    """Return the facts that fit on a line."""
     shown = {
         "step": lambda value: f"{value:,}",
         "world_size": str,
@@ -90,7 +90,7 @@ def _short(facts: Mapping[str, Any]) -> dict[str, str]:
     }
     short = {name.replace("_", " "): shown[name](facts[name]) for name in shown if name in facts}
     if facts.get("metric") is not None:
-        short["metric"] += f", {_WAYS[facts['greater_is_better']]}"
+        short["metric"] += f", {_DIRECTIONS[facts['greater_is_better']]}"
     return short
 
 
@@ -102,7 +102,7 @@ def _group_rows(found: Any) -> list[tuple[str, ...]]:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    """A table; the first column takes the room that is left and goes on in the next line."""
+    """Return a table whose first column takes the remaining width and wraps."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for number, column in enumerate(columns):
         right = column in ("tensors", "elements", "size", "step", "metric")

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import load_program
+from fullshard.cli.common import add_json, add_overrides, add_verb, join_other_launcher, start_ranks
 from fullshard.config.recorded import read_run
 from fullshard.errors import ConfigError
-from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
+from fullshard.launch import Failure, choose_nproc
 
-RANK_PROGRAM = "fullshard.launch.evaluate"
+PROGRAM = "fullshard.launch.programs.evaluate"
 
 DESCRIPTION = """\
-Measure a trained model on held-out rows, sharded over ranks as train does: the metrics of the run's evaluation section
-beside what predictions without any model score, and for accuracy a confusion matrix.
+Measure a trained model on held-out rows, sharded over ranks as in training. Prints the metrics of the run's evaluation
+section next to the scores of baselines that use no model, and a confusion matrix for accuracy.
 
 RUN is the output_dir of a finished run, or its run file. Writes evaluation.json and predictions.jsonl (input,
-prediction, references) to output_dir/evaluation; what an earlier evaluation left there is replaced.
+prediction, references) to output_dir/evaluation, replacing those of an earlier evaluation.
 """
 
 EPILOG = """\
@@ -32,31 +31,29 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "evaluate",
-        help="measure a trained model on held-out rows",
+        run,
+        summary="measure a trained model on held-out rows",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", metavar="RUN", type=Path, help="output_dir of a finished run, or a run file")
-    parser.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        help="settings over the run's, such as evaluation.metric=bleu or nproc=4",
-    )
+    add_overrides(parser, "override a setting of the run, such as evaluation.metric=bleu or nproc=4")
     parser.add_argument(
         "--model", metavar="MODEL", help="directory or Hub id of a model or adapter to measure (default: the run's)"
     )
     parser.add_argument(
-        "--data", metavar="FILE", type=Path, help="rows to measure on, read as the run's (default: its held-out rows)"
+        "--data",
+        metavar="FILE",
+        type=Path,
+        help="file of rows to measure on, in the format of the run's data (default: the run's held-out rows)",
     )
     parser.add_argument(
-        "--output", metavar="DIR", type=Path, help="where to write (default: evaluation in the run's output_dir)"
+        "--output", metavar="DIR", type=Path, help="directory to write (default: evaluation in the run's output_dir)"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    parser.set_defaults(run=run)
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> Failure | None:
@@ -77,11 +74,9 @@ def run(options: argparse.Namespace) -> Failure | None:
         value = getattr(options, name)
         arguments += [] if value is None else [f"--{name}", str(value)]
     arguments += ["--json"] if options.json else []
-    if launched_elsewhere():
-        sys.exit(load_program(RANK_PROGRAM).main(arguments))
+    join_other_launcher(PROGRAM, arguments)
     nproc = choose_nproc(read_run(options.path, options.overrides).nproc)
     if options.data is not None and not options.data.is_file():
         found = f"{options.data} is a directory" if options.data.is_dir() else f"there is no file {options.data}"
-        raise ConfigError(f"--data: {found}. Name a file of rows.")
-    print(f"fullshard: starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
-    return launch(rank_command(RANK_PROGRAM, arguments), nproc=nproc, saves=False)
+        raise ConfigError(f"--data: {found}. Give a file of rows.")
+    return start_ranks(PROGRAM, arguments, nproc, saves=False)

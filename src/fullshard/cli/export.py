@@ -1,15 +1,15 @@
-"""``fullshard export``: a checkpoint's model as a Hugging Face directory, or its LoRA adapter as peft's."""
+"""``fullshard export``: a checkpoint's model as a Hugging Face directory, or its LoRA adapter in peft's format."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import load_program
+from fullshard.cli.common import add_json, add_verb, load_program
 from fullshard.cli.progress import ByteProgress
+from fullshard.launch.messages import say
 from fullshard.sizes import format_bytes
 
 PROGRAM = "fullshard.saving.export"
@@ -17,55 +17,61 @@ PROGRAM = "fullshard.saving.export"
 DESCRIPTION = """\
 Write a checkpoint's model to a directory that from_pretrained loads.
 
-PATH is the output_dir of a run, a directory of checkpoints, or one checkpoint (step-…). Needs no GPU and no ranks:
-weights pass through some 64 MB of memory, each block compared with its checksum. DIR appears whole or not at all;
-one that is not empty is refused.
+PATH is the output_dir of a run, a directory of checkpoints, or one checkpoint (step-…). Needs no GPU and no ranks: the
+weights are streamed through about 64 MB of memory, and each block is compared with its checksum. DIR must be new or
+empty; it appears only once it is complete.
 """
 
 EPILOG = """\
-A run's best/ directory and, after its end, its output_dir hold the best model in this form already.
+A run's best/ directory, and its output_dir once it has finished, already contain the best model in this form.
 
 examples:
   fullshard export runs/mine -o exported
   fullshard export runs/mine --checkpoint 1200 --dtype bf16 --max-shard-size 5GB -o exported
   fullshard export runs/lora --adapter -o adapter      # for PeftModel.from_pretrained(base, "adapter")
-  fullshard export runs/lora --merge -o merged         # the base model with the adapter in it
+  fullshard export runs/lora --merge -o merged         # the base model with the adapter merged into it
 """
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "export",
-        help="write a checkpoint's model for from_pretrained",
+        run,
+        summary="write a checkpoint's model for from_pretrained",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="a run, its checkpoints, or one checkpoint")
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="directory to write")
     parser.add_argument(
         "--checkpoint",
         metavar="WHICH",
-        help="latest (default), best (by its metric) or a step; among whole ones",
+        help="among complete checkpoints: latest (default), best (by its metric) or a step",
     )
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of floating weights (default: as they are)")
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", default="50GB", help="most bytes in a file, such as 5GB (default: 50GB)"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of floating-point weights (default: unchanged)"
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="50GB", help="maximum size of a file, such as 5GB (default: 50GB)"
     )
     lora = parser.add_mutually_exclusive_group()
     lora.add_argument(
-        "--merge", dest="lora", action="store_const", const="merge", help="LoRA: the base model with the adapter in it"
+        "--merge",
+        dest="lora",
+        action="store_const",
+        const="merge",
+        help="LoRA: the base model with the adapter merged into it",
     )
     lora.add_argument(
         "--adapter",
         dest="lora",
         action="store_const",
         const="adapter",
-        help="LoRA: the adapter alone, as peft saves it",
+        help="LoRA: the adapter alone, in peft's format",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    parser.set_defaults(run=run)
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -85,8 +91,8 @@ def run(options: argparse.Namespace) -> None:
     newest = options.checkpoint in (None, "latest") and checkpoint != options.path
     torn = program.torn_after(checkpoint) if newest else []
     assumed = program.assumed_of(checkpoint) if options.checkpoint == "best" else []
-    for note in [*report.notes, *assumed, *(f"{name} is not whole and was passed over" for name in torn)]:
-        print(f"fullshard: {note}", file=sys.stderr)
+    for note in [*report.notes, *assumed, *(f"{name} is incomplete and was skipped" for name in torn)]:
+        say(note)
     if options.json:
         print(json.dumps(report.as_dict()))
     else:

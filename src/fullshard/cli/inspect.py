@@ -1,4 +1,4 @@
-"""``fullshard inspect``: the unit table of a run file's model, or what a directory or a file of weights holds."""
+"""``fullshard inspect``: the unit table of a run file's model, or the contents of a directory or file of weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import load_program, positive
+from fullshard.cli.common import add_json, add_overrides, add_verb, load_program, positive
 from fullshard.cli.contents import draw
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
@@ -18,12 +18,12 @@ UNITS_PROGRAM = "fullshard.train.dry_run"
 CONTENTS_PROGRAM = "fullshard.storage.contents"
 
 DESCRIPTION = """\
-Of a run file: show how its model would be sharded: units, parameters, lanes, padding, bytes on each rank.
-Needs no GPU, no ranks and no memory for the model's weights, which are not read.
+For a run file: show how its model would be sharded (units, parameters, lanes, padding, bytes on each rank). Needs no
+GPU, no ranks and no memory for the model's weights, which are not read.
 
-Of the output_dir of a run or a directory of checkpoints: show the checkpoints there, and which of them are whole.
-Of one checkpoint (step-…), a model's directory or a file of weights: show what it holds. No tensor is read; whether
-all is as it was written is what fullshard verify tells.
+For the output_dir of a run or a directory of checkpoints: list the checkpoints and show which are complete. For one
+checkpoint (step-…), a model's directory or a file of weights: show its contents. Tensors are not read; fullshard verify
+compares them with their checksums.
 """
 
 EPILOG = """\
@@ -37,28 +37,23 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "inspect",
-        help="show how a run's model would be sharded, or what a checkpoint holds",
+        run,
+        summary="show how a run's model would be sharded, or the contents of a checkpoint",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="run file (YAML), directory or file of weights")
-    parser.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        help="with a run file: settings over the file's, such as training.learning_rate=1e-4",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+    add_overrides(parser, "with a run file: override a setting of the run file, such as training.learning_rate=1e-4")
+    add_json(parser)
     parser.add_argument(
         "--world-size",
         metavar="N",
         type=positive,
         help="with a run file: ranks to shard over (default: as many as train would start)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -68,10 +63,10 @@ def run(options: argparse.Namespace) -> None:
         options: The parsed command line.
 
     Raises:
-        UserError: The settings are wrong, the model cannot be built or wrapped, or what is there cannot be read.
+        UserError: The settings are wrong, the model cannot be built or wrapped, or the path cannot be read.
     """
     if options.path.is_dir() or options.path.name.endswith(WEIGHT_SUFFIXES):
-        _show_contents(options)
+        _print_contents(options)
         return
     if not options.path.exists():
         raise ConfigError(
@@ -83,11 +78,11 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(table.as_dict()) if options.json else table)
 
 
-def _show_contents(options: argparse.Namespace) -> None:
+def _print_contents(options: argparse.Namespace) -> None:
     given = ["--world-size"] if options.world_size else []
     given += options.overrides
     if given:
-        raise ConfigError(f"{options.path} is no run file; {given[0]} is for the model of a run file. Leave it out.")
+        raise ConfigError(f"{options.path} is not a run file; {given[0]} applies to a run file only. Leave it out.")
     found = load_program(CONTENTS_PROGRAM).inspect_path(options.path)
     if options.json:
         print(json.dumps(found.as_dict()))

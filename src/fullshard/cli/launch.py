@@ -1,36 +1,43 @@
-"""``fullshard launch``: run somebody's script as ranks, on one machine or several."""
+"""``fullshard launch``: run a user's script as ranks, on one machine or several."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from fullshard.cli.common import load_program, positive, whole_number
+from fullshard.cli.common import add_json, add_verb, load_program, positive, whole_number
 from fullshard.compat.accelerate_config.environment import launch_environment, launch_warnings
 from fullshard.compat.accelerate_config.file import AccelerateFile, read_accelerate_file
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
-from fullshard.launch.machines import DYNAMIC, Nodes, Wishes, parse_endpoint, plan_machines, slurm_wishes
+from fullshard.launch.messages import say
+from fullshard.launch.script.machines import (
+    DYNAMIC,
+    MachineSettings,
+    Nodes,
+    parse_endpoint,
+    plan_machines,
+    slurm_settings,
+)
 
-PROGRAM = "fullshard.launch.script"
+PROGRAM = "fullshard.launch.script.run"
 
 DESCRIPTION = """\
-Run a script as ranks, one for each GPU (or 2 on the CPU), with torchrun's variables: RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT. Options stand before the script; what follows is the script's.
+Run a script as ranks, one per GPU (or 2 on the CPU), with torchrun's variables: RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT. Put options before the script; everything after it is passed to the script.
 
-Lines come out with their rank in front. When a rank fails, the others are ended, the traceback of the one that failed
-first is shown last, and its exit code is passed on (128 + n for signal n). Ctrl-C and SIGTERM end all ranks.
+Each output line is prefixed with its rank. When a rank fails, the others are ended, the traceback of the rank that
+failed first is printed last, and its exit code is returned (128 + n for signal n). Ctrl-C and SIGTERM end all ranks.
 
-Several machines: start the same command on each, with its own --node_rank; they meet at machine 0 (--rdzv_endpoint).
-Under Slurm, srun --ntasks-per-node=1 fullshard launch ... needs neither. The command line goes before the file, the
-file before Slurm.
+On several machines, start the same command on each, with its own --node_rank; they meet at machine 0 (--rdzv_endpoint).
+Under Slurm, srun --ntasks-per-node=1 fullshard launch ... needs neither option. The command line overrides the file,
+the file overrides Slurm.
 """
 
 EPILOG = """\
@@ -42,27 +49,28 @@ examples:
   srun --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 fullshard launch script.py
 """
 
-_ELSEWHERE: Mapping[tuple[str, ...], str] = {
+_OTHER_LAUNCHERS: Mapping[tuple[str, ...], str] = {
     ("--num_processes", "--num-processes"): "--nproc_per_node, which counts the ranks of one machine",
     ("--num_machines", "--num-machines"): "--nnodes",
     ("--machine_rank", "--machine-rank"): "--node_rank",
     ("--main_process_ip", "--main-process-ip", "--master_addr", "--master-addr"): "--rdzv_endpoint HOST:PORT",
     ("--main_process_port", "--main-process-port", "--master_port", "--master-port"): "--rdzv_endpoint HOST:PORT",
     ("--rdzv_conf", "--rdzv-conf"): "--rdzv_timeout SECONDS",
-    ("--standalone",): "nothing: one machine takes a free port of its own",
-    ("--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp"): "nothing: what the script does is its own matter",
+    ("--standalone",): "not needed: on one machine a free port is chosen",
+    ("--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp"): "not needed: the script itself decides",
 }
 """Options of torchrun and `accelerate launch` that have another name here."""
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
+    parser: argparse.ArgumentParser = add_verb(
+        verbs,
         "launch",
-        help="run a script of your own as ranks, on one machine or several",
+        run,
+        summary="run your own script as ranks, on one machine or several",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="fullshard launch [options] SCRIPT [args ...]",
         allow_abbrev=False,
     )
@@ -80,20 +88,19 @@ def add_parser(verbs: Any) -> None:
         metavar="N",
         type=_count,
         default=0,
-        help="how often all ranks are started anew after one has failed (default 0)",
+        help="how many times to restart all ranks after one has failed (default 0)",
     )
-    parser.add_argument("--json", action="store_true", help="print how it ended as JSON; ranks' output goes to stderr")
-    for names, here in _ELSEWHERE.items():
-        parser.add_argument(*names, nargs="?", action=_Elsewhere, const=here, help=argparse.SUPPRESS)
+    add_json(parser, help="print the outcome as JSON; the ranks' output goes to stderr")
+    for names, here in _OTHER_LAUNCHERS.items():
+        parser.add_argument(*names, nargs="?", action=_OtherLaunchersOption, const=here, help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
-    parser.add_argument("arguments", metavar="args", nargs=argparse.REMAINDER, help="what the script is given")
-    parser.set_defaults(run=run)
+    parser.add_argument("arguments", metavar="args", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def _add_machines(parser: argparse.ArgumentParser) -> None:
-    """The options about several machines."""
+    """Add the options for several machines."""
     parser.add_argument(
-        "--nnodes", metavar="N", type=_nodes, help="machines (default 1); MIN:MAX with --rdzv_backend c10d"
+        "--nnodes", metavar="N", type=_nodes, help="number of machines (default 1); MIN:MAX with --rdzv_backend c10d"
     )
     parser.add_argument("--node_rank", "--node-rank", metavar="K", type=_count, help="number of this machine, from 0")
     parser.add_argument(
@@ -106,35 +113,35 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         "--rdzv_backend",
         "--rdzv-backend",
         metavar="NAME",
-        help="static: by --node_rank (default); c10d: in the order in which they come",
+        help="how machines are numbered: static, by --node_rank (default); c10d, in order of arrival",
     )
-    parser.add_argument("--rdzv_id", "--rdzv-id", metavar="ID", help="keeps runs apart that meet at the same place")
+    parser.add_argument("--rdzv_id", "--rdzv-id", metavar="ID", help="distinguishes runs with the same endpoint")
     parser.add_argument(
         "--rdzv_timeout",
         "--rdzv-timeout",
         metavar="S",
         type=positive,
         default=600,
-        help="seconds that machines have to come together (default 600)",
+        help="seconds to wait for all machines (default 600)",
     )
 
 
-class _Elsewhere(argparse.Action):
-    """An option that other launchers have: says what it is called here."""
+class _OtherLaunchersOption(argparse.Action):
+    """An option of another launcher; its error names the option to use instead."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        parser.error(f"{self.option_strings[0]} is another launcher's; here it is {self.const}")
+        parser.error(f"{self.option_strings[0]} is an option of another launcher; here it is {self.const}")
 
 
 def _nproc(text: str) -> int:
-    """A number of ranks; ``gpu`` is the number of GPUs."""
+    """Parse a number of ranks; ``gpu`` is the number of GPUs."""
     if text != "gpu":
         try:
             return positive(text)
         except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}; or gpu: a rank for each GPU of this machine") from None
+            raise argparse.ArgumentTypeError(f"{error}; or gpu: one rank per GPU of this machine") from None
     if not torch.cuda.device_count():
-        raise argparse.ArgumentTypeError("this machine shows no GPU; give a number")
+        raise argparse.ArgumentTypeError("this machine has no GPU; give a number")
     return torch.cuda.device_count()
 
 
@@ -146,12 +153,12 @@ def _nodes(text: str) -> Nodes:
 
 
 def _count(text: str) -> int:
-    """A whole number of at least 0."""
+    """Parse a whole number of at least 0."""
     return whole_number(text, least=0)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script's ranks of this machine.
+    """Run the script's ranks on this machine.
 
     Args:
         options: The parsed command line.
@@ -160,22 +167,22 @@ def run(options: argparse.Namespace) -> int:
         The exit code of the rank that failed first, 0 if none did.
 
     Raises:
-        ConfigError: The settings are wrong, or the script is not there.
-        ProcessGroupError: The machines did not come together.
+        ConfigError: The settings are wrong, or there is no such script.
+        ProcessGroupError: Not all machines arrived in time.
     """
     if not options.module:
         _check_script(Path(options.script))
     file = None if options.config_file is None else read_accelerate_file(options.config_file)
     environment = {} if file is None else launch_environment(file)
     for warning in () if file is None else [*file.warnings, *launch_warnings(file)]:
-        print(f"fullshard: {warning}", file=sys.stderr, flush=True)
+        say(warning)
     if "CUDA_VISIBLE_DEVICES" in environment:  # before GPUs are counted
         os.environ["CUDA_VISIBLE_DEVICES"] = environment["CUDA_VISIBLE_DEVICES"]
-    wishes = [_of_command_line(options), _of_file(file), slurm_wishes(os.environ)]
+    sources = [_of_command_line(options), _of_file(file), slurm_settings(os.environ)]
     use_cpu = file is not None and file.use_cpu
-    plan = plan_machines([wish for wish in wishes if wish], _nproc_on_cpu if use_cpu else choose_nproc)
+    plan = plan_machines([source for source in sources if source], _nproc_on_cpu if use_cpu else choose_nproc)
     if plan.backend == DYNAMIC and options.node_rank is not None:
-        print(f"fullshard: --node_rank has no effect with rdzv_backend {DYNAMIC}", file=sys.stderr, flush=True)
+        say(f"--node_rank has no effect with rdzv_backend {DYNAMIC}")
     program = load_program(PROGRAM)
     outcome = program.run_script(
         program.Job(
@@ -194,19 +201,19 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_script(path: Path) -> None:
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder. Give a script, or -m and the name of a module.")
+        raise ConfigError(f"{path} is a directory. Give a script, or -m and the name of a module.")
     if not path.is_file():
-        raise ConfigError(f"There is no script {path} (looked in {Path.cwd()}). Options stand before the script.")
+        raise ConfigError(f"There is no script {path} (looked in {Path.cwd()}). Put options before the script.")
 
 
 def _nproc_on_cpu(requested: int | None) -> int:
-    """As :func:`choose_nproc`, where the file says ``use_cpu: true``."""
+    """Return the number of ranks where the file has ``use_cpu: true``; see :func:`choose_nproc`."""
     return requested or 2
 
 
-def _of_command_line(options: argparse.Namespace) -> Wishes:
+def _of_command_line(options: argparse.Namespace) -> MachineSettings:
     host, port = (None, None) if options.rdzv_endpoint is None else parse_endpoint(options.rdzv_endpoint)
-    return Wishes(
+    return MachineSettings(
         "the command line",
         nnodes=options.nnodes,
         node_rank=options.node_rank,
@@ -218,12 +225,12 @@ def _of_command_line(options: argparse.Namespace) -> Wishes:
     )
 
 
-def _of_file(file: AccelerateFile | None) -> Wishes | None:
-    """What the file says: its defaults say nothing."""
+def _of_file(file: AccelerateFile | None) -> MachineSettings | None:
+    """Return the settings that the file contains; defaults of missing keys are left out."""
     if file is None:
         return None
     machines = Nodes(file.num_machines, file.num_machines) if "num_machines" in file.raw else None
-    return Wishes(
+    return MachineSettings(
         str(file.path),
         nnodes=machines,
         node_rank=file.machine_rank if "machine_rank" in file.raw else None,

@@ -1,4 +1,4 @@
-"""``fullshard``: the command line, its verbs, and how errors leave it."""
+"""``fullshard``: the command line, its verbs and its exit codes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import NoReturn
 
 from fullshard.cli import config, evaluate, export, inspect, launch, predict, train, verify
 from fullshard.cli import report as report_verb
-from fullshard.cli.common import know_their_parsers
+from fullshard.cli.common import set_own_parsers
 from fullshard.errors import FullshardError
 from fullshard.launch import INTERRUPTED_EXIT_CODE, Failure
+from fullshard.launch.messages import say
 from fullshard.version import __version__
 
 DESCRIPTION = "Train PyTorch models that do not fit on one GPU: shard them, fine-tune them on your data."
@@ -26,7 +27,7 @@ examples:
 exit codes:
   0 success, 1 unexpected error, 2 settings or command line, 3 data, 4 model, 5 wrapping, 6 sharding,
   7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 70 bug in fullshard,
-  75 stopped with a checkpoint to go on from, 130 interrupted
+  75 stopped after saving a checkpoint to resume from, 130 interrupted
 """
 
 
@@ -45,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FullshardError as error:
         outcome = Failure.of(error)
     except KeyboardInterrupt:
-        print("fullshard: interrupted; nothing is left running.", file=sys.stderr)
+        say("interrupted; nothing is left running.")
         return INTERRUPTED_EXIT_CODE
     return report(outcome, as_json=options.json) if isinstance(outcome, Failure) else outcome or 0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line; a wrong one ends the process with exit code 2.
+    """Parse a command line; an invalid one ends the process with exit code 2.
 
     Args:
         arguments: Command line without the program's name; None: this process's.
@@ -61,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
-    # argparse takes the settings of one place only, and a user may add some behind an option.
+    # argparse accepts overrides in one place only, and a user may add some after an option.
     takes_overrides = hasattr(options, "overrides")
     overrides = [text for text in rest if takes_overrides and "=" in text and not text.startswith("-")]
     if len(overrides) < len(rest):
@@ -72,7 +73,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="fullshard",
         description=DESCRIPTION,
@@ -90,12 +91,12 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_parser(verbs)
     export.add_parser(verbs)
     verify.add_parser(verbs)
-    know_their_parsers(verbs)
+    set_own_parsers(verbs)
     return parser
 
 
 def report(failure: Failure, *, as_json: bool) -> int:
-    """Tell the user why the command ended: text on standard error, and JSON on standard output where asked for.
+    """Print why the command ended: text on standard error, and with ``--json`` also JSON on standard output.
 
     Args:
         failure: What happened.

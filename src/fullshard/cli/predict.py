@@ -1,4 +1,4 @@
-"""``fullshard predict``: texts by a trained model for the rows of a file, or for lines."""
+"""``fullshard predict``: a trained model's predictions for the rows of a file or the lines of standard input."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import load_program, positive
+from fullshard.cli.common import add_json, add_verb, join_other_launcher, positive
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
+from fullshard.launch.messages import say
 
-RANK_PROGRAM = "fullshard.launch.predict"
+PROGRAM = "fullshard.launch.programs.predict"
 
 DESCRIPTION = """\
-Write a text for each row of FILE with a trained model: a JSON line with input and prediction, in the order of the rows.
+Predict a text for each row of FILE with a trained model. Writes one JSON line per row, with input and prediction, in
+the order of the rows.
 
-MODEL is the output_dir of a finished run, which says prefix, lengths and beams; or any model: its directory, that of an
-adapter by peft, or a Hub id. FILE is .csv, .tsv, .jsonl, .json or .parquet, of which only the source column is read, or
-.txt with a row in each line; without it, or with -, lines are read from standard input. Empty lines are no rows.
+MODEL is the output_dir of a finished run, whose prefix, lengths and beams are used, or any other model: a directory, a
+directory of a peft adapter, or a Hub id. FILE is .csv, .tsv, .jsonl, .json or .parquet, of which only the source column
+is read, or .txt with one row per line. Without FILE, or with -, lines are read from standard input. Empty lines are
+skipped.
 """
 
 EPILOG = """\
@@ -36,26 +39,28 @@ _VALUES = ("num_beams", "max_new_tokens", "batch_size", "prefix", "source_column
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "predict",
-        help="write texts for new rows with a trained model",
+        run,
+        summary="predict texts for new rows with a trained model",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="output_dir of a run, a model's directory or Hub id")
+    parser.add_argument("model", metavar="MODEL", help="output_dir of a run, directory or Hub id of a model")
     parser.add_argument("file", metavar="FILE", nargs="?", default="-", help="rows (default: -, standard input)")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to write (default: standard output)")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="file to write (default: standard output)")
     parser.add_argument("--num-beams", metavar="N", type=positive, help="width of the beam search (default: the run's)")
     parser.add_argument(
-        "--max-new-tokens", metavar="N", type=positive, help="most tokens of a text (default: the run's)"
+        "--max-new-tokens", metavar="N", type=positive, help="maximum tokens per prediction (default: the run's)"
     )
-    parser.add_argument("--batch-size", metavar="N", type=positive, help="rows of a batch (default: the run's)")
+    parser.add_argument("--batch-size", metavar="N", type=positive, help="rows per batch (default: the run's)")
     parser.add_argument("--prefix", metavar="TEXT", help="text put before each source (default: the run's)")
-    parser.add_argument("--source-column", metavar="NAME", help="column of the source (default: the run's, or by name)")
+    parser.add_argument(
+        "--source-column", metavar="NAME", help="column of the source (default: the run's, or chosen by its name)"
+    )
     parser.add_argument("--nproc", metavar="N", type=positive, default=1, help="ranks to shard over (default: 1)")
-    parser.add_argument("--json", action="store_true", help="with -o: print the number of rows as JSON; errors as JSON")
-    parser.set_defaults(run=run)
+    add_json(parser, help="with -o: print the number of rows as JSON; print errors as JSON")
 
 
 def run(options: argparse.Namespace) -> Failure | None:
@@ -68,7 +73,7 @@ def run(options: argparse.Namespace) -> Failure | None:
         None on success, else why the first failing rank failed.
 
     Raises:
-        UserError: The settings are wrong, or standard input is no text.
+        UserError: The settings are wrong, or standard input is not text.
         SystemExit: Under torchrun, with the rank's exit code.
     """
     if options.output is not None and options.file != "-" and options.output.resolve() == Path(options.file).resolve():
@@ -78,19 +83,18 @@ def run(options: argparse.Namespace) -> Failure | None:
         value = getattr(options, name)
         flags += [] if value is None else [f"--{name.replace('_', '-')}={value}"]
     flags += ["--json"] if options.json else []
-    if launched_elsewhere():
-        if options.file == "-":
-            raise ConfigError("Ranks under torchrun cannot share standard input: name a FILE.")
-        sys.exit(load_program(RANK_PROGRAM).main([options.model, options.file, *flags]))
+    if options.file == "-" and launched_elsewhere():
+        raise ConfigError("Ranks under torchrun cannot share standard input: name a FILE.")
+    join_other_launcher(PROGRAM, [options.model, options.file, *flags])
     nproc = choose_nproc(options.nproc)
     with _file_of_rows(options.file) as file:
-        command = rank_command(RANK_PROGRAM, [options.model, str(file), *flags])
+        command = rank_command(PROGRAM, [options.model, str(file), *flags])
         return launch(command, nproc=nproc, saves=False)
 
 
 @contextmanager
 def _file_of_rows(name: str) -> Iterator[Path]:
-    """The file itself, or what standard input holds: ranks have no standard input."""
+    """Yield the file itself, or a copy of standard input, which ranks do not have."""
     if name != "-":
         if Path(name).is_dir():
             raise DataError(f"{name} is a directory; name a file of rows, or - for lines of standard input.")
@@ -99,7 +103,7 @@ def _file_of_rows(name: str) -> Iterator[Path]:
         yield Path(name)
         return
     if sys.stdin.isatty():
-        print("fullshard: reading lines; end with Ctrl-D", file=sys.stderr, flush=True)
+        say("reading lines; end with Ctrl-D")
     with tempfile.TemporaryDirectory(prefix="fullshard-") as directory:
         file = Path(directory, "standard_input.txt")
         try:

@@ -1,4 +1,4 @@
-"""The questionnaire of ``fullshard config`` in a terminal: asks, checks as typed, explains, writes."""
+"""The questionnaire of ``fullshard config`` in a terminal."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from fullshard.errors import ConfigError, ModelError
 
 CLASSES_PROGRAM = "fullshard.compat.accelerate_config.model_classes"
 DEFAULT_PATH = Path("fsdp_config.yaml")
-"""Where the answers go unless a file is named: beside the user's script, not in Accelerate's cache."""
+"""Default path of the file: next to the user's script, not in Accelerate's cache."""
 
 MOST_OFFERED = 9
-"""Layer classes of a model that are offered."""
+"""Maximum number of layer classes listed as choices."""
 
 
 def run_questions(path: Path, *, ask: bool, as_json: bool) -> None:
-    """Ask, write the file, and say what it means; one process.
+    """Ask, write the file, and print what it means; one process.
 
     Args:
         path: The file to write.
-        ask: Whether to ask; else every answer is the default.
-        as_json: Whether the result goes to standard output as JSON; questions go to standard error then.
+        ask: Whether to ask; otherwise every answer is the default.
+        as_json: Whether to print the result as JSON on standard output, and the questions on standard error.
 
     Raises:
-        ConfigError: There is no terminal to ask in, the input ended, or the file cannot be written; nothing is written.
+        ConfigError: Standard input is not a terminal, it ended, or the file cannot be written. Nothing is written.
         KeyboardInterrupt: Ctrl-C; nothing is written.
     """
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
@@ -77,24 +77,24 @@ def _machine() -> Machine:
 def _require_terminal() -> None:
     if not sys.stdin.isatty():
         raise ConfigError(
-            "fullshard config asks its questions in a terminal, and standard input is none. "
-            "`fullshard config --default` writes the defaults without asking."
+            "fullshard config asks questions in a terminal, and standard input is not one. Use `fullshard config "
+            "--default` to write the defaults without asking."
         )
 
 
 def _require_new(path: Path) -> None:
     if path.exists():
         raise ConfigError(
-            f"{path} exists, and --default does not ask before it overwrites. Name another one with --config_file, or "
-            "remove it first."
+            f"{path} exists, and --default does not overwrite files. Name another file with --config_file, or remove "
+            "it first."
         )
 
 
 def _write(path: Path, text: str) -> None:
-    """The file at once or not at all.
+    """Write the file atomically.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -126,7 +126,7 @@ def _show(console: Console, file: AccelerateFile) -> None:
 
 
 class _Dialogue:
-    """Questions and answers on a console."""
+    """The questions, asked on a console."""
 
     def __init__(self, console: Console, machine: Machine) -> None:
         self.console = console
@@ -136,18 +136,18 @@ class _Dialogue:
         self.described: dict[str, str] = {}
 
     def answers(self, path: Path) -> Answers:
-        """Every answer.
+        """Ask every question and return the answers.
 
         Raises:
-            ConfigError: The file exists and is to stay.
+            ConfigError: The file exists and the user keeps it.
             EOFError: The input ended.
         """
         self.console.print(
-            f"Your answers make {escape(str(path))}. Enter takes what is in \\[brackets], ? explains, Ctrl-C leaves "
-            "without writing.\n"
+            f"Your answers are written to {escape(str(path))}. Enter accepts the default in \\[brackets], ? explains a "
+            "question, Ctrl-C exits without writing.\n"
         )
         if path.exists() and not self._overwrite(path):
-            raise ConfigError(f"{path} stays as it is. Name another one with --config_file.")
+            raise ConfigError(f"{path} was left unchanged. Name another file with --config_file.")
         given: dict[str, Any] = {}
         for question in QUESTIONS:
             if question.asked(given):
@@ -161,7 +161,7 @@ class _Dialogue:
             try:
                 return bool(text) and question.parse(text, {}, self.machine)
             except ValueError as error:
-                self._say_rule(text, error)
+                self._print_rule(text, error)
 
     def _ask(self, question: Question, given: Answers) -> Any:
         default = question.default(given, self.machine)
@@ -180,46 +180,46 @@ class _Dialogue:
             try:
                 return self._parse(question, text, given)
             except (ValueError, ModelError) as error:
-                self._say_rule(text, error)
+                self._print_rule(text, error)
 
     def _list(self, question: Question) -> None:
-        """What may be answered, with its number."""
+        """Print the numbered choices."""
         choices: Sequence[tuple[str, str]] = question.choices
-        for number, (name, told) in enumerate(choices, start=1):
-            self.console.print(f"  [cyan]{number} {name}[/cyan]: {escape(told)}")
+        for number, (name, text) in enumerate(choices, start=1):
+            self.console.print(f"  [cyan]{number} {name}[/cyan]: {escape(text)}")
         if question.key == LAYER_CLASSES:
             for number, name in enumerate(self.offered, start=1):
                 self.console.print(f"  [cyan]{number} {name}[/cyan]: {self.described[name]}")
 
     def _parse(self, question: Question, text: str, given: Answers) -> Any:
         if question.key == MODEL:
-            self._look_at(text)
+            self._find_classes(text)
         if question.key == LAYER_CLASSES:
             return pick_classes(text, self.offered)
         return question.parse(text, given, self.machine)
 
-    def _look_at(self, path_or_id: str) -> None:
-        """Find the classes to offer.
+    def _find_classes(self, path_or_id: str) -> None:
+        """Find the layer classes to list as choices.
 
         Raises:
-            ModelError: There is no such model here.
+            ModelError: There is no such model on this machine.
         """
         found = load_program(CLASSES_PROGRAM).layer_classes(path_or_id)[:MOST_OFFERED]
         self.offered = [layer.name for layer in found]
         self.usual = tuple(layer.name for layer in found if layer.repeated)
         self.described = {
-            layer.name: f"{layer.count} of them, {layer.numel:,} parameters each"
+            layer.name: f"{layer.count} modules, {layer.numel:,} parameters each"
             + (", the model's repeated blocks" if layer.repeated else "")
             for layer in found
         }
 
-    def _say_rule(self, text: str, error: Exception) -> None:
+    def _print_rule(self, text: str, error: Exception) -> None:
         rule = f"{error}" if isinstance(error, ModelError) else f"Expected {error}; got {text!r}."
         self.console.print(rule, style="red", markup=False)
 
 
 def _shown(value: Any) -> str:
-    """A default as one would type it."""
+    """Return a default as the user would type it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):

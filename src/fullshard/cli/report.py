@@ -1,4 +1,4 @@
-"""``fullshard report``: one HTML page that tells what a run did."""
+"""``fullshard report``: one HTML page about a run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import load_program
+from fullshard.cli.common import add_json, add_verb, load_program
 from fullshard.errors import ConfigError
 from fullshard.sizes import format_bytes
 
 PROGRAM = "fullshard.report"
 
 DESCRIPTION = """\
-Write one self-contained HTML page about a run: its result beside the baselines, curves, the memory of each rank, the
-schedule of one step, padding, predictions beside references, settings and versions.
+Write one self-contained HTML page about a run: its result next to the baselines, curves, the memory of each rank, the
+schedule of one step, padding, predictions next to references, settings and versions.
 
-RUN is the output_dir of a run; it may be under way, stopped or killed. The page needs no network.
+RUN is the output_dir of a run that is running, finished, stopped or killed. The page needs no network.
 """
 
 EPILOG = """\
@@ -29,17 +29,12 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = verbs.add_parser(
-        "report",
-        help="write an HTML page about a run",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_verb(
+        verbs, "report", run, summary="write an HTML page about a run", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument("directory", metavar="RUN", type=Path, help="output_dir of the run")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="file to write; default: RUN/report.html")
-    parser.add_argument("--json", action="store_true", help="print path and headline as JSON on standard output")
-    parser.set_defaults(run=run)
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="file to write (default: RUN/report.html)")
+    add_json(parser, help="print path and headline as JSON on standard output")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -50,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         CheckpointError: There is no run, or the page cannot be written.
-        ConfigError: plotly is missing, or there is a directory where the page is to be.
+        ConfigError: plotly is missing, or the page's path is a directory.
     """
     if options.output is not None and options.output.is_dir():
         raise ConfigError(

@@ -1,30 +1,29 @@
-"""``fullshard train``: start the ranks of a run, or be one of them where torchrun has started them."""
+"""``fullshard train``: start the ranks of a run, or be one of them under torchrun."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from fullshard.cli.accelerate import add_config_file, file_overrides, require_one_machine
-from fullshard.cli.common import add_run_arguments, load_program
+from fullshard.cli.common import add_run_arguments, add_verb, join_other_launcher, start_ranks
 from fullshard.config import load_run, require_output_dir
-from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
+from fullshard.launch import Failure, choose_nproc
 
-RANK_PROGRAM = "fullshard.launch.rank"
+PROGRAM = "fullshard.launch.programs.train"
 
 DESCRIPTION = """\
-Fine-tune a model on your data, sharded over the GPUs of this machine, or over CPU processes where there are none.
+Fine-tune a model on your data, sharded over the GPUs of this machine, or over CPU processes if it has none.
 
-Writes the best model to output_dir (load it with from_pretrained(output_dir)), and beside it summary.json,
-metrics.jsonl and predictions.jsonl. Starts its own ranks; under torchrun it joins those that are there.
+Writes the best model to output_dir (load it with from_pretrained(output_dir)), along with summary.json, metrics.jsonl
+and predictions.jsonl. Starts its own ranks; under torchrun it runs as one of torchrun's ranks.
 
-Ctrl-C or SIGTERM: the run saves a checkpoint after its step and leaves with exit code 75; a second one ends it at once.
-The same command goes on where a run was stopped or killed, with the same result; resume=never starts anew.
+On Ctrl-C or SIGTERM the run saves a checkpoint after the current step and exits with code 75; a second signal ends it
+immediately. The same command resumes a stopped or killed run, with the same result; resume=never starts from scratch.
 
-With --config_file the sharding, precision and number of ranks are those of Accelerate's configuration file, as
-`accelerate config` or `fullshard config` wrote it. The run file may leave them out or say the same; what it says
-otherwise is an error, and what of the file has no effect is a warning.
+With --config_file, sharding, precision and number of ranks come from Accelerate's configuration file, as written by
+`accelerate config` or `fullshard config`. The run file may omit them or set the same values; different values are an
+error. Settings of the file that have no effect are reported as warnings.
 """
 
 EPILOG = """\
@@ -38,16 +37,11 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = verbs.add_parser(
-        "train",
-        help="fine-tune a model as a run file says",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_verb(
+        verbs, "train", run, summary="fine-tune a model as set in a run file", description=DESCRIPTION, epilog=EPILOG
     )
     add_run_arguments(parser)
     add_config_file(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Failure | None:
@@ -65,12 +59,8 @@ def run(options: argparse.Namespace) -> Failure | None:
     """
     overrides = [*options.overrides, *file_overrides(options)]
     arguments = [str(options.config), *overrides, *(["--json"] if options.json else [])]
-    if launched_elsewhere():
-        sys.exit(load_program(RANK_PROGRAM).main(arguments))
+    join_other_launcher(PROGRAM, arguments)
     require_one_machine(options)
     config = load_run(options.config, overrides)
     require_output_dir(config.output_dir)
-    nproc = choose_nproc(config.nproc)
-    # The ranks say nothing before their imports are done, which takes seconds.
-    print(f"fullshard: starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
-    return launch(rank_command(RANK_PROGRAM, arguments), nproc=nproc)
+    return start_ranks(PROGRAM, arguments, choose_nproc(config.nproc), saves=True)

@@ -1,4 +1,4 @@
-"""``fullshard verify``: read everything that was written, and say what is wrong where."""
+"""``fullshard verify``: read checkpoints and models and compare them with their checksums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import load_program
+from fullshard.cli.common import add_json, add_verb, load_program
 from fullshard.cli.progress import ByteProgress
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
@@ -16,15 +16,15 @@ from fullshard.sizes import format_bytes
 PROGRAM = "fullshard.storage.verify"
 
 DESCRIPTION = """\
-Read everything in PATH and compare it with what was written; say all that is wrong, and where.
+Read everything in PATH and report what is damaged or missing, and in which file.
 
 PATH is the output_dir of a run, a directory of checkpoints, one checkpoint (step-…), a model's directory or a file of
-weights. Of checkpoints every block is compared with its checksum; formats without checksums are read through, and
-only their structure is checked.
+weights. Every block of a checkpoint is compared with its checksum. Files of formats without checksums are read
+completely, and only their structure is checked.
 """
 
 EPILOG = """\
-Ends with exit code 0 when all is whole, 9 when anything is not.
+Exits with code 0 if everything is complete, else with code 9.
 
 examples:
   fullshard verify runs/mine
@@ -34,18 +34,18 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "verify",
-        help="check that checkpoints and models are whole",
+        run,
+        summary="check that checkpoints and models are complete",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "path", metavar="PATH", type=Path, help="a run, its checkpoints, one checkpoint, a model or a file of weights"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-    parser.set_defaults(run=run)
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -71,22 +71,22 @@ def run(options: argparse.Namespace) -> int:
     damaged = sum(bool(verdict.problems) for verdict in found.verdicts)
     print(
         f"{CheckpointError.__name__}: {damaged} of {len(found.verdicts)} in {options.path} "
-        f"{'is' if damaged == 1 else 'are'} not whole: {found.problems:,} problem{'s' if found.problems > 1 else ''}.",
+        f"{'is' if damaged == 1 else 'are'} damaged or incomplete: {found.problems:,} "
+        f"problem{'s' if found.problems > 1 else ''}.",
         file=sys.stderr,
     )
     return CheckpointError.exit_code
 
 
 def _print(found: Any) -> None:
-    """For people."""
     for verdict in found.verdicts:
         size = f"{verdict.tensors:,} tensors, {format_bytes(verdict.nbytes)}"
         if verdict.problems:
-            print(f"{verdict.path}: NOT WHOLE")
+            print(f"{verdict.path}: DAMAGED")
         elif verdict.checksums:
-            print(f"{verdict.path}: whole; {size}, {verdict.checksums:,} checksums agree{_unhashed(verdict)}")
+            print(f"{verdict.path}: complete; {size}, {verdict.checksums:,} checksums match{_unhashed(verdict)}")
         else:
-            print(f"{verdict.path}: whole as far as its structure tells, it has no checksums; {size}")
+            print(f"{verdict.path}: its structure is complete, it has no checksums; {size}")
         for problem in verdict.problems:
             print(f"  {problem.file}: {problem.text}")
     for note in found.notes:
@@ -97,5 +97,5 @@ def _unhashed(verdict: Any) -> str:
     count = len(verdict.unhashed)
     if not count:
         return ""
-    files = "1 small file has none" if count == 1 else f"{count} small files have none"
-    return f"; its {files}, saved by an earlier version: only sizes were compared"
+    files = "1 small file has no checksum" if count == 1 else f"{count} small files have no checksums"
+    return f"; {files}, saved by an earlier version: only sizes were compared"

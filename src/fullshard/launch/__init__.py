@@ -1,4 +1,4 @@
-"""Starting ranks: our own launcher on one machine, and the program that every rank runs."""
+"""Starting ranks: the launcher of this machine, the programs its ranks run, and ``fullshard launch`` for scripts."""
 
 from fullshard.launch.failure import Failure as Failure
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE as INTERRUPTED_EXIT_CODE

@@ -1,4 +1,4 @@
-"""How a rank that ends early tells its launcher why, so that the user reads one message and not one a rank."""
+"""The failure a rank reports to its launcher, so that the user reads one message instead of one per rank."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 from fullshard.errors import FullshardError, RunStopped, UserError
 
 FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
-"""Where our launcher wants a rank's failure; torchrun does not set it, and then a rank prints its failure itself."""
+"""Path of the file for a rank's failure. torchrun does not set it; a rank then prints its failure itself."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank, or the command itself, ended before its end.
+    """Why a rank, or the command itself, did not finish.
 
     Attributes:
-        rank: The rank, or None when no ranks ran yet.
+        rank: The rank, or None if no rank was running.
         kind: Name of the exception's class.
         message: Text of the exception.
-        trace: The traceback as Python prints it; None for a :class:`UserError`, whose message says what to mend, and
-            for a run that was stopped.
+        trace: The traceback as Python prints it; None for a :class:`UserError`, whose message has the remedy, and for
+            a run that was stopped.
         exit_code: Exit code of the process.
-        time_s: Unix time of the failure; the earliest one is the cause of the others.
-        stopped: Of a run that was told to stop, what ``--json`` says: the step and the checkpoint. None: it failed.
+        time_s: Unix time of the failure; the earliest failure caused the others.
+        stopped: For a run that was stopped, the step and checkpoint printed by ``--json``; None if it failed.
     """
 
     rank: int | None
@@ -42,12 +42,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
-        """Describe an exception.
-
-        Args:
-            error: What was raised.
-            rank: The rank that raised it.
-        """
+        """Return the failure for an exception raised on ``rank``, or before ranks ran (None)."""
         stopped, trace = None, None
         if isinstance(error, RunStopped):
             stopped = {"stopped": True, "step": error.step, "checkpoint": error.checkpoint}
@@ -58,20 +53,20 @@ class Failure:
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
-        """The failure that a rank wrote to ``path``; None when it wrote none."""
+        """Read the failure that a rank wrote to ``path``; None if it wrote none."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
 
     def write(self, path: Path) -> None:
-        """Write it whole: the launcher may read at any moment."""
+        """Write the failure atomically: the launcher may read it at any moment."""
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
         os.replace(temporary, path)
 
     def text(self) -> str:
-        """What the user reads: the message alone of a user error or a stop, else the rank and its traceback."""
+        """Return the text for the user: the message of a user error or a stop, else the rank and its traceback."""
         if self.stopped is not None:
             return self.message
         if self.trace is None:
@@ -80,7 +75,7 @@ class Failure:
         return f"{where}{self.trace}"
 
     def as_dict(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         if self.stopped is not None:
             return {**self.stopped, "exit_code": self.exit_code}
         return {"error": {"kind": self.kind, "message": self.message, "rank": self.rank, "exit_code": self.exit_code}}

@@ -1,11 +1,11 @@
-"""Our own launcher: N ranks as processes of this machine, with torchrun's environment variables.
+"""The launcher of ``fullshard train``: N ranks as processes of this machine, with torchrun's environment variables.
 
-The launcher starts every rank, waits for the first that fails or for all to end, and never leaves one behind. A rank
-that ends early writes why to a file (:mod:`fullshard.launch.failure`); the launcher shows the first failure only, since
-the others are what it did to them.
+The launcher starts every rank, waits until one fails or all have ended, and leaves no process running. A failing rank
+writes the reason to a file (:mod:`fullshard.launch.failure`); the launcher reports only the first failure, since it
+caused the others.
 
-Ctrl-C and SIGTERM: the first is passed on to the ranks, which save a checkpoint and leave with ``STOPPED_EXIT_CODE``;
-they may take as long as their step and the disk need. The second kills them.
+The first Ctrl-C or SIGTERM is passed to the ranks, which save a checkpoint and exit with ``STOPPED_EXIT_CODE``.
+This may take as long as their step and the disk need. A second signal kills them.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from fullshard.errors import ConfigError, RunStopped
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
 
 STOP_SECONDS = 10.0
-"""How long ranks may take to end, after another one has failed, before they are killed."""
+"""Time that ranks have to exit after another one has failed, before they are killed."""
 
 AGAIN_SECONDS = 1.5
-"""When ranks that have not ended are told again: a rank that trains takes the first SIGTERM as a wish to save."""
+"""Time until a second SIGTERM: a training rank takes the first one as a request to save a checkpoint."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER_PID"
-"""By which a rank sees that its launcher is gone already."""
+"""Process id of the launcher, by which a rank notices that it has died."""
 
 INTERRUPTED_EXIT_CODE = 130
-"""What shells use for a command ended by Ctrl-C: 128 + SIGINT."""
+"""Exit code in shells of a command ended by Ctrl-C: 128 + SIGINT."""
 
 STOPPED_EXIT_CODE = RunStopped.exit_code
-"""A run that was told to stop has saved a checkpoint; the same command goes on from there."""
+"""Exit code of a run that was stopped and has saved a checkpoint; the same command resumes from it."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """A started rank and where it would write its failure."""
+    """A started rank and the path of its failure file."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -60,15 +60,15 @@ class _Rank:
 
 
 def launched_elsewhere() -> bool:
-    """Whether torchrun (or another launcher with its variables) started this process as a rank."""
+    """Return whether torchrun (or another launcher with its variables) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def choose_nproc(requested: int | None) -> int:
-    """How many ranks to start on this machine.
+    """Choose the number of ranks to start on this machine.
 
     Args:
-        requested: The number the user gave; None: one for each GPU, or 2 on the CPU.
+        requested: The number the user gave; None: one per GPU, or 2 on the CPU.
 
     Returns:
         At least 1.
@@ -81,7 +81,7 @@ def choose_nproc(requested: int | None) -> int:
         return gpus or 2
     if 0 < gpus < requested:
         raise ConfigError(
-            f"nproc is {requested} and this machine shows {gpus} GPU{'s' if gpus > 1 else ''}: each rank needs its "
+            f"nproc is {requested} and this machine has {gpus} GPU{'s' if gpus > 1 else ''}: each rank needs its "
             f"own. Use nproc={gpus}, or run on the CPU by putting CUDA_VISIBLE_DEVICES= in front of the command."
         )
     return requested
@@ -93,17 +93,17 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure
     The ranks inherit standard output and error.
 
     Args:
-        command: Program and arguments, the same for every rank. It must write its failure as
-            :mod:`fullshard.launch.failure` says.
+        command: Program and arguments, the same for every rank. It must write its failure to the file of
+            :mod:`fullshard.launch.failure`.
         nproc: Number of ranks, at least 1.
-        saves: Whether ranks that are told to stop save something first; else the first Ctrl-C ends them.
+        saves: Whether stopped ranks save a checkpoint first; otherwise the first Ctrl-C ends them.
 
     Returns:
-        None when every rank ended with exit code 0; else what rank 0 says when all were stopped and have saved, or the
-        failure that came first.
+        None when every rank ended with exit code 0; rank 0's report when all were stopped and have saved; else the
+        first failure.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM, a second one or before the ranks could save; all ranks have ended.
+        KeyboardInterrupt: A second Ctrl-C or SIGTERM, or one before the ranks could save; all ranks have ended.
     """
     ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
     ranks: list[_Rank] = []
@@ -120,7 +120,7 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure
                 first = _next(ended)
                 code = first.process.returncode
                 if interrupts.asked and code in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE):
-                    raise KeyboardInterrupt  # it does not train yet, or no longer
+                    raise KeyboardInterrupt  # the rank was not training yet, or no longer
                 if code not in (0, STOPPED_EXIT_CODE):
                     return _cause(first, ranks)
             return Failure.read(ranks[0].failure_path)
@@ -129,7 +129,7 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure
 
 
 def _start(command: Sequence[str], number: int, nproc: int, port: int, failure_path: Path) -> _Rank:
-    """Start one rank in a process group of its own, so that the terminal's Ctrl-C reaches the launcher alone."""
+    """Start one rank in its own process group, so that the terminal's Ctrl-C reaches only the launcher."""
     environment = os.environ | {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
@@ -140,9 +140,9 @@ def _start(command: Sequence[str], number: int, nproc: int, port: int, failure_p
         FAILURE_FILE_VARIABLE: str(failure_path),
         _LAUNCHER_VARIABLE: str(os.getpid()),
     }
-    # Ranks that each start a thread for every core slow each other down many times over.
+    # One thread per core in every rank oversubscribes the cores and is many times slower.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    # The profiler that measures memory on the CPU talks on standard error otherwise; 6 is above all its levels.
+    # Otherwise the profiler that measures CPU memory prints on standard error; 6 is above all its levels.
     environment.setdefault("KINETO_LOG_LEVEL", "6")
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     process = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, process_group=0)
@@ -150,44 +150,44 @@ def _start(command: Sequence[str], number: int, nproc: int, port: int, failure_p
 
 
 def _watch(rank: _Rank, ended: queue.SimpleQueue[_Rank]) -> None:
-    """Report the end of a rank; a thread of its own for each."""
+    """Report the end of a rank; runs in one thread per rank."""
     rank.process.wait()
     ended.put(rank)
 
 
 def _next(ended: queue.SimpleQueue[_Rank]) -> _Rank:
-    """The next rank that ends. Looks up every second: a signal that comes just before a wait is heard after it only."""
+    """Wait for the next rank to end. Wakes every second: a signal just before a wait is handled only after it."""
     while True:
         with contextlib.suppress(queue.Empty):
             return ended.get(timeout=1.0)
 
 
 def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
-    """End all ranks and find the failure that made the others fail; ``first`` is the one whose end was seen first."""
+    """End all ranks and return the failure that caused the others; ``first`` is the rank seen ending first."""
     by_us = _stop(ranks)
-    # Killed ranks write nothing; what the others may write is that one was gone.
+    # Killed ranks write nothing; the others may write that they lost the connection to one.
     killed = [rank for rank in ranks if rank.process.returncode < 0 and (rank is first or rank.number not in by_us)]
     if killed:
         return _killed_failure(killed[0])
     written = [failure for rank in ranks if (failure := Failure.read(rank.failure_path)) is not None]
     if written:
         return min(written, key=lambda failure: (failure.stopped is not None, failure.time_s))
-    # It failed before it could write, while importing; then Python has printed why.
+    # It failed before it could write, during imports; Python has printed the reason.
     code = first.process.returncode
-    message = f"rank {first.number} ended with exit code {code} before it could say why; see its output above."
+    message = f"rank {first.number} ended with exit code {code} before it could report why; see its output above."
     return Failure(first.number, "ProcessGroupError", message, None, code, time.time())
 
 
 def _killed_failure(rank: _Rank) -> Failure:
     number = -rank.process.returncode
-    message = f"rank {rank.number} was ended by signal {number} ({signal.Signals(number).name})."
+    message = f"rank {rank.number} was killed by signal {number} ({signal.Signals(number).name})."
     if number == signal.SIGKILL:
         message += " The kernel does that when memory runs out: use more ranks, a smaller batch or a smaller model."
     return Failure(rank.number, "ProcessGroupError", message, None, 128 + number, time.time())
 
 
 def _stop(ranks: Sequence[_Rank]) -> set[int]:
-    """End every rank that still runs: SIGTERM, once more, then SIGKILL for those that take too long.
+    """End every running rank: SIGTERM twice, then SIGKILL for those that take too long.
 
     Returns:
         Numbers of the ranks that these signals ended.
@@ -201,38 +201,38 @@ def _stop(ranks: Sequence[_Rank]) -> set[int]:
     for rank in running:
         rank.process.kill()
         rank.process.wait()
-    told = {rank.number for rank in ranks if rank.process.returncode in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE)}
-    return told | {rank.number for rank in running}
+    terminated = {rank.number for rank in ranks if rank.process.returncode in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE)}
+    return terminated | {rank.number for rank in running}
 
 
 def _ends_by(rank: _Rank, deadline: float) -> bool:
-    """Wait for a rank until a time of the monotonic clock."""
+    """Wait for a rank until a time of the monotonic clock; return whether it has ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         rank.process.wait(max(0.0, deadline - time.monotonic()))
     return rank.process.returncode is not None
 
 
 class _Interrupts:
-    """While entered, what Ctrl-C and SIGTERM (timeout, Slurm, a service manager) to the launcher do to its ranks.
+    """While entered, passes Ctrl-C and SIGTERM (timeout, Slurm, a service manager) from the launcher to its ranks.
 
     Attributes:
-        asked: Whether the ranks were asked to save and leave.
+        asked: Whether the ranks were asked to save and exit.
     """
 
     def __init__(self, ranks: Sequence[_Rank], *, saves: bool = True) -> None:
-        """Pass signals on to ``ranks``, which may still grow; ``saves``: they save before they leave."""
+        """Pass signals to ``ranks``, which may still grow; ``saves``: they save before they exit."""
         self.asked = False
         self._saves = saves
         self._ranks = ranks
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        """Take over the signals."""
+        """Install the handlers."""
         self._before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Give the signals back."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -246,26 +246,26 @@ class _Interrupts:
             rank.process.terminate()
         if not self._saves:
             return
-        text = "fullshard: stopping after this step, with a checkpoint; once more to end at once without one\n"
-        os.write(2, text.encode())  # print() may be what the signal interrupted
+        text = "fullshard: stopping after this step with a checkpoint; a second signal exits at once without one\n"
+        os.write(2, text.encode())  # print() is not safe here: the signal may have interrupted it
 
 
 def _free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """Return a TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def rank_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command that runs a module of this installation as a rank."""
+    """Return the command that runs a module of this installation as a rank."""
     return [sys.executable, "-m", module, *arguments]
 
 
 def end_with_launcher() -> None:
-    """Have Linux end this rank when the launcher dies, however it dies: nobody else would. Called by a rank, first."""
+    """Make Linux end this rank when the launcher dies, even by SIGKILL. A rank calls this first."""
     if sys.platform == "linux" and _LAUNCHER_VARIABLE in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        # It may have died while this rank was importing, which takes seconds; then no signal comes any more.
+        # The launcher may have died while this rank was importing, which takes seconds; then no signal comes.
         if os.getppid() != int(os.environ[_LAUNCHER_VARIABLE]):
             os._exit(INTERRUPTED_EXIT_CODE)

@@ -1,43 +1,50 @@
-"""A bar on standard error for work that takes more than two seconds."""
+"""A progress bar on standard error for work that takes more than two seconds."""
 
 from __future__ import annotations
 
 import sys
 import time
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 LONG_SECONDS = 2.0
 
 
 class WorkProgress:
-    """Shows how far work is, called with how much is done and in all; a context manager.
+    """A progress bar, called with the work done and the total; a context manager.
 
-    Nothing is shown where standard error is no terminal, nor before two seconds. At the end the bar is taken away.
+    Nothing is shown where standard error is not a terminal, nor in the first two seconds.
+    The bar is removed at the end.
     """
 
     def __init__(self, what: str, *, shown: bool = True) -> None:
-        """``what`` is being done, such as ``evaluating``; ``shown``: on one rank only."""
+        """Start without a bar.
+
+        Args:
+            what: The work, such as ``evaluating``.
+            shown: Whether this process may show a bar; of several ranks only one does.
+        """
         self._what = what
         self._shown = shown and sys.stderr.isatty()
         self._started = time.monotonic()
         self._bar: Progress | None = None
 
-    def __enter__(self) -> WorkProgress:
-        """Nothing to show yet."""
+    def __enter__(self) -> Self:
+        """Show nothing yet."""
         return self
 
     def __call__(self, done: int, total: int) -> None:
-        """Tell how far it is."""
+        """Update the bar."""
         if not self._shown:
             return
         if self._bar is None:
-            if time.monotonic() - self._started < LONG_SECONDS:
+            if not self.is_long(total):
                 return
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            bar = (TextColumn("{task.description}"), BarColumn(), *self.columns(), TimeRemainingColumn())
+            self._bar = Progress(*bar, console=Console(stderr=True), transient=True)
             self._bar.add_task(self._what, total=total)
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=done, total=total)
@@ -45,6 +52,14 @@ class WorkProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
+
+    def is_long(self, total: int) -> bool:
+        """Return whether the work takes long enough for a bar."""
+        return time.monotonic() - self._started >= LONG_SECONDS
+
+    def columns(self) -> tuple[ProgressColumn, ...]:
+        """Return the columns between the bar and the remaining time."""
+        return (MofNCompleteColumn(),)

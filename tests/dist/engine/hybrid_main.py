@@ -7,7 +7,7 @@ import sys
 import torch.distributed as dist
 
 from fullshard.comm import GlooComm, SoloComm, machine_axes
-from fullshard.launch import rank
+from fullshard.launch.programs import train as rank
 from fullshard.train.setup import model as modelling
 
 found = []

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli.main import main
-from fullshard.launch import workers
+from fullshard.launch.script import workers
 
 SOURCE = Path(__file__).parents[3] / "src"
 
@@ -323,14 +323,14 @@ def test_machines_that_do_not_come_are_an_error_with_place_and_count(launch):
         assert len(err) == 1
     code, _, err = launch("", options=two_machines(0, port))
     assert (code, len(err)) == (7, 1)
-    assert f"1 of 2 machines came to 127.0.0.1:{port} within 1 s; missing: --node_rank 1." in err[0]
+    assert f"1 of 2 machines arrived at 127.0.0.1:{port} within 1 s; missing: --node_rank 1." in err[0]
     code, _, err = launch("", options=two_machines(1, port))
     assert (code, len(err)) == (7, 1)
-    assert f"Nobody answered at 127.0.0.1:{port} within 1 s" in err[0]
+    assert f"No answer from 127.0.0.1:{port} within 1 s" in err[0]
     code, _, err = launch("", options=[*two_machines(0, port), "--rdzv_backend", "c10d"])
     assert (code, len(err)) == (7, 2)
     assert err[0] == "fullshard: --node_rank has no effect with rdzv_backend c10d"
-    assert f"1 of 2 machines came to 127.0.0.1:{port} within 1 s." in err[1]
+    assert f"1 of 2 machines arrived at 127.0.0.1:{port} within 1 s." in err[1]
 
 
 def two_machines(number, port):

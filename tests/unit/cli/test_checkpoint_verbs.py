@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from fullshard import Checkpoints, fully_shard
 from fullshard.cli import main as cli
 from fullshard.cli import progress
+from fullshard.launch import progress as launch_progress
 from fullshard.saving.full import write_assets
 from fullshard.sizes import format_bytes
 from fullshard.testing import run_ranks
@@ -88,7 +89,7 @@ def test_export_says_which_torn_checkpoint_it_passed_over(run, tmp_path, capsys)
     (run / "checkpoints" / "step-00000020" / "index.json").unlink()
     code, out, err = call(capsys, "export", run, "-o", tmp_path / "exported")
     assert (code, "of step 10 " in out) == (0, True)
-    assert "step-00000020 is not whole and was passed over" in err
+    assert "step-00000020 is incomplete and was skipped" in err
 
 
 def test_export_as_json(run, tmp_path, capsys):
@@ -125,9 +126,9 @@ def test_verify_of_what_is_whole(run, capsys):
     code, out, err = call(capsys, "verify", run)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert [line.split(": ")[1].split(";")[0] for line in lines[:2]] == ["whole", "whole"]
-    assert "checksums agree" in lines[0]
-    assert lines[2].startswith(f"{run / 'best'}: whole as far as its structure tells, it has no checksums; ")
+    assert [line.split(": ")[1].split(";")[0] for line in lines[:2]] == ["complete", "complete"]
+    assert "checksums match" in lines[0]
+    assert lines[2].startswith(f"{run / 'best'}: its structure is complete, it has no checksums; ")
     assert lines[3].startswith(f"note: {run / 'checkpoints' / 'step-00000030.tmp'} is being written")
 
 
@@ -136,8 +137,8 @@ def test_verify_of_what_is_not(run, capsys):
     (run / "checkpoints" / "step-00000020" / "complete.json").unlink()
     code, out, err = call(capsys, "verify", run)
     assert code == 9
-    assert err == f"CheckpointError: 2 of 3 in {run} are not whole: 2 problems.\n"
-    assert out.count(": NOT WHOLE\n") == 2
+    assert err == f"CheckpointError: 2 of 3 in {run} are damaged or incomplete: 2 problems.\n"
+    assert out.count(": DAMAGED\n") == 2
     assert "  shard-00000-of-00002.safetensors: bytes " in out
     assert "  complete.json: is missing" in out
     code, out, _ = call(capsys, "verify", run, "--json")
@@ -208,10 +209,10 @@ def test_inspect_of_a_run_lists_what_is_whole_and_what_is_torn(run, capsys, monk
     assert (code, err) == (0, "")
     rows = {words[0]: words[1:] for line in out.splitlines() if (words := line.split())}
     assert rows["checkpoints/step-00000010"][:2] == ["10", "0.1"]
-    assert rows["checkpoints/step-00000010"][-3:] == ["whole,", "the", "best"]
-    assert "best: by the metric, the greater the better\n" in out
-    assert rows["checkpoints/step-00000020"][-1] == "TORN"
-    assert rows["best"][-1] == "whole"
+    assert rows["checkpoints/step-00000010"][-2:] == ["complete,", "best"]
+    assert "best: by the metric, higher is better\n" in out
+    assert rows["checkpoints/step-00000020"][-1] == "INCOMPLETE"
+    assert rows["best"][-1] == "complete"
     assert "complete.json is missing" in out
     assert "step-00000030.tmp is being written" in out
     code, out, _ = call(capsys, "inspect", run, "--json")
@@ -245,7 +246,7 @@ def test_a_direction_that_was_not_recorded_is_assumed_and_said(run, tmp_path, ca
         rewrite_marker(path, greater_is_better=None)
     code, out, _ = call(capsys, "inspect", run)
     assert code == 0
-    assert "best: by the metric, the greater the better: assumed, " in out
+    assert "best: by the metric, higher is better (assumed: " in out
     code, out, err = call(capsys, "export", run, "-o", tmp_path / "exported", "--checkpoint", "best")
     assert (code, "of step 10 " in out) == (0, True)
     assert err.startswith("fullshard: step-00000010 has the greatest metric; whether that is the best")
@@ -268,7 +269,7 @@ def test_small_files_without_checksums_are_counted(run, capsys):
     rewrite_marker(run / "checkpoints" / "step-00000020", sha256=None)
     code, out, _ = call(capsys, "verify", run / "checkpoints" / "step-00000020")
     assert code == 0
-    assert "checksums agree; its 2 small files have none, saved by an earlier version" in out
+    assert "checksums match; its 2 small files have none, saved by an earlier version" in out
 
 
 def test_a_file_in_a_directorys_place_and_a_directory_in_a_files(run, tmp_path, capsys):
@@ -299,7 +300,7 @@ def test_a_file_in_a_directorys_place_and_a_directory_in_a_files(run, tmp_path, 
     assert "is a directory; name a file of rows" in err
     code, _, err = call(capsys, "report", tmp_path / "rows" / "mine.yaml")
     assert code == 9
-    assert "is a file where the output_dir of a run is expected" in err
+    assert "is a file; the output_dir of a run is expected" in err
 
 
 def test_inspect_of_weights(run, capsys):
@@ -325,7 +326,7 @@ def test_inspect_of_a_torn_checkpoint_ends_with_9(run, capsys):
 def test_what_is_for_run_files_is_refused_elsewhere(extra, run, capsys):
     code, _, err = call(capsys, "inspect", run, *extra)
     assert code == 2
-    assert err.startswith(f"ConfigError: {run} is no run file; {extra[0]} is for")
+    assert err.startswith(f"ConfigError: {run} is not a run file; {extra[0]} applies to")
 
 
 def test_inspect_of_a_run_file_is_as_before(tmp_path, capsys):
@@ -367,7 +368,7 @@ def test_a_bar_is_shown_on_a_terminal_for_what_takes_a_while(total, seconds, ter
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as many a build service does, whose logs are no terminals
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(launch_progress.time, "monotonic", lambda: now[0])
     with progress.ByteProgress("exporting") as tell:
         now[0] += seconds
         for done in (0, total // 8, total // 4):

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from fullshard.cli import accelerate as config_file
+from fullshard.cli import common
 from fullshard.cli import main as cli
-from fullshard.cli import train as train_verb
 from fullshard.config import load_run
 from support.tiny_run import write_run_file
 
@@ -88,7 +88,7 @@ def test_what_has_no_effect_is_a_warning_on_standard_error(tmp_path, capsys):
 
 def test_train_starts_ranks_with_the_files_settings(tmp_path, monkeypatch):
     run, file, started = write_run_file(tmp_path, nproc=3), write_file(tmp_path, num_processes=3), []
-    monkeypatch.setattr(train_verb, "launch", lambda command, nproc: started.append((command, nproc)))
+    monkeypatch.setattr(common, "launch", lambda command, nproc, saves: started.append((command, nproc)))
     assert cli.main(["train", str(run), "seed=4", "--config_file", str(file)]) == 0
     ((command, nproc),) = started
     assert nproc == 3

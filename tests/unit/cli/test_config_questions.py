@@ -212,7 +212,7 @@ def test_a_file_that_exists_is_overwritten_after_a_yes_only(tmp_path, capsys, an
         assert cli.main(["config", "--config_file", str(path)]) == 2
         assert "stays as it is" in capsys.readouterr().err
     assert cli.main(["config", "--default", "--config_file", str(path)]) == 2
-    assert "does not ask" in capsys.readouterr().err
+    assert "does not overwrite" in capsys.readouterr().err
     assert path.read_text() == "mine\n"
     answers("yes")
     assert cli.main(["config", "--config_file", str(path)]) == 0
@@ -235,4 +235,4 @@ def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path, capsys):
 @pytest.mark.parametrize("option", [["--default"], ["--json"], ["--config_file", "f.yaml"]])
 def test_options_of_the_questions_do_not_stand_before_an_action(option, capsys):
     assert cli.main(["config", *option, "convert", "f.yaml"]) == 2
-    assert f"{option[0]} stands before the action" in capsys.readouterr().err
+    assert f"Put {option[0]} after the action" in capsys.readouterr().err

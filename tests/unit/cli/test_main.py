@@ -5,6 +5,7 @@ import json
 import pytest
 
 from fullshard import __version__
+from fullshard.cli import common
 from fullshard.cli import main as cli
 from fullshard.cli import train as train_verb
 from fullshard.errors import InvariantError
@@ -107,10 +108,10 @@ def test_train_starts_the_rank_program_and_passes_on_its_failure(tmp_path, capsy
     path = write_run_file(tmp_path)
     started = []
     failure = Failure(1, "ValueError", "broken", "Traceback: broken", 1, 0.0)
-    monkeypatch.setattr(train_verb, "launch", lambda command, nproc: started.append((command, nproc)) or failure)
+    monkeypatch.setattr(common, "launch", lambda command, nproc, saves: started.append((command, nproc)) or failure)
     assert cli.main(["train", str(path), "seed=4", "--json"]) == 1
     ((command, nproc),) = started
-    assert command[1:] == ["-m", "fullshard.launch.rank", str(path), "seed=4", "--json"]
+    assert command[1:] == ["-m", "fullshard.launch.programs.train", str(path), "seed=4", "--json"]
     assert nproc == 2
     captured = capsys.readouterr()
     assert captured.err == "fullshard: starting 2 ranks\nRank 1 failed first:\nTraceback: broken\n"
@@ -120,7 +121,7 @@ def test_train_starts_the_rank_program_and_passes_on_its_failure(tmp_path, capsy
 def test_a_place_where_nothing_can_be_written_is_said_before_ranks_are_started(tmp_path, capsys, monkeypatch):
     path = write_run_file(tmp_path)
     (tmp_path / "out").write_text("a file")
-    monkeypatch.setattr(train_verb, "launch", None)
+    monkeypatch.setattr(common, "launch", None)
     assert cli.main(["train", str(path)]) == 2
     assert capsys.readouterr().err.startswith("ConfigError: output_dir: ")
 
@@ -129,6 +130,6 @@ def test_ctrl_c_ends_with_130(tmp_path, capsys, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_verb, "launch", interrupt)
+    monkeypatch.setattr(common, "launch", interrupt)
     assert cli.main(["train", str(write_run_file(tmp_path))]) == 130
     assert "interrupted" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.cli import evaluate, predict
+from fullshard.cli import common, predict
 from fullshard.cli import main as cli
 from support.tiny_run import write_run_file
 
@@ -26,8 +26,8 @@ def started(monkeypatch):
         held = Path(command[4]).read_text() if command[2].endswith("predict") else None
         calls.append((command[2:], nproc, held))
 
-    for verb in (evaluate, predict):
-        monkeypatch.setattr(verb, "launch", launch)
+    for module in (common, predict):
+        monkeypatch.setattr(module, "launch", launch)
     return calls
 
 
@@ -36,7 +36,7 @@ def test_evaluate_starts_as_many_ranks_as_the_run(started, tmp_path, capsys):
     data = tmp_path / "held_out.csv"
     arguments = [run_file, "nproc=3", "--model", "m", "--data", str(data), "--output", "o", "--json"]
     assert cli.main(["evaluate", *arguments]) == 0
-    assert started == [(["fullshard.launch.evaluate", *arguments], 3, None)]
+    assert started == [(["fullshard.launch.programs.evaluate", *arguments], 3, None)]
     assert capsys.readouterr().err == "fullshard: starting 3 ranks\n"
 
 
@@ -58,7 +58,7 @@ def test_predict_hands_over_what_was_given(started, tmp_path):
     options[options.index("--prefix") : options.index("--nproc")] = ["--prefix=-a: "]
     assert cli.main(["predict", "m", str(file), *options]) == 0
     ((arguments, nproc, held),) = started
-    assert arguments[:3] == ["fullshard.launch.predict", "m", str(file)]
+    assert arguments[:3] == ["fullshard.launch.programs.predict", "m", str(file)]
     assert sorted(arguments[3:]) == ["--batch-size=2", "--num-beams=4", f"--output={tmp_path / 'o'}", "--prefix=-a: "]
     assert (nproc, held) == (2, "text\none\n")
 

@@ -302,7 +302,7 @@ def test_number_of_ranks(monkeypatch):
     monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 4)
     assert choose_nproc(None) == 4
     assert choose_nproc(3) == 3
-    with pytest.raises(ConfigError, match="nproc is 5 and this machine shows 4 GPUs"):
+    with pytest.raises(ConfigError, match="nproc is 5 and this machine has 4 GPUs"):
         choose_nproc(5)
 
 

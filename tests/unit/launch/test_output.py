@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from fullshard.launch.output import BAR_SECONDS, Output
+from fullshard.launch.script.output import BAR_SECONDS, Output
 
 
 class Clock:

@@ -7,19 +7,19 @@ import sys
 
 import pytest
 
-from fullshard.launch import signals
-from fullshard.launch.signals import StopSignals
+from fullshard.launch.programs import signals
+from fullshard.launch.programs.signals import StopSignals
 
 AGAIN = """
 import ctypes, os, signal, threading
-from fullshard.launch import signals
+from fullshard.launch.programs import signals
 
 def again():
     while not stop.requested:
         pass
     os.kill(os.getpid(), signal.SIGINT)
 
-signals.SAME_WISH_SECONDS = 0.0
+signals.SAME_REQUEST_SECONDS = 0.0
 with signals.StopSignals() as stop:
     threading.Thread(target=again, daemon=True).start()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -36,7 +36,7 @@ def until_requested(stop):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_is_a_wish_and_its_echo_changes_nothing(number, monkeypatch):
-    monkeypatch.setattr(signals, "SAME_WISH_SECONDS", 1e9)
+    monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", 1e9)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with StopSignals() as stop:
         assert not stop.requested

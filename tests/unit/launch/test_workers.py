@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from fullshard.launch import workers
-from fullshard.launch.output import Output
-from fullshard.launch.workers import Workers
+from fullshard.launch.script import workers
+from fullshard.launch.script.output import Output
+from fullshard.launch.script.workers import Workers
 
 
 class SlowReader(io.BytesIO):

@@ -211,7 +211,7 @@ def test_columns_that_training_joins_are_joined(text, options, tmp_path):
     learned = read_split(SourceSpec(train_file=path, **options), "train").examples
     table = read_inputs(path, SourceSpec(**options))
     assert [row.source for row in table.examples] == [row.source for row in learned]
-    assert "recognised by name" in table.notes[0]
+    assert "chosen by name" in table.notes[0]
     without = path.read_text()
     for target in ("answer", "output"):  # rows to predict for need have none
         without = without.replace(f', "{target}": "{target[0]}"', "")

@@ -12,8 +12,8 @@ import yaml
 from fullshard.config import RunConfig
 from fullshard.data import Example
 from fullshard.errors import DataError, ModelError
-from fullshard.launch import evaluate as evaluate_program
-from fullshard.launch.evaluate import with_rows
+from fullshard.launch.programs import evaluate as evaluate_program
+from fullshard.launch.programs.evaluate import with_rows
 from fullshard.models import kind
 from fullshard.testing import run_ranks
 from fullshard.train.setup import prepare as module

@@ -1,4 +1,4 @@
-"""What ranks print, on the launcher's own standard output and error: whole lines, each with its rank in front."""
+"""The output of ranks on the launcher's standard output and error, line by line, prefixed with the rank."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import BinaryIO, Literal
 Stream = Literal["stdout", "stderr"]
 
 BAR_SECONDS = 10.0
-"""How often the state of a progress bar is written where nobody watches a terminal."""
+"""Interval at which a progress bar is written where the output is not a terminal."""
 
 _LONGEST_LINE = 1 << 20
-"""Bytes after which a line that does not end is written in parts."""
+"""Bytes after which a line without an end is written in pieces."""
 
 _CURSOR = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhl]")
-"""What moves the cursor: it would be about a screen that a rank has to itself."""
+"""Escape sequences that move the cursor, which make no sense once several ranks share a screen."""
 
 _ERASE = b"\r\x1b[K"
 
 
 @dataclass
 class _Pending:
-    """What a rank has written on a stream since its last whole line."""
+    """Output of a rank on a stream since its last complete line."""
 
     text: bytes = b""
     shown_s: float = 0.0
@@ -35,12 +35,11 @@ class _Pending:
 class Output:
     """Joins the output of ranks, line by line. Safe to use from several threads.
 
-    A progress bar is a line that is written over and over (a carriage return). On a terminal the bar of the lowest
-    rank that shows one stays at the bottom, below the lines of all; elsewhere its last state is a line, and one every
-    ten seconds until then.
+    A progress bar is a line that is rewritten with carriage returns. On a terminal the bar of the lowest rank that has
+    one stays at the bottom, below all lines. Elsewhere it is written as a line every ten seconds, and once at the end.
 
     Attributes:
-        closed: Whether nobody reads any more, as after ``| head``.
+        closed: Whether the output can no longer be written, as after ``| head``.
     """
 
     def __init__(
@@ -49,9 +48,9 @@ class Output:
         """Write to ``targets``.
 
         Args:
-            targets: Where each stream goes; may be one file.
-            columns: Width of the terminal that standard error is; None: it is none.
-            clock: Tells seconds.
+            targets: The file of each stream; may be the same.
+            columns: Width of the terminal on standard error; None if it is not a terminal.
+            clock: Returns seconds.
         """
         self.closed = False
         self._targets = targets
@@ -63,7 +62,7 @@ class Output:
         self._drawn = False
 
     def feed(self, rank: int, stream: Stream, data: bytes) -> None:
-        """Take what ``rank`` has written."""
+        """Process output of ``rank``."""
         with self._lock:
             pending = self._pending.setdefault((rank, stream), _Pending(shown_s=self._clock()))
             *lines, pending.text = (pending.text + data).split(b"\n")
@@ -78,7 +77,7 @@ class Output:
             self._draw()
 
     def end(self, rank: int, stream: Stream) -> None:
-        """A rank will write no more: a line that it has not ended ends here."""
+        """Finish a rank's stream; an unfinished line ends here."""
         with self._lock:
             pending = self._pending.pop((rank, stream), _Pending())
             self._bars.pop((rank, stream), None)
@@ -87,18 +86,18 @@ class Output:
             self._draw()
 
     def say(self, text: str) -> None:
-        """Write the launcher's own words to standard error."""
+        """Write a message of the launcher to standard error."""
         with self._lock:
             self._write("stderr", text.encode(errors="replace") + b"\n")
             self._draw()
 
     def _line(self, rank: int, stream: Stream, line: bytes) -> None:
         shown = _visible(line)
-        if shown or not line:  # not what only moved the cursor
+        if shown or not line:  # not for escape sequences alone
             self._write(stream, _prefix(rank) + shown + b"\n")
 
     def _bar(self, rank: int, stream: Stream, pending: _Pending) -> None:
-        """The line that is written over and over: remember its last state only."""
+        """Keep only the last state of a line that is rewritten."""
         shown = _visible(pending.text)
         pending.text = b"\r" + shown + (b"\r" if pending.text.endswith(b"\r") else b"")
         if self._columns is not None:
@@ -108,7 +107,7 @@ class Output:
             self._write(stream, _prefix(rank) + shown + b"\n")
 
     def _draw(self) -> None:
-        """Show the lowest rank's bar at the bottom of the terminal, and no other."""
+        """Draw the lowest rank's bar at the bottom of the terminal."""
         if self._bars:
             rank, stream = min(self._bars)
             text = (_prefix(rank) + self._bars[rank, stream]).decode(errors="replace")
@@ -135,7 +134,7 @@ class Output:
 
 
 def terminal_columns(standard_error: BinaryIO) -> int | None:
-    """The width of the terminal that standard error is; None where it is none."""
+    """Return the width of the terminal on standard error; None if it is not a terminal."""
     return shutil.get_terminal_size().columns if standard_error.isatty() else None
 
 
@@ -144,6 +143,6 @@ def _prefix(rank: int) -> bytes:
 
 
 def _visible(line: bytes) -> bytes:
-    """What a terminal would show of a line: what was written last."""
+    """Return the text of a line that a terminal would show: the last part written."""
     parts = [part for part in _CURSOR.sub(b"", line).split(b"\r") if part]
     return parts[-1] if parts else b""

@@ -1,6 +1,6 @@
-"""The program that every rank runs: ``python -m fullshard.launch.rank CONFIG [key=value ...]``.
+"""The program that every rank of ``fullshard train`` runs: ``python -m fullshard.launch.programs.train CONFIG``.
 
-Our launcher starts it (:mod:`fullshard.launch.local`), and under torchrun ``fullshard train`` runs it.
+Our launcher starts it (:mod:`fullshard.launch.local`); under torchrun, ``fullshard train`` calls it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from rich.console import Console
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import load_run, require_output_dir
 from fullshard.errors import RunStopped
-from fullshard.launch.program import run_as_rank
+from fullshard.launch.messages import say
+from fullshard.launch.programs.rank import run_as_rank
+from fullshard.launch.programs.signals import StopSignals
 from fullshard.launch.progress import WorkProgress
-from fullshard.launch.signals import StopSignals
 from fullshard.train import ConsoleSink, FileSink, Sink, train
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.setup.prepare import prepare
@@ -31,29 +32,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line; None: this process's.
 
     Returns:
-        The exit code; see :func:`~fullshard.launch.program.run_as_rank`.
+        The exit code; see :func:`~fullshard.launch.programs.rank.run_as_rank`.
     """
-    options = _parse(arguments)
-    return run_as_rank(lambda is_first: _train(options, is_first=is_first), as_json=options.json)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.rank")
+    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.train")
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args(arguments)
+    return run_as_rank(parser, arguments, _train)
 
 
 def _train(options: argparse.Namespace, *, is_first: bool) -> None:
-    """Join the other ranks, train, leave. Rank 0 speaks to the user; with ``--json`` stdout is the summary's."""
+    """Join the other ranks and train. Rank 0 reports to the user; with ``--json`` only the summary goes to stdout."""
     config = load_run(options.config, options.overrides)
     require_output_dir(config.output_dir)
-    # Tokenizing may take long, so it comes before the ranks know each other: nobody waits in a collective.
+    # Tokenizing may take long. It comes before there is a process group, so that no rank waits in a collective.
     with WorkProgress("tokenizing", shown=is_first) as progress:
         prepared = prepare(
             config,
-            say=_say if is_first else lambda line: None,
+            say=say if is_first else lambda line: None,
             progress=lambda what, done, total: progress(done, total),
         )
     comm = init_from_env()
@@ -62,7 +57,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         sinks = [
             FileSink(config.output_dir, logging_steps=config.training.logging_steps),
             ConsoleSink(Console(stderr=options.json), samples=config.evaluation.num_samples_shown),
-            *tracker_sinks(config, _say),
+            *tracker_sinks(config, say),
         ]
     try:
         summary = train(config, comm, sinks, StopSignals(), prepared)
@@ -72,10 +67,6 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     if is_first and options.json:
         print(json.dumps(summary.as_dict()), flush=True)
     shutdown()
-
-
-def _say(line: str) -> None:
-    print(f"fullshard: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

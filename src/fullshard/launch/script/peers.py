@@ -1,4 +1,4 @@
-"""Several machines that run one script tell each other that they are there, that they are done, and why they fail."""
+"""Heartbeats, completion and failures that the machines of a run exchange through a shared store."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fullshard.errors import ProcessGroupError
 from fullshard.launch.failure import Failure
 
 BEAT_SECONDS = 0.5
-"""How often a machine shows that it is there."""
+"""Interval of a machine's heartbeat."""
 
 LOST_SECONDS = 20.0
-"""After how long without a sign a machine is taken to be gone."""
+"""Seconds without a heartbeat after which a machine counts as lost."""
 
 DOUBT_SECONDS = 4.0
-"""The same once a rank has lost a connection; and how long a machine that has only lost one waits for the reason."""
+"""The same after a rank has lost a connection; also how long its machine waits for another one's failure."""
 
 LEAVE_SECONDS = 5.0
-"""How long the last words of a run stay there to be read."""
+"""Time that the machine with the store waits for the others to read how the run ended."""
 
 _LOST_CONNECTION = (
     "connection closed by peer",
@@ -39,37 +39,37 @@ _LOST_CONNECTION = (
 _LOST_CONNECTION_KINDS = ("DistBackendError", "DistNetworkError", "DistStoreError", "ProcessGroupError")
 
 
-class MeetingPlace(Protocol):
-    """What is used of a ``torch.distributed`` store."""
+class KeyValueStore(Protocol):
+    """Methods used of a ``torch.distributed`` store."""
 
     def set(self, key: str, value: str, /) -> Any:
         """Write a value."""
         ...
 
     def get(self, key: str, /) -> bytes:
-        """Read a value; waits for it."""
+        """Wait for a value and read it."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all these values are there."""
+        """Return whether all these keys have values."""
         ...
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter; its new value."""
+        """Add to a counter and return its new value."""
         ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write a value if the present one is as expected; the value then there."""
+        """Write a value if the current one is ``expected``; return the value stored afterwards."""
         ...
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why a run on several machines ends.
+class RunFailure:
+    """The failure that ends a run on several machines.
 
     Attributes:
-        failure: What happened.
-        machine: Where, for messages.
+        failure: The failure.
+        machine: Name of the machine where it happened.
     """
 
     failure: Failure
@@ -77,72 +77,72 @@ class Verdict:
 
 
 class MachineEnded(Exception):
-    """Another machine has ended the run, or is gone."""
+    """Another machine has ended the run, or was lost."""
 
-    def __init__(self, verdict: Verdict) -> None:
-        """``verdict`` says why."""
-        super().__init__(verdict.failure.message)
-        self.verdict = verdict
+    def __init__(self, failed: RunFailure) -> None:
+        """Raise for the failure ``failed`` of the run."""
+        super().__init__(failed.failure.message)
+        self.failed = failed
 
 
 def lost_connection(failure: Failure) -> bool:
-    """Whether a failure may be no more than that another rank is gone."""
+    """Return whether a failure may only mean that another rank is gone."""
     text = f"{failure.kind}: {failure.message}".lower()
     return failure.kind in _LOST_CONNECTION_KINDS or any(mark in text for mark in _LOST_CONNECTION)
 
 
 def in_words(failure: Failure) -> str:
-    """A failure without its traceback: which rank, and what."""
+    """Return a failure's rank and message, without its traceback."""
     if failure.rank is None or failure.stopped is not None or failure.message.startswith(f"rank {failure.rank} "):
         return failure.message or failure.kind
     return f"rank {failure.rank}: {failure.kind}" + (f": {failure.message}" if failure.message else "")
 
 
 def brief(failure: Failure) -> str:
-    """A failure on one line."""
+    """Return a failure on one line."""
     line = in_words(failure).splitlines()[0]
     return line if len(line) <= 200 else f"{line[:200]}…"
 
 
-def read_verdict(store: MeetingPlace) -> Verdict | None:
-    """Why the run has ended, if somebody has said so."""
+def read_failure(store: KeyValueStore) -> RunFailure | None:
+    """Return the failure that has ended the run, if a machine has reported one."""
     if not store.check(["failed"]):
         return None
-    said = json.loads(store.get("failed"))
-    return Verdict(Failure(**said["failure"]), said["machine"])
+    stored = json.loads(store.get("failed"))
+    return RunFailure(Failure(**stored["failure"]), stored["machine"])
 
 
-def post_verdict(store: MeetingPlace, verdict: Verdict) -> Verdict:
-    """Say why the run ends; who says it first is right, and that is what is returned."""
-    text = json.dumps({"failure": asdict(verdict.failure), "machine": verdict.machine})
-    said = json.loads(store.compare_set("failed", "", text))
-    return Verdict(Failure(**said["failure"]), said["machine"])
+def post_failure(store: KeyValueStore, failed: RunFailure) -> RunFailure:
+    """Report a failure that ends the run; return the failure that was reported first."""
+    text = json.dumps({"failure": asdict(failed.failure), "machine": failed.machine})
+    stored = json.loads(store.compare_set("failed", "", text))
+    return RunFailure(Failure(**stored["failure"]), stored["machine"])
 
 
-class Watch:
-    """One machine's eye on the others, for as long as one set of ranks runs: a thread of its own.
+class PeerMonitor:
+    """Thread that sends this machine's heartbeat and watches the others while one set of ranks runs.
 
-    Machine 0 looks at all, the others at what it says.
+    Machine 0 watches all machines; the others read its results.
 
     Attributes:
-        somebody_waits: Whether a machine wants to start all ranks anew.
+        restart_requested: Whether a machine waits to restart all ranks.
     """
 
-    def __init__(self, store: MeetingPlace, number: int, machines: Sequence[str], *, hosts: bool) -> None:
+    def __init__(self, store: KeyValueStore, number: int, machines: Sequence[str], *, hosts: bool) -> None:
         """Start to watch.
 
         Args:
-            store: Where the machines of this round, and nobody else, write.
-            number: This machine.
-            machines: The names of all.
-            hosts: Whether the store lives in this process.
+            store: The store of this rendezvous, written only by its machines.
+            number: Number of this machine.
+            machines: Names of all machines.
+            hosts: Whether the store runs in this process.
         """
         self._hosts = hosts
-        self.somebody_waits = False
+        self.restart_requested = False
         self._store = store
         self._number = number
         self._machines = machines
-        self._verdict: Verdict | None = None
+        self._failed: RunFailure | None = None
         self._over = False
         self._ended = threading.Event()
         now = time.monotonic()
@@ -154,49 +154,49 @@ class Watch:
 
     @property
     def here(self) -> str:
-        """This machine, for messages."""
+        """Name of this machine, for messages."""
         return self._name(self._number)
 
     @property
     def over(self) -> bool:
-        """Whether all machines are done."""
+        """Whether the ranks of all machines have succeeded."""
         return self._over
 
-    def verdict(self, silence: float = LOST_SECONDS) -> Verdict | None:
-        """Why the run is over, as far as the others know; None while all is well.
+    def failure(self, silence: float = LOST_SECONDS) -> RunFailure | None:
+        """Return the failure that has ended the run, or None.
 
         Args:
-            silence: Seconds after which a machine that shows nothing is gone.
+            silence: Seconds without a heartbeat after which a machine counts as lost.
         """
-        if self._verdict is not None:
-            return self._verdict
+        if self._failed is not None:
+            return self._failed
         now = time.monotonic()
         if now - self._store_seen > silence:
-            return self._gone(0, now - self._store_seen)
+            return self._lost(0, now - self._store_seen)
         if self._number == 0:
             for number in range(1, len(self._machines)):
                 seen = self._beats.get(number, (b"", self._started))[1]
                 if now - seen > silence:
-                    return self.post(self._gone(number, now - seen))
+                    return self.post(self._lost(number, now - seen))
         return None
 
-    def post(self, verdict: Verdict) -> Verdict:
-        """Say why the run ends; returns what was said first."""
+    def post(self, failed: RunFailure) -> RunFailure:
+        """Report a failure that ends the run; return the failure that was reported first."""
         with contextlib.suppress(RuntimeError, ValueError):
-            self._verdict = post_verdict(self._store, verdict)
-            return self._verdict
-        return verdict
+            self._failed = post_failure(self._store, failed)
+            return self._failed
+        return failed
 
     def done(self) -> None:
-        """Say that all ranks of this machine have ended well."""
+        """Report that all ranks of this machine have succeeded."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"done/{self._number}", "1")
 
     def leave(self) -> None:
-        """Stop watching. The machine with the store stays until the others have read what was said last."""
+        """Stop watching. The machine with the store waits until the others have read how the run ended."""
         self._ended.set()
         self._thread.join(LEAVE_SECONDS)
-        if not self._over and self._verdict is None:
+        if not self._over and self._failed is None:
             return
         with contextlib.suppress(RuntimeError):
             left = self._store.add("left", 1)
@@ -208,31 +208,32 @@ class Watch:
     def _name(self, number: int) -> str:
         return self._machines[number]
 
-    def _gone(self, number: int, seconds: float) -> Verdict:
+    def _lost(self, number: int, seconds: float) -> RunFailure:
         message = (
-            f"{self._name(number)} has shown nothing for {seconds:.0f} s: it is off, cut from the network, or its "
-            "`fullshard launch` was killed. Look at its output."
+            f"{self._name(number)} has sent no heartbeat for {seconds:.0f} s: it is off, cut off from the network, or "
+            "its `fullshard launch` was killed. Look at its output."
         )
         failure = Failure(None, ProcessGroupError.__name__, message, None, ProcessGroupError.exit_code, time.time())
-        return Verdict(failure, self.here)
+        return RunFailure(failure, self.here)
 
     def _run(self) -> None:
         beat = 0
-        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone: the time of the last answer tells
+        # An error means that the store is gone; failure() notices by the time of its last answer.
+        with contextlib.suppress(RuntimeError, ValueError):
             while not self._ended.wait(BEAT_SECONDS if beat else 0.0):
                 beat += 1
                 self._store.set(f"beat/{self._number}", str(beat))
                 if self._number == 0:
-                    self._look_at_all()
+                    self._check_all()
                 self._over = self._over or self._store.check(["over"])
-                self.somebody_waits = self._store.check(["next"])
-                said = read_verdict(self._store)
-                if said is not None:  # None may be older than what post() has written meanwhile
-                    self._verdict = said
+                self.restart_requested = self._store.check(["next"])
+                stored = read_failure(self._store)
+                if stored is not None:  # None may be older than a failure that post() has written since
+                    self._failed = stored
                 self._store_seen = time.monotonic()
 
-    def _look_at_all(self) -> None:
-        """Machine 0: who is there, and whether all are done."""
+    def _check_all(self) -> None:
+        """Check heartbeats and completion of all machines; on machine 0."""
         others = range(1, len(self._machines))
         for number in others:
             key = f"beat/{number}"

@@ -1,4 +1,4 @@
-"""The ranks of a script on this machine, as processes: started, read, ended, and asked why they failed."""
+"""The processes of a script's ranks on this machine: start, output, end and failures."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from fullshard.launch.child import LAUNCHER_VARIABLE
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
-from fullshard.launch.output import Output, Stream
+from fullshard.launch.script.child import LAUNCHER_VARIABLE
+from fullshard.launch.script.output import Output, Stream
 
 CHILD = Path(__file__).with_name("child.py")
 
 STOP_SECONDS = 10.0
-"""How long ranks may take to end after a signal before they are killed."""
+"""Time that ranks have to exit after a signal, before they are killed."""
 
 _DRAIN_SECONDS = 2.0
-"""How long to wait for more from a rank that has ended: a process that it left behind may hold its output open."""
+"""Time to wait for more output of a rank that has ended: a process that it left may keep the pipe open."""
 
 _LOOK_SECONDS = 0.02
 
 _SILENT_DEATH_SECONDS = 0.1
-"""A rank that dies without a word dies before the others notice, and is seen dead a little after."""
+"""A rank that dies without a report is noticed this much later than the others' failures that it caused."""
 
 _HINTS = {
     signal.SIGKILL: (
-        "The kernel does that when memory runs out (see dmesg): use more ranks, a smaller batch or a smaller model."
+        "The kernel does this when memory runs out (see dmesg): use more ranks, a smaller batch or a smaller model."
     ),
     signal.SIGSEGV: "Native code crashed: an extension in C++ or CUDA. Its Python stack is in the output above.",
     signal.SIGBUS: "Often a full /dev/shm: use fewer DataLoader workers, or give the container more shared memory.",
-    signal.SIGABRT: "Native code gave up (abort); what it said is in the output above.",
-    signal.SIGTERM: "Something outside of this run ended it.",
+    signal.SIGABRT: "Native code called abort(); its message is in the output above.",
+    signal.SIGTERM: "A process outside this run sent the signal.",
 }
 
 _CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""Ends that another rank's failure does not cause."""
+"""Signals that are not a consequence of another rank's failure."""
 
 
 @dataclass
@@ -54,36 +54,36 @@ class _Worker:
     failure_path: Path
     returncode: int | None = None
     ended_s: float = 0.0
-    told: bool = False
+    signalled: bool = False
     threads: list[threading.Thread] = field(default_factory=list)
-    handing_on: set[Stream] = field(default_factory=set)
+    forwarding: set[Stream] = field(default_factory=set)
 
     def drain(self) -> None:
-        """Wait until what the rank has written is handed on, however slowly somebody reads it (``| less``)."""
+        """Wait until the rank's output is forwarded, however slowly it is read (``| less``)."""
         silent_s = 0.0
         while any(thread.is_alive() for thread in self.threads) and silent_s < _DRAIN_SECONDS:
             time.sleep(_LOOK_SECONDS)
-            silent_s += 0.0 if self.handing_on else _LOOK_SECONDS
+            silent_s += 0.0 if self.forwarding else _LOOK_SECONDS
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank and what it started; it is not reaped yet, so its number is still its own."""
+        """Send a signal to the rank and its children. It is not reaped yet, so its process id is still valid."""
         if self.returncode is None:
-            self.told = True
+            self.signalled = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
 
 class Workers:
-    """The ranks of one machine. Used from the main thread: Linux ties their lives to the thread that starts them."""
+    """The ranks of one machine. Use it in the main thread: Linux ends the ranks with the thread that starts them."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], output: Output, scratch: Path) -> None:
-        """Nothing is started yet.
+        """Start nothing yet.
 
         Args:
-            arguments: ``script`` or ``module``, its path or name, and what the script is given.
-            environment: Variables of every rank, over this process's.
-            output: Where their output goes.
-            scratch: A directory for their failures.
+            arguments: ``script`` or ``module``, its path or name, and the script's arguments.
+            environment: Variables of every rank, overriding this process's.
+            output: Receives the ranks' output.
+            scratch: Directory for the ranks' failure files.
         """
         self._command = [sys.executable, str(CHILD), *arguments]
         self._environment = environment
@@ -95,11 +95,11 @@ class Workers:
 
     @property
     def ranks(self) -> list[int]:
-        """Numbers of the ranks that were started last."""
+        """Numbers of the ranks of the last start."""
         return [worker.rank for worker in self._workers]
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
-        """Start a rank for each local number, with its variables; returns process ids."""
+        """Start one rank per local rank with its variables; return the process ids."""
         self._starts += 1
         self._workers = []
         self._stopped = False
@@ -119,7 +119,7 @@ class Workers:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone
+            start_new_session=True,  # the terminal's Ctrl-C reaches only the launcher
         )
         worker = _Worker(rank, process, failure_path)
         assert process.stdout is not None
@@ -134,27 +134,27 @@ class Workers:
         return worker
 
     def _read(self, worker: _Worker, stream: Stream, pipe: BinaryIO) -> None:
-        """Hand on what a rank writes until nobody can write any more; a thread of its own for each stream."""
+        """Forward a rank's output until its pipe is closed; runs in one thread per stream."""
         with pipe:
             while data := os.read(pipe.fileno(), 1 << 16):
-                worker.handing_on.add(stream)
+                worker.forwarding.add(stream)
                 self._output.feed(worker.rank, stream, data)
-                worker.handing_on.discard(stream)
+                worker.forwarding.discard(stream)
         self._output.end(worker.rank, stream)
 
     def all_ended(self) -> bool:
-        """Whether no rank runs any more."""
+        """Return whether all ranks have ended."""
         return all(worker.returncode is not None for worker in self._workers)
 
     def any_failed(self) -> bool:
-        """Whether a rank has failed; it may still be on its way out."""
+        """Return whether a rank has failed; it may still be exiting."""
         return any(worker.returncode or worker.failure_path.exists() for worker in self._workers)
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = STOP_SECONDS) -> None:
-        """End every rank that runs: a signal, then SIGKILL for what is left of them; their output is read to its end.
+        """End every running rank with a signal, then SIGKILL; read their output to the end.
 
-        A rank that has said why it fails is on its way out: it is told nothing but to hurry up at the end. Where all
-        have ended well, what they left running in the background is left alone.
+        A rank that has reported its failure is exiting and gets only the SIGKILL. If all ranks have succeeded, their
+        background processes are left running.
         """
         if self._stopped:
             return
@@ -175,28 +175,28 @@ class Workers:
         self.kill()
 
     def kill(self) -> None:
-        """End every rank, and every process that it started and left in its group, at once."""
+        """Kill every rank, and every process in its process group."""
         for worker in self._workers:
             worker.signal(signal.SIGKILL)
 
     def failures(self) -> list[Failure]:
-        """Why ranks failed, the cause of the others first; without those that were only told to end."""
+        """Return the ranks' failures, the cause first; without ranks that were only signalled to end."""
         return [failure for _, failure in sorted(self._causes(), key=lambda pair: pair[0])]
 
     def _causes(self) -> Iterator[tuple[tuple[bool, float, int], Failure]]:
-        """Each failure with its place: crashes first, then by time."""
+        """Yield each failure with its sort key: crashes first, then by time."""
         for worker in self._workers:
             code = worker.returncode or 0
             written = Failure.read(worker.failure_path)
             if written is not None:
                 yield (True, written.time_s, worker.rank), written
-            elif code and not worker.told:
+            elif code and not worker.signalled:
                 failure = _silent_failure(worker.rank, code, worker.ended_s)
                 yield (-code not in _CRASHES, failure.time_s, worker.rank), failure
 
 
 def _wait(worker: _Worker) -> None:
-    """Note when a rank ends; a thread of its own for each."""
+    """Record when a rank ends; runs in one thread per rank."""
     end = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     worker.ended_s = time.time()
@@ -204,7 +204,7 @@ def _wait(worker: _Worker) -> None:
 
 
 def _silent_failure(rank: int, code: int, ended_s: float) -> Failure:
-    """The failure of a rank that did not write one: a signal, or an exit code of its own choice."""
+    """Return the failure of a rank that did not report one: a signal, or an exit code."""
     if code > 0:
         message = f"rank {rank} ended with exit code {code}."
         return Failure(rank, "SystemExit", message, None, code, ended_s - _SILENT_DEATH_SECONDS)
@@ -212,7 +212,7 @@ def _silent_failure(rank: int, code: int, ended_s: float) -> Failure:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = "real-time"
-    message = f"rank {rank} was ended by signal {-code} ({name})."
+    message = f"rank {rank} was killed by signal {-code} ({name})."
     hint = _HINTS.get(-code)  # type: ignore[call-overload]
     credit = 0.0 if -code == signal.SIGABRT else _SILENT_DEATH_SECONDS
     text = message if hint is None else f"{message} {hint}"

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C to a rank: the first asks it to save and leave, one more ends it at once."""
+"""SIGTERM and Ctrl-C in a rank: the first requests a checkpoint and a stop, a second one ends the process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Self
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE
 from fullshard.train import StopRequest
 
-SAME_WISH_SECONDS = 1.0
-"""Signals within this time are one wish: a terminal, torchrun and a batch system each pass the same Ctrl-C on."""
+SAME_REQUEST_SECONDS = 1.0
+"""Signals within this time are one request: a terminal, torchrun and a batch system each pass on the same Ctrl-C."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -20,12 +20,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignals(StopRequest):
     """While entered, in a process's main thread, the first signal sets ``requested`` and a later one ends the process.
 
-    A thread of its own reads the signals: Python's handlers have to wait until the main thread is back from C, which it
-    is not while it waits for ranks that will never come.
+    A separate thread reads the signals: Python's handlers run only when the main thread returns from C, which it does
+    not do while it waits in a collective for ranks that never arrive.
     """
 
     def __enter__(self) -> Self:
-        """Take over the signals."""
+        """Install the handlers and start the thread."""
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -35,7 +35,7 @@ class StopSignals(StopRequest):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Give the signals back."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -53,9 +53,9 @@ class StopSignals(StopRequest):
             if first is None:
                 first = now
                 self.requested = True
-            elif now - first >= SAME_WISH_SECONDS:
+            elif now - first >= SAME_REQUEST_SECONDS:
                 os._exit(INTERRUPTED_EXIT_CODE)
 
 
 def _nothing(_signal: int, _frame: object) -> None:
-    """Python tells the thread of signals only that have a handler."""
+    """Do nothing: Python wakes the thread only for signals that have a handler."""

@@ -1,8 +1,8 @@
-"""One rank of ``fullshard launch``: runs a script as ``python`` would, and says on a file why it fails.
+"""One rank of ``fullshard launch``: runs a script as ``python`` would, and writes a failure to a file.
 
-The launcher runs this file by its path, and it imports the standard library only: a script may set variables before it
-imports torch, and what it never imports costs it nothing. The script is the process's real ``__main__`` from its first
-line to the interpreter's end, so that pickles name its classes and spawned processes import it.
+The launcher runs this file by its path. It imports only the standard library, so that a script can set variables before
+it imports torch, and pays for no import that it does not use. The script is the process's real ``__main__`` from its
+first line until the interpreter exits, so that pickles name its classes and spawned processes import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import CodeType, ModuleType, TracebackType
 
 FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
 LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER_PID"
-"""Known to :mod:`fullshard.launch.failure` and :mod:`fullshard.launch.local` by the same names."""
+"""The same names as in :mod:`fullshard.launch.failure` and :mod:`fullshard.launch.local`."""
 
 INTERRUPTED = 130
 
@@ -37,7 +37,7 @@ def main(kind: str, target: str, arguments: list[str]) -> None:
     Args:
         kind: ``script`` or ``module``.
         target: Path of the script, or name of the module.
-        arguments: What it finds in ``sys.argv`` behind its own name.
+        arguments: Its ``sys.argv[1:]``.
 
     Raises:
         SystemExit: With 1 after an exception, 130 after Ctrl-C, or as the script itself raised it.
@@ -46,7 +46,7 @@ def main(kind: str, target: str, arguments: list[str]) -> None:
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # as in a terminal: a line is seen when it is written
+            stream.reconfigure(line_buffering=True)  # as in a terminal: a line appears when it is written
     try:
         module, code = (_of_script if kind == "script" else _of_module)(target)
         sys.argv = [module.__file__ or target, *arguments]
@@ -55,7 +55,7 @@ def main(kind: str, target: str, arguments: list[str]) -> None:
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             raise
-        _report(error)  # sys.exit("why"): the launcher says it once, at the end
+        _report(error)  # sys.exit("reason"): the launcher prints it once, at the end
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -65,24 +65,24 @@ def main(kind: str, target: str, arguments: list[str]) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Have Linux kill this rank when its launcher dies: a script may have its own ideas about SIGTERM."""
-    # Processes that the script starts have another parent: they must not take this to be about them.
+    """Make Linux kill this rank when its launcher dies; SIGKILL, since a script may handle SIGTERM itself."""
+    # Removed from the environment: processes that the script starts have another parent than the launcher.
     launcher = os.environ.pop(LAUNCHER_VARIABLE, None)
     if launcher is not None and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):  # it has died before
+        if os.getppid() != int(launcher):  # the launcher died before the call above
             os._exit(INTERRUPTED)
 
 
 def _of_script(path: str) -> tuple[ModuleType, CodeType]:
-    """The main module for a file, and its code."""
+    """Return the main module for a file, and its code."""
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(path).resolve().parent)
     return _main_module(__file__=path, __cached__=None), compile(Path(path).read_bytes(), path, "exec")
 
 
 def _of_module(name: str) -> tuple[ModuleType, CodeType]:
-    """The main module for ``-m name``, and its code."""
+    """Return the main module for ``-m name``, and its code."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     spec = importlib.util.find_spec(name)
@@ -99,7 +99,7 @@ def _of_module(name: str) -> tuple[ModuleType, CodeType]:
 
 
 def _main_module(**attributes: object) -> ModuleType:
-    sys.modules["fullshard_launch_child"] = sys.modules["__main__"]  # stays alive
+    sys.modules["fullshard_launch_child"] = sys.modules["__main__"]  # keeps this module alive
     module = ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __package__=None, __spec__=None, **{"__annotations__": {}})
     module.__dict__.update(attributes)
@@ -107,18 +107,18 @@ def _main_module(**attributes: object) -> ModuleType:
 
 
 def _report(error: BaseException) -> None:
-    """Say why this rank fails: on the launcher's file, which shows it, or on standard error."""
+    """Report why this rank fails: in the launcher's file if there is one, else on standard error."""
     own: TracebackType | None = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:
         own = own.tb_next
     while own is not None and own.tb_frame.f_code.co_filename.startswith("<frozen "):
-        own = own.tb_next  # a module that is not found: importlib's frames say nothing
+        own = own.tb_next  # a module that is not found: importlib's frames are of no use
     error.__traceback__ = own
     trace: str | None = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, SystemExit):
         trace = None
     elif _has_hook():
-        sys.excepthook(type(error), error, own)  # it shows the traceback its own way
+        sys.excepthook(type(error), error, own)  # the script's hook prints the traceback
         trace = None
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if path is None:
@@ -134,11 +134,11 @@ def _report(error: BaseException) -> None:
     }
     temporary = Path(f"{path}.tmp")
     temporary.write_text(json.dumps(failure), encoding="utf-8")
-    os.replace(temporary, path)  # whole: the launcher may read at any moment
+    os.replace(temporary, path)  # atomic: the launcher may read it at any moment
 
 
 def _has_hook() -> bool:
-    """Whether the script has set ``sys.excepthook``: torch's only puts the rank in front of each line."""
+    """Return whether the script has set ``sys.excepthook``. torch's hook, which only adds the rank, does not count."""
     hook = sys.excepthook
     return hook is not sys.__excepthook__ and not (getattr(hook, "__module__", "") or "").startswith("torch.")
 

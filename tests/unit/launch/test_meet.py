@@ -7,25 +7,25 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from fullshard.errors import ProcessGroupError
-from fullshard.launch import meeting, watch
 from fullshard.launch.failure import Failure
-from fullshard.launch.machines import Nodes, Plan
-from fullshard.launch.meeting import meet
-from fullshard.launch.watch import MachineEnded, Verdict, Watch, brief, lost_connection, post_verdict
+from fullshard.launch.script import peers
+from fullshard.launch.script.machines import MachinePlan, Nodes
+from fullshard.launch.script.meet import meet
+from fullshard.launch.script.peers import MachineEnded, PeerMonitor, RunFailure, brief, lost_connection, post_failure
 
 NAMES = ["machine 0 (a)", "machine 1 (b)"]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(watch, "LEAVE_SECONDS", 0.2)
-    monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(meeting, "_LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(peers, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr("fullshard.launch.script.meet._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("fullshard.launch.script.meet._LINGER_SECONDS", 0.0)
 
 
 def plan(number, nnodes=2, run_id="none"):
-    return Plan(Nodes(nnodes, nnodes), number, 1, "10.0.0.1", 29500, "static", run_id)
+    return MachinePlan(Nodes(nnodes, nnodes), number, 1, "10.0.0.1", 29500, "static", run_id)
 
 
 def meet_all(*plans):
@@ -56,7 +56,7 @@ def test_machines_learn_each_others_names():
 @pytest.mark.parametrize(
     ("plans", "text"),
     [
-        ((plan(1), plan(1, run_id="other")), "Each machine needs a number of its own, and two say --node_rank 1"),
+        ((plan(1), plan(1, run_id="other")), "Each machine needs a number of its own, and two have --node_rank 1"),
         ((plan(0), plan(1, run_id="other")), "All machines need the same --rdzv_id"),
         ((plan(0, nnodes=3), plan(1)), "All machines need the same --nnodes"),
     ],
@@ -69,18 +69,18 @@ def test_machines_that_do_not_fit_together_are_all_told(plans, text):
 
 def test_who_is_missing_is_named():
     with pytest.raises(
-        ProcessGroupError, match=r"1 of 3 machines came to 10\.0\.0\.1:29500 within 0 s; missing: .* 0, 2"
+        ProcessGroupError, match=r"1 of 3 machines arrived at 10\.0\.0\.1:29500 within 0 s; missing: .* 0, 2"
     ):
         meet(HashStore(), plan(1, nnodes=3), 0.05)
 
 
 def test_who_failed_for_good_where_they_met_before_is_not_waited_for():
     former = HashStore()
-    said = Verdict(failure(), NAMES[0])
-    post_verdict(former, said)
+    said = RunFailure(failure(), NAMES[0])
+    post_failure(former, said)
     with pytest.raises(MachineEnded) as ended:
         meet(HashStore(), plan(1), 5.0, former)
-    assert ended.value.verdict == said
+    assert ended.value.failed == said
 
 
 def failure(rank=3, message="no", kind="ValueError"):
@@ -97,17 +97,17 @@ def until(condition):
 @pytest.fixture
 def pair():
     store = HashStore()
-    both = [Watch(store, number, NAMES, hosts=number == 0) for number in (0, 1)]
+    both = [PeerMonitor(store, number, NAMES, hosts=number == 0) for number in (0, 1)]
     yield both
     for one in reversed(both):  # machine 0 waits for the others
         one.leave()
 
 
 def test_the_first_reason_is_everybodys(pair):
-    first = pair[1].post(Verdict(failure(), NAMES[1]))
-    assert pair[0].post(Verdict(failure(rank=0), NAMES[0])) == first
-    until(lambda: pair[0].verdict() is not None)
-    assert pair[0].verdict() == pair[1].verdict() == Verdict(failure(), NAMES[1])
+    first = pair[1].post(RunFailure(failure(), NAMES[1]))
+    assert pair[0].post(RunFailure(failure(rank=0), NAMES[0])) == first
+    until(lambda: pair[0].failure() is not None)
+    assert pair[0].failure() == pair[1].failure() == RunFailure(failure(), NAMES[1])
 
 
 def test_a_run_is_over_when_all_machines_are_done(pair):
@@ -116,26 +116,26 @@ def test_a_run_is_over_when_all_machines_are_done(pair):
     assert not pair[0].over
     pair[0].done()
     until(lambda: pair[0].over and pair[1].over)
-    assert pair[0].verdict() is None
+    assert pair[0].failure() is None
 
 
 def test_a_machine_that_shows_nothing_is_gone_and_the_others_are_told():
     store = HashStore()
     names = [*NAMES, "machine 2 (c)"]
-    first, second, third = (Watch(store, number, names, hosts=number == 0) for number in range(3))
+    first, second, third = (PeerMonitor(store, number, names, hosts=number == 0) for number in range(3))
     until(lambda: len(first._beats) == 2)
     second._ended.set()  # killed
-    until(lambda: first.verdict(0.3) is not None)
-    assert first.verdict().failure.exit_code == 7
-    assert "machine 1 (b) has shown nothing for" in first.verdict().failure.message
-    until(lambda: third.verdict() is not None)
-    assert third.verdict() == first.verdict()
+    until(lambda: first.failure(0.3) is not None)
+    assert first.failure().failure.exit_code == 7
+    assert "machine 1 (b) has sent no heartbeat for" in first.failure().failure.message
+    until(lambda: third.failure() is not None)
+    assert third.failure() == first.failure()
     for one in (third, first):
         one.leave()
 
 
 def test_a_reason_said_here_is_not_forgotten_for_an_older_answer(monkeypatch):
-    said = Verdict(failure(), NAMES[0])
+    said = RunFailure(failure(), NAMES[0])
     made, answered, looked = threading.Event(), threading.Event(), threading.Event()
 
     def late(store):  # the store answers before, and is heard after, this machine says why it ends
@@ -147,11 +147,11 @@ def test_a_reason_said_here_is_not_forgotten_for_an_older_answer(monkeypatch):
             answered.set()
         return
 
-    monkeypatch.setattr(watch, "read_verdict", late)
-    one = Watch(HashStore(), 0, NAMES[:1], hosts=True)
+    monkeypatch.setattr(peers, "read_failure", late)
+    one = PeerMonitor(HashStore(), 0, NAMES[:1], hosts=True)
     made.set()
     until(looked.is_set)
-    assert one.verdict() == said
+    assert one.failure() == said
     one.leave()
 
 
@@ -160,9 +160,9 @@ def test_a_meeting_place_that_does_not_answer_is_gone():
         def set(self, key, value):
             raise RuntimeError("Connection reset by peer")
 
-    one = Watch(Silent(), 1, NAMES, hosts=False)
-    until(lambda: one.verdict(0.1) is not None)
-    assert "machine 0 (a) has shown nothing" in one.verdict(0.1).failure.message
+    one = PeerMonitor(Silent(), 1, NAMES, hosts=False)
+    until(lambda: one.failure(0.1) is not None)
+    assert "machine 0 (a) has sent no heartbeat" in one.failure(0.1).failure.message
 
 
 def test_a_lost_connection_is_told_from_a_cause():

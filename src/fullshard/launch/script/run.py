@@ -1,4 +1,4 @@
-"""Runs somebody's script as ranks of this machine, alone or together with other machines."""
+"""Runs a user's script as ranks on this machine, alone or together with other machines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 
-from fullshard.launch.elastic import AgentEnd, run_agent
 from fullshard.launch.failure import Failure
-from fullshard.launch.machines import Plan
-from fullshard.launch.network import interface_to
-from fullshard.launch.output import Output, Stream, terminal_columns
-from fullshard.launch.watch import brief, in_words
-from fullshard.launch.workers import Workers
+from fullshard.launch.script.agent import AgentEnd, run_agent
+from fullshard.launch.script.machines import MachinePlan
+from fullshard.launch.script.network import interface_to
+from fullshard.launch.script.output import Output, Stream, terminal_columns
+from fullshard.launch.script.peers import brief, in_words
+from fullshard.launch.script.workers import Workers
 
-_MANY = 3
-"""So many of the ranks that failed after the first are told by name."""
-
+_NAMED = 3
+"""Number of ranks that failed after the first and are reported by name."""
 
 _LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 _LEVEL_ERROR = 2
@@ -34,19 +33,19 @@ _LEVEL_ERROR = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run, and how.
+    """A script and how to run it.
 
     Attributes:
-        arguments: ``script`` or ``module``, its path or name, and what it is given.
+        arguments: ``script`` or ``module``, its path or name, and its arguments.
         plan: The machines.
-        environment: Variables of every rank, over this process's.
-        max_restarts: How often all ranks are started anew after one has failed.
-        timeout_s: Seconds that the machines have to come together.
-        as_json: Keep standard output free: what ranks write there goes to standard error.
+        environment: Variables of every rank, overriding this process's.
+        max_restarts: How many times to restart all ranks after one has failed.
+        timeout_s: Seconds to wait for all machines.
+        as_json: Write the ranks' standard output to standard error.
     """
 
     arguments: Sequence[str]
-    plan: Plan
+    plan: MachinePlan
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     timeout_s: float = 600.0
@@ -59,10 +58,10 @@ class Outcome:
 
     Attributes:
         ranks: The ranks of this machine.
-        exit_code: What the command ends with.
+        exit_code: Exit code of the command.
         duration_s: Seconds from start to end.
-        failure: Why, if it did not end well.
-        machine: Where that happened, if on another machine.
+        failure: The failure that ended it, or None.
+        machine: The machine of the failure, if it is another one.
         signal: The signal that ended it, or None.
     """
 
@@ -74,7 +73,7 @@ class Outcome:
     signal: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         failure = None
         if self.failure is not None:
             failure = {"kind": self.failure.kind, "message": self.failure.message, "rank": self.failure.rank}
@@ -89,15 +88,15 @@ class Outcome:
 
 
 def run_script(job: Job) -> Outcome:
-    """Run a script on this machine's ranks; called once, in the main thread of a process of its own.
+    """Run a script as this machine's ranks; called once, in the main thread of its own process.
 
-    What ranks print comes out line by line; the failure that came first is told once, at the end.
+    The ranks' output is printed line by line; the first failure is printed once, at the end.
 
     Args:
-        job: What is to run.
+        job: The script and how to run it.
 
     Raises:
-        ProcessGroupError: The machines did not come together.
+        ProcessGroupError: Not all machines arrived in time.
     """
     _silence_torch()
     started = time.monotonic()
@@ -115,28 +114,28 @@ def run_script(job: Job) -> Outcome:
         finally:
             workers.stop(seconds=0.0)
     outcome = _outcome(end, failures, time.monotonic() - started)
-    _tell(outcome, failures, output)
+    _print_outcome(outcome, failures, output)
     return outcome
 
 
 def _silence_torch() -> None:
-    """What the agent and its store log is said here in other words; without a handler Python prints it."""
+    """Silence the logs of torch's agent and store, whose errors are reported here instead."""
     logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
+    logger.addHandler(logging.NullHandler())  # without a handler Python prints warnings
     logger.propagate = False
     if _LEVEL_VARIABLE not in os.environ:
-        # torch has read the variable when it was imported; where this name is gone, warnings are only not silenced.
+        # torch has read the variable on import; if this symbol does not exist, warnings just stay visible.
         with contextlib.suppress(OSError, ValueError):
             library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
             ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _LEVEL_ERROR
 
 
-def _defaults(plan: Plan) -> dict[str, str]:
-    """Variables of ranks that the user has not set."""
+def _defaults(plan: MachinePlan) -> dict[str, str]:
+    """Return default variables of the ranks, without those that the user has set."""
     defaults = {
-        # Ranks that each start a thread for every core slow each other down many times over.
+        # One thread per core in every rank oversubscribes the cores and is many times slower.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // plan.nproc)),
-        # The profiler that measures memory on the CPU talks on standard error otherwise; 6 is above all its levels.
+        # Otherwise the profiler that measures CPU memory prints on standard error; 6 is above all its levels.
         "KINETO_LOG_LEVEL": "6",
         _LEVEL_VARIABLE: "ERROR",
     }
@@ -151,39 +150,39 @@ def _outcome(end: AgentEnd, failures: Sequence[Failure], duration_s: float) -> O
         return Outcome(end.ranks, 128 + end.signal, duration_s, signal=end.signal.name)
     failure = failures[0] if failures else None
     machine = None
-    if end.verdict is not None:
-        failure = end.verdict.failure
-        machine = None if failure.rank in end.ranks else end.verdict.machine
+    if end.failed is not None:
+        failure = end.failed.failure
+        machine = None if failure.rank in end.ranks else end.failed.machine
     return Outcome(end.ranks, 0 if failure is None else failure.exit_code, duration_s, failure, machine)
 
 
-def _tell(outcome: Outcome, failures: Sequence[Failure], output: Output) -> None:
-    """Say why it ended, the cause last: a terminal shows the end."""
+def _print_outcome(outcome: Outcome, failures: Sequence[Failure], output: Output) -> None:
+    """Print why the run ended; the cause comes last, where a terminal shows it."""
     if outcome.signal is not None:
-        for told in filter(_is_own_word, failures):
-            _say_as_rank(told, output)
+        for failed in filter(_is_exit_message, failures):
+            _print_as_rank(failed, output)
         output.say(f"fullshard: stopped by {outcome.signal}; nothing is left running.")
     failure = outcome.failure
     if failure is None:
         return
-    same = (failure.kind, failure.message) if _is_own_word(failure) else None
+    same = (failure.kind, failure.message) if _is_exit_message(failure) else None
     others = [other for other in failures if other.rank != failure.rank and (other.kind, other.message) != same]
-    for other in others[:_MANY]:
+    for other in others[:_NAMED]:
         output.say(f"fullshard: then {brief(other)}")
-    if len(others) > _MANY:
-        output.say(f"fullshard: then {len(others) - _MANY} more ranks failed")
+    if len(others) > _NAMED:
+        output.say(f"fullshard: then {len(others) - _NAMED} more ranks failed")
     if outcome.machine is not None and failure.rank is not None:
         output.say(f"fullshard: ended by {outcome.machine}, where rank {failure.rank} runs; its output is there")
-    if _is_own_word(failure):
-        _say_as_rank(failure, output)
+    if _is_exit_message(failure):
+        _print_as_rank(failure, output)
     else:
         output.say(failure.text() if failure.trace is not None else f"fullshard: {in_words(failure)}")
 
 
-def _is_own_word(failure: Failure) -> bool:
-    """Whether the script ended with words of its own, ``sys.exit("why")``, which Python shows without a traceback."""
+def _is_exit_message(failure: Failure) -> bool:
+    """Return whether the script ended with ``sys.exit("reason")``, which Python prints without a traceback."""
     return failure.kind == SystemExit.__name__ and not failure.message.startswith(f"rank {failure.rank} ended with ")
 
 
-def _say_as_rank(failure: Failure, output: Output) -> None:
+def _print_as_rank(failure: Failure, output: Output) -> None:
     output.feed(failure.rank or 0, "stderr", f"{failure.message}\n".encode(errors="replace"))

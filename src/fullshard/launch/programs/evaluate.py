@@ -15,7 +15,8 @@ from fullshard.config import RunConfig
 from fullshard.config.recorded import read_run
 from fullshard.data import CollateSpec
 from fullshard.errors import ConfigError
-from fullshard.launch.program import run_as_rank
+from fullshard.launch.messages import say
+from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.progress import WorkProgress
 from fullshard.train.evaluation.evaluate import HeldOut, evaluate, evaluation_spec
 from fullshard.train.evaluation.results import draw_evaluation, evaluation_values, require_no_run, write_evaluation
@@ -31,31 +32,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line; None: this process's.
 
     Returns:
-        The exit code; see :func:`~fullshard.launch.program.run_as_rank`.
+        The exit code; see :func:`~fullshard.launch.programs.rank.run_as_rank`.
     """
-    options = _parse(arguments)
-    return run_as_rank(lambda is_first: _evaluate(options, is_first=is_first), as_json=options.json)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.evaluate")
+    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.evaluate")
     parser.add_argument("run", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--model")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args(arguments)
+    return run_as_rank(parser, arguments, _evaluate)
 
 
 def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
-    """Tokenize, join the other ranks, load, measure; rank 0 writes and speaks."""
+    """Tokenize, join the other ranks, load the model and evaluate; rank 0 writes and prints the result."""
     run = read_run(options.run, options.overrides)
     output = options.output or run.output_dir / "evaluation"
     require_no_run(output)
     file = None if options.data is None else options.data.absolute()
     trained = find_trained(options.model or str(run.output_dir), with_rows(run, file, options.overrides))
-    prepared = prepare(trained.config, _say if is_first else _nothing, rows_file=file)
+    prepared = prepare(trained.config, say if is_first else lambda line: None, rows_file=file)
     rows = held_out_rows(prepared)
     comm = init_from_env()
     require_same_rows(comm, prepared)
@@ -71,7 +66,7 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     together(comm, lambda: write_evaluation(report, values, output) if is_first else None)
     if is_first:
         for note in (*prepared.notes, *notes):
-            _say(note)
+            say(note)
         if options.json:
             print(json.dumps(values), flush=True)
         else:
@@ -80,13 +75,13 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
 
 
 def with_rows(run: RunConfig, file: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """A run's settings for an evaluation on its own held-out rows, or on all of a file.
+    """Return a run's settings for an evaluation on its own held-out rows, or on all rows of a file.
 
     Raises:
-        ConfigError: There is no file, and the run has none.
+        ConfigError: There is no file, and the run has no held-out rows.
     """
     data = run.data
-    # How many rows the run looked at says nothing of a file.
+    # The run's limit on held-out rows does not apply to a file.
     if file is not None and not any(override.startswith("data.max_eval_samples") for override in overrides):
         data = data.model_copy(update={"max_eval_samples": None})
     if file is None and not data.holds_out:
@@ -96,20 +91,12 @@ def with_rows(run: RunConfig, file: Path | None, overrides: Sequence[str] = ()) 
 
 
 def held_out_rows(prepared: Prepared) -> HeldOut:
-    """What was prepared, as the evaluation wants it."""
+    """Return the prepared rows in the form that the evaluation takes."""
     assert prepared.held_out_set is not None, "with_rows saw that there are some"
     pad = prepared.tokenizer.pad_token_id
     assert isinstance(pad, int), "load_tokenizer gives every tokenizer a padding token"
     collate = CollateSpec(pad, causal=prepared.causal)
     return HeldOut(prepared.held_out, prepared.held_out_set, collate, prepared.labels, prepared.majority)
-
-
-def _say(line: str) -> None:
-    print(f"fullshard: {line}", file=sys.stderr, flush=True)
-
-
-def _nothing(_line: str) -> None:
-    """Other ranks do the same work."""
 
 
 if __name__ == "__main__":

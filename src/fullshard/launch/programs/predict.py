@@ -15,7 +15,8 @@ from fullshard.config import RunConfig
 from fullshard.config.recorded import recorded_run
 from fullshard.data import read_inputs
 from fullshard.errors import DataError
-from fullshard.launch.program import run_as_rank
+from fullshard.launch.messages import say
+from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.progress import WorkProgress
 from fullshard.models import resolve_model
 from fullshard.train.evaluation.predict import predict
@@ -30,14 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line; None: this process's.
 
     Returns:
-        The exit code; see :func:`~fullshard.launch.program.run_as_rank`.
+        The exit code; see :func:`~fullshard.launch.programs.rank.run_as_rank`.
     """
-    options = _parse(arguments)
-    return run_as_rank(lambda is_first: _predict(options, is_first=is_first), as_json=options.json)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.predict")
+    parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.predict")
     parser.add_argument("model")
     parser.add_argument("file", type=Path)
     parser.add_argument("--output", type=Path)
@@ -46,12 +42,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--prefix")
     parser.add_argument("--source-column")
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args(arguments)
+    return run_as_rank(parser, arguments, _predict)
 
 
 def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
-    """Read the rows, join the other ranks, load, write; rank 0 prints."""
+    """Read the rows, join the other ranks, load the model and predict; rank 0 writes the predictions."""
     directory = resolve_model(options.model)
     trained = find_trained(options.model, recorded_run(directory))
     config = changed(trained.config, options)
@@ -60,7 +55,7 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     model, tokenizer, notes = load_trained(trained, comm)
     if is_first:
         for note in (*table.notes, *notes):
-            _say(note)
+            say(note)
     done = cut = 0
     rows = table.examples
     with _opened(options.output if is_first else None) as out, WorkProgress("predicting", shown=is_first) as progress:
@@ -70,17 +65,21 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
             done, cut = done + len(written.texts), cut + written.cut
             progress(done, len(rows))
     if is_first and cut:
-        _say(f"{cut:,} of {done:,} sources were cut to {config.data.max_source_length} tokens (data.max_source_length)")
+        limit = config.data.max_source_length
+        say(f"{cut:,} of {done:,} sources were truncated to {limit} tokens (data.max_source_length)")
     if is_first and options.output is not None:
-        _tell(options, done)
+        if options.json:
+            print(json.dumps({"rows": done, "output": str(options.output)}), flush=True)
+        else:
+            say(f"{done:,} predictions written to {options.output}")
     shutdown()
 
 
 def changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:
-    """A run's settings with what the command line says in their place."""
+    """Return a run's settings, overridden by those of the command line."""
     evaluation = {"num_beams": options.num_beams, "max_new_tokens": options.max_new_tokens}
     if options.num_beams == 1:
-        evaluation["length_penalty"] = 1.0  # it is of beams only
+        evaluation["length_penalty"] = 1.0  # it applies to beam search only
     data = _given({"source_prefix": options.prefix, "source_column": options.source_column})
     if options.source_column is not None:
         data["template"] = None
@@ -99,7 +98,7 @@ def _given(values: dict[str, object]) -> dict[str, object]:
 
 @contextmanager
 def _opened(path: Path | None) -> Iterator[TextIO]:
-    """A file, or standard output."""
+    """Open the file to write, or yield standard output."""
     if path is None:
         yield sys.stdout
         return
@@ -112,24 +111,13 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
 
 
 def _write(out: TextIO, rows: list[tuple[str, str]]) -> None:
-    """One JSON line for each row; at once, for who reads along."""
+    """Write one JSON line per row and flush, so that a reader of a pipe sees them immediately."""
     try:
         for source, text in rows:
             out.write(json.dumps({"input": source, "prediction": text}, ensure_ascii=False) + "\n")
         out.flush()
     except OSError as error:
         raise DataError(f"The predictions could not be written: {error}.") from error
-
-
-def _tell(options: argparse.Namespace, rows: int) -> None:
-    if options.json:
-        print(json.dumps({"rows": rows, "output": str(options.output)}), flush=True)
-    else:
-        _say(f"{rows:,} predictions written to {options.output}")
-
-
-def _say(line: str) -> None:
-    print(f"fullshard: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What this machine knows of its network: addresses, ports, and the interface that leads to another machine."""
+"""Addresses and ports of this machine, and its interface towards another machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def interface_to(host: str, port: int) -> str | None:
-    """The network interface over which ``host`` is reached, such as ``eth0``; nothing is sent.
+    """Return the network interface that reaches ``host``, such as ``eth0``; nothing is sent.
 
-    gloo takes the one of the machine's own name otherwise, which on many systems is the loopback.
+    Without it gloo uses the interface of the machine's own name, which on many systems is the loopback.
 
     Args:
         host: Name or IPv4 address.
         port: A port there.
 
     Returns:
-        None where it cannot be found out, or where it is the loopback.
+        None if it cannot be determined, or if it is the loopback.
     """
     if sys.platform != "linux":
         return None
@@ -35,7 +35,7 @@ def interface_to(host: str, port: int) -> str | None:
 
 
 def _address_of(probe: socket.socket, interface: str) -> str | None:
-    """The IPv4 address of an interface; None: it has none."""
+    """Return the IPv4 address of an interface, or None."""
     try:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, interface.encode()[:15].ljust(256, b"\0"))
     except OSError:
@@ -44,7 +44,7 @@ def _address_of(probe: socket.socket, interface: str) -> str | None:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name or address is one of this machine."""
+    """Return whether a name or address is this machine's."""
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(kind, socket.SOCK_STREAM) as probe:
@@ -55,14 +55,14 @@ def is_here(host: str) -> bool:
 
 
 def port_is_free(port: int) -> bool:
-    """Whether nobody listens on a TCP port of this machine; 0 is free."""
+    """Return whether a TCP port of this machine is free; 0 always is."""
     with contextlib.suppress(OSError), socket.create_server(("", port)):
         return True
     return False
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """The address by which machines that reach ``host`` reach this one; None where that cannot be found out."""
+    """Return this machine's address as seen from ``host``'s network; None if it cannot be determined."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port or 1))
         return probe.getsockname()[0]

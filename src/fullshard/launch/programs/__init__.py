@@ -1,0 +1,1 @@
+"""Programs that the ranks of ``fullshard train``, ``evaluate`` and ``predict`` run."""

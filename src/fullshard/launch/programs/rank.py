@@ -1,0 +1,76 @@
+"""Code around the work of every rank program: it ends with its launcher and reports its failure."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformers.utils import logging
+
+from fullshard.errors import RunStopped
+from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
+from fullshard.launch.local import INTERRUPTED_EXIT_CODE, end_with_launcher
+
+
+def run_as_rank(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    work: Callable[..., None],
+) -> int:
+    """Run this process as one rank.
+
+    Args:
+        parser: Parses the command line; ``--json`` is added to it.
+        arguments: Command line; None: this process's.
+        work: The rank's work, called as ``work(options, is_first=…)``; rank 0 is first and reports to the user.
+
+    Returns:
+        Exit code 0, or ``STOPPED_EXIT_CODE`` when a run was stopped and has saved. A failure ends the process here with
+        its exit code: leaving the process group in order would wait for ranks that never arrive.
+    """
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    end_with_launcher()
+    rank = int(os.environ["RANK"])
+    if rank != 0:
+        # transformers prints the same on every rank.
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+    try:
+        work(options, is_first=rank == 0)
+    except RunStopped as stopped:
+        return _report_stop(Failure.of(stopped, rank), as_json=options.json)
+    except (KeyboardInterrupt, BrokenPipeError):  # BrokenPipeError as after | head: nothing reads the output
+        os._exit(INTERRUPTED_EXIT_CODE)
+    except BaseException as error:
+        _report_failure(Failure.of(error, rank))
+    return 0
+
+
+def _report_stop(stop: Failure, *, as_json: bool) -> int:
+    """Report to our launcher, or under another one to the user, that the run has saved and stopped."""
+    path = os.environ.get(FAILURE_FILE_VARIABLE)
+    if path is not None:
+        stop.write(Path(path))
+    elif stop.rank == 0:
+        print(stop.text(), file=sys.stderr, flush=True)
+        if as_json:
+            print(json.dumps(stop.as_dict()), flush=True)
+    return stop.exit_code
+
+
+def _report_failure(failure: Failure) -> None:
+    """Report to our launcher, or under another one to the user, why this rank fails; then end the process."""
+    with contextlib.suppress(OSError):  # a closed standard output may be the reason of the failure
+        sys.stdout.flush()
+    path = os.environ.get(FAILURE_FILE_VARIABLE)
+    if path is not None:
+        failure.write(Path(path))
+    else:
+        print(f"[rank {failure.rank}] {failure.text()}", file=sys.stderr, flush=True)
+    os._exit(failure.exit_code)
