@@ -95,7 +95,7 @@ class DataConfig(ConfigSection):
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are rows to evaluate on."""
+        """True if there are rows to evaluate on."""
         if self.validation_file is not None or self.validation_fraction or self.format == "wikihow":
             return True
         return self.dataset_name is not None and self.validation_split is not None

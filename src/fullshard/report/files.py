@@ -46,7 +46,7 @@ class RunFiles:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has finished."""
+        """True if the run has finished."""
         return bool(self.summary)
 
     def fact(self, key: str) -> Any:

@@ -65,6 +65,6 @@ def test_the_example_run_file_loads():
 
 def test_rows_are_held_out_in_one_way_only(run_file):
     data = "data={dataset_name: rows/of, validation_fraction: 0.1, validation_split: "
-    with pytest.raises(ConfigError, match="validation_fraction .* cannot be combined with validation_split"):
+    with pytest.raises(ConfigError, match=r"validation_fraction .* cannot be combined with validation_split"):
         load_run(run_file, [data + "test}"])
     assert load_run(run_file, [data + "null}"]).data.validation_fraction == 0.1

@@ -88,7 +88,7 @@ def test_the_first_host_of_slurms_list(hosts, first):
             [MachineSettings("f.yaml", nnodes=Nodes(2, 2), host="a", node_rank=0, processes=5)],
             r"f\.yaml requests 5 ranks.*are 2",
         ),
-        ([MachineSettings("f.yaml", backend="etcd")], r"static or c10d; f\.yaml says etcd"),
+        ([MachineSettings("f.yaml", backend="etcd")], r"static or c10d; f\.yaml sets etcd"),
         (
             [MachineSettings("the command line", nnodes=Nodes(1, 2), host="a", backend="static")],
             r"1:2.*fixed one.*c10d",

@@ -86,7 +86,7 @@ class MachinePlan:
 
     @property
     def several(self) -> bool:
-        """Whether there may be other machines."""
+        """True if there may be other machines."""
         return self.nnodes.most > 1
 
     @property
@@ -109,12 +109,12 @@ def plan_machines(sources: Sequence[MachineSettings], choose_nproc: Callable[[in
     backend, backend_from = _first(sources, "backend", DYNAMIC if nnodes.least < nnodes.most else STATIC)
     if backend not in (STATIC, DYNAMIC):
         raise ConfigError(
-            f"The rendezvous backend is {STATIC} or {DYNAMIC}; {backend_from} says {backend}. {STATIC} needs only "
+            f"The rendezvous backend is {STATIC} or {DYNAMIC}; {backend_from} sets {backend}. {STATIC} needs only "
             f"--node_rank and --rdzv_endpoint."
         )
     if backend == STATIC and nnodes.least < nnodes.most:
         raise ConfigError(
-            f"--nnodes {nnodes} is a range, and {backend_from} says rdzv_backend {STATIC}, "
+            f"--nnodes {nnodes} is a range, and {backend_from} sets rdzv_backend {STATIC}, "
             f"which needs a fixed one. Use --rdzv_backend {DYNAMIC}, or --nnodes {nnodes.most}."
         )
     _agree_with_slurm(sources)

@@ -159,7 +159,7 @@ class PeerMonitor:
 
     @property
     def over(self) -> bool:
-        """Whether the ranks of all machines have succeeded."""
+        """True if the ranks of all machines have succeeded."""
         return self._over
 
     def failure(self, silence: float = LOST_SECONDS) -> RunFailure | None:
