@@ -18,19 +18,10 @@ Verb = Callable[[argparse.Namespace], Failure | int | None]
 
 
 def add_verb(verbs: Any, name: str, run: Verb, *, summary: str, description: str, epilog: str, **more: Any) -> Any:
-    """Add a verb's parser.
+    """Add a verb's parser and return it.
 
-    Args:
-        verbs: The object returned by ``add_subparsers``.
-        name: The verb.
-        run: Runs the verb.
-        summary: Its line in the list of verbs.
-        description: The text above its options.
-        epilog: The text below them.
-        more: Other arguments of ``argparse.ArgumentParser``.
-
-    Returns:
-        The parser.
+    ``verbs`` is the object returned by ``add_subparsers``, ``summary`` the line in its list of verbs, ``more`` other
+    arguments of ``argparse.ArgumentParser``.
     """
     parser = verbs.add_parser(
         name,
@@ -64,11 +55,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def set_own_parsers(verbs: Any) -> None:
-    """Make each verb's parsed options carry its parser as ``parser``, which prints the usage in an error.
-
-    Args:
-        verbs: The object returned by ``add_subparsers``, after all verbs were added.
-    """
+    """Set ``parser`` in each verb's parsed options to its own parser, whose usage an error prints."""
     for parser in verbs.choices.values():
         parser.set_defaults(parser=parser)
 
@@ -78,19 +65,12 @@ def load_program(name: str) -> ModuleType:
 
     It imports transformers, which takes longer than everything else the command line does. ``--help`` and the process
     that starts the ranks do without it.
-
-    Args:
-        name: Full name of the module.
     """
     return importlib.import_module(name)
 
 
 def join_other_launcher(program: str, arguments: Sequence[str]) -> None:
-    """Run this process as a rank if torchrun started it as one; return otherwise.
-
-    Args:
-        program: Full name of the module that runs a rank.
-        arguments: Its command line.
+    """Run the module ``program`` in this process if torchrun started it as a rank; return otherwise.
 
     Raises:
         SystemExit: Under torchrun, with the rank's exit code.
@@ -104,7 +84,7 @@ def start_ranks(program: str, arguments: Sequence[str], nproc: int, *, saves: bo
 
     Args:
         program: Full name of the module that runs a rank.
-        arguments: Its command line.
+        arguments: The rank's command line.
         nproc: Number of ranks.
         saves: Whether ranks save a checkpoint when they are stopped.
 

@@ -130,7 +130,8 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure
 
 def _start(command: Sequence[str], number: int, nproc: int, port: int, failure_path: Path) -> _Rank:
     """Start one rank in its own process group, so that the terminal's Ctrl-C reaches only the launcher."""
-    environment = os.environ | {
+    environment = os.environ | default_variables(nproc)
+    environment |= {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(nproc),
@@ -140,13 +141,20 @@ def _start(command: Sequence[str], number: int, nproc: int, port: int, failure_p
         FAILURE_FILE_VARIABLE: str(failure_path),
         _LAUNCHER_VARIABLE: str(os.getpid()),
     }
-    # One thread per core in every rank oversubscribes the cores and is many times slower.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    # Otherwise the profiler that measures CPU memory prints on standard error; 6 is above all its levels.
-    environment.setdefault("KINETO_LOG_LEVEL", "6")
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     process = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, process_group=0)
     return _Rank(number, process, failure_path)
+
+
+def default_variables(nproc: int) -> dict[str, str]:
+    """Return default variables of ``nproc`` ranks, without those that the user has set."""
+    defaults = {
+        # One thread per core in every rank oversubscribes the cores and is many times slower.
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
+        # Otherwise the profiler that measures CPU memory prints on standard error; 6 is above all its levels.
+        "KINETO_LOG_LEVEL": "6",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    return {name: value for name, value in defaults.items() if name not in os.environ}
 
 
 def _watch(rank: _Rank, ended: queue.SimpleQueue[_Rank]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fullshard.launch.failure import Failure
+from fullshard.launch.local import default_variables
 from fullshard.launch.script.agent import AgentEnd, run_agent
 from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.network import interface_to
@@ -27,7 +28,6 @@ from fullshard.launch.script.workers import Workers
 _NAMED = 3
 """Number of ranks that failed after the first and are reported by name."""
 
-_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 _LEVEL_ERROR = 2
 
 
@@ -123,7 +123,7 @@ def _silence_torch() -> None:
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())  # without a handler Python prints warnings
     logger.propagate = False
-    if _LEVEL_VARIABLE not in os.environ:
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
         # torch has read the variable on import; if this symbol does not exist, warnings just stay visible.
         with contextlib.suppress(OSError, ValueError):
             library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -132,17 +132,11 @@ def _silence_torch() -> None:
 
 def _defaults(plan: MachinePlan) -> dict[str, str]:
     """Return default variables of the ranks, without those that the user has set."""
-    defaults = {
-        # One thread per core in every rank oversubscribes the cores and is many times slower.
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // plan.nproc)),
-        # Otherwise the profiler that measures CPU memory prints on standard error; 6 is above all its levels.
-        "KINETO_LOG_LEVEL": "6",
-        _LEVEL_VARIABLE: "ERROR",
-    }
+    defaults = default_variables(plan.nproc)
     interface = interface_to(plan.host, plan.port) if plan.several else None
-    if interface is not None:
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         defaults["GLOO_SOCKET_IFNAME"] = interface
-    return {name: value for name, value in defaults.items() if name not in os.environ}
+    return defaults
 
 
 def _outcome(end: AgentEnd, failures: Sequence[Failure], duration_s: float) -> Outcome:
