@@ -52,7 +52,7 @@ def _draw_listing(console: Console, found: Any) -> None:
         for entry in found.entries
     ]
     if rows:
-        console.print(_table("by markers and sizes", ("directory", "step", "metric", "size", "state"), rows))
+        console.print(_table("checked by markers and sizes", ("directory", "step", "metric", "size", "state"), rows))
     else:
         console.print("  no checkpoints yet")
     if found.greater_is_better is not None:
