@@ -177,7 +177,7 @@ def test_inspect_of_a_checkpoint(run, capsys, monkeypatch):
     words = [line.split() for line in out.splitlines()]
     assert ["step:", "10"] in words
     assert ["world", "size:", "2"] in words
-    assert ["metric:", "0.1,", "the", "greater", "the", "better"] in words
+    assert ["metric:", "0.1,", "higher", "is", "better"] in words
     numel = sum(parameter.numel() for parameter in t5().parameters())
     (model,) = [row for row in words if row and row[0] == "model"]
     assert model[2:] == [f"{numel:,}", "float32", *format_bytes(numel * 4).split()]
@@ -269,7 +269,7 @@ def test_small_files_without_checksums_are_counted(run, capsys):
     rewrite_marker(run / "checkpoints" / "step-00000020", sha256=None)
     code, out, _ = call(capsys, "verify", run / "checkpoints" / "step-00000020")
     assert code == 0
-    assert "checksums match; its 2 small files have none, saved by an earlier version" in out
+    assert "checksums match; 2 small files have no checksums, saved by an earlier version" in out
 
 
 def test_a_file_in_a_directorys_place_and_a_directory_in_a_files(run, tmp_path, capsys):
@@ -289,7 +289,7 @@ def test_a_file_in_a_directorys_place_and_a_directory_in_a_files(run, tmp_path, 
     code, _, err = call(capsys, "train", tmp_path / "rows")
     assert code == 2
     assert err == (
-        f"ConfigError: {tmp_path / 'rows'} is a directory where a run file (YAML) is expected. "
+        f"ConfigError: {tmp_path / 'rows'} is a directory; a run file (YAML) is expected. "
         f"Give the file itself, such as {tmp_path / 'rows' / 'mine.yaml'}.\n"
     )
     code, _, err = call(capsys, "train", tmp_path / "rows" / "mine.yaml", "--config_file", tmp_path / "rows")

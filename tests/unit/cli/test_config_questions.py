@@ -138,7 +138,7 @@ def test_the_questionnaire_takes_answers_refuses_wrong_ones_and_writes_an_explai
     shown = terminal.answer("Directory or Hub id", "nothing/here-at-all", str(model))
     assert "No model can be laid out from 'nothing/here-at-all'" in shown
     shown = terminal.answer("Layer class to wrap", "T5Blok", "1")
-    assert "1 T5Block: 4 of them" in shown
+    assert "1 T5Block: 4 modules" in shown
     assert "did you mean T5Block?" in shown
     terminal.answer("Backward prefetch", "3")
     terminal.answer("State-dict type", "SHARDED_STATE_DICT")
@@ -210,7 +210,7 @@ def test_a_file_that_exists_is_overwritten_after_a_yes_only(tmp_path, capsys, an
     for lines in ((), ("no",), ("what", "n")):
         answers(*lines)
         assert cli.main(["config", "--config_file", str(path)]) == 2
-        assert "stays as it is" in capsys.readouterr().err
+        assert "was left unchanged" in capsys.readouterr().err
     assert cli.main(["config", "--default", "--config_file", str(path)]) == 2
     assert "does not overwrite" in capsys.readouterr().err
     assert path.read_text() == "mine\n"

@@ -138,12 +138,12 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
         ),
         ("data.source_column=3", "data.source_column: expected a valid string; got 3 (as YAML reads 3). If it is "
          "meant as text, write 'data.source_column=\"3\"'"),
-        ("data.source_prefix=yes", "data.source_prefix: expected a valid string; got True, which YAML takes yes for. "
+        ("data.source_prefix=yes", "data.source_prefix: expected a valid string; got True (as YAML reads yes). "
          "If it is meant as text, write 'data.source_prefix=\"yes\"'"),
-        ("data.source_prefix=null", "data.source_prefix: expected a valid string; got None, which YAML takes null for. "
+        ("data.source_prefix=null", "data.source_prefix: expected a valid string; got None (as YAML reads null). "
          "If it is meant as text, write 'data.source_prefix=\"null\"'"),
-        ("data.source_prefix=it's: ", "data.source_prefix: expected a valid string; got {\"it's\": None}, which YAML "
-         "takes it's:  for. If it is meant as text, write 'data.source_prefix=\"it'\"'\"'s: \"'"),
+        ("data.source_prefix=it's: ", "data.source_prefix: expected a valid string; got {\"it's\": None} (as YAML "
+         "reads it's: ). If it is meant as text, write 'data.source_prefix=\"it'\"'\"'s: \"'"),
         ("training.warmup_steps=1.5", "training.warmup_steps: expected a whole number of steps, or a share of all "
          "steps below 1; got 1.5"),
         ("training.evaluation_strategy=steps", "training.evaluation_strategy: is called training.eval_strategy here; "
@@ -163,43 +163,43 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
         ("training.optimizer=sgd", "training.optimizer: expected 'adamw', 'adafactor', 'muon', 'adamw_8bit' or "
          "'adamw_bf16'; got 'sgd'"),
         ("training={optimizer: adafactor, adam_beta2: 0.999, adam_epsilon: 1e-8}", "training: optimizer: adafactor "
-         "does not use adam_beta2 and adam_epsilon. Change that in the file, or on the command line: "
+         "does not use adam_beta2 and adam_epsilon. Change it in the file, or on the command line: "
          "training.adam_beta2=null training.adam_epsilon=null"),
-        ("training.learning_rate=null", "training: learning_rate: null is for optimizer: adafactor, which has steps of "
-         "its own; got adamw; learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: "
-         "it goes with lr_scheduler_type: constant and warmup_steps: 0; got linear and 0. Change that in the file, or "
+        ("training.learning_rate=null", "training: learning_rate: null needs optimizer: adafactor, which has relative "
+         "steps; got adamw; learning_rate: null leaves the learning rate to adafactor, without a schedule: "
+         "it needs lr_scheduler_type: constant and warmup_steps: 0; got linear and 0. Change it in the file, or "
          "on the command line: training.optimizer=adafactor training.lr_scheduler_type=constant "
          "training.warmup_steps=0"),
         ("training={optimizer: adafactor, learning_rate: null}", "training: learning_rate: null leaves the learning "
-         "rate to adafactor, so that no schedule applies: it goes with lr_scheduler_type: constant and warmup_steps: "
-         "0; got linear and 0. Change that in the file, or on the command line: training.lr_scheduler_type=constant "
+         "rate to adafactor, without a schedule: it needs lr_scheduler_type: constant and warmup_steps: "
+         "0; got linear and 0. Change it in the file, or on the command line: training.lr_scheduler_type=constant "
          "training.warmup_steps=0"),
         ("training={optimizer: adafactor, learning_rate: null, lr_scheduler_type: constant, warmup_steps: 0.1}",
-         "training: learning_rate: null leaves the learning rate to adafactor, so that no schedule applies: it goes "
-         "with lr_scheduler_type: constant and warmup_steps: 0; got constant and 0.1. Change that in the file, or on "
+         "training: learning_rate: null leaves the learning rate to adafactor, without a schedule: it needs "
+         "lr_scheduler_type: constant and warmup_steps: 0; got constant and 0.1. Change it in the file, or on "
          "the command line: training.lr_scheduler_type=constant training.warmup_steps=0"),
         ("training.fp16=true", "training.fp16: is not an option here; write training.precision: fp16, or bf16, "
          "which T5 needs"),
         ("model.adapter={type: ia3, r: 4}", "model.adapter: r is an option of lora and dora; got type: ia3"),
         ("model.adapter={target_modules: q}", "model.adapter.target_modules: expected all-linear or a list of module "
          "names such as [q, v]; got 'q'"),
-        ("data.template='{a}'", "data: template and source_column both say what the source is; give one"),
+        ("data.template='{a}'", "data: template and source_column both set the source; give one"),
         ("sharding.wrap=T5Block", "sharding.wrap: expected auto, none, a list of class names such as [T5Block] or a "
          "number of parameters such as 100000000; got 'T5Block'"),
         ("sharding.wrap=0", "sharding.wrap: expected auto, none, a list of class names such as [T5Block] or a "
          "number of parameters such as 100000000; got 0"),
         ("model.path=.", "model: exactly one of path and config must be given; got both"),
         ("model.config=null", "model: exactly one of path and config must be given; got neither"),
-        ("model.tokenizer=null", "model: config needs a tokenizer section beside it, such as tokenizer: "
+        ("model.tokenizer=null", "model: config needs a tokenizer section too, such as tokenizer: "
          "{vocab_size: 2000}"),
         ("training.lr_gamma=0.5", "training: lr_gamma need lr_scheduler_type: step; got linear"),
-        ("training.eval_strategy=steps", "training: eval_strategy: steps and eval_steps go together; "
+        ("training.eval_strategy=steps", "training: eval_strategy: steps and eval_steps need each other; "
          "got eval_strategy: steps, eval_steps: None"),
-        ("training.eval_steps=5", "training: eval_strategy: steps and eval_steps go together; "
+        ("training.eval_steps=5", "training: eval_strategy: steps and eval_steps need each other; "
          "got eval_strategy: epoch, eval_steps: 5"),
-        ("training.save_strategy=steps", "training: save_strategy: steps and save_steps go together; "
+        ("training.save_strategy=steps", "training: save_strategy: steps and save_steps need each other; "
          "got save_strategy: steps, save_steps: None"),
-        ("training.save_steps=5", "training: save_strategy: steps and save_steps go together; "
+        ("training.save_steps=5", "training: save_strategy: steps and save_steps need each other; "
          "got save_strategy: epoch, save_steps: 5"),
         ("evaluation={min_new_tokens: 9, max_new_tokens: 4}", "evaluation: min_new_tokens must be at most "
          "max_new_tokens; got 9 and 4"),
@@ -216,7 +216,7 @@ def test_wrong_value_names_key_expectation_and_value(run_file, override, problem
 
 def test_path_with_a_tokenizer_section(run_file):
     found = problems(run_file, "model.config=null", "model.path=.")
-    assert found[1:] == ["model: tokenizer goes with config only: a model loaded from path brings its own tokenizer"]
+    assert found[1:] == ["model: tokenizer needs config: a model loaded from path has its own tokenizer"]
 
 
 def test_options_that_go_together_are_accepted(run_file):
@@ -296,8 +296,8 @@ def test_key_given_twice(tmp_path):
     ("content", "rule"),
     [
         ("a: [1\n", "is not valid YAML"),
-        ("", r"must hold settings \(key: value\); it holds nothing"),
-        ("- 1\n", r"must hold settings \(key: value\); it holds a list"),
+        ("", r"must contain settings \(key: value\); it contains nothing"),
+        ("- 1\n", r"must contain settings \(key: value\); it contains a list"),
     ],
 )
 def test_unreadable_content(tmp_path, content, rule):

@@ -34,7 +34,7 @@ def test_columns_that_are_given_are_no_news():
 
 def test_more_than_one_known_pair_is_refused_with_the_pairs():
     text = refusal(["text", "label", "category"])
-    assert "more than one pair could be meant (text -> label; text -> category)" in text
+    assert "more than one pair fits (text -> label; text -> category)" in text
     assert "Its columns: 'text', 'label', 'category'." in text
     assert "Set data.source_column (or data.template) and data.target_column." in text
 

@@ -143,7 +143,7 @@ def test_bad_jsonl_rows_are_counted_and_located(tmp_path):
     assert message(path).splitlines() == [
         f"{path}: 4 of 5 rows cannot be used. {ADVICE}",
         f"  {path}:2: broken JSON: Expecting property name enclosed in double quotes at column 14",
-        f"  {path}:3: the line holds a JSON list, not an object",
+        f"  {path}:3: the line is a JSON list, not an object",
         f"  {path}:4: column 'label' is missing",
         f"  {path}:5: column 'text' holds a bool, not text",
     ]

@@ -134,7 +134,7 @@ def test_two_files_are_two_splits(tmp_path):
 def test_other_files_are_not_taken_for_wikihow(tmp_path, content):
     path = tmp_path / "wikihowAll.csv"
     path.write_text(content)
-    with pytest.raises(DataError, match=r"is empty|is not WikiHow as its authors ship it"):
+    with pytest.raises(DataError, match=r"is empty|is not the authors' WikiHow file"):
         read_split(SourceSpec(train_file=path, format="wikihow"), "train")
 
 

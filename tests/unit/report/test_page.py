@@ -239,7 +239,7 @@ def test_numbers_that_are_none_are_left_out(tmp_path):
 
 
 def test_without_a_run_it_says_what_to_name(tmp_path):
-    with pytest.raises(CheckpointError, match=re.escape("holds no metrics.jsonl, which every run writes")):
+    with pytest.raises(CheckpointError, match=re.escape("has no metrics.jsonl, which every run writes")):
         write_report(tmp_path / "nothing")
 
 

@@ -34,13 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; see :func:`~fullshard.launch.programs.rank.run_as_rank`.
     """
+    return run_as_rank(make_parser(), arguments, _evaluate)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of a rank's command line."""
     parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.evaluate")
     parser.add_argument("run", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--model")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--output", type=Path)
-    return run_as_rank(parser, arguments, _evaluate)
+    return parser
 
 
 def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:

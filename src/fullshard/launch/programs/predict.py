@@ -33,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; see :func:`~fullshard.launch.programs.rank.run_as_rank`.
     """
+    return run_as_rank(make_parser(), arguments, _predict)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of a rank's command line."""
     parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.predict")
     parser.add_argument("model")
     parser.add_argument("file", type=Path)
@@ -42,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--prefix")
     parser.add_argument("--source-column")
-    return run_as_rank(parser, arguments, _predict)
+    return parser
 
 
 def _predict(options: argparse.Namespace, *, is_first: bool) -> None:

@@ -34,10 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; see :func:`~fullshard.launch.programs.rank.run_as_rank`.
     """
+    return run_as_rank(make_parser(), arguments, _train)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of a rank's command line."""
     parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.train")
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
-    return run_as_rank(parser, arguments, _train)
+    return parser
 
 
 def _train(options: argparse.Namespace, *, is_first: bool) -> None:

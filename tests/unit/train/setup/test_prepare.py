@@ -230,7 +230,7 @@ def test_evaluate_measures_the_file_that_it_is_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given, expected in (["--data", "train.csv"], tmp_path / "train.csv"), ([], None):
         with pytest.raises(FoundError) as found:
-            evaluate_program._evaluate(evaluate_program._parse(["run.yaml", *given]), is_first=False)
+            evaluate_program._evaluate(evaluate_program.make_parser().parse_args(["run.yaml", *given]), is_first=False)
         assert found.value.args == (expected,)
 
 
