@@ -71,7 +71,8 @@ def blocks_of(page):
 
 def write_readers_files(folder):
     """Write what the pages take for granted: a tiny T5, two CSV files, the examples."""
-    rows = list(csv.reader((BANKING77 / "train.csv").open(newline="")))[1:]
+    with (BANKING77 / "train.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))[1:]
     _write_rows(folder / "train.csv", rows[::160][:60])
     _write_rows(folder / "held_out.csv", rows[1::1200][:6])
     write_t5(folder / "my-t5", [" ".join(row) for row in rows[:400]])
