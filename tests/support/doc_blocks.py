@@ -21,6 +21,7 @@ _FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _GIVEN_RUN = "<!-- given: a finished run in runs/mine -->"
+_GIVEN_FILE = re.compile(r"<!-- given: (\S+) of (\S+) -->")
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,12 @@ def write_readers_files(folder):
 
 def write_given(page, folder):
     """Write what the page itself says is given."""
-    if _GIVEN_RUN in page.read_text(encoding="utf-8"):
+    text = page.read_text(encoding="utf-8")
+    if _GIVEN_RUN in text:
         write_finished(folder / "runs" / "mine")
+    for name, other in _GIVEN_FILE.findall(text):
+        block = next(block for block in blocks_of(page.parent / other) if block.title == name)
+        (folder / name).write_text(block.code)
 
 
 def run_block(block, folder):
