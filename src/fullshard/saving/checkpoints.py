@@ -6,7 +6,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan
@@ -25,8 +25,9 @@ from fullshard.policy import ShardingStrategy
 from fullshard.saving.background import LEAVE_SECONDS
 from fullshard.saving.full import write_assets
 from fullshard.saving.loading import Restored, load_checkpoint
-from fullshard.saving.pieces import State, Stepping, state_to_write
+from fullshard.saving.pieces import plan_save
 from fullshard.saving.rng import rng_bytes, rng_name
+from fullshard.saving.stepped import Stepping
 from fullshard.storage import (
     GIVEN_UP,
     DirectoryLock,
@@ -34,6 +35,7 @@ from fullshard.storage import (
     Keep,
     Piece,
     Save,
+    SaveJob,
     SavePlan,
     begin,
     clear_leftovers,
@@ -188,17 +190,11 @@ class Checkpoints:
         """
         started = time.monotonic()
         self.wait()
-        state = partial(state_to_write, model, optimizer, gradients=gradients, average=average)
-        plan = together(self.ranks, lambda: self._plan(model, state, step, values, metric))
-        together_in_background(self.ranks, lambda: self._begin(plan, assets or partial(write_assets, model)))
-        together(self.ranks, lambda: _require_shared(plan))
-        device = device_of(self.ranks.device)
-        pairs = together(self.ranks, lambda: self._host_copies(plan.pieces)) if background else []
-        ready = device.copy_to_host(pairs)
-        if background:
-            copies = (Piece(p.name, p.shape, p.start, host) for p, (host, _) in zip(plan.pieces, pairs, strict=True))
-            plan = replace(plan, pieces=tuple(copies))
-        self._save = Save(replace(plan, ready=ready))
+        plan = partial(plan_save, model, optimizer, gradients=gradients, average=average)
+        job = together(self.ranks, lambda: self._job(model, plan, step, values, metric))
+        together_in_background(self.ranks, lambda: self._begin(job, assets or partial(write_assets, model)))
+        together(self.ranks, lambda: _require_shared(job))
+        self._save = Save(self._with_host_copies(job) if background else job)
         self._stall_seconds = time.monotonic() - started
         if not background:
             self.wait()
@@ -256,7 +252,7 @@ class Checkpoints:
         if save.reported:
             return None
         save.reported = True
-        return SaveReport(save.final, save.plan.index.step, save.total_bytes, save.seconds, self._stall_seconds)
+        return SaveReport(save.final, save.job.index.step, save.total_bytes, save.seconds, self._stall_seconds)
 
     def latest(self) -> Path | None:
         """The whole checkpoint that was saved last, torn ones are skipped; every rank gets what rank 0 sees."""
@@ -322,15 +318,15 @@ class Checkpoints:
             self._lock.release()
             self._lock = None
 
-    def _plan(
+    def _job(
         self,
         model: nn.Module,
-        state_of_rank: Callable[[], State],
+        make_plan: Callable[[], SavePlan],
         step: int,
         values: Mapping[str, Any],
         metric: float | None,
-    ) -> SavePlan:
-        """What this rank writes.
+    ) -> SaveJob:
+        """Check and describe what this rank writes.
 
         Raises:
             CheckpointError: The state cannot be saved as it is.
@@ -351,37 +347,36 @@ class Checkpoints:
         if metric is not None:
             metric = None if isnan(metric) else float(metric)
         plain = _as_json(values)
-        state = state_of_rank()
-        rng = rng_bytes(self.ranks.device)
-        state.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
+        plan, rng = make_plan(), rng_bytes(self.ranks.device)
+        plan.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
         versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
         table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
         greater = None if metric is None else self.keep.greater_is_better
         index = Index(step, self.ranks.size, metric, plain, (), {}, versions, table, greater_is_better=greater)
-        return SavePlan(
-            directory=self.directory,
-            rank=self.ranks.rank,
-            index=index,
-            pieces=state.pieces,
-            groups=state.groups,
-            scalars=state.scalars,
-            keep=self.keep,
-            ready=lambda: None,
-            timeout_s=self.timeout_s,
-        )
+        # Not in the background, the writer thread reads the shards themselves: wait for the streams that write them.
+        ready = device_of(self.ranks.device).copy_to_host([])
+        return SaveJob(self.directory, self.ranks.rank, index, plan, self.keep, ready, self.timeout_s)
 
-    def _begin(self, plan: SavePlan, assets: Callable[[Path], None]) -> None:
+    def _begin(self, job: SaveJob, assets: Callable[[Path], None]) -> None:
         """Rank 0: make the directory and have the small files written."""
         if self.ranks.rank == 0:
-            begin(self.directory, plan.index.step)
+            begin(self.directory, job.index.step)
             try:
-                (plan.temporary / "model").mkdir()
-                assets(plan.temporary / "model")
+                (job.temporary / "model").mkdir()
+                assets(job.temporary / "model")
             except OSError as error:
-                raise CheckpointError(f"Could not write to {plan.temporary}: {error}.") from error
+                raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
 
-    def _host_copies(self, pieces: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Host memory for each piece, the same as last time where it fits."""
+    def _with_host_copies(self, job: SaveJob) -> SaveJob:
+        """Copy the pieces to host memory, so that training may change them while the thread writes."""
+        pairs = together(self.ranks, lambda: self._host_pairs(job.plan.pieces))
+        ready = device_of(self.ranks.device).copy_to_host(pairs)
+        hosts = (host for host, _ in pairs)
+        copies = [Piece(p.name, p.shape, p.start, host) for p, host in zip(job.plan.pieces, hosts, strict=True)]
+        return replace(job, plan=replace(job.plan, pieces=copies), ready=ready)
+
+    def _host_pairs(self, pieces: Sequence[Piece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return host memory for each piece, and the piece's own; the same as last time where it fits."""
         device, pinned = device_of(self.ranks.device), self.ranks.device.type == "cuda"
         pairs, used = [], {}
         for number, piece in enumerate(pieces):
@@ -423,10 +418,10 @@ def _require_text_keys(where: str, value: Any) -> None:
             _require_text_keys(f"{where}[{number}]", inner)
 
 
-def _require_shared(plan: SavePlan) -> None:
+def _require_shared(job: SaveJob) -> None:
     """Every rank must see the directory that rank 0 made."""
-    if not plan.temporary.is_dir():
+    if not job.temporary.is_dir():
         raise CheckpointError(
-            f"Rank {plan.rank} does not see {plan.temporary}, which rank 0 made: checkpoints are written by all ranks "
+            f"Rank {job.rank} does not see {job.temporary}, which rank 0 made: checkpoints are written by all ranks "
             "and need a directory that all of them share."
         )

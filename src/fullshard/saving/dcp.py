@@ -26,11 +26,11 @@ from fullshard.comm import Mesh, together
 from fullshard.engine import LocalTensor, local_tensors, mesh_of, plain_name
 from fullshard.errors import CheckpointError
 from fullshard.optim import load_parameter_states
-from fullshard.optim.walk import require_same_values
 from fullshard.saving.full_optimizer import named_groups
-from fullshard.saving.optimizer_state import Stepped, saved_options, stepped
-from fullshard.saving.pieces import Stepping
+from fullshard.saving.load_plan import LoadPlan
 from fullshard.saving.shard_tensor import part_or_whole, state_as_part
+from fullshard.saving.stepped import Stepped, Stepping, saved_options, stepped
+from fullshard.storage import Piece, TensorSpec
 
 _MARKER = ".metadata"
 """The file that torch writes last."""
@@ -69,8 +69,11 @@ def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> 
             raise CheckpointError(
                 f"{path} holds a distributed checkpoint already. Remove it, or give another directory."
             )
-        state = {"model": {local.name: _as_torch_has_it(local, local.home) for local in local_tensors(model)}}
-        return state if optimizer is None else {**state, "optim": {"state": _states(stepped(model, optimizer))}}
+        held = local_tensors(model)
+        state: dict[str, Any] = {
+            "model": {one.name: part_or_whole(one.shape, one.start, one.home.detach().view(-1)) for one in held}
+        }
+        return state if optimizer is None else {**state, "optim": {"state": _states(stepped(held, optimizer))}}
 
     state = together(mesh, prepare)
     if optimizer is not None:
@@ -98,43 +101,44 @@ def load_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> 
         CheckpointError: It cannot be read, or does not fit; on every rank, with the same text. Nothing has changed
             then, unless reading the tensors failed halfway.
     """
-    path, mesh = Path(path), mesh_of(model)
-    _require_default_group(mesh)
-    saved = together(mesh, lambda: _Saved(path))
-    tensors = together(mesh, lambda: saved.tensors_of_model(model))
-    loaded: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    if optimizer is not None:
-        values = together(mesh, saved.optimizer_values)
-        _read(mesh, path, values)
-        loaded = together(mesh, lambda: saved.states(stepped(model, optimizer), values, tensors))
-        saved.compare(mesh)
-    _read(mesh, path, tensors)
-    if optimizer is not None:
-        load_parameter_states(optimizer, loaded)
+    _load(model, optimizer, Path(path), with_model=True)
 
 
 def save_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) -> None:
     """Write an optimizer alone, under ``optimizer`` as Accelerate names it; else as :func:`save_dcp`, every rank."""
     path, mesh = Path(path), mesh_of(model)
     _require_default_group(mesh)
-    state: dict[str, Any] = together(mesh, lambda: {"optimizer": {"state": _states(stepped(model, optimizer))}})
+    state: dict[str, Any] = together(
+        mesh, lambda: {"optimizer": {"state": _states(stepped(local_tensors(model), optimizer))}}
+    )
     state["optimizer"]["param_groups"] = named_groups(model, optimizer)
     with _our_errors(f"The distributed checkpoint {path} cannot be written"):
         save(state, storage_writer=_Writer(path, {}), no_dist=mesh.size == 1)
 
 
 def load_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) -> None:
-    """Fill an optimizer alone; else as :func:`load_dcp`, every rank."""
-    path, mesh = Path(path), mesh_of(model)
+    """Fill an optimizer alone; otherwise as :func:`load_dcp`. Every rank calls it."""
+    _load(model, optimizer, Path(path), with_model=False)
+
+
+def _load(model: nn.Module, optimizer: Stepping | None, path: Path, *, with_model: bool) -> None:
+    mesh, plan = mesh_of(model), LoadPlan()
     _require_default_group(mesh)
     saved = together(mesh, lambda: _Saved(path))
-    values = together(mesh, saved.optimizer_values)
-    _read(mesh, path, values)
-    tensors: dict[str, Any] = {}
-    loaded = together(mesh, lambda: saved.states(stepped(model, optimizer), values, tensors))
-    saved.compare(mesh)
-    _read(mesh, path, tensors)
-    load_parameter_states(optimizer, loaded)
+    if with_model:
+        together(mesh, lambda: plan.add_model(_held(model), saved.model, f"The distributed checkpoint {path}"))
+    if optimizer is not None:
+        values = together(mesh, saved.optimizer_values)
+        _read(mesh, path, values)
+        together(mesh, lambda: saved.add_optimizer(plan, stepped(local_tensors(model), optimizer), values))
+        if any(mesh.all_gather_object(bool(plan.constants))):
+            # Before anything is read into place: what must be saved as the optimizer has it.
+            _read_pieces(mesh, path, [piece for piece, _ in plan.constants])
+            together(mesh, plan.compare)
+    _read_pieces(mesh, path, plan.pieces)
+    plan.finish()
+    if optimizer is not None:
+        load_parameter_states(optimizer, plan.loaded)
 
 
 class _Writer(FileSystemWriter):
@@ -161,7 +165,14 @@ class _Writer(FileSystemWriter):
 
 
 class _Saved:
-    """What a distributed checkpoint holds, by the paths that torch gives: from a name to the key in the checkpoint."""
+    """The metadata of a distributed checkpoint, by the paths that torch records: from a name to the checkpoint's key.
+
+    Attributes:
+        model: The model's tensors, by name.
+        state: The checkpoint's key of each value of the optimizer's state, by parameter name and the state's key.
+        groups: The checkpoint's key of each option of the optimizer's groups, by the group's number and the option.
+        unknown: Keys of everything else.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read the metadata of the checkpoint in ``path``.
@@ -173,23 +184,27 @@ class _Saved:
             metadata = FileSystemReader(path).read_metadata()
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{path} is no whole distributed checkpoint: it has no file {_MARKER}, which is written last."
+                f"{path} is not a complete distributed checkpoint: it has no file {_MARKER}, which is written last."
             ) from error
         except Exception as error:  # unpickling damaged bytes can raise nearly anything
             raise CheckpointError(
                 f"The metadata of the distributed checkpoint {path} cannot be read: {error}."
             ) from error
         self.path = path
-        self.entries = metadata.state_dict_metadata
-        self.model: dict[str, str] = {}
+        self._specs = {
+            key: TensorSpec(key, tuple(entry.size), entry.properties.dtype)
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.model: dict[str, TensorSpec] = {}
         self.state: dict[str, dict[str, str]] = {}
         self.groups: dict[int, dict[str, str]] = {}
         self.unknown: list[str] = []
-        self._constants: dict[str, torch.Tensor] = {}
         for key, place in (metadata.planner_data or {}).items():
             match place:
                 case ("model", str(name)):
-                    self.model[name] = key
+                    if key in self._specs:
+                        self.model[name] = self._specs[key]
                 case ("optim" | "optimizer", "state", str(name), str(what)):
                     self.state.setdefault(name, {})[what] = key
                 case ("optim" | "optimizer", "param_groups", int(number), str(what)):
@@ -197,46 +212,8 @@ class _Saved:
                 case _:
                     self.unknown.append(key)
 
-    def tensors_of_model(self, model: nn.Module) -> dict[str, Any]:
-        """What of the model's shards and buffers DCP is to fill, by key.
-
-        Raises:
-            CheckpointError: Names or shapes do not fit.
-        """
-        tensors: dict[str, Any] = {}
-        names_of = _names(model)
-        entries = [(name, self.entries[key]) for name, key in self.model.items()]
-        stored = {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-        left = set(stored)
-        missing, misshaped = [], []
-        for local in local_tensors(model):
-            names = names_of.get(local.name, [local.name])
-            name = next((name for name in names if name in left), None)
-            left.difference_update(names)
-            if name is None:
-                missing.append(local.name)
-            elif stored[name] != local.shape:
-                misshaped.append(f"{name} {stored[name]} instead of {local.shape}")
-            else:
-                tensors[self.model[name]] = _as_torch_has_it(local, local.home)
-        problems = [
-            f"{len(found)} {what}: {', '.join(found[:5])}{', …' if len(found) > 5 else ''}"
-            for what, found in (
-                ("missing", missing),
-                ("not in the model", sorted(left)),
-                ("of another shape", misshaped),
-            )
-            if found
-        ]
-        if problems:
-            raise CheckpointError(
-                f"The distributed checkpoint {self.path} does not fit the model, whose tensors it must have under "
-                f"'model'. Tensors {'; '.join(problems)}."
-            )
-        return tensors
-
     def optimizer_values(self) -> dict[str, Any]:
-        """Room for all that is no tensor of a parameter, by key.
+        """Return room for everything of the optimizer but the tensors of its state, by key.
 
         Raises:
             CheckpointError: There is no optimizer's state, or not as a name, a key and a value.
@@ -245,29 +222,29 @@ class _Saved:
             hint = f"; it has {', '.join(self.unknown[:3])}, …" if self.unknown else ""
             raise CheckpointError(
                 f"The distributed checkpoint {self.path} has no optimizer under 'optim' as torch's "
-                f"get_optimizer_state_dict gives it without flatten_optimizer_state_dict{hint}. Load the model alone "
+                f"get_optimizer_state_dict returns it without flatten_optimizer_state_dict{hint}. Load the model alone "
                 "with optimizer=None."
             )
         nested = [key for key in self.unknown if key.startswith(("optim.", "optimizer."))]
         if nested:
             raise CheckpointError(
-                f"Optimizer state can be cut where it is a tensor or one value for each parameter; {nested[0]} of the "
-                f"distributed checkpoint {self.path} is nested deeper."
+                f"Optimizer state can be cut where it is a tensor or a single value for each parameter; {nested[0]} of "
+                f"the distributed checkpoint {self.path} is nested deeper."
             )
-        of_states = [key for keys in self.state.values() for key in keys.values()]
-        plain = [key for key in of_states if not isinstance(self.entries[key], TensorStorageMetadata)]
-        values: dict[str, Any] = dict.fromkeys(plain)
-        for keys in self.groups.values():
-            for key in keys.values():
-                entry = self.entries[key]
-                is_tensor = isinstance(entry, TensorStorageMetadata)
-                values[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
-        return values
+        values = {key: None for keys in self.state.values() for key in keys.values() if key not in self._specs}
+        options = [key for keys in self.groups.values() for key in keys.values()]
+        return values | {
+            key: torch.empty(spec.shape, dtype=spec.dtype) if (spec := self._specs.get(key)) else None
+            for key in options
+        }
 
-    def states(
-        self, own: Sequence[Stepped], values: Mapping[str, Any], tensors: dict[str, Any]
-    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The new state and hyperparameters of each parameter; what DCP is to fill of them is added to ``tensors``.
+    def add_optimizer(self, plan: LoadPlan, own: Sequence[Stepped], values: Mapping[str, Any]) -> None:
+        """Add this rank's runs of the optimizer's state to ``plan``.
+
+        Args:
+            plan: What is read.
+            own: The parameters that the optimizer steps on this rank.
+            values: What :meth:`optimizer_values` returned, filled.
 
         Raises:
             CheckpointError: Parameters, groups or shapes do not fit.
@@ -276,56 +253,17 @@ class _Saved:
         for keys in self.groups.values():
             group = {what: values[key] for what, key in keys.items()}
             options |= dict.fromkeys(group["params"], group)
-        return [
-            (self._state(one, its_options, values, tensors), its_options)
-            for one, its_options in zip(own, saved_options(own, options), strict=True)
-        ]
-
-    def compare(self, mesh: Mesh) -> None:
-        """Read what must be saved as the optimizer has it, before anything is read into place; every rank calls it.
-
-        Raises:
-            CheckpointError: It is something else; on every rank.
-        """
-        if not any(mesh.all_gather_object(bool(self._constants))):
-            return
-        found = {key: torch.empty_like(known, device="cpu") for key, known in self._constants.items()}
-        _read(mesh, self.path, found)
-
-        def judge() -> None:
-            for key, known in self._constants.items():
-                require_same_values(key, found[key], known)
-
-        together(mesh, judge)
-
-    def _state(
-        self, one: Stepped, options: Mapping[str, Any], values: Mapping[str, Any], tensors: dict[str, Any]
-    ) -> dict[str, Any]:
-        keys = self.state.get(one.saved_name(self.state), {})
-        entries = {what: self.entries[key] for what, key in keys.items()}
-        of_tensors = {what: entry for what, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-        for what, entry in of_tensors.items():
-            one.part_of_saved(what, entry.size)
-        kinds = {what: of_tensors[what].properties.dtype if what in of_tensors else values[keys[what]] for what in keys}
-        constants = one.require_same_kind(options, kinds)
-        if not one.param.numel():  # its steps would not be counted on
-            return one.state
-        state: dict[str, Any] = {}
-        for what, key in keys.items():
-            if what in constants:
-                # One tensor may be every parameter's: it is compared and kept, never read into.
-                state[what] = self._constants[key] = constants[what]
-            elif what in of_tensors:
-                state[what], part = one.room(what, of_tensors[what].size, of_tensors[what].properties.dtype)
-                tensors[key] = state[what] if part is None else state_as_part(part, state[what])
-            else:
-                state[what] = values[key]
-        return state
+        states = {
+            name: {what: self._specs[key] if key in self._specs else values[key] for what, key in keys.items()}
+            for name, keys in self.state.items()
+        }
+        plan.add_optimizer(own, states, saved_options(own, options))
 
 
-def _as_torch_has_it(local: LocalTensor, tensor: torch.Tensor) -> torch.Tensor:
-    """What DCP is given for a tensor with an element for each that this rank holds: it reads and writes that memory."""
-    return part_or_whole(local.shape, local.start, tensor.detach().view(-1))
+def _held(model: nn.Module) -> list[LocalTensor]:
+    """Return what this rank holds of the model, each tensor with all names that torch's ``state_dict`` has it under."""
+    names = _names(model)
+    return [replace(one, aliases=tuple(names.get(one.name, ())[1:])) for one in local_tensors(model)]
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
@@ -352,6 +290,11 @@ def _states(own: Sequence[Stepped]) -> dict[str, dict[str, Any]]:
             value = value if part is None else state_as_part(part, value)
             states.setdefault(one.local.name, {})[what] = value
     return states
+
+
+def _read_pieces(mesh: Mesh, path: Path, pieces: Sequence[Piece]) -> None:
+    """Have DCP fill ``pieces``; every rank calls it."""
+    _read(mesh, path, {one.name: part_or_whole(one.shape, one.start, one.tensor) for one in pieces})
 
 
 def _read(mesh: Mesh, path: Path, wanted: dict[str, Any]) -> None:

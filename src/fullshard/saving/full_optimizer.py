@@ -18,8 +18,7 @@ from fullshard.errors import CheckpointError
 from fullshard.layout import elementwise
 from fullshard.optim.in_backward import StepInBackward
 from fullshard.optim.shards import comm_of, meta_of
-from fullshard.saving.optimizer_state import Stepped, stepped
-from fullshard.saving.pieces import Stepping
+from fullshard.saving.stepped import Stepped, Stepping, stepped
 
 StateDict = dict[str, Any]
 
@@ -47,7 +46,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Seque
             parameters than on another rank; on every rank, with the same text.
     """
     mesh = mesh_of(model)
-    own = together(mesh, lambda: stepped(model, optimizer))
+    own = together(mesh, lambda: stepped(local_tensors(model), optimizer))
     named = named_groups(model, optimizer)
     chosen = named if groups is None else [named[number] for number in groups]
     numbers = {name: number for number, name in enumerate(name for group in chosen for name in group["params"])}
@@ -74,7 +73,7 @@ def named_groups(model: nn.Module, optimizer: Stepping) -> list[StateDict]:
         CheckpointError: A parameter is not the model's, or an optimizer has others on another rank; on every rank.
     """
     mesh = mesh_of(model)
-    own = together(mesh, lambda: stepped(model, optimizer))
+    own = together(mesh, lambda: stepped(local_tensors(model), optimizer))
     if not isinstance(optimizer, StepInBackward):
         names = iter([one.local.name for one in own])
         groups = [{**group_options(g), "params": [next(names) for _ in g["params"]]} for g in optimizer.param_groups]

@@ -1,9 +1,9 @@
-"""Going on from a sharded checkpoint, whatever ranks wrote it."""
+"""Resuming from a sharded checkpoint, whatever ranks wrote it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +11,27 @@ import torch
 from torch import nn
 
 from fullshard.comm import device_of, together, together_in_background
-from fullshard.engine import mesh_of
+from fullshard.engine import LocalTensor, local_tensors, mesh_of
+from fullshard.errors import CheckpointError
 from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.saving.pieces import Stepping, Target
+from fullshard.saving.load_plan import LoadPlan
+from fullshard.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES
 from fullshard.saving.rng import restore_rng, rng_name
-from fullshard.storage import CheckpointReader, Piece, read_index
+from fullshard.saving.stepped import Stepped, Stepping, options_of, stepped
+from fullshard.storage import CheckpointReader, Index, Piece, TensorSpec, dtype_of, read_index
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held beside tensors.
+    """The contents of a loaded checkpoint other than tensors.
 
     Attributes:
         path: Its directory.
         step: Optimizer steps taken.
-        world_size: Ranks that wrote it.
-        values: What ``save`` was given.
-        metric: What ``save`` was given.
-        rng_restored: Whether each rank's random state was set; not at another world size.
+        world_size: Number of ranks that wrote it.
+        values: The ``values`` that ``save`` was given.
+        metric: The ``metric`` that ``save`` was given.
+        rng_restored: Whether each rank's random state was set; it is not at another world size.
     """
 
     path: Path
@@ -42,34 +45,34 @@ class Restored:
 def load_checkpoint(
     model: nn.Module, optimizer: Stepping | None, path: str | Path, *, average: ExponentialMovingAverage | None = None
 ) -> Restored:
-    """Go on from a checkpoint of any world size and strategy; every rank calls it.
+    """Load a checkpoint of any world size and strategy; every rank calls it.
 
-    Each rank reads the element ranges it holds and checks the checksum of every block it touches; beside the training
-    state it needs the memory of one block.
+    Each rank reads the element ranges it holds and verifies the checksum of every block it touches. In addition to the
+    training state it needs the memory of one block.
 
     Args:
         model: The sharded model; its shards and persistent buffers are filled in place.
-        optimizer: Its state and options are set; None: they are left as they are.
+        optimizer: Its state and options are set; None: they are left unchanged.
         path: The checkpoint's directory.
         average: The moving average of the model's weights, filled in place; None: it is not read.
 
     Returns:
-        What it held beside tensors.
+        The contents of the checkpoint other than tensors.
 
     Raises:
-        CheckpointError: It is damaged or of another model; on every rank, with the same text. When it does not fit,
-            nothing has changed; when a file turns out to be damaged, the model has been changed in part.
+        CheckpointError: The checkpoint is damaged or of another model; on every rank, with the same text. If it does
+            not fit, nothing has changed; if a file turns out to be damaged, part of the model has changed.
     """
     ranks, path = mesh_of(model), Path(path)
     index = together_in_background(ranks, lambda: read_index(path))
-    target = together(ranks, lambda: Target(model, optimizer, index, average))
+    target = together(ranks, lambda: _Target(model, optimizer, index, average))
     device = device_of(ranks.device)
     together_in_background(ranks, device.for_thread(lambda: target.compare(CheckpointReader(path, index))))
     same_size = index.world_size == ranks.size
 
     def read() -> torch.Tensor | None:
         reader = CheckpointReader(path, index)
-        for piece in sorted(target.pieces, key=lambda piece: (piece.name, piece.start)):
+        for piece in sorted(target.plan.pieces, key=lambda piece: (piece.name, piece.start)):
             reader.read(piece)
         if not same_size:
             return None
@@ -83,3 +86,124 @@ def load_checkpoint(
     if rng is not None:
         together(ranks, lambda: restore_rng(rng, ranks.device))
     return Restored(path, index.step, index.world_size, index.values, index.metric, rng_restored=rng is not None)
+
+
+class _Target:
+    """The training state of one rank that a checkpoint is loaded into.
+
+    Attributes:
+        plan: The pieces to read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Stepping | None,
+        index: Index,
+        average: ExponentialMovingAverage | None,
+    ) -> None:
+        """Plan what is read; nothing changes yet.
+
+        Raises:
+            CheckpointError: Names or shapes do not fit, or the optimizer's state or the average of the weights is to be
+                loaded and was not saved.
+        """
+        self.index, self.plan = index, LoadPlan()
+        self._specs = {name: TensorSpec(name, e.shape, dtype_of(e)) for name, e in index.tensors.items()}
+        self._own: list[Stepped] = []
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._average, self._updates = average, torch.zeros(1, dtype=torch.int64)
+        held = [_as_saved(local, index) for local in local_tensors(model)]
+        stored = {name.removeprefix(MODEL): spec for name, spec in self._specs.items() if name.startswith(MODEL)}
+        self.plan.add_model(held, stored, "The checkpoint")
+        for local in held:
+            if local.param is not None:
+                self._add_gradient(local, local.param)
+        if optimizer is not None:
+            self._own = stepped(held, optimizer)
+            self._add_optimizer()
+        if average is not None:
+            self._add_average(average, held)
+
+    def compare(self, reader: CheckpointReader) -> None:
+        """Read and compare what the optimizer keeps; on every rank before anything is read into place.
+
+        Raises:
+            CheckpointError: The values differ from this optimizer's, or the file is damaged.
+        """
+        for piece, _ in self.plan.constants:
+            reader.read(piece)
+        self.plan.compare()
+
+    def finish(self) -> None:
+        """Set everything that was read and is not in place yet."""
+        self.plan.finish()
+        # Not through load_state_dict, which would cast states to the parameter's dtype and change the resumed run.
+        for one, (state, options) in zip(self._own, self.plan.loaded, strict=True):
+            one.state.clear()
+            one.state.update(state)
+            _take_options(one.group, options)
+        for param, gradient in self._gradients:
+            param.grad = gradient
+        if self._average is not None:
+            self._average.updates = int(self._updates)
+
+    def _add_gradient(self, local: LocalTensor, param: nn.Parameter) -> None:
+        if GRADIENT + local.name in self._specs and param.numel():
+            gradient = torch.empty_like(param, requires_grad=False)
+            self.plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start, gradient.view(-1)))
+            self._gradients.append((param, gradient))
+        else:
+            self._gradients.append((param, None))
+
+    def _add_optimizer(self) -> None:
+        if not self.index.groups:
+            raise CheckpointError("The checkpoint was saved without an optimizer: load it with optimizer=None.")
+        states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in self.index.scalars.items()}
+        for name, spec in self._specs.items():
+            if name.startswith(OPTIMIZER):
+                parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+                states.setdefault(parameter, {})[key] = spec
+        saved = {name: group for group in self.index.groups for name in group["params"]}
+        names: dict[int, list[str]] = {}
+        for one in self._own:
+            names.setdefault(id(one.group), []).append(one.local.name)
+        options = {group: options_of(of_group, saved) for group, of_group in names.items()}
+        self.plan.add_optimizer(self._own, states, [options[id(one.group)] for one in self._own])
+
+    def _add_average(self, average: ExponentialMovingAverage, held: Sequence[LocalTensor]) -> None:
+        if UPDATES not in self._specs:
+            raise CheckpointError(
+                "The checkpoint was saved without an average of the weights: load it without average."
+            )
+        self.plan.pieces.append(Piece(UPDATES, (), 0, self._updates))
+        names = {name: local for local in held for name in (local.name, *local.aliases)}
+        for name, tensor in average.averages.items():
+            local = names[name]
+            if not tensor.numel():
+                continue
+            if AVERAGE + local.name not in self._specs:
+                raise CheckpointError(
+                    f"The saved average of the weights does not include {name}, which was frozen when it was saved. "
+                    "Make the average over the parameters that were trainable at that time."
+                )
+            self.plan.pieces.append(Piece(AVERAGE + local.name, local.shape, local.start, tensor.view(-1)))
+
+
+def _as_saved(local: LocalTensor, index: Index) -> LocalTensor:
+    """Return the same tensor, with the name that the checkpoint has it under as its first name."""
+    names = (local.name, *local.aliases)
+    name = next((name for name in names if MODEL + name in index.tensors), local.name)
+    return replace(local, name=name, aliases=tuple(other for other in names if other != name))
+
+
+def _take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set a group's options, each in the type it has in the group."""
+    for name, value in options.items():
+        if name == "params":
+            continue
+        current = group.get(name)
+        if isinstance(current, torch.Tensor):
+            current.fill_(value)
+        else:
+            group[name] = tuple(value) if isinstance(current, tuple) else value

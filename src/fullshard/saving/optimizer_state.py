@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ import torch
 from torch import nn
 
 from fullshard.comm import together
-from fullshard.engine import LocalTensor, local_tensors, mesh_of
+from fullshard.engine import local_tensors, mesh_of
 from fullshard.errors import CheckpointError
 from fullshard.layout import StatePart
-from fullshard.optim.walk import (
-    load_parameter_states,
-    parameter_states,
-    part_of_saved,
-    part_of_state,
-    require_same_kind,
-)
-from fullshard.saving.pieces import Stepping, by_parameter, local_of, options_of
+from fullshard.optim.walk import load_parameter_states
+from fullshard.saving.load_plan import LoadPlan
+from fullshard.saving.stepped import Stepped, Stepping, saved_options, stepped
+from fullshard.storage import Piece, TensorSpec
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names that Hugging Face's Trainer (transformers 5) keeps from weight decay, in lower case."""
@@ -31,102 +26,6 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\
 _QUANTISED = "__bnb_optimizer_quant_state__"
 
 UnshardedState = Mapping[str, Any] | str | Path
-
-_NOT_OPTIONS = ("params", "param_names")
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """A parameter as an optimizer has it.
-
-    Attributes:
-        local: What this rank holds of it.
-        param: The Parameter.
-        state: Its state now, the optimizer's own.
-        group: Its group, the optimizer's own.
-        optimizer: The optimizer, where there is one.
-    """
-
-    local: LocalTensor
-    param: nn.Parameter
-    state: dict[str, Any]
-    group: dict[str, Any]
-    optimizer: Stepping | None
-
-    def saved_name(self, known: Mapping[str, Any]) -> str:
-        """The name under which something of it is ``known``: the first one where nothing is."""
-        names = (self.local.name, *self.local.aliases)
-        return next((name for name in names if name in known), names[0])
-
-    def part(self, key: str, value: Any) -> StatePart | None:
-        """As :func:`part_of_state` of a value of its state now."""
-        return part_of_state(self.optimizer, self.param, key, value, self.local.name)
-
-    def part_of_saved(self, key: str, shape: Sequence[int]) -> StatePart | None:
-        """As :func:`part_of_saved` of a tensor of an unsharded optimizer's state."""
-        return part_of_saved(self.optimizer, self.param, key, shape, self.local.name)
-
-    def require_same_kind(self, options: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """As :func:`fullshard.optim.walk.require_same_kind` of what was saved of it."""
-        entry = (self.param, self.state, self.group)
-        return require_same_kind(self.optimizer, entry, options, saved, self.local.name)
-
-    def room(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, StatePart | None]:
-        """Where a saved tensor of the parameter's state goes: the tensor that is there, or a new one.
-
-        Args:
-            key: Its name in the state.
-            shape: Its shape in the unsharded state.
-            dtype: Its dtype there.
-
-        Returns:
-            The tensor, and which part of the saved one it is to hold; None: it is one number, 0-d.
-
-        Raises:
-            CheckpointError: It does not fit the optimizer's state of this parameter.
-        """
-        part = self.part_of_saved(key, shape)
-        if part is None:
-            return torch.empty((), dtype=dtype), None
-        current: Any = self.state.get(key)
-        if isinstance(current, torch.Tensor) and (tuple(current.shape), current.dtype) == (part.local_shape, dtype):
-            return current, part
-        return torch.empty(part.local_shape, dtype=dtype, device=self.param.device), part
-
-
-def stepped(model: nn.Module, optimizer: Stepping) -> list[Stepped]:
-    """The parameters that an optimizer steps here, in the order of :func:`parameter_states`; no communication.
-
-    Raises:
-        CheckpointError: One is not the model's.
-    """
-    by_param = by_parameter(local_tensors(model))
-    return [
-        Stepped(local_of(by_param, param), param, state, group, optimizer)
-        for param, state, group in parameter_states(optimizer)
-    ]
-
-
-def saved_options(own: Sequence[Stepped], options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The hyperparameters that each of this rank's parameters was saved with.
-
-    Args:
-        own: The optimizer's parameters.
-        options: Hyperparameters by the parameter's name; parameters of one group have the very same mapping.
-
-    Returns:
-        For each of ``own``, those of its group.
-
-    Raises:
-        CheckpointError: A trainable parameter has none, or those of one group have different ones.
-    """
-    by_group: dict[int, list[str]] = {id(one.group): [] for one in own}
-    for one in own:
-        name = one.saved_name(options)
-        if one.param.requires_grad or name in options:
-            by_group[id(one.group)].append(name)
-    chosen = {group: options_of(names, options) for group, names in by_group.items()}
-    return [{key: value for key, value in chosen[id(one.group)].items() if key not in _NOT_OPTIONS} for one in own]
 
 
 def load_optimizer_state(
@@ -164,19 +63,10 @@ def load_optimizer_state(
         CheckpointError: The file cannot be read, or names or shapes do not fit. On every rank, with the same text;
             nothing has changed then.
     """
-    plan = together(mesh_of(model), lambda: _plan(model, optimizer, state, names))
-    with torch.no_grad():
-        for target, source in plan.copies:
-            target.copy_(source)
+    plan, tensors = together(mesh_of(model), lambda: _plan(model, optimizer, state, names))
+    for piece in plan.pieces:
+        _read_piece(piece, tensors)
     load_parameter_states(optimizer, plan.loaded)
-
-
-@dataclass
-class _Plan:
-    """What is copied, to where, and what the optimizer is handed then."""
-
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
-    loaded: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _plan(
@@ -184,27 +74,34 @@ def _plan(
     optimizer: Stepping,
     state: UnshardedState | Sequence[UnshardedState],
     names: Sequence[Sequence[str]] | None,
-) -> _Plan:
+) -> tuple[LoadPlan, dict[str, torch.Tensor]]:
+    """Return what is read, and the tensors that it is read from."""
     saved = _state_dicts(state)
     groups = [(of_one["state"], group) for of_one in saved for group in of_one["param_groups"]]
-    own = stepped(model, optimizer)
-    values: dict[str, Mapping[str, Any]] = {}
+    own = stepped(local_tensors(model), optimizer)
     options: dict[str, Mapping[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, torch.Tensor] = {}
     names = _names_of_groups(model, own, [group for _, group in groups], names)
-    for (states, group), of_group in zip(groups, names, strict=True):
+    for (of_one, group), of_group in zip(groups, names, strict=True):
         for name, number in zip(of_group, group["params"], strict=True):
-            options[name], values[name] = group, _unnested(states.get(number, {}))
-    _check(model, own, values)
-    plan = _Plan([], [])
-    for one, its_options in zip(own, saved_options(own, options), strict=True):
-        of_param = values.get(one.saved_name(values), {})
-        constant = one.require_same_kind(its_options, of_param)
-        # What this rank holds nothing of stays as it is: its steps would not be counted on.
-        new = one.state
-        if one.param.numel():
-            new = constant | {k: _place(plan, one, k, v) for k, v in of_param.items() if k not in constant}
-        plan.loaded.append((new, its_options))
-    return plan
+            options[name], states[name] = group, {}
+            for key, value in _unnested(of_one.get(number, {})).items():
+                states[name][key] = value
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}/{key}"] = value
+                    states[name][key] = TensorSpec(f"{name}/{key}", tuple(value.shape), value.dtype)
+    _check(model, own, states)
+    plan = LoadPlan()
+    plan.add_optimizer(own, states, saved_options(own, options))
+    for piece, _ in plan.constants:
+        _read_piece(piece, tensors)
+    plan.compare()
+    return plan, tensors
+
+
+def _read_piece(piece: Piece, tensors: Mapping[str, torch.Tensor]) -> None:
+    piece.tensor.copy_(tensors[piece.name].detach().reshape(-1)[piece.start : piece.stop])
 
 
 def _state_dicts(state: UnshardedState | Sequence[UnshardedState]) -> list[Mapping[str, Any]]:
@@ -227,15 +124,6 @@ def _state_dicts(state: UnshardedState | Sequence[UnshardedState]) -> list[Mappi
 def _unnested(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parameter's state without the box in which bitsandbytes hides quantised tensors from FSDP."""
     return {**{key: value for key, value in values.items() if key != _QUANTISED}, **values.get(_QUANTISED, {})}
-
-
-def _place(plan: _Plan, one: Stepped, key: str, value: Any) -> Any:
-    """What the optimizer is given for one saved value; what a tensor is filled from is noted in the plan."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    target, part = one.room(key, value.shape, value.dtype)
-    plan.copies.append((target, value.detach() if part is None else cut(value, part)))
-    return target
 
 
 def cut(whole: torch.Tensor, part: StatePart) -> torch.Tensor:
@@ -324,7 +212,7 @@ def _check(model: nn.Module, own: Sequence[Stepped], values: Mapping[str, Mappin
         )
     for name, one in ((name, stepping[name]) for name in values if name in stepping):
         for key, value in values[name].items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, TensorSpec):
                 one.part_of_saved(key, value.shape)
             elif isinstance(value, (list, tuple, dict)):
                 raise CheckpointError(

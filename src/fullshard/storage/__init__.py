@@ -11,6 +11,7 @@ from fullshard.storage.index import Index as Index
 from fullshard.storage.index import PieceEntry as PieceEntry
 from fullshard.storage.index import TensorEntry as TensorEntry
 from fullshard.storage.piece import Piece as Piece
+from fullshard.storage.piece import SavePlan as SavePlan
 from fullshard.storage.places import ADAPTER_NAME as ADAPTER_NAME
 from fullshard.storage.places import CHECKPOINTS_NAME as CHECKPOINTS_NAME
 from fullshard.storage.places import WEIGHT_SUFFIXES as WEIGHT_SUFFIXES
@@ -40,5 +41,5 @@ from fullshard.storage.weights import parse_size as parse_size
 from fullshard.storage.weights import publish_model as publish_model
 from fullshard.storage.writer import GIVEN_UP as GIVEN_UP
 from fullshard.storage.writer import Save as Save
-from fullshard.storage.writer import SavePlan as SavePlan
+from fullshard.storage.writer import SaveJob as SaveJob
 from fullshard.storage.writer import begin as begin

@@ -1,8 +1,9 @@
-"""What the checkpoint room knows of a sharded tensor: a run of its flattened elements, and nothing of the engine."""
+"""A run of a tensor's flattened elements, and the runs that one rank saves; nothing here knows the engine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,9 +16,9 @@ class Piece:
     loading into another world size is the intersection of intervals.
 
     Attributes:
-        name: Of the tensor, unique in the checkpoint, such as ``model/encoder.block.0.weight``.
-        shape: Shape of the whole tensor; ``()`` for a scalar.
-        start: First element, counted in the flattened whole tensor.
+        name: The tensor's name, unique in the checkpoint, such as ``model/encoder.block.0.weight``.
+        shape: Shape of the full tensor; ``()`` for a scalar.
+        start: First element, counted in the flattened full tensor.
         tensor: The elements, (stop - start,), contiguous, on any device. Written from, or read into.
     """
 
@@ -30,3 +31,18 @@ class Piece:
     def stop(self) -> int:
         """The element just past the run."""
         return self.start + self.tensor.numel()
+
+
+@dataclass
+class SavePlan:
+    """The training state that one rank saves; together the ranks save each element once.
+
+    Attributes:
+        pieces: Runs of tensors, none empty, on any device.
+        groups: Options of the optimizer's parameter groups as JSON holds them, with parameter names under ``params``.
+        scalars: The optimizer's state other than tensors, by parameter name and key.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from fullshard.storage.index import (
     tensors_as_plain,
     tensors_from_plain,
 )
-from fullshard.storage.piece import Piece
+from fullshard.storage.piece import SavePlan
 from fullshard.storage.shard_file import shard_name, write_shard_file
 from fullshard.storage.store import Keep, clear_leftovers, prune, step_directory, write_completion
 
@@ -43,16 +43,14 @@ _LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class SavePlan:
-    """What one rank writes.
+class SaveJob:
+    """One rank's share of the save of one checkpoint.
 
     Attributes:
         directory: Where the checkpoints lie.
         rank: This rank.
         index: What is known before the tensors are written: everything but ``tensors``, ``groups`` and ``scalars``.
-        pieces: This rank's runs, none empty, on any device; they must not change before the save is finished.
-        groups: Options of this rank's parameter groups, with the names of its parameters.
-        scalars: This rank's state of the optimizer that is no tensor.
+        plan: What this rank writes; the pieces must not change before the save is finished.
         keep: Which checkpoints outlive this one.
         ready: Returns when the pieces may be read.
         timeout_s: Longest time for the whole save.
@@ -61,9 +59,7 @@ class SavePlan:
     directory: Path
     rank: int
     index: Index
-    pieces: Sequence[Piece]
-    groups: Sequence[Mapping[str, Any]]
-    scalars: Mapping[str, Mapping[str, Any]]
+    plan: SavePlan
     keep: Keep
     ready: Callable[[], None]
     timeout_s: float
@@ -74,15 +70,15 @@ class SavePlan:
         return sibling(step_directory(self.directory, self.index.step), "tmp")
 
 
-def begin(plan_directory: Path, step: int) -> None:
+def begin(directory: Path, step: int) -> None:
     """Make the empty directory that all ranks write into; on rank 0, under the lock.
 
     Raises:
         CheckpointError: The file system refused.
     """
-    final = step_directory(plan_directory, step)
+    final = step_directory(directory, step)
     try:
-        clear_leftovers(plan_directory)  # also of a save that has failed: they may be what fills the disk
+        clear_leftovers(directory)  # also of a save that has failed: they may be what fills the disk
         sibling(final, "tmp").mkdir()
     except OSError as error:
         raise _refused(final, error) from error
@@ -92,18 +88,18 @@ class Save:
     """One checkpoint being written by this rank; made by every rank for the same step.
 
     Attributes:
-        plan: What is written.
+        job: What is written, and where.
         done_bytes: Written so far.
         total_bytes: To be written by this rank.
         seconds: How long it took, when it is finished.
         reported: Whether somebody was told that it is committed.
     """
 
-    def __init__(self, plan: SavePlan) -> None:
+    def __init__(self, job: SaveJob) -> None:
         """Start writing."""
-        self.plan = plan
+        self.job = job
         self.done_bytes = 0
-        self.total_bytes = sum(piece.tensor.nbytes for piece in plan.pieces)
+        self.total_bytes = sum(piece.tensor.nbytes for piece in job.plan.pieces)
         self.seconds = 0.0
         self.reported = False
         self._started = time.monotonic()
@@ -115,7 +111,7 @@ class Save:
     @property
     def final(self) -> Path:
         """Where the checkpoint is when it is whole."""
-        return step_directory(self.plan.directory, self.plan.index.step)
+        return step_directory(self.job.directory, self.job.index.step)
 
     def poll(self, seconds: float) -> str | None:
         """Wait for at most ``seconds``.
@@ -126,8 +122,8 @@ class Save:
         self._thread.join(seconds)
         if not self._thread.is_alive():
             return self._problem or ""
-        if time.monotonic() - self._started > self.plan.timeout_s + 10:
-            return f"{self.final}: the disk has not answered for {self.plan.timeout_s:g} s (rank {self.plan.rank})."
+        if time.monotonic() - self._started > self.job.timeout_s + 10:
+            return f"{self.final}: the disk has not answered for {self.job.timeout_s:g} s (rank {self.job.rank})."
         return None
 
     def cancel(self) -> None:
@@ -138,26 +134,26 @@ class Save:
         """The thread."""
         try:
             self._write_mine()
-            if self.plan.rank == 0:
+            if self.job.rank == 0:
                 self._commit()
         except OSError as error:
             self._problem = str(_refused(self.final, error))
         except CheckpointError as error:
             self._problem = str(error)
         except BaseException as error:
-            self._problem = f"{self.final}: rank {self.plan.rank} could not write its part: {error!r}"
+            self._problem = f"{self.final}: rank {self.job.rank} could not write its part: {error!r}"
         self.seconds = time.monotonic() - self._started
         if self._problem is not None:
             self._withdraw()
 
     def _write_mine(self) -> None:
         """This rank's file, then its part of the index, which says that the file is on the disk."""
-        plan = self.plan
-        plan.ready()
-        name = shard_name(plan.rank, plan.index.world_size)
-        tensors = write_shard_file(plan.temporary / name, plan.pieces, self._count)
-        part = {"tensors": tensors_as_plain(tensors), "groups": list(plan.groups), "scalars": dict(plan.scalars)}
-        write_text(_part_path(plan, plan.rank), json.dumps(part))
+        job = self.job
+        job.ready()
+        name = shard_name(job.rank, job.index.world_size)
+        tensors = write_shard_file(job.temporary / name, job.plan.pieces, self._count)
+        part = {"tensors": tensors_as_plain(tensors), "groups": job.plan.groups, "scalars": job.plan.scalars}
+        write_text(_part_path(job, job.rank), json.dumps(part))
 
     def _count(self, nbytes: int) -> None:
         """Keep count, and give up where another rank has."""
@@ -167,19 +163,19 @@ class Save:
 
     def _commit(self) -> None:
         """Rank 0: from all ranks' parts to a whole checkpoint under its name."""
-        plan = self.plan
-        parts = [self._wait_for_part(rank) for rank in range(plan.index.world_size)]
+        job = self.job
+        parts = [self._wait_for_part(rank) for rank in range(job.index.world_size)]
         tensors = merge_tensors(tensors_from_plain(part["tensors"]) for part in parts)
         require_covered(tensors, self.final)
         scalars = {name: values for part in parts for name, values in part["scalars"].items()}
-        index = replace(plan.index, tensors=tensors, groups=merge_groups([p["groups"] for p in parts]), scalars=scalars)
-        write_text(plan.temporary / INDEX_NAME, index.as_json())
-        for rank in range(plan.index.world_size):
-            os.unlink(_part_path(plan, rank))
-        write_completion(plan.temporary, index.step, index.metric, greater_is_better=index.greater_is_better)
-        commit(plan.temporary, self.final)
+        index = replace(job.index, tensors=tensors, groups=merge_groups([p["groups"] for p in parts]), scalars=scalars)
+        write_text(job.temporary / INDEX_NAME, index.as_json())
+        for rank in range(job.index.world_size):
+            os.unlink(_part_path(job, rank))
+        write_completion(job.temporary, index.step, index.metric, greater_is_better=index.greater_is_better)
+        commit(job.temporary, self.final)
         try:
-            prune(plan.directory, plan.keep, newest=self.final)
+            prune(job.directory, job.keep, newest=self.final)
         except (OSError, CheckpointError) as error:
             _log.warning("%s is committed, but older checkpoints could not be deleted: %s", self.final, error)
 
@@ -189,12 +185,12 @@ class Save:
         Raises:
             CheckpointError: The rank has failed, or needs too long.
         """
-        path, seconds = _part_path(self.plan, rank), _LOOK_SECONDS
+        path, seconds = _part_path(self.job, rank), _LOOK_SECONDS
         while not path.exists():
             self._count(0)
-            if time.monotonic() - self._started > self.plan.timeout_s:
+            if time.monotonic() - self._started > self.job.timeout_s:
                 raise CheckpointError(
-                    f"{self.final}: rank {rank} has not written its part within {self.plan.timeout_s:g} s, or rank 0 "
+                    f"{self.final}: rank {rank} has not written its part within {self.job.timeout_s:g} s, or rank 0 "
                     "does not see it. All ranks must write to one shared file system; a slow disk needs more timeout_s."
                 )
             self._cancelled.wait(seconds)
@@ -203,9 +199,9 @@ class Save:
 
     def _withdraw(self) -> None:
         """After a failure: rank 0 clears what it can; what is left is cleared by the next save."""
-        if self.plan.rank == 0:
+        if self.job.rank == 0:
             with contextlib.suppress(OSError):
-                shutil.rmtree(self.plan.temporary)
+                shutil.rmtree(self.job.temporary)
 
 
 def merge_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -219,8 +215,8 @@ def merge_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[st
     return list(merged.values())
 
 
-def _part_path(plan: SavePlan, rank: int) -> Path:
-    return plan.temporary / f"{shard_name(rank, plan.index.world_size)}.part.json"
+def _part_path(job: SaveJob, rank: int) -> Path:
+    return job.temporary / f"{shard_name(rank, job.index.world_size)}.part.json"
 
 
 def _refused(final: Path, error: OSError) -> CheckpointError:

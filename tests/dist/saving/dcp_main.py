@@ -308,7 +308,7 @@ def misfits(directory):
         (directory / "theirs" / "__1_0.distcp").write_bytes(b"")
     dist.barrier()
     assert_same_bits(gathered(model, optimizer), before)
-    refused(lambda: load_dcp(model, optimizer, directory / "theirs_sgd" / "nothing"), "no whole")
+    refused(lambda: load_dcp(model, optimizer, directory / "theirs_sgd" / "nothing"), "not a complete")
     refused(lambda: load_dcp(model, grouped(model), directory / "theirs"), "cannot be read: rank")
 
 

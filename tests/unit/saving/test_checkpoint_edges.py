@@ -162,7 +162,7 @@ def test_one_rank_without_host_memory_ends_the_save_on_every_rank(tmp_path, monk
 
         with Checkpoints(tmp_path, ranks=comm) as checkpoints:
             if comm.rank == 1:
-                monkeypatch.setattr(checkpoints, "_host_copies", refuse)
+                monkeypatch.setattr(checkpoints, "_host_pairs", refuse)
             with pytest.raises(RuntimeError if comm.rank else FullshardError, match="not enough memory"):
                 checkpoints.save(model, step=1, background=True)
 
@@ -173,7 +173,7 @@ def test_after_an_error_nothing_is_written_once_the_lock_is_free(tmp_path, monke
     threads, real = [], writer.Save._write_mine
 
     def never_on_rank_1(save):
-        if save.plan.rank == 0:
+        if save.job.rank == 0:
             threads.append(threading.current_thread())
             real(save)
 

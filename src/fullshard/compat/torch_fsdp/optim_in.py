@@ -15,9 +15,9 @@ from fullshard.compat.torch_fsdp.optim_out import StateDict, root_and_ranks
 from fullshard.engine import local_tensors
 from fullshard.errors import CheckpointError, ShardingError
 from fullshard.saving.full_optimizer import group_options
-from fullshard.saving.optimizer_state import Stepped, cut, saved_options
-from fullshard.saving.pieces import by_parameter, local_of
+from fullshard.saving.optimizer_state import cut
 from fullshard.saving.shard_tensor import ShardTensor, state_as_part
+from fullshard.saving.stepped import Stepped, by_parameter, local_of, saved_options
 
 Source = Literal["own", "local", "rank 0"]
 """What a state dict is: full or sharded, this rank's own; this rank's rows; or full, and on rank 0 only."""

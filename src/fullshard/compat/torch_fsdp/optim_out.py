@@ -15,9 +15,8 @@ from fullshard.errors import CheckpointError, InvariantError, ProcessGroupError,
 from fullshard.layout import StatePart
 from fullshard.optim.shards import comm_of
 from fullshard.saving.full_optimizer import Described, StateDict, StatesOfAll, group_options
-from fullshard.saving.optimizer_state import Stepped
-from fullshard.saving.pieces import by_parameter, local_of
 from fullshard.saving.shard_tensor import state_as_part
+from fullshard.saving.stepped import Stepped, by_parameter, local_of
 
 
 def root_and_ranks(model: nn.Module, group: Any) -> tuple[nn.Module, Mesh]:
