@@ -339,7 +339,10 @@ def test_no_sync_accumulates_as_a_larger_batch():
             lm_loss(model, first).backward()
         assert all(param.grad is None for param in model.parameters())
         lm_loss(model, second).backward()
-        with pytest.raises(ShardingError, match="no_sync\\(\\) is of the outermost wrapper"), model.blocks[0].no_sync():
+        with (
+            pytest.raises(ShardingError, match="no_sync\\(\\) must be called on the outermost wrapper"),
+            model.blocks[0].no_sync(),
+        ):
             pass
         with pytest.raises(ShardingError, match="clip_grad_norm_"):
             model.blocks[0].clip_grad_norm_(1.0)
@@ -618,7 +621,7 @@ def test_the_old_spelling_of_the_policy_is_taken_with_a_warning():
     _, models = replicas(TinyLM, 1)
 
     def work(comm):
-        with pytest.warns(FutureWarning, match="is called auto_wrap_policy"):
+        with pytest.warns(FutureWarning, match="was renamed to auto_wrap_policy"):
             model = FSDP(models[0], comm, fsdp_auto_wrap_policy=BLOCKS)
         with pytest.raises(ConfigError, match="old name"):
             FSDP(TinyLM(), comm, auto_wrap_policy=BLOCKS, fsdp_auto_wrap_policy=BLOCKS)

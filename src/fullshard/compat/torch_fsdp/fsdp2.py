@@ -1,8 +1,9 @@
-"""FSDP2's ``fully_shard`` over fullshard's engine: bottom-up calls on blocks, then on the root."""
+"""FSDP2's ``fully_shard`` on fullshard's engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model
 from fullshard.compat.torch_fsdp.sharded_gradient import FullTensor, gradient_of
 from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
 from fullshard.engine.registry import runtime_of
+from fullshard.engine.step.param import ShardedParam
 from fullshard.errors import ConfigError, ShardingError, WrapError
 from fullshard.policy import ShardingStrategy
 
@@ -61,34 +63,34 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Make one unit of the parameters of ``module`` that no call on a part of it has taken; every rank calls it.
+    """Shard the parameters of ``module`` that no earlier call took, as one unit; every rank calls it.
 
-    Call it bottom up, on blocks and then on the root, which is what may be called then. ``module`` becomes an
-    :class:`FSDPModule`. Its parameters are this rank's rows, plain tensors (not DTensors), whose gradients give norms
-    over all ranks, so that ``torch.nn.utils.clip_grad_norm_`` is right. Parameters and gradients have a
-    ``full_tensor()``, which every rank calls.
+    Call it bottom up: on the blocks first, then on the root. ``module`` becomes an :class:`FSDPModule` in place. Its
+    parameters are plain tensors of this rank's rows (in torch: DTensors). Their gradients compute norms over all ranks,
+    so ``torch.nn.utils.clip_grad_norm_`` is correct. Parameters and gradients have a ``full_tensor()``, which every
+    rank calls.
 
     Args:
-        module: A module, or a list of modules that make one unit.
-        mesh: A DeviceMesh with 1 axis (shard) or 2 (replicate, shard); None: all ranks. Also what
-            ``fullshard.fully_shard`` takes.
-        reshard_after_forward: Whether parameters are freed between forward and backward; None: except for the root's.
-            As an int: 1 is False and the number of ranks that shard is True.
+        module: A module, or a list of modules that form one unit.
+        mesh: A DeviceMesh with 1 axis (shard) or 2 (replicate, shard), or anything else that ``fullshard.fully_shard``
+            takes; None: all ranks.
+        reshard_after_forward: Whether to free parameters between forward and backward; None: all but the root's.
+            An int must be 1 (False) or the number of ranks that shard (True).
         shard_placement_fn: Called with each parameter; must return None or ``Shard(0)``.
         mp_policy: A :class:`MixedPrecisionPolicy`, or torch's.
         offload_policy: :class:`OffloadPolicy` or :class:`CPUOffloadPolicy`, or torch's.
-        ignored_params: Parameters that stay as they are, also in calls on what is around.
-        dp_mesh_dims: None.
+        ignored_params: Parameters left unsharded, here and by later calls on enclosing modules.
+        dp_mesh_dims: Must be None.
 
     Returns:
         ``module``.
 
     Raises:
-        ConfigError: An argument has a value that cannot be followed; the message says which and what to do.
-        WrapError: A module has no forward of its own, or a parameter is tied to one of a part that is sharded.
+        ConfigError: An argument has an unsupported value.
+        WrapError: A module has no forward of its own, or a parameter is tied to one in a module sharded earlier.
         ShardingError: The module is sharded already.
         ProcessGroupError: There is no process group, or the mesh does not fit.
-        MismatchError: Ranks hold different models; on every rank.
+        MismatchError: Ranks hold different models; raised on every rank.
     """
     members = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(members)
@@ -96,48 +98,59 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     params = list(dict.fromkeys(p for member in members for p in member.parameters() if p not in ignored))
     _check_parameters(params, shard_placement_fn)
     if dp_mesh_dims is not None:
-        raise ConfigError("dp_mesh_dims is not supported: pass the data parallel axes alone, mesh=mesh[names].")
+        raise ConfigError("dp_mesh_dims is not supported: pass only the data parallel axes, mesh=mesh[names].")
     precision, offload = precision_of(mp_policy), offload_of(offload_policy)
     device = torch.device("cpu") if getattr(mesh, "device_type", None) == "cpu" else None
     reshard = _reshard(reshard_after_forward, mesh, device)
+    with _fsdp_classes(members):
+        if params:
+            engine.fully_shard(
+                module,
+                mesh,
+                wrap=None,
+                strategy=_strategy(mesh, keep=reshard is False),
+                mp_policy=precision,
+                offload_policy=offload,
+                ignored_params=ignored,
+                device=device,
+            )
+    runtime = runtime_of(members[0]) if params else None
+    for member in members:
+        set_state(member, ModuleState(None if runtime is None else runtime.root, ignored))
+    if runtime is not None:
+        _present_as_fsdp2(members, runtime.root.params)
+        if reshard is True:  # an explicit True also applies to a root, which otherwise keeps its parameters
+            runtime.configure(runtime.root, reshard_after_forward=True)
+    return module
+
+
+@contextmanager
+def _fsdp_classes(members: Sequence[nn.Module]) -> Iterator[None]:
+    """Give ``members`` their :class:`FSDPModule` classes; restore their own if the block raises."""
     plain = [type(member) for member in members]
     for member, cls in zip(members, plain, strict=True):
         member.__class__ = fsdp_class(cls)
-    if not params:
-        for member in members:
-            set_state(member, ModuleState(None, ignored))
-        return module
     try:
-        engine.fully_shard(
-            module,
-            mesh,
-            wrap=None,
-            strategy=_strategy(mesh, keep=reshard is False),
-            mp_policy=precision,
-            offload_policy=offload,
-            ignored_params=ignored,
-            device=device,
-        )
+        yield
     except BaseException:
         for member, cls in zip(members, plain, strict=True):
             member.__class__ = cls
         raise
-    runtime = runtime_of(members[0])
+
+
+def _present_as_fsdp2(members: Sequence[nn.Module], params: Iterable[ShardedParam]) -> None:
+    """Give a new unit what torch's FSDP2 users expect: state dicts, gradients with norms, ``full_tensor()``."""
     for member in members:
-        set_state(member, ModuleState(runtime.root, ignored))
         engine.on_state_dict(member, model_state_dict, load_model_state_dict)
     set_state_dict_type(members[0], StateDictType.SHARDED_STATE_DICT)
-    for param in runtime.root.params:
+    for param in params:
         param.as_gradient = gradient_of
         param.sharded.full_tensor = FullTensor(param)  # type: ignore[attr-defined]
         describe_state_of(param.sharded)
-    if reshard is True:  # said, so it holds for a root too
-        runtime.configure(runtime.root, reshard_after_forward=True)
-    return module
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` compute with full parameters; of a module that is not sharded, nothing.
+    """Make a method other than ``forward`` compute with full parameters; no effect on a module that is not sharded.
 
     Raises:
         ShardingError: There is no such method.
@@ -150,7 +163,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
-    """Nothing to do but look at the list: side streams belong to the device, and all models share them.
+    """Only validate ``modules``: side streams belong to the device, so all models share them already.
 
     Raises:
         ConfigError: ``fully_shard`` was not called on one of ``modules``.
@@ -166,15 +179,15 @@ def _check_modules(members: Sequence[nn.Module]) -> None:
             raise ConfigError(f"fully_shard takes a module or a list of modules; got {type(member).__name__}.")
         if isinstance(member, (nn.ModuleList, nn.ModuleDict)) and type(member).forward is nn.Module.forward:
             raise WrapError(
-                f"fully_shard on a {type(member).__name__}: it has no forward to gather for. Call it on each of its "
-                "modules, or on the list of them, list(modules), for one unit."
+                f"fully_shard on a {type(member).__name__}: it has no forward before which to gather. Call it on each "
+                "of its modules, or once on list(modules) to make them one unit."
             )
         if isinstance(member, FSDPModule):
-            raise ShardingError(f"{type(member).__name__} is sharded already; call fully_shard on a module once.")
+            raise ShardingError(f"{type(member).__name__} is sharded already; call fully_shard once per module.")
 
 
 def _ignored_inside(members: Sequence[nn.Module]) -> frozenset[nn.Parameter]:
-    """What calls on parts of ``members`` have left out."""
+    """Return the parameters that earlier calls on modules inside ``members`` ignored."""
     parts = (part for member in members for part in member.modules() if isinstance(part, FSDPModule))
     return frozenset(param for part in parts for param in state_of(part).ignored)
 
@@ -183,28 +196,32 @@ def _check_parameters(params: Sequence[nn.Parameter], placement: Callable[[nn.Pa
     for param in params:
         if hasattr(param, "placements"):
             raise WrapError(
-                f"A parameter of shape {tuple(param.shape)} is a DTensor (tensor parallel). fullshard shards plain "
-                "parameters; leave out parallelize_module, or use torch's own fully_shard."
+                f"A parameter of shape {tuple(param.shape)} is a DTensor (tensor parallel). fullshard shards only "
+                "plain parameters: leave out parallelize_module, or use torch's own fully_shard."
             )
         chosen = None if placement is None or hasattr(param, "shard_meta") else placement(param)
         if chosen is not None and getattr(chosen, "dim", None) != 0:
             raise ConfigError(
-                f"shard_placement_fn gives {chosen!r} for a parameter of shape {tuple(param.shape)}; parameters are "
+                f"shard_placement_fn returned {chosen!r} for a parameter of shape {tuple(param.shape)}. Parameters are "
                 "sharded by rows of their first dimension: return None or Shard(0)."
             )
 
 
 def _reshard(after_forward: Any, mesh: Any, device: torch.device | None) -> bool | None:
-    """What ``reshard_after_forward`` says, where it is an int too."""
+    """Return ``reshard_after_forward`` as a bool or None, also where it is an int.
+
+    Raises:
+        ConfigError: It is an int other than 1 and the number of ranks that shard.
+    """
     if after_forward is None or isinstance(after_forward, bool):
         return after_forward
     size = as_mesh(mesh, _strategy(mesh, keep=False), device).shard_group.size
     if isinstance(after_forward, int) and after_forward in (1, size):
         return after_forward == size and size > 1
     raise ConfigError(
-        f"reshard_after_forward={after_forward!r}: parameters are freed or kept after forward, True or False; "
-        f"resharding to a smaller group than the {size} ranks is not supported. To gather inside smaller groups only, "
-        "shard inside them: a mesh of 2 axes, (replicate, shard)."
+        f"reshard_after_forward={after_forward!r}: it must be True or False; resharding to a smaller group than the "
+        f"{size} ranks is not supported. To gather inside smaller groups only, shard inside them with a mesh of 2 "
+        "axes, (replicate, shard)."
     )
 
 

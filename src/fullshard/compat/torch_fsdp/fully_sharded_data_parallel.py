@@ -1,15 +1,15 @@
-"""``FullyShardedDataParallel``: torch's wrapper, with fullshard's engine inside.
+"""``FullyShardedDataParallel``: torch's FSDP1 wrapper on fullshard's engine.
 
-The tree of wrappers is torch's: one around the module that was given, and one around each module that the wrap policy
-chose. The engine sits on the wrapped modules themselves; a wrapper passes calls on and answers to torch's names. What
-is sharded when, and how names and parameters look, is the engine's:
+The tree of wrappers is torch's: one around the given module, and one around each module that the wrap policy chooses.
+The engine shards the wrapped modules themselves; a wrapper forwards calls and provides torch's methods. Differences
+from torch:
 
-- parameters are always the original ones, this rank's rows of each, under the unwrapped model's names, and
-  ``use_orig_params`` changes nothing: frozen and trainable parameters may share a unit;
-- a parameter that is registered at several places (``shared`` and ``lm_head`` of a T5) belongs to the unit around all
-  of them, whatever was wrapped;
-- all ranks must hold the same values, or ask for ``sync_module_states``: torch would train a patchwork of them;
-- a model on the meta device is initialised unit by unit, alike on every rank.
+- Parameters are always the original ones, this rank's rows of each, under the unwrapped model's names.
+  ``use_orig_params`` has no effect: frozen and trainable parameters may share a unit.
+- A parameter registered at several places (``shared`` and ``lm_head`` of a T5) belongs to the innermost unit that
+  contains all of them, whatever is wrapped.
+- All ranks must hold the same values, or set ``sync_module_states``. torch would train a mixture of their values.
+- A model on the meta device is initialized unit by unit, with the same values on every rank.
 """
 
 from __future__ import annotations
@@ -70,35 +70,37 @@ __all__ = [
 
 
 class FullyShardedDataParallel(nn.Module):
-    """A module whose parameters are sharded over ranks; every rank makes it, of the same module, with equal arguments.
+    """A module whose parameters are sharded over ranks.
 
-    Outermost wrappers are roots: each is a model of its own, with or without modules around it that are not wrapped.
-    Calling it gathers unit by unit; after ``backward()`` every shard's ``.grad`` is the mean over ranks.
+    Every rank creates it, from the same module with equal arguments. An outermost wrapper is a root: a model of its
+    own, even inside modules that are not wrapped. Calling it gathers unit by unit; after ``backward()`` every shard's
+    ``.grad`` is the mean over ranks.
 
     Args:
-        module: What to wrap; its parameters are replaced by shards in place. Modules in it may be wrapped already: they
-            keep their units, dtypes and offload, and must have the same ranks.
-        process_group: Ranks to shard over: a process group, for the hybrid strategies a pair ``(shard, replicate)``.
-            None: all ranks; for the hybrid ones shards stay inside a machine of ``LOCAL_WORLD_SIZE`` ranks.
+        module: The module to wrap; its parameters are replaced by shards in place. Modules inside that are wrapped
+            already keep their units, dtypes and offload, and must have the same ranks.
+        process_group: Ranks to shard over: a process group, or for the hybrid strategies a pair ``(shard, replicate)``.
+            None: all ranks; the hybrid strategies then shard inside a machine of ``LOCAL_WORLD_SIZE`` ranks.
         sharding_strategy: What is sharded; None: FULL_SHARD.
-        cpu_offload: Whether shards, gradients and so the optimizer's state live in host memory.
-        auto_wrap_policy: Which modules inside are wrapped, see :mod:`~fullshard.compat.torch_fsdp.wrap`. None: none
-            are, and what was not wrapped by hand is gathered as one unit.
-        backward_prefetch: When backward gathers the next unit; None: when it is needed. Of the root.
+        cpu_offload: Whether shards, gradients and thus the optimizer's state live in host memory.
+        auto_wrap_policy: Which modules inside are wrapped, see :mod:`~fullshard.compat.torch_fsdp.wrap`. None: none;
+            what is not wrapped already is gathered as one unit.
+        backward_prefetch: When backward gathers the next unit; None: when it is needed. Only the root's has an effect.
         mixed_precision: Dtypes; None: the parameters' own.
-        ignored_modules: Modules left as they are, with all in them but wrapped ones.
-        param_init_fn: Called with the modules of a unit that is on the meta device, outer ones first; it gives what a
-            module itself owns memory and values. None: ``reset_parameters()``, or the ``_init_weights`` of a Hugging
-            Face model.
-        device_id: The device units compute on, an accelerator's number or a device; None: this rank's accelerator, else
-            CPU. Nothing has to be moved before.
-        sync_module_states: Whether all ranks take rank 0's values; other ranks may be on the meta device.
-        forward_prefetch: Whether forward gathers ahead, in the order of the last one. Of the root.
-        limit_all_gathers: Without effect: never more than one unit is gathered ahead.
-        use_orig_params: Without effect: parameters are always the original ones.
-        ignored_states: Modules or parameters left as they are.
-        device_mesh: In place of ``process_group``: 1 axis, for the hybrid strategies 2, ``(replicate, shard)``.
-        fsdp_auto_wrap_policy: What ``auto_wrap_policy`` was called before torch 1.12; taken, with a warning.
+        ignored_modules: Modules left unsharded, with everything inside except wrapped modules.
+        param_init_fn: Called with each module of a unit on the meta device, outer ones first; must allocate and
+            initialize the tensors that the module itself owns. None: ``reset_parameters()``, or the ``_init_weights``
+            of a Hugging Face model.
+        device_id: The device units compute on: an accelerator's number or a device; None: this rank's accelerator, or
+            the CPU if there is none. The module need not be moved there first.
+        sync_module_states: Whether all ranks use rank 0's values; other ranks may be on the meta device.
+        forward_prefetch: Whether forward gathers ahead, in the order of the previous forward. Only the root's has an
+            effect.
+        limit_all_gathers: No effect: never more than one unit is gathered ahead.
+        use_orig_params: No effect: parameters are always the original ones.
+        ignored_states: Modules or parameters left unsharded.
+        device_mesh: Instead of ``process_group``: 1 axis, or 2 for the hybrid strategies, ``(replicate, shard)``.
+        fsdp_auto_wrap_policy: The name of ``auto_wrap_policy`` before torch 1.12; accepted with a warning.
 
     Raises:
         ConfigError: Arguments contradict each other.
@@ -143,49 +145,43 @@ class FullyShardedDataParallel(nn.Module):
             "use_orig_params": use_orig_params,
             "device_mesh": device_mesh,
         }
-        auto_wrap_policy = _current_spelling(auto_wrap_policy, fsdp_auto_wrap_policy)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
-                f"{type(module).__name__} has no forward, so that nothing gathers what this wrapper holds; wrap the "
-                "modules in it.",
+                f"{type(module).__name__} has no forward, so nothing gathers this wrapper's parameters; wrap the "
+                "modules in it instead.",
                 stacklevel=2,
             )
-        ignored = ignored_parts(module, ignored_modules, ignored_states)
-        made = shard(module, auto_wrap_policy, kwargs, ignored)
-        wrappers = {child: _wrapper_around(child, own, made) for child, own in made.wrapped.items()}
-        for parent in list(module.modules()):
-            for name, child in parent._modules.items():
-                if child in wrappers:
-                    parent._modules[name] = wrappers[child]
-        self._take(module, kwargs, made)
-        self._is_root = True
+        policy = _policy_of(auto_wrap_policy, fsdp_auto_wrap_policy)
+        result = shard(module, policy, kwargs, ignored_parts(module, ignored_modules, ignored_states))
+        _insert_wrappers(module, result)
+        self._wrap(module, kwargs, result, is_root=True)
         for inner in self.fsdp_modules(module):
             inner._is_root = False
-        if made.is_sharded:
+        if result.is_sharded:
             on_state_dict(module, model_state_dict, load_model_state_dict)
 
-    def _take(self, module: nn.Module, kwargs: Mapping[str, Any], made: Sharding) -> None:
-        """Be around ``module``, and say with what arguments."""
+    def _wrap(self, module: nn.Module, kwargs: Mapping[str, Any], result: Sharding, *, is_root: bool) -> None:
+        """Register ``module`` as the wrapped one, and set the attributes that torch's wrapper has."""
         self.sharding_strategy = kwargs["sharding_strategy"] or ShardingStrategy.FULL_SHARD
         self.mixed_precision = kwargs["mixed_precision"]
         self.cpu_offload = kwargs["cpu_offload"] or CPUOffload()
         self.process_group = kwargs["process_group"]
-        self.rank, self.world_size, self.compute_device = made.rank, made.world_size, made.device
-        self._ignored_params = made.ignored[1]
-        self._is_sharded = made.is_sharded
-        self._is_root = False
+        self.rank, self.world_size, self.compute_device = result.rank, result.world_size, result.device
+        self._ignored_params = result.ignored[1]
+        self._is_sharded = result.is_sharded
+        self._is_root = is_root
         setattr(self, WRAPPED, module)
 
     # As the wrapped module
 
     @property
     def module(self) -> nn.Module:
-        """The module that was wrapped, without a checkpoint wrapper that was put around it since."""
+        """The wrapped module, without a checkpoint wrapper that was put around it later."""
         inner = self._fsdp_wrapped_module
         return inner._modules.get("_checkpoint_wrapped_module") or inner
 
     def __getattr__(self, name: str) -> Any:
-        """What this wrapper does not have is looked up in the wrapped module."""
+        """Look up what this wrapper does not have in the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -195,7 +191,7 @@ class FullyShardedDataParallel(nn.Module):
             return getattr(inner, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """As of the wrapped module, if that is an ``nn.Sequential`` or the like."""
+        """Return the wrapped module's item, such as of an ``nn.Sequential``."""
         return self._fsdp_wrapped_module[key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,11 +199,11 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module``'s, under the names of the unwrapped model (torch's: only inside ``summon_full_params``)."""
+        """As ``nn.Module``'s, with the unwrapped model's names (in torch: only inside ``summon_full_params``)."""
         return ((plain_name(name), param) for name, param in super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As ``nn.Module``'s, under the names of the unwrapped model (torch's: only inside ``summon_full_params``)."""
+        """As ``nn.Module``'s, with the unwrapped model's names (in torch: only inside ``summon_full_params``)."""
         return ((plain_name(name), buffer) for name, buffer in super().named_buffers(*args, **kwargs))
 
     def named_modules(
@@ -216,7 +212,7 @@ class FullyShardedDataParallel(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As ``nn.Module``'s, under the names of the unwrapped model, which peft looks for in its state dict."""
+        """As ``nn.Module``'s, with the unwrapped model's names, which peft looks up in the state dict."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -225,7 +221,7 @@ class FullyShardedDataParallel(nn.Module):
             yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
     def __repr__(self) -> str:
-        """The tree of modules, as torch prints it: without the table of units that a sharded module ends with."""
+        """Return the tree of modules as torch prints it, without the table of units that a sharded module prints."""
         inner = self._fsdp_wrapped_module
         cls: Any = plain_class(type(inner)) if self._is_root and self._is_sharded else type(inner)
         lines = cls.__repr__(inner).splitlines()
@@ -234,65 +230,70 @@ class FullyShardedDataParallel(nn.Module):
     # Which wrapper is which
 
     def check_is_root(self) -> bool:
-        """Whether no wrapper is around this one."""
+        """Return whether no other wrapper is around this one."""
         return self._is_root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:  # noqa: FBT001, FBT002
-        """All wrappers in ``module``, itself among them, in tree order; ``root_only``: the roots."""
+        """Return the wrappers in ``module``, including itself, in tree order; with ``root_only`` only the roots."""
         found = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
         return [one for one in found if one._is_root or not root_only]
 
     def _require_root(self, method: str) -> None:
         if not self._is_root:
             raise ShardingError(
-                f"{method}() is of the outermost wrapper, which knows the whole model; this one is around a "
-                f"{type(self.module).__name__} inside of it."
+                f"{method}() must be called on the outermost wrapper; this one wraps a {type(self.module).__name__} "
+                "inside of it."
             )
 
     # A step
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate unsharded gradients without communication; the first backward outside reduces the sum. Root only.
+        """Accumulate unsharded gradients without communication; the first backward outside reduces their sum.
 
-        With ``cpu_offload`` too. Gradients that wait are not in ``.grad``: ``zero_grad()`` does not drop them.
+        Also works with ``cpu_offload``. Accumulated gradients are not in ``.grad``: ``zero_grad()`` does not drop them.
 
         Raises:
-            ShardingError: This is no root.
+            ShardingError: This is not a root.
         """
         self._require_root("no_sync")
         with ExitStack() as stack:
-            for root in sharded_roots(self):  # what is inside may have got a checkpoint wrapper since; or be nothing
+            # Not self.module: a checkpoint wrapper may be around it by now, and it may have nothing to shard.
+            for root in sharded_roots(self):
                 stack.enter_context(no_sync(root))
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
-        """Scale gradients to a norm of at most ``max_norm`` over all ranks; every rank calls it. Root only.
+        """Scale gradients to a norm of at most ``max_norm`` over all ranks; every rank calls it.
 
         Returns:
-            The norm before, 0-d, the same on every rank; float32 or wider (torch's: the dtype of the gradients).
+            The norm before clipping, 0-d, the same on every rank; float32 or wider (in torch: the gradients' dtype).
 
         Raises:
-            ShardingError: This is no root.
-            ConfigError: A number is not above zero.
+            ShardingError: This is not a root.
+            ConfigError: ``max_norm`` or ``norm_type`` is not above zero.
         """
         self._require_root("clip_grad_norm_")
         return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Refused: see the message."""
+        """Raise an error: custom communication hooks are not supported.
+
+        Raises:
+            ConfigError: Always.
+        """
         raise ConfigError(
-            "register_comm_hook is not supported: gradients are reduced by the engine, in place and in parts that a "
-            "function of one flat gradient does not fit. To send them in 16 bits give "
-            "MixedPrecision(reduce_dtype=torch.bfloat16); to leave communication out of a backward use no_sync()."
+            "register_comm_hook is not supported: the engine reduces gradients in place, one lane at a time, not as "
+            "one flat gradient. To reduce in 16 bits pass MixedPrecision(reduce_dtype=torch.bfloat16); to run a "
+            "backward without communication use no_sync()."
         )
 
     def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
-        """Call ``fn`` with every module in this one and with itself, inner ones first, parameters being full.
+        """Call ``fn`` on every module inside and on this one, inner ones first, with full parameters.
 
-        Every rank calls it, and each keeps its rows of what ``fn`` wrote: it must write the same on every rank. The
-        whole module is full at once (torch's: one unit at a time).
+        Every rank calls it and keeps its rows of what ``fn`` wrote, so ``fn`` must write the same on every rank. All
+        parameters are full at once (in torch: one unit at a time).
         """
         with summon.summon_full_params(self):
             _apply_inside_out(self, fn)
@@ -323,14 +324,14 @@ class FullyShardedDataParallel(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load a root in the course of ``load_state_dict`` of a module around it that is not wrapped."""
+        """Load a root when ``load_state_dict`` was called on an enclosing module that is not wrapped."""
         if not self._is_root:
             return
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         missing, unexpected = load_model_state_dict(self, own, strict=False)
         missing_keys += [prefix + name for name in missing]
         unexpected_keys += [prefix + name for name in unexpected]
-        # torch goes on into the wrapped module, and must find what is loaded already.
+        # torch loads the wrapped module next, and must find the values that are loaded already.
         state_dict |= _by_attribute(self, prefix)
 
     summon_full_params = staticmethod(summon.summon_full_params)
@@ -347,35 +348,40 @@ class FullyShardedDataParallel(nn.Module):
     rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
 
-def _current_spelling(policy: Any, former: Any) -> Any:
-    """The wrap policy, by whichever name it was given.
+def _policy_of(policy: Any, former: Any) -> Any:
+    """Return the wrap policy, given as ``auto_wrap_policy`` or under its former name.
 
     Raises:
-        ConfigError: By both.
+        ConfigError: Both are given.
     """
     if former is None:
         return policy
     if policy is not None:
-        raise ConfigError("fsdp_auto_wrap_policy is the old name of auto_wrap_policy; give auto_wrap_policy alone.")
+        raise ConfigError("fsdp_auto_wrap_policy is the old name of auto_wrap_policy; pass only auto_wrap_policy.")
     warnings.warn(
-        "fsdp_auto_wrap_policy is called auto_wrap_policy since torch 1.12. It is taken as that; write "
-        "FSDP(model, auto_wrap_policy=…).",
+        "fsdp_auto_wrap_policy was renamed to auto_wrap_policy in torch 1.12; write FSDP(model, auto_wrap_policy=…).",
         FutureWarning,
         stacklevel=3,
     )
     return former
 
 
-def _wrapper_around(module: nn.Module, kwargs: Mapping[str, Any], made: Sharding) -> FullyShardedDataParallel:
-    """A wrapper around a module that is sharded already, as a part of the model around it."""
-    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    nn.Module.__init__(wrapper)
-    wrapper._take(module, kwargs, made)
-    return wrapper
+def _insert_wrappers(module: nn.Module, result: Sharding) -> None:
+    """Put wrappers around the modules inside ``module`` that the wrap policy chose, at every place they have."""
+    wrappers: dict[nn.Module | None, FullyShardedDataParallel] = {}
+    for child, kwargs in result.wrapped.items():
+        wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # __init__ would shard it again
+        nn.Module.__init__(wrapper)
+        wrapper._wrap(child, kwargs, result, is_root=False)
+        wrappers[child] = wrapper
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child in wrappers:
+                parent._modules[name] = wrappers[child]
 
 
 def _by_attribute(module: nn.Module, prefix: str) -> dict[str, Any]:
-    """What ``module`` has now, under the names that ``nn.Module.load_state_dict`` looks for: wrappers are in them."""
+    """Return the tensors of ``module`` under the names that ``nn.Module.load_state_dict`` uses, wrappers included."""
     own = [*module._parameters.items(), *module._buffers.items()]
     found: dict[str, Any] = {f"{prefix}{key}": tensor.detach() for key, tensor in own if tensor is not None}
     for key, child in module._modules.items():

@@ -1,4 +1,4 @@
-"""``state_dict()`` and ``load_state_dict()`` of a sharded model, full, sharded or local."""
+"""``state_dict()`` and ``load_state_dict()`` of a sharded model: full, sharded or local."""
 
 from __future__ import annotations
 
@@ -28,58 +28,62 @@ def model_state_dict(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> dict[str, Any]:
-    """The state dict of a sharded model, or of a part of it, of the kind that ``set_state_dict_type`` chose.
+    """Return the state dict of a sharded model or of a module inside it; every rank calls it.
 
-    Every rank calls it; LOCAL and SHARDED need no communication.
+    ``set_state_dict_type`` sets the kind. SHARDED and LOCAL need no communication.
 
     Args:
         module: A wrapper, a sharded model or a module inside.
-        args: The next three by position, as torch once had them.
+        args: ``destination``, ``prefix`` and ``keep_vars`` by position, as in older torch.
         destination: A dict to add to; None: a new one.
         prefix: Put before every name.
-        keep_vars: Without effect: values are never the Parameters.
+        keep_vars: No effect: values are never the Parameters.
 
     Returns:
-        The names of the unwrapped module's ``state_dict()``, each tied one too, in its order, with
+        The unwrapped module's names in their order, including tied ones, with
 
-        - FULL: whole tensors in the shards' dtype, copies, on the model's device or in host memory
-          (``offload_to_cpu``: at most one unit is whole on the device at once); nothing on other ranks than 0 with
-          ``rank0_only``;
+        - FULL: copies of full tensors in the shards' dtype, on the model's device, or in host memory with
+          ``offload_to_cpu`` (then at most one unit is full on the device at a time); with ``rank0_only``, an empty dict
+          on all ranks except 0;
         - SHARDED: copies of this rank's rows as :class:`ShardTensor`, for ``torch.distributed.checkpoint``;
         - LOCAL: this rank's rows themselves.
 
-        What is not sharded (ignored parameters, buffers) is whole in all of them.
+        What is not sharded (ignored parameters, buffers) is full in all three.
 
     Raises:
-        ShardingError: The module is no part of a sharded model, or only rank 0 has the full parameters.
+        ShardingError: The module is not part of a sharded model, or only rank 0 has the full parameters.
     """
     destination, prefix = _positional(args, destination, prefix)
-    kind, config = _wanted(module)
+    kind, config = _requested(module)
     entries = state_entries(module)
     if kind is StateDictType.FULL_STATE_DICT:
         values = _full(module, entries, config)
     elif kind is StateDictType.SHARDED_STATE_DICT:
         values = [_sharded(entry) for entry in entries]
     else:
-        values = [_shown(entry).detach() for entry in entries]
+        values = [_shard_of(entry).detach() for entry in entries]
     found = OrderedDict() if destination is None else destination
     if values is None and asking_getter() is None:
         return found
     if values is None:
-        values = [nothing_of(entry.tensor) for entry in entries]  # torch goes by the names before it drops them
-    named: list[tuple[str, Any]] = [
-        (entry.name, _to_host(value) if config.offload_to_cpu else value)
-        for entry, value in zip(entries, values, strict=True)
-    ]
-    named += [(name, owner.get_extra_state()) for name, owner in _extra_states(module).items()]
-    order = {plain_name(path): place for place, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    for name, value in sorted(named, key=lambda one: order[one[0].rpartition(".")[0]]):
-        found[prefix + name] = value
+        values = [nothing_of(entry.tensor) for entry in entries]  # torch matches the names before it drops the values
+    if config.offload_to_cpu:
+        values = [_to_host(value) for value in values]
+    names = [entry.name for entry in entries]
+    found.update(_in_module_order(module, dict(zip(names, values, strict=True)), prefix))
     return found
 
 
-def _wanted(module: nn.Module) -> tuple[StateDictType, Any]:
-    """The kind of state dict and its settings: as torch's getter says, where one asks, else as was chosen."""
+def _in_module_order(module: nn.Module, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return ``tensors`` and the extra states under prefixed names, in the order of ``nn.Module.state_dict()``."""
+    values = tensors | {name: owner.get_extra_state() for name, owner in _extra_states(module).items()}
+    order = {plain_name(path): place for place, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    names = sorted(values, key=lambda name: order[name.rpartition(".")[0]])
+    return {prefix + name: values[name] for name in names}
+
+
+def _requested(module: nn.Module) -> tuple[StateDictType, Any]:
+    """Return the kind of state dict and its settings: those of torch's getter if one calls, else the set ones."""
     getter = asking_getter()
     if getter is not None and getter.full_state_dict:
         rank0_only = keeps_on_rank0_only(getter)
@@ -99,22 +103,22 @@ def _positional(
 
 
 def _full(module: nn.Module, entries: Sequence[StateEntry], config: Any) -> list[torch.Tensor] | None:
-    """The whole tensors; None where another rank has them."""
+    """Return the full tensors; None on ranks that ``rank0_only`` leaves without them."""
     root = sharded_roots(module)[0]
     rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    held = {entry.meta.name: entry.tensor for entry in entries if entry.meta is not None}
-    wanted = {name: shard.dtype for name, shard in held.items()}
-    whole: dict[str, torch.Tensor] = {}
-    for lane in gathered(root, held, wanted, rank0_only=rank0_only):
+    shards = {entry.meta.name: entry.tensor for entry in entries if entry.meta is not None}
+    dtypes = {name: shard.dtype for name, shard in shards.items()}
+    full: dict[str, torch.Tensor] = {}
+    for lane in gathered(root, shards, dtypes, rank0_only=rank0_only):
         for name, tensor in lane.items():
-            whole[name] = tensor.to("cpu", copy=True) if config.offload_to_cpu else tensor.clone()
+            full[name] = tensor.to("cpu", copy=True) if config.offload_to_cpu else tensor.clone()
     if rank0_only and mesh_of(root).rank > 0:
         return None
-    return [entry.tensor.detach().clone() if entry.meta is None else whole[entry.meta.name] for entry in entries]
+    return [entry.tensor.detach().clone() if entry.meta is None else full[entry.meta.name] for entry in entries]
 
 
 def _sharded(entry: StateEntry) -> torch.Tensor:
-    tensor = _shown(entry)
+    tensor = _shard_of(entry)
     if entry.meta is None:
         return tensor.detach().clone()
     start, _ = entry.meta.element_range
@@ -122,16 +126,16 @@ def _sharded(entry: StateEntry) -> torch.Tensor:
     return part_or_whole(entry.shape, start, tensor.detach().reshape(-1).clone(), comm=comm)
 
 
-def _shown(entry: StateEntry) -> torch.Tensor:
-    """This rank's part.
+def _shard_of(entry: StateEntry) -> torch.Tensor:
+    """Return this rank's shard.
 
     Raises:
-        ShardingError: Full parameters are on show.
+        ShardingError: Full parameters are registered on the module.
     """
     if entry.on_show:
         raise ShardingError(
-            "SHARDED_STATE_DICT and LOCAL_STATE_DICT are of shards, and full parameters are on show: ask for the state "
-            "dict outside of summon_full_params, or for FULL_STATE_DICT."
+            "SHARDED_STATE_DICT and LOCAL_STATE_DICT consist of shards, but full parameters are registered on the "
+            "module: call state_dict() outside of summon_full_params, or with FULL_STATE_DICT."
         )
     return entry.tensor
 
@@ -145,7 +149,7 @@ def _to_host(value: torch.Tensor) -> torch.Tensor:
 
 
 def _extra_states(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules that have state beside tensors, by its name."""
+    """Return the modules with extra state, by its name in the state dict."""
     return {
         plain_name(f"{path}.{_EXTRA}" if path else _EXTRA): owner
         for path, owner in module.named_modules(remove_duplicate=False)
@@ -159,27 +163,27 @@ def load_model_state_dict(
     strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
     assign: bool = False,  # noqa: FBT001, FBT002
 ) -> _IncompatibleKeys:
-    """Take over a state dict of the kind that ``set_state_dict_type`` chose; every rank calls it.
+    """Load a state dict of the kind that ``set_state_dict_type`` set; every rank calls it.
 
     Args:
         module: A wrapper, a sharded model or a module inside.
-        state_dict: As :func:`model_state_dict` gives it, for the same module. FULL: of any model with these names, the
-            same on every rank; each copies its rows. SHARDED and LOCAL: of a model that is sharded alike (a sharded one
-            of other ranks comes through ``torch.distributed.checkpoint.load``). A tied parameter counts under any of
+        state_dict: What :func:`model_state_dict` returned for the same module. FULL: of any model with these names, the
+            same on every rank; each rank copies its rows. SHARDED and LOCAL: of a model with the same sharding (to load
+            a sharded one on other ranks use ``torch.distributed.checkpoint.load``). A tied parameter may have any of
             its names.
-        strict: Whether names must fit exactly.
-        assign: Refused: it would replace the shards.
+        strict: Whether names must match exactly.
+        assign: Must be False: True would replace the shards.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``.
 
     Raises:
-        ShardingError: Names do not fit (if strict), or a shape; on every rank, and nothing has changed.
+        ShardingError: Names (if strict) or a shape do not match; raised on every rank before anything is changed.
     """
     if assign:
         raise ShardingError(
-            "load_state_dict(assign=True) would replace the shards by full tensors. Leave out assign: each rank copies "
-            "its rows."
+            "load_state_dict(assign=True) would replace the shards with full tensors. Leave out assign: each rank "
+            "copies its rows."
         )
     kind = get_state_dict_type(module).state_dict_type
     root = sharded_roots(module)[0]
@@ -196,7 +200,7 @@ def load_model_state_dict(
 def _plan(
     module: nn.Module, state: Mapping[str, Any], kind: StateDictType, *, strict: bool
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[str], list[str]]:
-    """What is copied from where; names that lack, and names that are not the module's."""
+    """Return (target, source) pairs to copy, the missing names and the unexpected ones."""
     part = _local_part if kind is StateDictType.LOCAL_STATE_DICT else _rows
     names: dict[int, list[str]] = {}
     entries = state_entries(module)
@@ -215,16 +219,16 @@ def _plan(
     known = {entry.name for entry in entries} | set(_extra_states(module))
     unexpected = [name for name in state if name not in known]
     if strict and missing:
-        problems.append(f"it lacks {', '.join(missing)}")
+        problems.append(f"missing: {', '.join(missing)}")
     if strict and unexpected:
-        problems.append(f"the model has no {', '.join(unexpected)}")
+        problems.append(f"unexpected: {', '.join(unexpected)}")
     if problems:
         raise ShardingError(f"This state dict does not fit {type(module).__name__}: {'; '.join(problems)}.")
     return copies, missing, unexpected
 
 
 def _rows(entry: StateEntry, name: str, value: torch.Tensor) -> torch.Tensor:
-    """What of a full or sharded value goes to what the module shows now."""
+    """Return the elements of a full or sharded value that belong to what is registered on the module."""
     if tuple(value.shape) != entry.shape:
         raise ShardingError(f"{name} has shape {tuple(value.shape)} where the model has {entry.shape}")
     if entry.meta is None:
@@ -238,7 +242,7 @@ def _rows(entry: StateEntry, name: str, value: torch.Tensor) -> torch.Tensor:
 def _local_part(entry: StateEntry, name: str, value: torch.Tensor) -> torch.Tensor:
     if value.shape != entry.tensor.shape:
         raise ShardingError(
-            f"{name} has shape {tuple(value.shape)} here where this rank's rows have {tuple(entry.tensor.shape)}: a "
-            "local state dict fits the ranks and units that it was made with"
+            f"{name} has shape {tuple(value.shape)} but this rank's rows have shape {tuple(entry.tensor.shape)}: a "
+            "local state dict can only be loaded with the ranks and units it was saved with"
         )
     return value
