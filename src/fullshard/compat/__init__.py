@@ -1,7 +1,8 @@
-"""Other libraries' names in front of fullshard's engine: a script changes an import line and runs as it is.
+"""Other libraries' names on fullshard's engine: a script only changes its imports.
 
 - ``fullshard.compat.torch_fsdp``: the names of ``torch.distributed.fsdp``, version 1 and 2;
-- ``fullshard.compat.accelerate``: ``Accelerator`` and its plugin.
+- ``fullshard.compat.accelerate``: ``Accelerator`` and its plugin;
+- ``fullshard.compat.accelerate_config``: Accelerate's configuration files.
 
-What behaves differently, on purpose, is listed in ``docs/reference/compat/``.
+``docs/reference/compat/`` lists the differences.
 """

@@ -676,7 +676,7 @@ def save_state_that_fails_leaves_the_last_one():
 @check
 def load_state_tells_every_rank():
     run = new_run(LM)
-    for path, what in (("nowhere", "it is no directory"), ("full_1", "pytorch_model_fsdp")):
+    for path, what in (("nowhere", "is not a directory"), ("full_1", "pytorch_model_fsdp")):
         (directory / "empty").mkdir(exist_ok=True)
         with pytest.raises(fullshard.errors.CheckpointError, match=re.escape(what)):
             run[0].load_state(directory / (path if path == "nowhere" else "empty"))
@@ -781,7 +781,7 @@ def narrow_parameters_are_trained_in_float32():
         warnings.simplefilter("always")
         model = accelerator.prepare(seeded(TinyLM).to(torch.bfloat16))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert any("kept in float32" in str(one.message) for one in told) is accelerator.is_main_process
+    assert any("from 16 bits to float32" in str(one.message) for one in told) is accelerator.is_main_process
 
 
 @check
@@ -939,7 +939,7 @@ def dynamo_compiles_the_units():
         model = accelerator.prepare(seeded(TinyLM))
     assert [one for one, _ in compiled] == [child.module for child in accelerator.unwrap_model(model).blocks]
     assert compiled[0][1]["backend"] == "eager"
-    with pytest.raises(ConfigError, match=re.escape("there are none")):
+    with pytest.raises(ConfigError, match="no units inside"):
         ours({"auto_wrap_policy": "no_wrap"}, dynamo_backend="eager").prepare(seeded(TinyLM))
 
 

@@ -83,9 +83,9 @@ def test_narrow_parameters_without_values_are_widened_without_being_written():
     model = nn.Linear(4, 4).bfloat16()
     with torch.device("meta"):
         other = nn.Linear(4, 4).bfloat16()
-    sharding.upcast_trainable(other, tell=False)
+    sharding.upcast_trainable(other, warn=False, values=True)
     assert [(p.dtype, p.is_meta) for p in other.parameters()] == [(torch.float32, True)] * 2
-    sharding.upcast_trainable(model, tell=False, values=False)
+    sharding.upcast_trainable(model, warn=False, values=False)
     assert [p.dtype for p in model.parameters()] == [torch.float32] * 2
 
 
@@ -97,6 +97,7 @@ def accelerator_of(ranks, **more):
         "_optimizers": [],
         "is_main_process": ranks.rank == 0,
         "process_index": ranks.rank,
+        "state": SimpleNamespace(fsdp_plugin=SimpleNamespace(state_dict_type=StateDictType.FULL_STATE_DICT)),
         "project_configuration": SimpleNamespace(automatic_checkpoint_naming=False, save_on_each_node=False),
     }
     return SimpleNamespace(**(fields | hooks | more))
@@ -153,8 +154,7 @@ def test_ranks_wait_for_a_slow_write_in_short_exchanges(tmp_path, monkeypatch):
         ranks = Counted(comm)
         if comm.rank == 1:
             ranks.thrice = other
-        plugin = SimpleNamespace(state_dict_type=StateDictType.FULL_STATE_DICT)
-        saving._save_model(accelerator_of(ranks, state=SimpleNamespace(fsdp_plugin=plugin)), model, tmp_path, 0)
+        saving._State(accelerator_of(ranks), tmp_path).save_model(model, 0)
 
     run_ranks(2, work)
     assert waited == [True]

@@ -169,7 +169,7 @@ def test_a_module_at_two_places_gets_one_wrapper():
 
 def test_the_tutorials_old_name_works_and_names_the_new_one():
     model = TinyLM()
-    with pytest.warns(FutureWarning, match="apply_activation_checkpointing since"):
+    with pytest.warns(FutureWarning, match="renamed to apply_activation_checkpointing"):
         apply_activation_checkpointing_wrapper(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=is_block)
     assert all(isinstance(block, CheckpointWrapper) for block in model.blocks)
 

@@ -419,7 +419,7 @@ def test_the_type_is_kept_returned_and_put_back():
         assert FSDP.get_state_dict_type(model).state_dict_type is SHARDED
 
     on_ranks("lm", 2, work)
-    with pytest.raises(ShardingError, match="no sharded model"):
+    with pytest.raises(ShardingError, match="contains no sharded model"):
         FSDP.get_state_dict_type(TinyLM())
 
 

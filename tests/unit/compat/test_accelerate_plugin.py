@@ -123,21 +123,21 @@ def test_a_strategy_given_as_reshard_after_forward_counts_in_version_1():
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"sharding_strategy": "FULL"}, "sharding_strategy is one of FULL_SHARD, .* got 'FULL'"),
+        ({"sharding_strategy": "FULL"}, "sharding_strategy must be one of FULL_SHARD, .* got 'FULL'"),
         ({"sharding_strategy": 9}, "got 9"),
-        ({"reshard_after_forward": True}, "version=2; version 1 takes sharding_strategy=FULL_SHARD"),
-        ({"auto_wrap_policy": "wrap"}, "auto_wrap_policy is transformer_based_wrap, size_based_wrap, no_wrap"),
-        ({"cpu_offload": "perhaps"}, "cpu_offload .*is true or false; got 'perhaps'"),
+        ({"reshard_after_forward": True}, "needs fsdp_version=2. With version 1 use sharding_strategy=FULL_SHARD"),
+        ({"auto_wrap_policy": "wrap"}, "auto_wrap_policy must be transformer_based_wrap, size_based_wrap, no_wrap"),
+        ({"cpu_offload": "perhaps"}, "cpu_offload .*must be true or false; got 'perhaps'"),
         ({"cpu_offload": object()}, "CPUOffload or an OffloadPolicy"),
-        ({"fsdp_version": 3}, "fsdp_version is 1 or 2; got 3"),
+        ({"fsdp_version": 3}, "fsdp_version must be 1 or 2; got 3"),
         ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "not LOCAL_STATE_DICT"),
-        ({"activation_checkpointing_offload": True}, "takes activation_checkpointing=True and fsdp_version=2"),
+        ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True and fsdp_version=2"),
         ({"mixed_precision_policy": "int8"}, "one of fp8, fp16, bf16, fp32; got 'int8'"),
         (
             {"mixed_precision_policy": {"param_dtype": torch.int8}},
             "this one has param_dtype=torch.int8, no reduce_dtype",
         ),
-        ({"mixed_precision_policy": 7}, "is a MixedPrecision with fsdp_version=1; got 7"),
+        ({"mixed_precision_policy": 7}, "must be a MixedPrecision with fsdp_version=1; got 7"),
         ({"auto_wrap_policy": "size_based_wrap", "min_num_params": "many"}, "min_num_params .* got 'many'"),
     ],
 )
@@ -173,7 +173,7 @@ def test_the_models_own_blocks_are_wrapped_where_no_class_is_named():
 
 def test_a_class_that_the_model_has_not_is_told_with_those_it_has():
     plugin = Plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"])
-    with pytest.raises(WrapError, match=r"names Layer, and TinyLM has no such module\. Classes .*: Block\."):
+    with pytest.raises(WrapError, match=r"has Layer, but TinyLM has no such module\. .* classes are: Block\."):
         plugin.set_auto_wrap_policy(TinyLM())
 
 

@@ -1,8 +1,8 @@
-"""Accelerate's object over fullshard's engine: ``Accelerator`` and ``FullyShardedDataParallelPlugin``.
+"""Accelerate's ``Accelerator`` and ``FullyShardedDataParallelPlugin`` on fullshard's engine.
 
 A script changes ``from accelerate import Accelerator`` to ``from fullshard.compat.accelerate import Accelerator``.
-Loaders, gathering, trackers, printing and the rest come from the accelerate library; sharding, clipping, scaling and
-saving are fullshard's, and nothing of ``torch.distributed.fsdp`` is used.
+Sharding, clipping, loss scaling and saving are fullshard's; everything else (data loaders, gathering of values,
+trackers, printing) is the accelerate library's. ``torch.distributed.fsdp`` is not used.
 """
 
 from fullshard.compat.accelerate.accelerator import Accelerator

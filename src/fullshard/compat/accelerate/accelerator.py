@@ -1,16 +1,17 @@
-"""``Accelerator``: the accelerate library's, with fullshard where that has FSDP.
+"""``Accelerator``: the accelerate library's, with fullshard in place of its FSDP.
 
-What the library does where it trains with FSDP, and what is done about it here:
+Methods in which the library uses torch's FSDP, and their implementation here:
 
 =====================================  ==================================================================
-``__init__`` makes torch's plugin      never: it is told that there is no FSDP, and learns of ours after
+``__init__``                           FSDP is hidden from the library's, so that it creates no torch plugin; ours is
+                                       set afterwards
 ``prepare``, ``prepare_model``         ours, with the library's checks and its autocast around ``forward``
 ``no_sync``, ``accumulate``            the engine's ``no_sync``
 ``clip_grad_norm_``                    ours, over shards, of any parameters
-``clip_grad_value_``                   the library's for one process: clipping by element needs no other rank
-``unwrap_model``                       knows our wrapper
-``get_state_dict``, ``save_model``     streamed to the first rank
-``save_state``, ``load_state``         models and optimizers ours, the rest the library's
+``clip_grad_value_``                   the library's for one process: clipping by element needs no communication
+``unwrap_model``                       the library's, after removing our wrapper
+``get_state_dict``, ``save_model``     streamed to rank 0
+``save_state``, ``load_state``         ours for models and optimizers, the library's for the rest
 =====================================  ==================================================================
 """
 
@@ -36,7 +37,7 @@ from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
 from fullshard.compat.accelerate.prepare import (
     blocks_of,
     is_sharded,
-    know_ranks,
+    make_collective,
     shard,
     takes_rank_0s_values,
     unwrapped,
@@ -46,7 +47,7 @@ from fullshard.engine import full_state_dict, no_sync
 from fullshard.errors import ConfigError
 from fullshard.optim import Places, ShardedGradScaler, clip_grad_norm_, repoint
 
-_library: Any = accelerate  # its annotations do not know what is never None here
+_library: Any = accelerate  # untyped: its annotations allow None where it is never None here
 _FSDP = DistributedType.FSDP
 _USE_FSDP = "ACCELERATE_USE_FSDP"
 _OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
@@ -58,33 +59,33 @@ _OTHERS_BY_ENVIRONMENT = {
 
 
 class Accelerator(_library.Accelerator):
-    """Accelerate's object whose models are sharded by fullshard.
+    """Accelerate's ``Accelerator`` whose models are sharded by fullshard.
 
-    It shards always, also where the library would not: as ``fsdp_plugin`` says, else as the ``FSDP_*`` environment
-    does, else with the plugin's defaults. One process is a world of one rank. Everything else is the library's, of
-    which this is a subclass, and documented there. Started by torchrun, ``accelerate launch`` or ``fullshard launch``,
-    on GPUs or, without any or with ``cpu=True``, on CPUs.
+    Models are always sharded, even where the library would not: as ``fsdp_plugin`` sets, or else the ``FSDP_*``
+    environment variables, or else with the plugin's defaults. One process is a world of one rank. The rest is
+    inherited from the library and documented there. Start scripts with torchrun, ``accelerate launch`` or ``fullshard
+    launch``; they run on GPUs, or without any or with ``cpu=True`` on CPUs.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the library's arguments; ``fsdp_plugin`` is :class:`FullyShardedDataParallelPlugin` of this package.
+        """Create it with the library's arguments; ``fsdp_plugin`` is this package's plugin.
 
         Raises:
-            ConfigError: Another way of sharding is asked for, or fp8; or the plugin is of another package, or another
-                one than that of an earlier Accelerator of this process.
+            ConfigError: Another kind of sharding or fp8 is requested; or the plugin is another package's, or differs
+                from that of an earlier Accelerator of this process.
         """
         given = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs).arguments
         given.pop("self")
         _refuse_others(given)
         plugin = _plugin(given.pop("fsdp_plugin", None))
         if not torch.cuda.is_available():
-            given["cpu"] = True  # else the library takes torchrun's ranks for single processes
+            given["cpu"] = True  # otherwise the library treats torchrun's ranks as single processes
         with _without_fsdp():
             super().__init__(**given)
         if self.mixed_precision == "fp8":
-            raise ConfigError("mixed_precision is no, bf16 or fp16; fp8 is not supported.")
+            raise ConfigError("mixed_precision must be no, bf16 or fp16; fp8 is not supported.")
         if self.ddp_handler is not None:
-            warnings.warn("DistributedDataParallelKwargs has no effect: models are sharded, not DDP's.", stacklevel=2)
+            warnings.warn("DistributedDataParallelKwargs has no effect: models are sharded, not DDP.", stacklevel=2)
         os.environ[_USE_FSDP] = "true"
         self._ranks = join_alone(self.device)
         for state in (PartialState._shared_state, AcceleratorState._shared_state):
@@ -100,10 +101,10 @@ class Accelerator(_library.Accelerator):
         self._places: list[Places] = []
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Shard models, point optimizers at the shards, prepare loaders and schedules as the library does; every rank.
+        """Shard models, point optimizers at the shards, and prepare the rest as the library does; every rank calls it.
 
-        In any order. Several models and optimizers are possible, and each can be prepared by itself: an optimizer
-        before or after its model.
+        Objects may be in any order. Several models and optimizers are supported, in one call or in several; an
+        optimizer may be prepared before or after its model.
 
         Raises:
             ConfigError: An optimizer has parameters that no prepared model has.
@@ -129,15 +130,16 @@ class Accelerator(_library.Accelerator):
         device_placement: bool | None = None,  # noqa: FBT001 (Accelerate's signature)
         evaluation_mode: bool = False,  # noqa: FBT001, FBT002
     ) -> nn.Module:
-        """Shard one model; every rank calls it. A model that is sharded already is only taken note of.
+        """Shard one model; every rank calls it. A model that is sharded already is only registered.
 
         Args:
             model: The model.
-            device_placement: Of an ``evaluation_mode`` model: whether it moves to the device; None: yes.
+            device_placement: Whether an ``evaluation_mode`` model moves to the device; None: the Accelerator's own
+                setting.
             evaluation_mode: Leave the model unsharded.
 
         Returns:
-            The wrapper (``fsdp_version=1``) or the model (2).
+            The wrapper (``fsdp_version=1``), or the model itself (2).
         """
         if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
             place = self.device_placement if device_placement is None else device_placement
@@ -148,12 +150,12 @@ class Accelerator(_library.Accelerator):
         ready = is_sharded(model)
         if not ready and self.mixed_precision != "no":
             counts = self.is_main_process or not takes_rank_0s_values(plugin)
-            upcast_trainable(model, tell=self.is_main_process, values=counts)
+            upcast_trainable(model, warn=self.is_main_process, values=counts)
         with self._compiling_blocks(model, plugin, ready=ready):
             super().prepare_model(inner, device_placement=False, evaluation_mode=True)
         sharded = model if ready else shard(inner, plugin, self._ranks)
         self._models[-1] = sharded
-        know_ranks(unwrapped(sharded), writes=self.is_main_process)
+        make_collective(unwrapped(sharded), writes=self.is_main_process)
         for optimizer in self._optimizers:
             self._repoint(optimizer.optimizer, prepared_before=True)
         sharded._is_accelerate_prepared = True  # type: ignore[assignment]
@@ -163,7 +165,7 @@ class Accelerator(_library.Accelerator):
     def _compiling_blocks(
         self, model: nn.Module, plugin: FullyShardedDataParallelPlugin, *, ready: bool
     ) -> Iterator[None]:
-        """Have units compiled one by one where the library would compile around the sharding."""
+        """Compile each unit's block, in place of the library's compilation around the sharded model."""
         dynamo = self.state.dynamo_plugin
         none = type(dynamo.backend).NO
         if dynamo.backend == none:
@@ -172,8 +174,8 @@ class Accelerator(_library.Accelerator):
         blocks = [] if ready else blocks_of(model, plugin)
         if not blocks:
             raise ConfigError(
-                "A dynamo backend compiles the model's units one by one, and there are none: set the plugin's "
-                "auto_wrap_policy, or compile blocks yourself with module.compile() before prepare."
+                "A dynamo backend compiles each unit's block, but this model has no units inside: set the plugin's "
+                "auto_wrap_policy, or compile blocks with module.compile() before prepare."
             )
         options = {key: value for key, value in dynamo.to_kwargs().items() if key != "use_regional_compilation"}
         for block in blocks:
@@ -185,14 +187,14 @@ class Accelerator(_library.Accelerator):
             dynamo.backend = backend
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:  # noqa: FBT001
-        """Point an optimizer at the shards of the prepared models, and wrap it as the library does; every rank."""
+        """Point an optimizer at the shards of prepared models and wrap it as the library does; every rank calls it."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             self._repoint(optimizer, prepared_before=False)
-            device_placement = False  # its state is where the shards are
+            device_placement = False  # its state is on the shards' device
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _repoint(self, optimizer: Optimizer, *, prepared_before: bool) -> None:
-        """Point an optimizer at shards, unless its model is not prepared yet."""
+        """Point an optimizer at the shards, unless its model is not prepared yet."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         known = [param for param in params if any(place.now_of(param) is not None for place in self._places)]
         if known and (len(known) == len(params) or not prepared_before):
@@ -200,7 +202,7 @@ class Accelerator(_library.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate gradients of ``model`` without communication; all ranks enter it together."""
+        """Accumulate gradients of ``model`` without communication; every rank enters it."""
         inner = unwrapped(model)
         if not is_sharded(inner):
             yield
@@ -209,21 +211,21 @@ class Accelerator(_library.Accelerator):
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Scale the gradients of ``parameters`` so that their norm over all ranks is at most ``max_norm``; every rank.
+        """Scale gradients to a norm of at most ``max_norm`` over all ranks; every rank calls it.
 
         Args:
-            parameters: All parameters of a model, or some, of one model or several.
+            parameters: All or some parameters of one or several models.
             max_norm: Largest norm.
-            norm_type: p, above zero, or infinity.
+            norm_type: Order of the norm, above zero; may be infinity.
 
         Returns:
-            The norm before clipping.
+            The norm before clipping, 0-d.
         """
         self.unscale_gradients()
         return clip_grad_norm_(_as_list(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the gradients of ``parameters`` to ``[-clip_value, clip_value]``; every rank."""
+        """Clip each element of the gradients to ``[-clip_value, clip_value]``; every rank calls it."""
         self.unscale_gradients()
         torch.nn.utils.clip_grad_value_(_as_list(parameters), clip_value)
 
@@ -233,11 +235,11 @@ class Accelerator(_library.Accelerator):
         keep_fp32_wrapper: bool = True,  # noqa: FBT001, FBT002 (Accelerate's signature)
         keep_torch_compile: bool = True,  # noqa: FBT001, FBT002
     ) -> nn.Module:
-        """The module inside the wrappers; it is sharded still."""
+        """Return the module inside the wrappers; it stays sharded."""
         return super().unwrap_model(unwrapped(model), keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002
-        """The whole model's state, on the CPU of the first rank, ``{}`` on others; every rank calls it."""
+        """Return the full state dict in host memory on rank 0 and ``{}`` on others; every rank calls it."""
         inner = unwrapped(model)
         if is_sharded(inner):
             return full_state_dict(inner)
@@ -246,37 +248,37 @@ class Accelerator(_library.Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
         """Write models, optimizers, schedules, loaders, random states and registered objects; every rank calls it.
 
-        Under ``SHARDED_STATE_DICT`` in torch's distributed format, which another number of ranks can read; under
-        ``FULL_STATE_DICT`` in one file each, which any number of ranks can read.
+        With ``SHARDED_STATE_DICT`` models and optimizers are written in torch's distributed format, with
+        ``FULL_STATE_DICT`` as one file each; any number of ranks can read both.
 
         Raises:
-            CheckpointError: A file cannot be written; on every rank.
+            CheckpointError: A file cannot be written; raised on every rank.
         """
         return saving.save_state(self, output_dir, safe_serialization=safe_serialization, options=kwargs)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Take over what ``save_state`` wrote; every rank calls it, with the models and optimizers prepared.
+        """Load what ``save_state`` wrote into the prepared models and optimizers; every rank calls it.
 
         Raises:
-            CheckpointError: It cannot be read or does not fit; on every rank.
+            CheckpointError: It cannot be read or does not match; raised on every rank.
         """
         saving.load_state(self, input_dir, load_kwargs, kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Refused.
+        """Raise an error: LOMO is not supported.
 
         Raises:
             ConfigError: Always.
         """
         raise ConfigError(
-            "LOMO looks at whole gradients in backward, which a sharded model does not keep. To step in backward use "
-            "fullshard.step_in_backward(model, make_optimizer)."
+            "LOMO needs full gradients in backward, which a sharded model does not keep. To step the optimizer in "
+            "backward use fullshard.step_in_backward(model, make_optimizer)."
         )
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget all that was prepared."""
+        """Release all prepared objects."""
         self._places = []
         return super().free_memory(*objects)
 
@@ -286,31 +288,33 @@ def _as_list(parameters: Any) -> list[Any]:
 
 
 def _plugin(given: Any) -> FullyShardedDataParallelPlugin:
-    """The plugin to use: the one given, that of an earlier Accelerator, or the environment's."""
+    """Return the given plugin, that of an earlier Accelerator, or one made from the environment."""
     earlier = AcceleratorState._shared_state.get("fsdp_plugin")
     if given is not None and not isinstance(given, FullyShardedDataParallelPlugin):
         raise ConfigError(
-            "fsdp_plugin is a FullyShardedDataParallelPlugin of fullshard.compat.accelerate; got "
+            "fsdp_plugin must be a FullyShardedDataParallelPlugin of fullshard.compat.accelerate; got "
             f"{type(given).__name__} of {type(given).__module__}. Change that import too."
         )
     if earlier is not None and given is not None and given is not earlier:
-        raise ConfigError("This process has an Accelerator with another fsdp_plugin; all of a process share one.")
+        raise ConfigError(
+            "This process already has an Accelerator with another fsdp_plugin. Pass the same plugin, or none."
+        )
     return earlier or given or FullyShardedDataParallelPlugin()
 
 
 def _refuse_others(given: dict[str, Any]) -> None:
-    asked = [f"{name}=" for name in _OTHERS if given.get(name) is not None]
-    asked += [what for name, what in _OTHERS_BY_ENVIRONMENT.items() if os.environ.get(name, "false").lower() == "true"]
-    if asked:
+    found = [f"{name}=" for name in _OTHERS if given.get(name) is not None]
+    found += [what for name, what in _OTHERS_BY_ENVIRONMENT.items() if os.environ.get(name, "false").lower() == "true"]
+    if found:
         raise ConfigError(
-            f"fullshard's Accelerator shards by itself and does not take {', '.join(asked)}. Leave that out; for "
-            "copies of a model sharded inside each machine use sharding_strategy='HYBRID_SHARD'."
+            f"fullshard's Accelerator shards models itself and does not support {', '.join(found)}. Leave it out; to "
+            "shard inside each machine and replicate across machines use sharding_strategy='HYBRID_SHARD'."
         )
 
 
 @contextmanager
 def _without_fsdp() -> Iterator[None]:
-    """Hide from the library that FSDP is asked for."""
+    """Hide from the library that FSDP is requested."""
     before = os.environ.pop(_USE_FSDP, None)
     try:
         yield

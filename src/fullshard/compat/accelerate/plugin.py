@@ -48,39 +48,42 @@ _CONFIGS = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How models that ``Accelerator.prepare`` gets are sharded.
+    """How ``Accelerator.prepare`` shards models.
 
-    A field that is not given is read from its ``FSDP_*`` environment variable, as ``accelerate launch`` and ``fullshard
-    launch`` set them, and else has Accelerate's default. Values of ``torch.distributed.fsdp`` are understood too.
+    A field that is None is read from its environment variable, which ``accelerate launch`` and ``fullshard launch``
+    set, and otherwise has Accelerate's default; below, both follow the description. Enum fields take a number, a word
+    or a member. Values of ``torch.distributed.fsdp`` are accepted too.
 
     Attributes:
         fsdp_version: 1 (a wrapper around the model) or 2 (the model itself is changed). ``FSDP_VERSION``; 1.
-        sharding_strategy: Number, word or member. ``FSDP_SHARDING_STRATEGY``; FULL_SHARD. Of version 1.
-        reshard_after_forward: Version 2: True or False, ``FSDP_RESHARD_AFTER_FORWARD``; True. Version 1: a sharding
-            strategy, used where ``sharding_strategy`` is not given.
-        backward_prefetch: Number, word or member. ``FSDP_BACKWARD_PREFETCH``; none. Of version 1.
-        mixed_precision_policy: ``"bf16"``, ``"fp16"``, ``"fp32"``, a dict of dtypes, ``MixedPrecision`` (1) or
-            ``MixedPrecisionPolicy`` (2); else that of ``Accelerator(mixed_precision=…)``.
+        sharding_strategy: Version 1. ``FSDP_SHARDING_STRATEGY``; FULL_SHARD.
+        reshard_after_forward: Version 2: True or False. ``FSDP_RESHARD_AFTER_FORWARD``; True. Version 1: a sharding
+            strategy, used if ``sharding_strategy`` is None.
+        backward_prefetch: Version 1. ``FSDP_BACKWARD_PREFETCH``; none.
+        mixed_precision_policy: ``"bf16"``, ``"fp16"``, ``"fp32"``, a dict of dtypes, ``MixedPrecision`` (version 1) or
+            ``MixedPrecisionPolicy`` (2); None: that of ``Accelerator(mixed_precision=…)``.
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy of
             ``fullshard.compat.torch_fsdp.wrap`` or ``torch.distributed.fsdp.wrap``. ``FSDP_AUTO_WRAP_POLICY``; no_wrap.
-        cpu_offload: Whether shards, gradients and the optimizer's state live in host memory: a bool, ``CPUOffload`` (1)
-            or an ``OffloadPolicy`` (2). ``FSDP_OFFLOAD_PARAMS``; False.
+        cpu_offload: Whether shards, gradients and the optimizer's state live in host memory: a bool, ``CPUOffload``
+            (version 1) or an ``OffloadPolicy`` (2). ``FSDP_OFFLOAD_PARAMS``; False.
         ignored_modules: Modules left unsharded, or a regular expression for their names. ``FSDP_IGNORED_MODULES``.
-        state_dict_type: Number, word or member. ``FSDP_STATE_DICT_TYPE``; FULL_STATE_DICT (1), SHARDED_STATE_DICT (2).
-        state_dict_config: Settings of the model's state dict; by its type.
-        optim_state_dict_config: Settings of the optimizer's state dict; by its type.
-        limit_all_gathers: Without effect: memory that is gathered into is bounded always.
-        use_orig_params: Without effect: parameters are the original ones always. ``FSDP_USE_ORIG_PARAMS``.
-        param_init_fn: How modules on the meta device get memory and values. Of version 1.
-        sync_module_states: Take parameters and buffers of rank 0. ``FSDP_SYNC_MODULE_STATES``; False. Of version 1.
-        forward_prefetch: Gather ahead in forward. ``FSDP_FORWARD_PREFETCH``; False. Of version 1.
-        activation_checkpointing: Compute the units' activations again in backward. ``FSDP_ACTIVATION_CHECKPOINTING``.
-        activation_checkpointing_offload: Their inputs wait in host memory. ``FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD``.
-        cpu_ram_efficient_loading: Only the first process has the pretrained weights: those of the others are taken from
-            it when the model is prepared. ``FSDP_CPU_RAM_EFFICIENT_LOADING``; False.
-        transformer_cls_names_to_wrap: Of transformer_based_wrap; else the model's own ``_no_split_modules``.
-            ``FSDP_TRANSFORMER_CLS_TO_WRAP``, with commas.
-        min_num_params: Of size_based_wrap. ``FSDP_MIN_NUM_PARAMS``; 0.
+        state_dict_type: ``FSDP_STATE_DICT_TYPE``; FULL_STATE_DICT (version 1), SHARDED_STATE_DICT (2).
+        state_dict_config: Settings of the model's state dict; None: the type's defaults.
+        optim_state_dict_config: Settings of the optimizer's state dict; None: the type's defaults.
+        limit_all_gathers: No effect: gathered memory is always bounded.
+        use_orig_params: No effect: parameters are always the original ones. ``FSDP_USE_ORIG_PARAMS``.
+        param_init_fn: Version 1: allocates and initializes modules on the meta device.
+        sync_module_states: Version 1: use rank 0's parameters and buffers. ``FSDP_SYNC_MODULE_STATES``; False.
+        forward_prefetch: Version 1: gather ahead in forward. ``FSDP_FORWARD_PREFETCH``; False.
+        activation_checkpointing: Recompute the units' activations in backward. ``FSDP_ACTIVATION_CHECKPOINTING``;
+            False.
+        activation_checkpointing_offload: Keep the units' inputs in host memory.
+            ``FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD``; False.
+        cpu_ram_efficient_loading: Only rank 0 loads the pretrained weights; the other ranks get them from it when the
+            model is prepared. ``FSDP_CPU_RAM_EFFICIENT_LOADING``; False.
+        transformer_cls_names_to_wrap: Class names for transformer_based_wrap. ``FSDP_TRANSFORMER_CLS_TO_WRAP``,
+            separated by commas; the model's ``_no_split_modules``.
+        min_num_params: Smallest unit for size_based_wrap. ``FSDP_MIN_NUM_PARAMS``; 0.
     """
 
     fsdp_version: Any = None
@@ -106,14 +109,14 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        """Read the environment, and turn words and numbers into what they mean.
+        """Read the environment and convert words and numbers.
 
         Raises:
-            ConfigError: A value is none of those that the field takes; the message names them.
+            ConfigError: A field has an unsupported value; the message lists the supported ones.
         """
-        self.fsdp_version = _whole_number("fsdp_version", self.fsdp_version, "FSDP_VERSION", 1)
+        self.fsdp_version = _integer("fsdp_version", self.fsdp_version, "FSDP_VERSION", 1)
         if self.fsdp_version not in (1, 2):
-            raise ConfigError(f"fsdp_version is 1 or 2; got {self.fsdp_version}.")
+            raise ConfigError(f"fsdp_version must be 1 or 2; got {self.fsdp_version}.")
         if self.fsdp_version == 1:
             self._read_version_1()
         else:
@@ -125,7 +128,7 @@ class FullyShardedDataParallelPlugin:
         if self.mixed_precision_policy is not None:
             self._read_mixed_precision()
         if not self.limit_all_gathers:
-            _without_effect("limit_all_gathers=False", "gathered memory is bounded by the units in use always")
+            _without_effect("limit_all_gathers=False", "gathered memory is always bounded")
 
     @property
     def _mixed_precision_class(self) -> type[Any]:
@@ -133,11 +136,11 @@ class FullyShardedDataParallelPlugin:
 
     def _read_version_1(self) -> None:
         strategy = self.sharding_strategy
-        if strategy is None:  # Accelerate drops reshard_after_forward here; whoever gives it means it
+        if strategy is None:  # Accelerate ignores reshard_after_forward in version 1; an explicit one counts here
             strategy = self.reshard_after_forward
         if isinstance(strategy, bool):
             raise ConfigError(
-                f"reshard_after_forward={strategy} is of fsdp_version=2; version 1 takes sharding_strategy="
+                f"reshard_after_forward={strategy} needs fsdp_version=2. With version 1 use sharding_strategy="
                 f"{'FULL_SHARD' if strategy else 'SHARD_GRAD_OP'}."
             )
         strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD") if strategy is None else strategy
@@ -153,12 +156,12 @@ class FullyShardedDataParallelPlugin:
 
     def _read_version_2(self) -> None:
         for field, why in (
-            ("sharding_strategy", "reshard_after_forward says it"),
-            ("backward_prefetch", "the next unit is gathered before the current one's backward always"),
-            ("use_orig_params", "parameters are the original ones always"),
-            ("param_init_fn", "modules on the meta device initialise themselves, as they are sharded"),
-            ("sync_module_states", "ranks that hold different values are told"),
-            ("forward_prefetch", "the next unit is gathered ahead in forward always"),
+            ("sharding_strategy", "use reshard_after_forward"),
+            ("backward_prefetch", "the next unit is always gathered before the current one's backward"),
+            ("use_orig_params", "parameters are always the original ones"),
+            ("param_init_fn", "modules on the meta device initialize themselves when they are sharded"),
+            ("sync_module_states", "ranks that hold different values raise an error"),
+            ("forward_prefetch", "the next unit is always gathered ahead in forward"),
         ):
             if getattr(self, field) is not None:
                 _without_effect(f"{field} with fsdp_version=2", why)
@@ -173,7 +176,7 @@ class FullyShardedDataParallelPlugin:
         if isinstance(policy, str):
             if policy.upper() not in _POLICIES:
                 raise ConfigError(
-                    f"auto_wrap_policy is {', '.join(map(str.lower, _POLICIES))} or a policy; got {policy!r}."
+                    f"auto_wrap_policy must be {', '.join(map(str.lower, _POLICIES))} or a policy; got {policy!r}."
                 )
             policy = _POLICIES[policy.upper()]
         self.auto_wrap_policy = policy
@@ -182,7 +185,7 @@ class FullyShardedDataParallelPlugin:
             names = names.split(",") if isinstance(names, str) else names
             self.transformer_cls_names_to_wrap = None if names is None else [n.strip() for n in names if n.strip()]
         elif policy is size_based_auto_wrap_policy:
-            number = _whole_number("min_num_params", self.min_num_params, "FSDP_MIN_NUM_PARAMS", 0)
+            number = _integer("min_num_params", self.min_num_params, "FSDP_MIN_NUM_PARAMS", 0)
             self.min_num_params = number
         self.ignored_modules = _or_env(self.ignored_modules, "FSDP_IGNORED_MODULES", None)
 
@@ -197,11 +200,11 @@ class FullyShardedDataParallelPlugin:
         )
         if self.activation_checkpointing_offload and not (self.activation_checkpointing and self.fsdp_version == 2):
             raise ConfigError(
-                "activation_checkpointing_offload=True takes activation_checkpointing=True and fsdp_version=2."
+                "activation_checkpointing_offload=True needs activation_checkpointing=True and fsdp_version=2."
             )
         given = self.cpu_ram_efficient_loading
         self.cpu_ram_efficient_loading = _flag("cpu_ram_efficient_loading", given, "FSDP_CPU_RAM_EFFICIENT_LOADING")
-        if given is not None:  # transformers' from_pretrained looks here
+        if given is not None:  # transformers' from_pretrained reads this variable
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(self.cpu_ram_efficient_loading)
         if self.fsdp_version == 1 and self.cpu_ram_efficient_loading:
             self.sync_module_states = True
@@ -217,18 +220,18 @@ class FullyShardedDataParallelPlugin:
         self.validate_mixed_precision_policy()
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose what ``state_dict()`` and ``save_state`` give, such as ``"FULL_STATE_DICT"`` before the last save.
+        """Set the kind of ``state_dict()`` and ``save_state``, such as ``"FULL_STATE_DICT"`` before the last save.
 
-        Settings that were not given, or are of another type, become those of the type.
+        Settings that are None, or another type's, become the type's defaults.
 
         Raises:
-            ConfigError: It is no type, or LOCAL_STATE_DICT with version 2.
+            ConfigError: ``state_dict_type`` is not a type, or is LOCAL_STATE_DICT with version 2.
         """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         value = _or_env(state_dict_type or self.state_dict_type, "FSDP_STATE_DICT_TYPE", default)
         self.state_dict_type = _member("state_dict_type", StateDictType, value)
         if self.fsdp_version == 2 and self.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            raise ConfigError("fsdp_version=2 takes FULL_STATE_DICT or SHARDED_STATE_DICT, not LOCAL_STATE_DICT.")
+            raise ConfigError("fsdp_version=2 supports FULL_STATE_DICT and SHARDED_STATE_DICT, not LOCAL_STATE_DICT.")
         model, optim, rank0 = _CONFIGS[self.state_dict_type]
         local = self.state_dict_type is StateDictType.LOCAL_STATE_DICT
         self.state_dict_config = _settings(self.state_dict_config, model, {"offload_to_cpu": not local, **rank0})
@@ -237,10 +240,10 @@ class FullyShardedDataParallelPlugin:
         )
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Give a policy named by a word what it needs of ``model``: its blocks' classes, or the smallest size.
+        """Complete a policy given as a word with the classes of the blocks of ``model`` or the smallest size.
 
         Raises:
-            WrapError: The model has no module of one of the classes; the message has those that it has several of.
+            WrapError: The model has no module of one of the classes; the message lists its repeated classes.
         """
         if self.auto_wrap_policy is transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
@@ -255,10 +258,10 @@ class FullyShardedDataParallelPlugin:
 
     @staticmethod
     def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module]:
-        """The class called ``name`` of a module inside ``module``.
+        """Return the class named ``name`` of a module inside ``module``.
 
         Raises:
-            WrapError: There is none.
+            WrapError: There is no such module.
         """
         classes = [type(inner) for inner in module.modules()]
         found = next((cls for cls in classes if cls.__name__ == name), None)
@@ -267,8 +270,8 @@ class FullyShardedDataParallelPlugin:
                 {c.__name__ for c in classes if classes.count(c) > 1 and not c.__module__.startswith("torch.")}
             )
             raise WrapError(
-                f"transformer_cls_names_to_wrap names {name}, and {type(module).__name__} has no such module. Classes "
-                f"that it has several of: {', '.join(repeated) or 'none but torch own'}."
+                f"transformer_cls_names_to_wrap has {name}, but {type(module).__name__} has no such module. Its "
+                f"repeated classes are: {', '.join(repeated) or 'only those of torch'}."
             )
         return found
 
@@ -278,16 +281,16 @@ class FullyShardedDataParallelPlugin:
         buffer_autocast: bool = False,  # noqa: FBT001, FBT002 (Accelerate's signature)
         override: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
-        """Set the dtypes of parameters, gradients and buffers (1) or outputs (2), if none are set or ``override``.
+        """Set the dtypes of parameters, gradients and buffers (version 1) or outputs (2).
 
         Args:
-            mixed_precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or a dtype; with a dict in ``mixed_precision_policy``
-                that one is used.
-            buffer_autocast: Buffers stay in float32.
-            override: Also where a policy is set.
+            mixed_precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or a dtype; ignored if ``mixed_precision_policy`` is a
+                dict, whose dtypes are used.
+            buffer_autocast: Keep buffers in float32.
+            override: Replace a policy that is already set.
 
         Raises:
-            ConfigError: It is none of those.
+            ConfigError: ``mixed_precision`` or the dict has another value.
         """
         policy = self.mixed_precision_policy
         last = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
@@ -297,14 +300,14 @@ class FullyShardedDataParallelPlugin:
             wrong += [f"no {key}" for key in keys if key not in policy] + [key for key in policy if key not in keys]
             if wrong:
                 raise ConfigError(
-                    f"mixed_precision_policy is a dict of {', '.join(keys)}, each of torch.float16, torch.bfloat16 or "
+                    f"A mixed_precision_policy dict must have {', '.join(keys)}, each torch.float16, torch.bfloat16 or "
                     f"torch.float32; this one has {', '.join(wrong)}."
                 )
             self.mixed_precision_policy = self._mixed_precision_class(**policy)
             return
         dtype = _DTYPES.get(mixed_precision, mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
         if dtype not in _DTYPES.values():
-            raise ConfigError(f"mixed_precision is one of {', '.join(_DTYPES)}; got {mixed_precision!r}.")
+            raise ConfigError(f"mixed_precision must be one of {', '.join(_DTYPES)}; got {mixed_precision!r}.")
         if override or policy is None:
             third = torch.float32 if buffer_autocast and self.fsdp_version == 1 else dtype
             self.mixed_precision_policy = self._mixed_precision_class(
@@ -312,22 +315,22 @@ class FullyShardedDataParallelPlugin:
             )
 
     def validate_mixed_precision_policy(self) -> None:
-        """Check the policy's class.
+        """Raise if the policy's class is not the version's.
 
         Raises:
-            ConfigError: It is not the version's.
+            ConfigError: It is another class.
         """
         if not isinstance(self.mixed_precision_policy, self._mixed_precision_class):
             raise ConfigError(
-                f"mixed_precision_policy is a {self._mixed_precision_class.__name__} with fsdp_version="
+                f"mixed_precision_policy must be a {self._mixed_precision_class.__name__} with fsdp_version="
                 f"{self.fsdp_version}; got {self.mixed_precision_policy!r}."
             )
 
     def set_cpu_offload(self) -> None:
-        """Turn a bool, and what torch has for it, into the version's policy.
+        """Convert ``cpu_offload``, a bool or one of torch's or our policies, to the version's policy.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: It is something else.
         """
         value = self.cpu_offload
         if value is None or isinstance(value, (bool, str)):
@@ -337,7 +340,7 @@ class FullyShardedDataParallelPlugin:
             value if isinstance(value, bool) else bool(getattr(value, "offload_params", name == "CPUOffloadPolicy"))
         )
         if name not in ("bool", "CPUOffload", "OffloadPolicy", "CPUOffloadPolicy"):
-            raise ConfigError(f"cpu_offload is True, False, a CPUOffload or an OffloadPolicy; got {value!r}.")
+            raise ConfigError(f"cpu_offload must be True, False, a CPUOffload or an OffloadPolicy; got {value!r}.")
         if self.fsdp_version == 1:
             self.cpu_offload = CPUOffload(offload_params=offloads)
         elif not isinstance(value, OffloadPolicy):
@@ -345,20 +348,20 @@ class FullyShardedDataParallelPlugin:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=pin) if offloads else OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
-        """Check the class of ``cpu_offload``.
+        """Raise if the class of ``cpu_offload`` is not the version's.
 
         Raises:
-            ConfigError: It is not the version's.
+            ConfigError: It is another class.
         """
-        wanted = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
-        if not isinstance(self.cpu_offload, wanted):
+        cls = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
+        if not isinstance(self.cpu_offload, cls):
             raise ConfigError(
-                f"cpu_offload is a {wanted.__name__} with fsdp_version={self.fsdp_version}; got {self.cpu_offload!r}."
+                f"cpu_offload must be a {cls.__name__} with fsdp_version={self.fsdp_version}; got {self.cpu_offload!r}."
             )
 
 
 def _or_env(value: Any, name: str, default: Any) -> Any:
-    """A field's value, or that of its environment variable."""
+    """Return a field's value, or if it is None that of its environment variable."""
     return value if value is not None else os.environ.get(name, default)
 
 
@@ -366,30 +369,30 @@ def _flag(field: str, value: Any, name: str) -> bool:
     value = _or_env(value, name, "false")
     text = str(value).lower()
     if text not in ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0"):
-        raise ConfigError(f"{field}{f' ({name})' if name else ''} is true or false; got {value!r}.")
+        raise ConfigError(f"{field}{f' ({name})' if name else ''} must be true or false; got {value!r}.")
     return text in ("y", "yes", "t", "true", "on", "1")
 
 
-def _whole_number(field: str, value: Any, name: str, default: int) -> int:
+def _integer(field: str, value: Any, name: str, default: int) -> int:
     value = _or_env(value, name, default)
     if isinstance(value, bool) or not str(value).isdigit():
-        raise ConfigError(f"{field} ({name}) is a whole number; got {value!r}.")
+        raise ConfigError(f"{field} ({name}) must be an integer of at least 0; got {value!r}.")
     return int(value)
 
 
 def _member(field: str, kind: type[E], value: Any) -> E:
-    """A member of ``kind`` by number, word, or as the member of the same name that torch has."""
+    """Return the member of ``kind`` with a number or word, or with the name of torch's member."""
     if isinstance(value, kind):
         return value
     word = str(value.name if isinstance(value, Enum) else value).upper()
     by_word = {member.name.removeprefix("_"): member for member in kind} | {str(m.value): m for m in kind}
     if word.removeprefix("_") not in by_word:
-        raise ConfigError(f"{field} is one of {', '.join(by_word)}; got {value!r}.")
+        raise ConfigError(f"{field} must be one of {', '.join(by_word)}; got {value!r}.")
     return by_word[word.removeprefix("_")]
 
 
 def _like(value: Any, kind: type[Any]) -> Any:
-    """An object of ``kind`` with the fields of torch's class of the same name."""
+    """Convert an object of torch's class to ours of the same name; return anything else unchanged."""
     if type(value).__name__ != kind.__name__ or not dataclasses.is_dataclass(value):
         return value
     known = {field.name for field in dataclasses.fields(kind)}
@@ -397,13 +400,13 @@ def _like(value: Any, kind: type[Any]) -> Any:
 
 
 def _settings(given: Any, kind: type[Any], default: Mapping[str, Any]) -> Any:
-    """The given settings if they are of the type, else the type's."""
+    """Return ``given`` if it is of the class ``kind``, or else ``kind`` with its defaults."""
     given = given if given is None or isinstance(given, kind) else _like(given, kind)
     return given if isinstance(given, kind) else kind(**default)
 
 
 def _own_block_classes(model: nn.Module) -> list[str]:
-    """The classes that a Hugging Face model, or a model in it, says it must not be split inside, if it has any."""
+    """Return the classes in ``_no_split_modules`` of a Hugging Face model and of models inside it."""
     named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return sorted(named & {type(module).__name__ for module in model.modules()})
 

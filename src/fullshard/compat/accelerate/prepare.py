@@ -1,4 +1,4 @@
-"""One model sharded as a plugin says."""
+"""Preparation of models: sharding as the plugin sets, float32 master copies, Hugging Face's ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fullshard.layout.names import WRAPPERS
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some parameter of ``model`` is a shard."""
+    """Return whether some parameter of ``model`` is a shard."""
     return any(hasattr(param, "shard_meta") for param in model.parameters())
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside the wrappers of version 1 that are around ``model`` itself."""
+    """Return ``model`` without the version 1 wrappers around it."""
     while isinstance(model, FullyShardedDataParallel):
         model = model.module
     return model
@@ -44,26 +44,26 @@ def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm)
     """Shard ``model`` over ``ranks``, in place; every rank calls it.
 
     Args:
-        model: A model on the CPU or on the device, on other ranks than the first perhaps on the meta device.
-        plugin: What to do.
+        model: A model on the CPU or the device; ranks other than 0 may have it on the meta device.
+        plugin: The settings.
         ranks: All ranks.
 
     Returns:
-        A wrapper around it (version 1), or the model itself (version 2).
+        The wrapper (version 1), or the model itself (version 2).
     """
     plugin.set_auto_wrap_policy(model)
     ignored = _ignored_modules(model, plugin.ignored_modules)
     if takes_rank_0s_values(plugin):
         _require_same_model(model, ranks)
         for module in ignored:
-            _take_values_of_rank_0(model, module, ranks)
+            _copy_from_rank_0(model, module, ranks)
     ignored = [module.to(ranks.device) for module in ignored]
     units = set(_units(model, plugin, ignored))
     if not units and not plugin.asked_for_one_unit:
         warnings.warn(
             f"No wrap policy: all {sum(param.numel() for param in model.parameters()):,} parameters of "
-            f"{type(model).__name__} are one unit, which every rank gathers at once. Give the plugin "
-            "auto_wrap_policy='transformer_based_wrap' (FSDP_AUTO_WRAP_POLICY), or 'no_wrap' if that is meant.",
+            f"{type(model).__name__} are one unit, which every rank gathers at once. Set the plugin's "
+            "auto_wrap_policy='transformer_based_wrap' (FSDP_AUTO_WRAP_POLICY), or 'no_wrap' if this is intended.",
             stacklevel=2,
         )
     wrap = _version_1 if plugin.fsdp_version == 1 else _version_2
@@ -74,7 +74,7 @@ def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm)
 
 
 def blocks_of(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """The modules that become units beside the model itself."""
+    """Return the modules inside ``model`` that become units."""
     plugin.set_auto_wrap_policy(model)
     return _units(model, plugin, [])
 
@@ -128,19 +128,22 @@ def _fill_and_shard(
     ranks: Comm,
     options: dict[str, Any],
 ) -> nn.Module:
-    """Make a unit of ``module``, a part of ``model``: no other has values on ranks that take them from the first."""
+    """Shard ``module``, a part of ``model``, as one unit, after copying rank 0's values if the plugin asks for it.
+
+    One unit at a time, so that other ranks never hold more than one unit's full values.
+    """
     if takes_rank_0s_values(plugin):
-        _take_values_of_rank_0(model, module, ranks)
+        _copy_from_rank_0(model, module, ranks)
     return fully_shard(module, **options)
 
 
 def takes_rank_0s_values(plugin: FullyShardedDataParallelPlugin) -> bool:
-    """Whether other ranks need no values of their own."""
+    """Return whether all ranks use rank 0's values."""
     return bool(plugin.sync_module_states or plugin.cpu_ram_efficient_loading)
 
 
 def _is_tied(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of ``module`` has another place outside of it: then it is of a unit around both."""
+    """Return whether a parameter of ``module`` is also registered outside of it; then an outer unit must contain it."""
     params, inside = set(module.parameters()), set(module.modules())
     return any(
         param in params for other in model.modules() if other not in inside for param in other._parameters.values()
@@ -148,26 +151,26 @@ def _is_tied(model: nn.Module, module: nn.Module) -> bool:
 
 
 def _require_same_model(model: nn.Module, ranks: Comm) -> None:
-    """Have all ranks hold a model of the same shapes; its values may differ, or be on the meta device.
+    """Raise if ranks hold different models; values may differ or be on the meta device. Every rank calls it.
 
     Raises:
-        MismatchError: Names, shapes or dtypes differ; on every rank.
+        MismatchError: Names, shapes or dtypes differ; raised on every rank.
     """
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     everyone = ranks.all_gather_object({name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()})
     differing = sorted({name for other in everyone for name, _ in other.items() ^ everyone[0].items()})
     if differing:
         raise MismatchError(
-            f"Ranks hold different models, so that none can take the values of rank 0: {len(differing)} tensors have "
-            f"other names, shapes or dtypes, or are tied on some ranks only ({', '.join(differing[:3])}). Build the "
-            "same model on every rank; model.to('meta') unties weights, building under torch.device('meta') does not."
+            f"Ranks cannot use rank 0's values because they hold different models: {len(differing)} tensors differ in "
+            f"name, shape or dtype, or are tied on some ranks only ({', '.join(differing[:3])}). Build the same model "
+            "on every rank; model.to('meta') unties weights, building under torch.device('meta') does not."
         )
 
 
-def _take_values_of_rank_0(model: nn.Module, part: nn.Module, ranks: Comm) -> None:
-    """Give what ``part`` of ``model`` holds, and is no shard, the values it has on rank 0; every rank calls it.
+def _copy_from_rank_0(model: nn.Module, part: nn.Module, ranks: Comm) -> None:
+    """Copy rank 0's values to the unsharded tensors in ``part`` of ``model``; every rank calls it.
 
-    What is on the meta device gets memory first.
+    Tensors on the meta device are allocated first.
     """
     for module in part.modules():
         own: dict[str, Any] = {**module._parameters, **module._buffers}
@@ -185,7 +188,7 @@ def _take_values_of_rank_0(model: nn.Module, part: nn.Module, ranks: Comm) -> No
 
 
 def _set(model: nn.Module, old: torch.Tensor, value: torch.Tensor, module: nn.Module, name: str) -> None:
-    """Put ``value`` in the place of a tensor on the meta device, and in the other places of a tied one."""
+    """Replace ``old``, a tensor on the meta device, with ``value``, at all places of a tied parameter."""
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(value, requires_grad=old.requires_grad)
         for other in model.modules():
@@ -197,12 +200,12 @@ def _set(model: nn.Module, old: torch.Tensor, value: torch.Tensor, module: nn.Mo
 
 
 def _ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | None) -> list[nn.Module]:
-    """The modules themselves, or those whose whole name a regular expression matches."""
+    """Return ``given`` as a list; modules whose full name matches, if it is a regular expression."""
     if isinstance(given, str):
         try:
             pattern = re.compile(given)
         except re.error as error:
-            raise ConfigError(f"ignored_modules={given!r} is no regular expression: {error}.") from error
+            raise ConfigError(f"ignored_modules={given!r} is not a regular expression: {error}.") from error
         found = [module for name, module in model.named_modules() if pattern.fullmatch(plain_name(name))]
         if not found:
             raise ConfigError(f"ignored_modules={given!r} matches no module of {type(model).__name__}.")
@@ -219,13 +222,13 @@ def _checkpoint(model: nn.Module, units: set[nn.Module], *, offload: bool) -> No
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapped, check_fn=units.__contains__)
 
 
-def upcast_trainable(model: nn.Module, *, tell: bool, values: bool = True) -> None:
-    """Keep trainable parameters in float32 where they compute in less, as Accelerate does; before sharding.
+def upcast_trainable(model: nn.Module, *, warn: bool, values: bool) -> None:
+    """Convert trainable 16-bit parameters to float32, as Accelerate does with mixed precision; before sharding.
 
     Args:
         model: The model.
-        tell: Whether this rank says so.
-        values: Whether what they hold counts; else it will be overwritten, and no memory is written to here.
+        warn: Whether this rank issues a warning about it.
+        values: Whether to convert the values; False: they will be overwritten, so memory is only allocated.
     """
     narrow = [
         (name, param)
@@ -234,23 +237,23 @@ def upcast_trainable(model: nn.Module, *, tell: bool, values: bool = True) -> No
     ]
     for _, param in narrow:
         param.data = param.data.float() if values else torch.empty_like(param.data, dtype=torch.float32)
-    if narrow and tell:
+    if narrow and warn:
         warnings.warn(
-            f"{len(narrow)} trainable parameters ({narrow[0][0]}, …) were 16 bits wide and are kept in "
-            "float32 now, because mixed precision is on: checkpoints are in float32.",
+            f"{len(narrow)} trainable parameters ({narrow[0][0]}, …) were converted from 16 bits to float32 because "
+            "mixed precision is on. Checkpoints will be in float32.",
             stacklevel=4,
         )
 
 
-def know_ranks(model: Any, *, writes: bool) -> None:
-    """Have ``save_pretrained`` and ``generate`` of a sharded Hugging Face model do right when every rank calls them.
+def make_collective(model: Any, *, writes: bool) -> None:
+    """Make ``save_pretrained`` and ``generate`` of a sharded Hugging Face model work when every rank calls them.
 
-    ``save_pretrained`` gathers the weights to the first rank, which writes; ``generate`` goes on until all ranks have
+    ``save_pretrained`` gathers the weights to rank 0, which writes them. ``generate`` continues until all ranks have
     finished, because each step gathers units.
 
     Args:
         model: The sharded module.
-        writes: Whether this is the first rank.
+        writes: Whether this is rank 0.
     """
     for module in model.modules():
         if hasattr(type(module), "generate"):
@@ -276,7 +279,7 @@ def _saving_once(model: nn.Module, original: Callable[..., Any], *, writes: bool
 
 @contextmanager
 def _plain_module_names(model: Any) -> Iterator[None]:
-    """Show the tree without wrappers: peft picks an adapter's weights by the names of its modules."""
+    """Leave wrappers out of ``named_modules()``: peft selects an adapter's weights by the names of its modules."""
     original = model.named_modules
 
     def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -1,9 +1,9 @@
-"""``save_state`` and ``load_state``: models and optimizers ours, all else by the accelerate library.
+"""``save_state`` and ``load_state``: models and optimizers here, everything else by the accelerate library.
 
-A directory has Accelerate's files: ``pytorch_model_fsdp_0/`` and ``optimizer_0/`` (SHARDED_STATE_DICT, torch's
+The directory has Accelerate's files: ``pytorch_model_fsdp_0/`` and ``optimizer_0/`` (SHARDED_STATE_DICT, torch's
 distributed format), or ``pytorch_model_fsdp.bin`` and ``optimizer.bin`` (FULL_STATE_DICT), or
-``pytorch_model_fsdp_rank0.bin`` and ``optimizer_0/`` (LOCAL_STATE_DICT). It is written under another name beside its
-own (``….tmp``) and renamed when all of it is on the disk: a state is whole, or the one before is there.
+``pytorch_model_fsdp_rank0.bin`` and ``optimizer_0/`` (LOCAL_STATE_DICT). It is written next to its final place
+(``….tmp``) and renamed when it is complete, so that a killed save leaves the previous state.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import functools
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import checkpointing
 from torch import nn
+from torch.optim import Optimizer
 
 from fullshard.comm import together, together_in_background
 from fullshard.compat.accelerate.prepare import is_sharded, unwrapped
-from fullshard.compat.torch_fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from fullshard.compat.torch_fsdp.optim_state import optim_state_dict
-from fullshard.compat.torch_fsdp.state_dict_type import state_dict_type
+from fullshard.compat.torch_fsdp.api import StateDictType
+from fullshard.compat.torch_fsdp.optim_state import full_optim_state_dict
 from fullshard.engine import full_state_dict, local_tensors
 from fullshard.engine.full.state import load_full_state
 from fullshard.errors import CheckpointError
@@ -37,36 +38,34 @@ _STATE = re.compile(
     rf"{_MODEL}(_\d+)?(_rank\d+)?(\.bin)?|{_OPTIMIZER}(_\d+)?(\.bin)?|(scheduler|sampler|dl_state_dict)(_\d+)?\.bin|"
     r"random_states_\d+\.pkl|scaler\.pt|custom_checkpoint_\d+\.pkl"
 )
-"""Names of what a state consists of; what else is in its directory is the user's."""
+"""Names of the files of a state; other files in its directory are the user's and are kept."""
 
 
 def save_state(
     accelerator: Any, output_dir: str | os.PathLike[str] | None, *, safe_serialization: bool, options: dict[str, Any]
 ) -> Path:
-    """Write the state of everything that was prepared or registered; every rank calls it.
+    """Write the state of all prepared and registered objects; every rank calls it.
 
-    Hooks are given the directory that is being written, which has its own name only afterwards.
+    Hooks get the temporary directory; it is renamed to its final name at the end.
 
     Returns:
-        The directory.
+        The final directory.
     """
     if options:
-        raise CheckpointError(f"save_state has nothing to hand {', '.join(options)} to: they are DeepSpeed's.")
+        raise CheckpointError(f"save_state does not support {', '.join(options)}: they are for DeepSpeed.")
     final = together(accelerator._ranks, lambda: _new_directory(accelerator, output_dir))
-    directory = sibling(final, "tmp")
-    for number, model in enumerate(accelerator._models):
-        _save_model(accelerator, unwrapped(model), directory, number)
-    plain = []
-    for number, optimizer in enumerate(accelerator._optimizers):
-        if not _save_optimizer(accelerator, optimizer.optimizer, directory, number):
-            plain.append(optimizer)
+    state = _State(accelerator, sibling(final, "tmp"))
+    directory = str(state.directory)
+    for number, model in enumerate(state.models):
+        state.save_model(model, number)
+    plain = state.unsharded_optimizers(state.save_optimizer)
     for hook in accelerator._save_model_state_pre_hook.values():
-        together(accelerator._ranks, functools.partial(hook, accelerator._models, [], str(directory)))
+        together(accelerator._ranks, functools.partial(hook, accelerator._models, [], directory))
     on_each = accelerator.project_configuration.save_on_each_node
 
-    def rest() -> None:
+    def save_rest() -> None:
         checkpointing.save_accelerator_state(
-            str(directory),
+            directory,
             [],
             plain,
             accelerator._schedulers,
@@ -78,11 +77,11 @@ def save_state(
             safe_serialization=safe_serialization,
         )
         for number, one in enumerate(accelerator._custom_objects):
-            checkpointing.save_custom_state(one, str(directory), number, save_on_each_node=on_each)
+            checkpointing.save_custom_state(one, directory, number, save_on_each_node=on_each)
 
-    _together(accelerator, "written", directory, rest)
-    _write(accelerator, final, lambda: accelerator.is_main_process and _replace(directory, final))
-    _together(accelerator, "thinned out", final.parent, lambda: _drop_oldest(accelerator, final.parent))
+    state.on_each_rank("write", state.directory, save_rest)
+    state.write(final, lambda: accelerator.is_main_process and _replace(state.directory, final))
+    state.on_each_rank("remove old checkpoints in", final.parent, lambda: _drop_oldest(accelerator, final.parent))
     accelerator.project_configuration.iteration += 1
     return final
 
@@ -93,20 +92,18 @@ def load_state(
     load_kwargs: dict[str, Any] | None,
     options: dict[str, Any],
 ) -> None:
-    """Take over what :func:`save_state` wrote; every rank calls it."""
-    directory = together(accelerator._ranks, lambda: _old_directory(accelerator, input_dir))
-    for number, model in enumerate(accelerator._models):
-        _load_model(accelerator, unwrapped(model), directory, number)
-    plain = []
-    for number, optimizer in enumerate(accelerator._optimizers):
-        if not _load_optimizer(accelerator, optimizer.optimizer, directory, number):
-            plain.append(optimizer)
+    """Load what :func:`save_state` wrote; every rank calls it."""
+    state = _State(accelerator, together(accelerator._ranks, lambda: _saved_directory(accelerator, input_dir)))
+    directory = str(state.directory)
+    for number, model in enumerate(state.models):
+        state.load_model(model, number)
+    plain = state.unsharded_optimizers(state.load_optimizer)
     for hook in accelerator._load_model_state_pre_hook.values():
-        together(accelerator._ranks, functools.partial(hook, [], str(directory)))
+        together(accelerator._ranks, functools.partial(hook, [], directory))
 
-    def rest() -> None:
+    def load_rest() -> None:
         overrides = checkpointing.load_accelerator_state(
-            str(directory),
+            directory,
             [],
             plain,
             accelerator._schedulers,
@@ -118,139 +115,109 @@ def load_state(
             **options,
         )
         accelerator.step = overrides.get("step", accelerator.step)
-        found = [path for path in directory.iterdir() if re.fullmatch(r"custom_checkpoint_\d+\.pkl", path.name)]
+        found = [path for path in state.directory.iterdir() if re.fullmatch(r"custom_checkpoint_\d+\.pkl", path.name)]
         if len(found) != len(accelerator._custom_objects):
             raise CheckpointError(
-                f"{directory} has the state of {len(found)} registered objects and here are "
-                f"{len(accelerator._custom_objects)}. Call register_for_checkpointing with the same objects as the run "
-                "that saved."
+                f"{directory} has the state of {len(found)} registered objects, but {len(accelerator._custom_objects)} "
+                "are registered now. Call register_for_checkpointing with the same objects as the run that saved."
             )
         for number, one in enumerate(accelerator._custom_objects):
-            checkpointing.load_custom_state(one, str(directory), number)
+            checkpointing.load_custom_state(one, directory, number)
 
-    _together(accelerator, "read", directory, rest)
-
-
-def _together(accelerator: Any, verb: str, directory: Path, action: Any) -> None:
-    """Do what may fail on the disk of any rank, so that all ranks are told."""
-    together(accelerator._ranks, lambda: _with_reason(verb, directory, action))
+    state.on_each_rank("read", state.directory, load_rest)
 
 
-def _write(accelerator: Any, path: Path, action: Any) -> None:
-    """The same for what may take long to write: in a thread, and no collective lasts as long as it does."""
-    together_in_background(accelerator._ranks, lambda: _with_reason("written", path, action))
+class _State:
+    """State of an accelerator's models and optimizers in a directory; every rank calls every method."""
+
+    def __init__(self, accelerator: Any, directory: Path) -> None:
+        self.accelerator = accelerator
+        self.directory = directory
+        self.kind: StateDictType = accelerator.state.fsdp_plugin.state_dict_type
+        self.models = [unwrapped(model) for model in accelerator._models]
+
+    def on_each_rank(self, verb: str, path: Path, action: Callable[[], object]) -> None:
+        """Call ``action``; if it fails on one rank, all ranks raise."""
+        together(self.accelerator._ranks, lambda: _with_reason(verb, path, action))
+
+    def write(self, path: Path, action: Callable[[], object]) -> None:
+        """Call ``action`` in a thread, so that no collective waits for a long write; if it fails, all ranks raise."""
+        together_in_background(self.accelerator._ranks, lambda: _with_reason("write", path, action))
+
+    def file(self, stem: str, number: int, rank: int | None = None) -> Path:
+        """Return the path of an object's file; ``rank`` if each rank has its own."""
+        parts = [stem, *([str(number)] if number else []), *([] if rank is None else [f"rank{rank}"])]
+        return self.directory / f"{'_'.join(parts)}.bin"
+
+    def save_model(self, model: nn.Module, number: int) -> None:
+        """Write one model."""
+        accelerator = self.accelerator
+        if not is_sharded(model) or self.kind is StateDictType.FULL_STATE_DICT:
+            state = full_state_dict(model) if is_sharded(model) else model.state_dict()
+            path = self.file(_MODEL, number)
+            self.write(path, lambda: accelerator.is_main_process and torch.save(state, path))
+        elif self.kind is StateDictType.SHARDED_STATE_DICT:
+            save_dcp(model, None, self.directory / f"{_MODEL}_{number}")
+        else:
+            path = self.file(_MODEL, number, accelerator.process_index)
+            shards = {one.name: one.tensor for one in local_tensors(model)}
+            self.write(path, lambda: torch.save({"world": accelerator.num_processes, "shards": shards}, path))
+
+    def load_model(self, model: nn.Module, number: int) -> None:
+        """Read one model."""
+        if not is_sharded(model) or self.kind is StateDictType.FULL_STATE_DICT:
+            path = self.file(_MODEL, number)
+            self.on_each_rank("read", path, lambda: _load_full(model, path))
+        elif self.kind is StateDictType.SHARDED_STATE_DICT:
+            load_dcp(model, None, self.directory / f"{_MODEL}_{number}")
+        else:
+            path = self.file(_MODEL, number, self.accelerator.process_index)
+            self.on_each_rank("read", path, lambda: _load_local(model, path, self.accelerator.num_processes))
+
+    def unsharded_optimizers(self, action: Callable[[nn.Module, Optimizer, int], None]) -> list[Any]:
+        """Call ``action`` with each optimizer of a sharded model, that model and a number; return the others."""
+        others = []
+        for number, prepared in enumerate(self.accelerator._optimizers):
+            model = self._model_of(prepared.optimizer)
+            if model is None:
+                others.append(prepared)
+            else:
+                action(model, prepared.optimizer, number)
+        return others
+
+    def save_optimizer(self, model: nn.Module, optimizer: Optimizer, number: int) -> None:
+        """Write the optimizer of a sharded model."""
+        if self.kind is not StateDictType.FULL_STATE_DICT:
+            save_dcp_optimizer(model, optimizer, self.directory / f"{_OPTIMIZER}_{number}")
+            return
+        state = full_optim_state_dict(model, optimizer, rank0_only=True)
+        path = self.file(_OPTIMIZER, number)
+        self.write(path, lambda: self.accelerator.is_main_process and torch.save(state, path))
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, number: int) -> None:
+        """Read the optimizer of a sharded model."""
+        if self.kind is StateDictType.FULL_STATE_DICT:
+            load_optimizer_state(model, optimizer, self.file(_OPTIMIZER, number))
+        else:
+            load_dcp_optimizer(model, optimizer, self.directory / f"{_OPTIMIZER}_{number}")
+
+    def _model_of(self, optimizer: Optimizer) -> nn.Module | None:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        sharded = [model for model in self.models if is_sharded(model)]
+        models = [model for model in sharded if any(id(param) in stepped for param in model.parameters())]
+        if len(models) > 1:
+            raise CheckpointError(
+                f"An optimizer has parameters of {len(models)} models, but its state is saved with one model. Create "
+                "one optimizer per model."
+            )
+        return models[0] if models else None
 
 
-def _with_reason(verb: str, path: Path, action: Any) -> None:
+def _with_reason(verb: str, path: Path, action: Callable[[], object]) -> None:
     try:
         action()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be {verb}: {error}.") from error
-
-
-def _new_directory(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Path:
-    """The name of the state; the first rank makes the directory that it is written to, beside it."""
-    settings = accelerator.project_configuration
-    if settings.automatic_checkpoint_naming:
-        parent = Path(accelerator.project_dir) / "checkpoints"
-        directory = parent / f"checkpoint_{settings.iteration}"
-    elif output_dir is None:
-        raise CheckpointError(
-            "save_state takes output_dir, or ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
-        )
-    else:
-        parent, directory = None, Path(output_dir)
-    directory = directory.expanduser().resolve()  # what a link points to is replaced, where it is
-    if not accelerator.is_main_process:
-        return directory
-    try:
-        if parent is not None and directory.exists():
-            raise CheckpointError(
-                f"{directory} exists already. Set accelerator.project_configuration.iteration to go on after it."
-            )
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        recover(directory)
-        sibling(directory, "tmp").mkdir()
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be made: {error}.") from error
-    return directory
-
-
-def _replace(temporary: Path, final: Path) -> None:
-    """Put the new state in the place of the one before; what else lies there stays."""
-    for kept in final.iterdir() if final.is_dir() else ():
-        target = temporary / kept.name
-        if _STATE.fullmatch(kept.name) or target.exists():
-            continue
-        if kept.is_dir() and not kept.is_symlink():
-            shutil.copytree(kept, target, symlinks=True)
-        else:
-            shutil.copy2(kept, target, follow_symlinks=False)
-    commit(temporary, final)
-
-
-def _drop_oldest(accelerator: Any, parent: Path) -> None:
-    """Keep as many checkpoints as are wanted, once the new one is whole; on the first rank."""
-    settings = accelerator.project_configuration
-    if settings.automatic_checkpoint_naming and settings.total_limit is not None and accelerator.is_main_process:
-        for old in _numbered(parent)[: -max(1, settings.total_limit)]:
-            shutil.rmtree(old)
-
-
-def _numbered(parent: Path) -> list[Path]:
-    """Checkpoints in order."""
-    found = [path for path in parent.iterdir() if re.search(r"\d+$", path.name)]
-    return sorted(found, key=lambda path: int(re.findall(r"\d+$", path.name)[0]))
-
-
-def _old_directory(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
-    if input_dir is not None:
-        directory = Path(input_dir).expanduser()
-    elif accelerator.project_configuration.automatic_checkpoint_naming:
-        parent = Path(accelerator.project_dir) / "checkpoints"
-        found = _numbered(parent) if parent.is_dir() else []
-        directory = found[-1] if found else parent
-    else:
-        raise CheckpointError(
-            "load_state takes input_dir, or ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
-        )
-    directory = directory.resolve()
-    if not directory.exists() and sibling(directory, "old").is_dir():
-        return sibling(directory, "old")  # a save was killed between its two renames
-    if not directory.is_dir():
-        raise CheckpointError(f"There is no state in {directory}: it is no directory.")
-    return directory
-
-
-def _file(directory: Path, stem: str, number: int, rank: int | None = None) -> Path:
-    parts = [stem, *([str(number)] if number else []), *([] if rank is None else [f"rank{rank}"])]
-    return directory / f"{'_'.join(parts)}.bin"
-
-
-def _save_model(accelerator: Any, model: nn.Module, directory: Path, number: int) -> None:
-    kind = accelerator.state.fsdp_plugin.state_dict_type
-    if not is_sharded(model) or kind is StateDictType.FULL_STATE_DICT:
-        state = full_state_dict(model) if is_sharded(model) else model.state_dict()
-        path = _file(directory, _MODEL, number)
-        _write(accelerator, path, lambda: accelerator.is_main_process and torch.save(state, path))
-    elif kind is StateDictType.SHARDED_STATE_DICT:
-        save_dcp(model, None, directory / f"{_MODEL}_{number}")
-    else:
-        path = _file(directory, _MODEL, number, accelerator.process_index)
-        shards = {one.name: one.tensor for one in local_tensors(model)}
-        _write(accelerator, path, lambda: torch.save({"world": accelerator.num_processes, "shards": shards}, path))
-
-
-def _load_model(accelerator: Any, model: nn.Module, directory: Path, number: int) -> None:
-    kind = accelerator.state.fsdp_plugin.state_dict_type
-    if not is_sharded(model) or kind is StateDictType.FULL_STATE_DICT:
-        path = _file(directory, _MODEL, number)
-        _together(accelerator, "read", path, lambda: _load_full(model, path))
-    elif kind is StateDictType.SHARDED_STATE_DICT:
-        load_dcp(model, None, directory / f"{_MODEL}_{number}")
-    else:
-        path = _file(directory, _MODEL, number, accelerator.process_index)
-        _together(accelerator, "read", path, lambda: _load_local(model, path, accelerator.num_processes))
+        raise CheckpointError(f"Cannot {verb} {path}: {error}.") from error
 
 
 def _load_full(model: nn.Module, path: Path) -> None:
@@ -267,58 +234,84 @@ def _load_local(model: nn.Module, path: Path, world: int) -> None:
     shapes = {one.name: tuple(one.tensor.shape) for one in own}
     if saved["world"] != world or {name: tuple(t.shape) for name, t in saved["shards"].items()} != shapes:
         raise CheckpointError(
-            f"{path} is of {saved['world']} ranks, and this run has {world}, or of another model. LOCAL_STATE_DICT is "
-            "read by as many ranks as wrote it; SHARDED_STATE_DICT and FULL_STATE_DICT by any number."
+            f"{path} was saved by {saved['world']} ranks or from another model; this run has {world} ranks. A "
+            "LOCAL_STATE_DICT needs the same number of ranks; SHARDED_STATE_DICT and FULL_STATE_DICT work with any."
         )
     with torch.no_grad():
         for one in own:
             one.home.copy_(saved["shards"][one.name].view(one.home.shape))
 
 
-def _models_of(accelerator: Any, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """The sharded models that an optimizer steps parameters of."""
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    models = [unwrapped(model) for model in accelerator._models]
-    return [model for model in models if is_sharded(model) and any(id(p) in stepped for p in model.parameters())]
-
-
-def _save_optimizer(accelerator: Any, optimizer: torch.optim.Optimizer, directory: Path, number: int) -> bool:
-    """Write an optimizer's state; False if it is of no sharded model."""
-    model = _its_model(accelerator, optimizer)
-    if model is None:
-        return False
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        save_dcp_optimizer(model, optimizer, directory / f"{_OPTIMIZER}_{number}")
-        return True
-    model_config, optim_config = _whole(FullStateDictConfig), _whole(FullOptimStateDictConfig)
-    with state_dict_type(model, StateDictType.FULL_STATE_DICT, model_config, optim_config):
-        state = optim_state_dict(model, optimizer)
-    path = _file(directory, _OPTIMIZER, number)
-    _write(accelerator, path, lambda: accelerator.is_main_process and torch.save(state, path))
-    return True
-
-
-def _load_optimizer(accelerator: Any, optimizer: torch.optim.Optimizer, directory: Path, number: int) -> bool:
-    model = _its_model(accelerator, optimizer)
-    if model is None:
-        return False
-    if accelerator.state.fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
-        load_optimizer_state(model, optimizer, _file(directory, _OPTIMIZER, number))
-    else:
-        load_dcp_optimizer(model, optimizer, directory / f"{_OPTIMIZER}_{number}")
-    return True
-
-
-def _whole(config: Any) -> Any:
-    return config(offload_to_cpu=True, rank0_only=True)
-
-
-def _its_model(accelerator: Any, optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    models = _models_of(accelerator, optimizer)
-    if len(models) > 1:
+def _new_directory(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Path:
+    """Return the final directory of a new state; rank 0 creates the temporary one next to it."""
+    settings = accelerator.project_configuration
+    if settings.automatic_checkpoint_naming:
+        parent = Path(accelerator.project_dir) / "checkpoints"
+        directory = parent / f"checkpoint_{settings.iteration}"
+    elif output_dir is None:
         raise CheckpointError(
-            f"An optimizer steps parameters of {len(models)} models, and its state is saved with one. Make one for "
-            "each."
+            "save_state needs output_dir, or ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
-    return models[0] if models else None
+    else:
+        parent, directory = None, Path(output_dir)
+    directory = directory.expanduser().resolve()  # of a link, the target is replaced
+    if not accelerator.is_main_process:
+        return directory
+    try:
+        if parent is not None and directory.exists():
+            raise CheckpointError(
+                f"{directory} already exists. Set accelerator.project_configuration.iteration to the next number."
+            )
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        recover(directory)
+        sibling(directory, "tmp").mkdir()
+    except OSError as error:
+        raise CheckpointError(f"Cannot create {directory}: {error}.") from error
+    return directory
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Replace the previous state in ``final`` with that in ``temporary``; keep other files."""
+    for kept in final.iterdir() if final.is_dir() else ():
+        target = temporary / kept.name
+        if _STATE.fullmatch(kept.name) or target.exists():
+            continue
+        if kept.is_dir() and not kept.is_symlink():
+            shutil.copytree(kept, target, symlinks=True)
+        else:
+            shutil.copy2(kept, target, follow_symlinks=False)
+    commit(temporary, final)
+
+
+def _drop_oldest(accelerator: Any, parent: Path) -> None:
+    """Delete checkpoints beyond ``total_limit``, after the new one is complete; on rank 0."""
+    settings = accelerator.project_configuration
+    if settings.automatic_checkpoint_naming and settings.total_limit is not None and accelerator.is_main_process:
+        for old in _numbered(parent)[: -max(1, settings.total_limit)]:
+            shutil.rmtree(old)
+
+
+def _numbered(parent: Path) -> list[Path]:
+    """Return the checkpoints in ``parent`` in order."""
+    found = [path for path in parent.iterdir() if re.search(r"\d+$", path.name)]
+    return sorted(found, key=lambda path: int(re.findall(r"\d+$", path.name)[0]))
+
+
+def _saved_directory(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
+    """Return the directory to load: ``input_dir``, or the newest checkpoint."""
+    if input_dir is not None:
+        directory = Path(input_dir).expanduser()
+    elif accelerator.project_configuration.automatic_checkpoint_naming:
+        parent = Path(accelerator.project_dir) / "checkpoints"
+        found = _numbered(parent) if parent.is_dir() else []
+        directory = found[-1] if found else parent
+    else:
+        raise CheckpointError(
+            "load_state needs input_dir, or ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+        )
+    directory = directory.resolve()
+    if not directory.exists() and sibling(directory, "old").is_dir():
+        return sibling(directory, "old")  # a save was killed between its two renames
+    if not directory.is_dir():
+        raise CheckpointError(f"There is no state to load: {directory} is not a directory.")
+    return directory

@@ -1,13 +1,13 @@
-"""The names of ``torch.distributed.fsdp``, version 1 and 2, on fullshard's engine, on CPU and GPU alike.
+"""The names of ``torch.distributed.fsdp``, version 1 and 2, on fullshard's engine, on CPUs and GPUs.
 
-A script changes its import lines: ``torch.distributed.fsdp`` becomes ``fullshard.compat.torch_fsdp``, and the modules
-in it keep their names (``.wrap``, ``.api``, ``.fully_sharded_data_parallel``, ``.sharded_grad_scaler``). Names of other
-places of torch that such scripts use are here too: ``checkpoint_wrapper``, ``CheckpointImpl``,
+A script only changes its imports: ``torch.distributed.fsdp`` becomes ``fullshard.compat.torch_fsdp``; its modules keep
+their names (``.wrap``, ``.api``, ``.fully_sharded_data_parallel``, ``.sharded_grad_scaler``). Names from elsewhere in
+torch that such scripts use are here too: ``checkpoint_wrapper``, ``CheckpointImpl``,
 ``apply_activation_checkpointing``, ``load_sharded_optimizer_state_dict``. The function ``wrap`` is in the module
 ``wrap``, as in torch.
 
-``FlatParameter`` has no counterpart: parameters are always the original ones. What else differs is listed in
-``docs/reference/compat/``.
+``FlatParameter`` has no counterpart: parameters are always the original ones. ``docs/reference/compat/`` lists the other
+differences.
 """
 
 from fullshard.compat.torch_fsdp.api import (

@@ -1,7 +1,7 @@
 """Arguments of ``FullyShardedDataParallel``: the names, fields and defaults of ``torch.distributed.fsdp.api``.
 
-Plain values, as there. How each is turned into the engine's policies stands in ``fully_sharded_data_parallel`` (what is
-sharded, dtypes, offload, prefetch) and in ``state_dict_type`` (what ``state_dict()`` returns).
+Plain values, as in torch. ``arguments`` turns them into the engine's policies, and ``state_dict_type`` into settings of
+``state_dict()``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ShardingStrategy(Enum):
     """What is sharded, and over which ranks.
 
     FULL_SHARD: parameters, gradients and optimizer state; gathered unit by unit for forward and again for backward.
-    SHARD_GRAD_OP: the same at rest; what forward gathered stays until backward.
+    SHARD_GRAD_OP: the same, but gathered parameters are kept between forward and backward.
     NO_SHARD: nothing; gradients are all-reduced.
-    HYBRID_SHARD: FULL_SHARD inside a machine (or a given group), copies across machines.
-    _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside a machine, copies across machines.
+    HYBRID_SHARD: FULL_SHARD inside a machine (or a given group), replicated across machines.
+    _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside a machine, replicated across machines.
     """
 
     FULL_SHARD = auto()
@@ -51,9 +51,9 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When backward gathers the next unit: before this unit's backward computes, or after its gradients went out.
+    """When backward gathers the next unit: before the current unit's backward, or after its gradients are sent.
 
-    The wrapper takes None as well: when the unit is needed. It never changes what is computed.
+    The wrapper also takes None: when the unit is needed. Results are the same in all cases.
     """
 
     BACKWARD_PRE = auto()
@@ -65,13 +65,13 @@ class MixedPrecision:
     """Dtypes of a step.
 
     Attributes:
-        param_dtype: Parameters are gathered and computed in it; shards keep their own. None: their own.
-        reduce_dtype: Gradients travel in it. None: ``param_dtype``.
-        buffer_dtype: Floating buffers are cast to it. None: as they are.
-        keep_low_precision_grads: The shards' gradients stay in ``reduce_dtype``; False: in the shards' dtype.
-        cast_forward_inputs: Floating inputs of units that are not the root are cast to ``param_dtype``.
-        cast_root_forward_inputs: The same of the root; takes precedence there.
-        _module_classes_to_ignore: With ``auto_wrap_policy``: modules of these classes compute in float32.
+        param_dtype: Dtype of gathered parameters and of compute; shards keep their own. None: the parameters' own.
+        reduce_dtype: Dtype that gradients are reduced in. None: ``param_dtype``.
+        buffer_dtype: Dtype that floating buffers are cast to. None: their own.
+        keep_low_precision_grads: Keep the shards' gradients in ``reduce_dtype``; False: cast to the shards' dtype.
+        cast_forward_inputs: Cast floating inputs of units other than the root to ``param_dtype``.
+        cast_root_forward_inputs: Cast floating inputs of the root; takes precedence over ``cast_forward_inputs``.
+        _module_classes_to_ignore: With ``auto_wrap_policy``, modules of these classes compute in float32.
     """
 
     param_dtype: torch.dtype | None = None
@@ -88,18 +88,18 @@ class CPUOffload:
     """Where shards live.
 
     Attributes:
-        offload_params: Shards, their gradients and so the optimizer's state live in host memory.
+        offload_params: Keep shards, their gradients and thus the optimizer's state in host memory.
     """
 
     offload_params: bool = False
 
 
 class StateDictType(Enum):
-    """What ``state_dict()`` of a wrapped model returns and ``load_state_dict()`` takes.
+    """Kind of state dict that a wrapped model's ``state_dict()`` returns and ``load_state_dict()`` takes.
 
     FULL_STATE_DICT: unsharded tensors under the unwrapped model's names.
     LOCAL_STATE_DICT: this rank's shards.
-    SHARDED_STATE_DICT: this rank's part of each tensor, described so that another number of ranks can load it.
+    SHARDED_STATE_DICT: this rank's part of each tensor and its place, so that any number of ranks can load it.
     """
 
     FULL_STATE_DICT = auto()
@@ -112,7 +112,7 @@ class StateDictConfig:
     """Base class of the settings of a state-dict type.
 
     Attributes:
-        offload_to_cpu: Whether the values are in host memory.
+        offload_to_cpu: Put the values in host memory.
     """
 
     offload_to_cpu: bool = False
@@ -123,7 +123,7 @@ class FullStateDictConfig(StateDictConfig):
     """Settings of ``FULL_STATE_DICT``.
 
     Attributes:
-        rank0_only: Other ranks get an empty dict.
+        rank0_only: Return an empty dict on all ranks except 0.
     """
 
     rank0_only: bool = False
@@ -139,7 +139,7 @@ class ShardedStateDictConfig(StateDictConfig):
     """Settings of ``SHARDED_STATE_DICT``.
 
     Attributes:
-        _use_dtensor: Of what class the values are in torch; here they are of one class always.
+        _use_dtensor: No effect: values are never DTensors.
     """
 
     _use_dtensor: bool = False
@@ -150,7 +150,7 @@ class OptimStateDictConfig:
     """Base class of the settings of an optimizer's state dict.
 
     Attributes:
-        offload_to_cpu: Whether the values are in host memory.
+        offload_to_cpu: Put the values in host memory.
     """
 
     offload_to_cpu: bool = True
@@ -161,7 +161,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """Settings of the optimizer's state under ``FULL_STATE_DICT``.
 
     Attributes:
-        rank0_only: Other ranks get an empty dict.
+        rank0_only: Return an empty dict on all ranks except 0.
     """
 
     rank0_only: bool = False
@@ -179,7 +179,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """Settings of the optimizer's state under ``SHARDED_STATE_DICT``.
 
     Attributes:
-        _use_dtensor: Of what class the values are in torch; here they are of one class always.
+        _use_dtensor: No effect: values are never DTensors.
     """
 
     _use_dtensor: bool = False
@@ -187,7 +187,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """A state-dict type with the settings of model and optimizer."""
+    """A state-dict type with its settings for the model and the optimizer."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
@@ -195,7 +195,7 @@ class StateDictSettings:
 
 
 class OptimStateKeyType(Enum):
-    """What keys of an optimizer's state dict are: names of parameters or their numbers."""
+    """Keys of an optimizer's state dict: parameter names or numbers."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()

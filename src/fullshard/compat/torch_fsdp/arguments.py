@@ -1,7 +1,6 @@
-"""From the wrapper's arguments, as torch names them, to the engine's policies.
+"""Conversion of the wrapper's arguments, as torch names them, to the engine's policies.
 
-Enum members and settings of ``torch.distributed.fsdp`` itself, of a script that kept that import, are taken as well:
-they are told by their names.
+Enum members and settings imported from ``torch.distributed.fsdp`` are accepted too; they are recognized by name.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from fullshard.errors import ConfigError, WrapError
 Member = TypeVar("Member", bound=Enum)
 
 UNIT_ARGUMENTS = frozenset({"sharding_strategy", "cpu_offload", "mixed_precision"})
-"""What may differ from unit to unit of one model; the rest is the root's."""
+"""Arguments that may differ between units of one model; all others are the root's."""
 
 WITHOUT_EFFECT = frozenset({"use_orig_params", "limit_all_gathers"})
+"""Arguments that are accepted and ignored."""
 
 _STRATEGIES = {
     ShardingStrategy.FULL_SHARD: policy.ShardingStrategy.FULL_SHARD,
@@ -37,74 +37,77 @@ _STRATEGIES = {
 
 
 def member_of(kind: type[Member], value: object, argument: str) -> Member:
-    """``value`` as a member of ``kind``; another enum's of the same name will do.
+    """Return ``value`` as a member of ``kind``, also if it is another enum's member of the same name.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: ``kind`` has no such member.
     """
     if isinstance(value, kind):
         return value
     if isinstance(value, Enum) and value.name in kind.__members__:
         return kind[value.name]
-    raise ConfigError(f"{argument} is one of {kind.__name__}'s {', '.join(kind.__members__)}; got {value!r}.")
+    raise ConfigError(f"{argument} must be a {kind.__name__}: {', '.join(kind.__members__)}; got {value!r}.")
 
 
 @dataclass(frozen=True)
 class UnitSettings:
-    """What the engine is told about one unit.
+    """Settings of one unit.
 
     Attributes:
         strategy: What is sharded.
         precision: Dtypes.
-        offload: Whether shards live in host memory.
-        alone: Classes whose modules compute in float32, if the unit computes in less.
+        offload: Host memory settings of the shards; None: they stay on the device.
+        float32_classes: Classes whose modules compute in float32 even if the unit's dtype is narrower.
     """
 
     strategy: policy.ShardingStrategy
     precision: policy.MixedPrecision
     offload: policy.CPUOffload | None
-    alone: tuple[type[nn.Module], ...] = ()
+    float32_classes: tuple[type[nn.Module], ...] = ()
 
     def precision_in(self, root: nn.Module) -> policy.MixedPrecision:
-        """The precision of units in ``root``, with the classes that compute in float32 as they are named there."""
+        """Return the precision of units in ``root``, with the names of the classes there that compute in float32."""
         if self.precision.param is None:
             return self.precision
-        names = {type(module).__name__ for module in root.modules() if isinstance(module, self.alone)}
+        names = {type(module).__name__ for module in root.modules() if isinstance(module, self.float32_classes)}
         return replace(self.precision, keep_fp32=tuple(names))
 
 
-def unit_settings(kwargs: Mapping[str, Any], alone: tuple[type[nn.Module], ...]) -> UnitSettings:
-    """The settings that the wrapper's arguments ask for.
+def unit_settings(kwargs: Mapping[str, Any], float32_classes: tuple[type[nn.Module], ...]) -> UnitSettings:
+    """Convert the wrapper's arguments to settings of a unit.
 
     Raises:
-        ConfigError: One is of the wrong kind.
+        ConfigError: An argument has the wrong type.
     """
     strategy = kwargs["sharding_strategy"] or ShardingStrategy.FULL_SHARD
     return UnitSettings(
         _STRATEGIES[member_of(ShardingStrategy, strategy, "sharding_strategy")],
         _precision(kwargs["mixed_precision"]),
         _offload(kwargs["cpu_offload"]),
-        alone,
+        float32_classes,
     )
 
 
 def own_settings(
-    module: nn.Module, kwargs: Mapping[str, Any], root_kwargs: Mapping[str, Any], alone: tuple[type[nn.Module], ...]
+    module: nn.Module,
+    kwargs: Mapping[str, Any],
+    root_kwargs: Mapping[str, Any],
+    float32_classes: tuple[type[nn.Module], ...],
 ) -> UnitSettings:
-    """The settings of a module that a policy wraps with ``kwargs``.
+    """Convert the arguments with which a policy wraps ``module`` to settings of its unit.
 
     Raises:
-        ConfigError: They differ from the root's in what is the whole model's, or an argument is unknown.
+        ConfigError: An argument that all units share differs from the root's, or is unknown.
     """
     lacking = object()
     differing = {key for key, value in kwargs.items() if value is not root_kwargs.get(key, lacking)}
     refused = sorted(differing - UNIT_ARGUMENTS - WITHOUT_EFFECT)
     if refused:
         raise ConfigError(
-            f"The wrap policy gives {type(module).__name__} its own {', '.join(refused)}. One unit may differ from the "
-            f"model in {', '.join(sorted(UNIT_ARGUMENTS))}; give the rest to the outermost wrapper."
+            f"The wrap policy sets {', '.join(refused)} of {type(module).__name__}. A unit may differ from the model "
+            f"only in {', '.join(sorted(UNIT_ARGUMENTS))}; pass the rest to the outermost wrapper."
         )
-    return unit_settings(kwargs, alone)
+    return unit_settings(kwargs, float32_classes)
 
 
 def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
@@ -113,8 +116,8 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
     lacking = [field.name for field in fields(MixedPrecision) if not hasattr(mixed, field.name)]
     if lacking:
         raise ConfigError(
-            f"mixed_precision is a MixedPrecision or None; got {mixed!r}, which has no {', '.join(lacking)}. "
-            "(MixedPrecisionPolicy is fully_shard's.)"
+            f"mixed_precision must be a MixedPrecision or None; got {mixed!r}, which has no {', '.join(lacking)}. "
+            "(MixedPrecisionPolicy is for fully_shard.)"
         )
     return policy.MixedPrecision(
         param=mixed.param_dtype,
@@ -130,12 +133,12 @@ def _offload(offload: CPUOffload | None) -> policy.CPUOffload | None:
     if offload is None:
         return None
     if not hasattr(offload, "offload_params"):
-        raise ConfigError(f"cpu_offload is CPUOffload(offload_params=…) or None; got {offload!r}.")
+        raise ConfigError(f"cpu_offload must be CPUOffload(offload_params=…) or None; got {offload!r}.")
     return policy.CPUOffload() if offload.offload_params else None
 
 
 def prefetch(backward: BackwardPrefetch | None, *, forward: bool) -> policy.Prefetch:
-    """What is gathered ahead."""
+    """Convert ``backward_prefetch`` and ``forward_prefetch``."""
     if backward is None:
         return policy.Prefetch(policy.BackwardPrefetch.NONE, forward=forward)
     name = member_of(BackwardPrefetch, backward, "backward_prefetch").name
@@ -143,9 +146,9 @@ def prefetch(backward: BackwardPrefetch | None, *, forward: bool) -> policy.Pref
 
 
 def device_of_id(device_id: int | torch.device | None) -> torch.device | None:
-    """The device that units compute on; None: the accelerator of this rank, else CPU.
+    """Return the device that units compute on; None: this rank's accelerator, or the CPU if there is none.
 
-    A number is that of an accelerator; on a machine without one it is the CPU.
+    A number is an accelerator's; on a machine without accelerators it means the CPU.
     """
     if device_id is None or isinstance(device_id, torch.device):
         return device_id
@@ -154,68 +157,67 @@ def device_of_id(device_id: int | torch.device | None) -> torch.device | None:
 
 
 def accelerator_type() -> str | None:
-    """The type of this machine's accelerator, such as ``"cuda"``; None where there is none."""
+    """Return the type of this machine's accelerator, such as ``"cuda"``, or None."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if accelerator is None else accelerator.type
 
 
 def ranks(process_group: Any, device_mesh: Any, strategy: policy.ShardingStrategy, device: torch.device | None) -> Any:
-    """What the engine calls a mesh; a pair of groups is ``(shard, replicate)`` in torch, the other way round there.
+    """Return the engine's ``mesh`` argument.
+
+    A pair of groups is ``(shard, replicate)`` in torch and ``(replicate, shard)`` in the engine.
 
     Raises:
-        ConfigError: Both are given, or they do not fit the strategy.
+        ConfigError: Both are given, or one does not fit the strategy.
         ProcessGroupError: There is no process group, or machines have different numbers of ranks.
     """
     if process_group is not None and device_mesh is not None:
-        raise ConfigError("Both process_group and device_mesh name the ranks to shard over; give one of them.")
+        raise ConfigError("process_group and device_mesh both set the ranks to shard over; pass only one.")
     hybrid = strategy.needs_two_axes
     if device_mesh is not None:
         if device_mesh.ndim != (2 if hybrid else 1):
             raise ConfigError(
-                f"{strategy.name} takes a device_mesh with {2 if hybrid else 1} axes; this one has {device_mesh.ndim}. "
-                "HYBRID_SHARD shards over the second axis and replicates over the first; tensor parallelism beside "
-                "sharding is not supported."
+                f"{strategy.name} needs a device_mesh with {2 if hybrid else 1} axes; this one has {device_mesh.ndim}. "
+                "HYBRID_SHARD shards over the second axis and replicates over the first. Tensor parallelism is not "
+                "supported."
             )
         return device_mesh
     if isinstance(process_group, tuple) and hybrid and len(process_group) == 2:
         return process_group[1], process_group[0]
     if isinstance(process_group, tuple) or (hybrid and process_group is not None):
         raise ConfigError(
-            f"{strategy.name} takes {'two process groups, (shard, replicate), or none' if hybrid else 'one group'} as "
-            f"process_group; got {process_group!r}."
+            f"process_group must be {'a pair of groups (shard, replicate) or None' if hybrid else 'one group'} for "
+            f"{strategy.name}; got {process_group!r}."
         )
     return machines_of_world(device) if hybrid else process_group
-
-
-# What is left out
 
 
 def ignored_parts(
     root: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Modules and parameters that are not sharded, those that wrappers inside leave out among them.
+    """Return the modules and parameters that are not sharded, including those that wrappers inside ignore.
 
     Args:
-        root: What is wrapped.
+        root: The module to wrap.
         modules: ``ignored_modules``.
         states: ``ignored_states``: modules, or parameters.
 
     Raises:
-        ConfigError: Both are given, or one holds something else.
+        ConfigError: Both are given, or one contains something else.
         WrapError: A module to ignore is wrapped itself.
     """
     if modules is not None and states is not None:
-        raise ConfigError("ignored_states takes modules as well as parameters; leave out ignored_modules.")
+        raise ConfigError("ignored_states also takes modules; leave out ignored_modules.")
     given = list(states if states is not None else modules or ())
     params = {one for one in given if isinstance(one, nn.Parameter)}
     tops = [one for one in given if isinstance(one, nn.Module)]
     if len(params) + len(tops) < len(given) or (params and (tops or modules is not None)):
         raise ConfigError(
-            "ignored_modules takes modules, and ignored_states either modules or parameters; got "
+            "ignored_modules takes modules, ignored_states takes either modules or parameters; got "
             f"{', '.join(sorted({type(one).__name__ for one in given}))}."
         )
     if any(map(is_wrapper, tops)):
-        raise WrapError("A module to ignore is wrapped itself. Ignore it before it is wrapped, or not at all.")
+        raise WrapError("A module to ignore is already wrapped. Remove its wrapper, or do not ignore it.")
     kept = {part for top in tops for module in top.modules() if is_wrapper(module) for part in module.modules()}
     inside = {module for top in tops for module in top.modules()} - kept
     for module in root.modules():

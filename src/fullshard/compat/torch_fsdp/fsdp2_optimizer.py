@@ -1,9 +1,10 @@
-"""Optimizer states of FSDP2 modules as ``torch.distributed.checkpoint`` needs them: parts that know their place.
+"""Optimizer state dicts of sharded models in the form that ``torch.distributed.checkpoint`` needs.
 
-Of DTensor parameters an optimizer's state is DTensors. Here it is this rank's rows, which torch's checkpoints would
-take for whole tensors, the same on every rank, and keep one rank's. So once an optimizer has stepped on such
-parameters, its ``state_dict()`` gives a :class:`ShardTensor` for each of those, and its ``load_state_dict()`` takes
-them. Of FSDP1's it gives rows, as torch's, and torch's getters, which do not know our wrapper, are refused.
+In torch's FSDP2 optimizer state consists of DTensors. Here it is plain tensors of this rank's rows. torch's checkpoints
+would treat these as full tensors that are equal on all ranks, and save those of one rank. So after its first step on
+parameters of FSDP2 modules an optimizer's ``state_dict()`` contains :class:`ShardTensor` values, which its
+``load_state_dict()`` accepts. On parameters of FSDP1 wrappers it contains this rank's rows, as in torch, and torch's
+getters, which do not know our wrapper, raise an error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.comm import Comm
-from fullshard.compat.torch_fsdp.torch_getters import GETTERS, asking_getter, whole_on_this_rank
+from fullshard.compat.torch_fsdp.torch_getters import GETTERS, asking_getter, full_for_getter
 from fullshard.errors import ShardingError
 from fullshard.optim.walk import has_shape_here, part_of_saved, part_of_state
 from fullshard.saving.optimizer_state import cut
@@ -29,12 +30,12 @@ _registered: list[object] = []
 
 
 def describe_state_of(param: nn.Parameter) -> None:
-    """Have optimizers describe their state of ``param``, a shard."""
+    """Make state dicts of optimizers contain the place of their state of ``param``, a shard."""
     _mark(param, _MARK)
 
 
 def guard_state_of(param: nn.Parameter) -> None:
-    """Have torch's getters refused for the state of ``param``, a shard inside FSDP1's wrapper."""
+    """Make torch's getters raise an error for the state of ``param``, a shard inside FSDP1's wrapper."""
     _mark(param, _WRAPPED_MARK)
 
 
@@ -45,7 +46,7 @@ def _mark(param: nn.Parameter, mark: str) -> None:
 
 
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-    """Look once at each optimizer of the process: there is no state before its first step."""
+    """Register the state-dict hooks of an optimizer after its first step: before it there is no state."""
     if _SEEN in optimizer.__dict__:
         return
     optimizer.__dict__[_SEEN] = True
@@ -57,16 +58,16 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 
 
 def _refuse_getters(_optimizer: Optimizer) -> None:
-    """Torch's getters would take this rank's rows for whole tensors, and a checkpoint keep one rank's.
+    """Raise if one of torch's getters calls: it would treat this rank's rows as full tensors.
 
     Raises:
-        ShardingError: One of them asks.
+        ShardingError: One of them calls.
     """
     if asking_getter() is not None:
         raise ShardingError(
-            f"{GETTERS} does not know fullshard's FullyShardedDataParallel: it would save one rank's rows of the "
-            "optimizer's state as if they were all. Use FSDP.optim_state_dict(model, optimizer) and "
-            "FSDP.optim_state_dict_to_load, or shard with fully_shard, whose state it knows."
+            f"{GETTERS} does not support fullshard's FullyShardedDataParallel: it would save one rank's rows as the "
+            "full optimizer state. Use FSDP.optim_state_dict(model, optimizer) and FSDP.optim_state_dict_to_load, or "
+            "shard with fully_shard, which it supports."
         )
 
 
@@ -79,9 +80,9 @@ def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     state = {number: _described(optimizer, params[number], values) for number, values in state_dict["state"].items()}
     getter = asking_getter()
     if getter is not None and getter.full_state_dict:
-        # Every rank gathers in the same order, whichever order its steps had.
+        # Sorted, so that every rank gathers in the same order, whatever the order of its first steps.
         for number, values in sorted(state.items()):
-            state[number] = {key: whole_on_this_rank(values[key], getter) for key in sorted(values)}
+            state[number] = {key: full_for_getter(values[key], getter) for key in sorted(values)}
     return state_dict | {"state": state}
 
 
@@ -98,7 +99,7 @@ def _described(optimizer: Optimizer, param: nn.Parameter, values: dict[str, Any]
 
 
 def _without_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    # As torch matches them: by their order, whatever they are called in what was saved.
+    # By position, as in torch, whatever the keys in the saved state.
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = dict(zip(saved, _params(optimizer), strict=False))
     state = {
@@ -111,10 +112,10 @@ def _without_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
 
 
 def _held(optimizer: Optimizer, param: nn.Parameter, key: str, value: Any) -> Any:
-    """What this rank holds of a part, or of a whole tensor.
+    """Return the elements that this rank holds of a part or of a full tensor.
 
     Raises:
-        ShardingError: It is another part.
+        ShardingError: The part does not contain them.
     """
     meta = getattr(param, "shard_meta", None)
     if meta is None or not isinstance(value, torch.Tensor) or key == "step":

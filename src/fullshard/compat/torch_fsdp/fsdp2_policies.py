@@ -1,4 +1,4 @@
-"""FSDP2's policies, and what they are to the engine."""
+"""FSDP2's policies, and their conversion to the engine's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fullshard.policy import CPUOffload, MixedPrecision
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtypes a unit computes and reduces in; see torch's class of the same name.
+    """Dtypes of a unit; see torch's class of the same name.
 
     Attributes:
         param_dtype: Dtype of gathered parameters, and so of compute; None: the parameters' own.
-        reduce_dtype: Dtype that gradients travel and are added up in; None: ``param_dtype``.
-        output_dtype: Dtype that floating outputs of the module are cast to; None: as they come.
+        reduce_dtype: Dtype that gradients are reduced in; None: ``param_dtype``.
+        output_dtype: Dtype that floating outputs of the module are cast to; None: not cast.
         cast_forward_inputs: Whether floating inputs of the module are cast to ``param_dtype``.
     """
 
@@ -30,7 +30,7 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """No offload: parameters live where they are computed with."""
+    """No offload: parameters live on the device they are used on."""
 
 
 @dataclass
@@ -46,11 +46,11 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass
 class DataParallelMeshDims:
-    """Which axes of a mesh are data parallel; named here to be refused by name, see :func:`fully_shard`.
+    """Data parallel axes of a mesh. :func:`fully_shard` rejects it; it exists so that importing it works.
 
     Attributes:
         shard: Names of the axes that parameters are sharded over.
-        replicate: Names of the axes that they are copied over.
+        replicate: Names of the axes that they are replicated over.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -58,7 +58,7 @@ class DataParallelMeshDims:
 
 
 def precision_of(policy: Any) -> MixedPrecision:
-    """The engine's policy for FSDP2's, ours or torch's.
+    """Convert a ``MixedPrecisionPolicy``, ours or torch's, to the engine's policy.
 
     Raises:
         ConfigError: It is something else.
@@ -68,8 +68,8 @@ def precision_of(policy: Any) -> MixedPrecision:
         policy = MixedPrecisionPolicy()
     if not all(hasattr(policy, field) for field in fields):
         raise ConfigError(
-            f"mp_policy is a MixedPrecisionPolicy({', '.join(fields)}) here; got {type(policy).__name__}. FSDP1's "
-            "MixedPrecision goes to FullyShardedDataParallel, fullshard's own to fullshard.fully_shard."
+            f"mp_policy must be a MixedPrecisionPolicy({', '.join(fields)}); got {type(policy).__name__}. FSDP1's "
+            "MixedPrecision is for FullyShardedDataParallel, fullshard's own for fullshard.fully_shard."
         )
     return MixedPrecision(
         param=policy.param_dtype,
@@ -80,7 +80,7 @@ def precision_of(policy: Any) -> MixedPrecision:
 
 
 def offload_of(policy: Any) -> CPUOffload | None:
-    """The engine's policy for FSDP2's, ours or torch's.
+    """Convert an ``OffloadPolicy``, ours or torch's, to the engine's policy.
 
     Raises:
         ConfigError: It is something else.
@@ -90,6 +90,6 @@ def offload_of(policy: Any) -> CPUOffload | None:
         return None
     if "OffloadPolicy" not in kinds:
         raise ConfigError(
-            f"offload_policy is OffloadPolicy() or CPUOffloadPolicy(pin_memory=…) here; got {type(policy).__name__}."
+            f"offload_policy must be OffloadPolicy() or CPUOffloadPolicy(pin_memory=…); got {type(policy).__name__}."
         )
     return CPUOffload(pin_memory=policy.pin_memory) if "CPUOffloadPolicy" in kinds else None

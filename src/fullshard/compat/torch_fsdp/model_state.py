@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fullshard.comm import Comm, together
 from fullshard.compat.torch_fsdp.api import FullStateDictConfig, StateDictType
 from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
-from fullshard.compat.torch_fsdp.torch_getters import asking_getter, keeps_on_rank0_only, nothing_of
+from fullshard.compat.torch_fsdp.torch_getters import asking_getter, empty_part_of, keeps_on_rank0_only
 from fullshard.engine import StateEntry, gathered, mesh_of, plain_name, sharded_roots, state_entries
 from fullshard.errors import ShardingError
 from fullshard.saving.shard_tensor import ShardTensor, WholeTensor, part_or_whole
@@ -66,7 +66,9 @@ def model_state_dict(
     if values is None and asking_getter() is None:
         return found
     if values is None:
-        values = [nothing_of(entry.tensor) for entry in entries]  # torch matches the names before it drops the values
+        values = [
+            empty_part_of(entry.tensor) for entry in entries
+        ]  # torch matches the names before it drops the values
     if config.offload_to_cpu:
         values = [_to_host(value) for value in values]
     names = [entry.name for entry in entries]

@@ -1,4 +1,4 @@
-"""A state dict by parameter name on its way into the optimizer of a sharded model."""
+"""Loading of state dicts by parameter name into optimizers of sharded models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.saving.shard_tensor import ShardTensor, state_as_part
 from fullshard.saving.stepped import Stepped, by_parameter, local_of, saved_options
 
 Source = Literal["own", "local", "rank 0"]
-"""What a state dict is: full or sharded, this rank's own; this rank's rows; or full, and on rank 0 only."""
+"""Kind of a state dict: full or sharded and on every rank; this rank's rows; or full and on rank 0 only."""
 
 
 def state_to_load(
@@ -31,21 +31,21 @@ def state_to_load(
     source: Source,
     group: Any = None,
 ) -> StateDict:
-    """What ``load_state_dict`` of an optimizer with ``groups`` takes on this rank; every rank calls it.
+    """Convert ``saved`` to what ``load_state_dict`` of an optimizer takes on this rank; every rank calls it.
 
     Args:
         model: The wrapped or sharded model.
-        optim: The optimizer, where there is one already.
+        optim: The optimizer, if it exists already.
         groups: Its parameter groups.
         saved: A state dict by parameter name.
-        source: Where ``saved`` comes from.
-        group: The model's process group; it knows it already.
+        source: The kind of ``saved``.
+        group: The model's process group, or None.
 
     Returns:
         ``{"state": {number: {key: this rank's rows}}, "param_groups": [...]}``.
 
     Raises:
-        CheckpointError: Names or shapes do not fit; on every rank.
+        CheckpointError: Names or shapes do not match; raised on every rank.
     """
     root, mesh = root_and_ranks(model, group)
     by_param = by_parameter(local_tensors(root))
@@ -60,7 +60,7 @@ def state_to_load(
 
     own = together(mesh, own_parameters)
     if source == "rank 0":
-        saved = _Scattered(mesh, own).take(saved)
+        saved = _Scatter(mesh, own).scatter(saved)
     loaded = together(mesh, lambda: _cut(own, saved, local=source == "local"))
     new: StateDict = {"state": {}, "param_groups": []}
     number = 0
@@ -74,17 +74,17 @@ def state_to_load(
 
 
 def _cut(own: Sequence[Stepped], saved: StateDict, *, local: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """This rank's part of each parameter's state, and the options it was saved with."""
+    """Return this rank's part of each parameter's state, and the options it was saved with."""
     if not {"state", "param_groups"} <= saved.keys():
         raise CheckpointError(
-            "An optimizer's state dict has the keys 'state' and 'param_groups'; this one has "
-            f"{sorted(map(str, saved))[:5]}. Where rank 0 alone has it, say so: FullOptimStateDictConfig(rank0_only="
-            "True), or scatter_full_optim_state_dict."
+            "An optimizer's state dict must have the keys 'state' and 'param_groups'; this one has "
+            f"{sorted(map(str, saved))[:5]}. If only rank 0 has it, set FullOptimStateDictConfig(rank0_only=True) or "
+            "use scatter_full_optim_state_dict."
         )
     if any(not isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):
         raise CheckpointError(
-            "This optimizer state dict numbers its parameters, and numbers mean nothing to a sharded model: turn them "
-            "into names first, rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, unsharded_model)."
+            "The keys of this optimizer state dict are numbers; a sharded model needs parameter names. Convert it with "
+            "rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, unsharded_model)."
         )
     options = {name: group for group in saved["param_groups"] for name in group["params"]}
     cut = []
@@ -93,7 +93,7 @@ def _cut(own: Sequence[Stepped], saved: StateDict, *, local: bool) -> list[tuple
         one.require_same_kind(
             its_options, {key: v.dtype if isinstance(v, ShardTensor) else v for key, v in state.items()}
         )
-        # What this rank holds nothing of stays as it is: its steps would not be counted on.
+        # A rank without rows of a parameter never steps it, so a loaded step count would go stale: keep its state.
         part = _local_part if local else _part
         new = {key: part(one, key, value) for key, value in state.items()} if one.param.numel() else one.state
         cut.append((new, copy.deepcopy(its_options)))
@@ -101,13 +101,13 @@ def _cut(own: Sequence[Stepped], saved: StateDict, *, local: bool) -> list[tuple
 
 
 def _part(one: Stepped, key: str, value: Any) -> Any:
-    """This rank's part of one value of a parameter's state, full or sharded."""
+    """Return this rank's part of one full or sharded value of a parameter's state."""
     if not isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "local_shards"):
         raise CheckpointError(
-            f"{key!r} of {one.local.name} is a ShardedTensor, cut evenly over ranks: torch's own "
-            "load_sharded_optimizer_state_dict reads these. Import that name from fullshard.compat.torch_fsdp."
+            f"{key!r} of {one.local.name} is a ShardedTensor, as returned by torch's own "
+            "load_sharded_optimizer_state_dict. Import that function from fullshard.compat.torch_fsdp instead."
         )
     part = one.part_of_saved(key, value.shape)
     if isinstance(value, ShardTensor) and part is not None:
@@ -115,34 +115,36 @@ def _part(one: Stepped, key: str, value: Any) -> Any:
             return value.elements(f"{key!r} of {one.local.name}", part.held).clone().view(part.local_shape)
         except ShardingError as error:
             raise CheckpointError(str(error)) from error
-    # A copy: a view would keep the whole alive.
+    # Cloned: a view would keep the full tensor alive.
     return (value.detach() if part is None else cut(value, part)).clone()
 
 
 def _local_part(one: Stepped, key: str, value: Any) -> Any:
-    """One value of a parameter's state that is this rank's part, or one number."""
+    """Return a copy of one value of a parameter's state, which must be this rank's part or a number."""
     if not isinstance(value, torch.Tensor):
         return value
     try:
         one.part(key, value)
     except CheckpointError as error:
-        raise CheckpointError(f"A local state dict fits the ranks and units that it was made with: {error}") from error
+        raise CheckpointError(
+            f"A local state dict can only be loaded with the ranks and units it was saved with: {error}"
+        ) from error
     return value.detach().clone()
 
 
-class _Scattered:
-    """A full state dict on its way from rank 0 to where its rows are wanted, one tensor at a time."""
+class _Scatter:
+    """Distributes a full state dict on rank 0 to all ranks, one tensor at a time."""
 
     def __init__(self, mesh: Mesh, own: Sequence[Stepped]) -> None:
-        """Bring it to the ranks of ``mesh``, which hold ``own``."""
+        """Create it for the ranks of ``mesh``, of which this one holds ``own``."""
         self.mesh = mesh
         self.own = {name: one for one in own for name in (one.local.name, *one.local.aliases)}
 
-    def take(self, saved: StateDict) -> StateDict:
-        """The same with this rank's part in place of each large tensor.
+    def scatter(self, saved: StateDict) -> StateDict:
+        """Return ``saved`` of rank 0 with this rank's part instead of each full tensor.
 
         Raises:
-            CheckpointError: It does not fit.
+            CheckpointError: A shape does not match; raised on every rank.
         """
         first = self.mesh.rank == 0
         outline = self.mesh.all_gather_object(_outline(saved) if first else None)[0]
@@ -152,48 +154,48 @@ class _Scattered:
             for key, value in of_param.items()
             if isinstance(value, _Sent)
         ]
-        # Before anything is on its way: on every rank, and alike.
+        # Checked before anything is sent, so that all ranks raise the same error.
         for name, key, value in sent:
             if name in self.own:
                 self.own[name].part_of_saved(key, value.shape)
         state = {name: dict(of_param) for name, of_param in outline.get("state", {}).items()}
         for name, key, value in sent:
-            whole = self._broadcast(value, saved["state"][name][key] if first else None)
-            state[name][key] = self._held(name, key, whole)
+            full = self._broadcast(value, saved["state"][name][key] if first else None)
+            state[name][key] = self._part(name, key, full)
         return {**outline, "state": state} if "state" in outline else outline
 
     def _broadcast(self, sent: _Sent, tensor: torch.Tensor | None) -> torch.Tensor:
         device = self.mesh.device
         if tensor is None:
-            whole = torch.empty(sent.shape, dtype=sent.dtype, device=device)
+            full = torch.empty(sent.shape, dtype=sent.dtype, device=device)
         else:
-            whole = tensor.detach().to(device).contiguous()
+            full = tensor.detach().to(device).contiguous()
         for comm, takes_part in (
             (self.mesh.shard_group, self.mesh.replica_group.rank == 0),
             (self.mesh.replica_group, True),
         ):
             if takes_part:
-                comm.broadcast(whole).wait()
-        return whole
+                comm.broadcast(full).wait()
+        return full
 
-    def _held(self, name: str, key: str, whole: torch.Tensor) -> torch.Tensor | None:
+    def _part(self, name: str, key: str, full: torch.Tensor) -> torch.Tensor | None:
         one = self.own.get(name)
-        part = None if one is None else one.part_of_saved(key, whole.shape)
-        if part is None or part.numel == whole.numel():
-            return whole if one is not None else None
-        return state_as_part(part, cut(whole, part).clone())
+        part = None if one is None else one.part_of_saved(key, full.shape)
+        if part is None or part.numel == full.numel():
+            return full if one is not None else None
+        return state_as_part(part, cut(full, part).clone())
 
 
 class _Sent:
-    """Stands for a tensor that is sent on its own."""
+    """Placeholder of a tensor that is sent separately."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Note what ``tensor`` is like."""
+        """Create the placeholder of ``tensor``."""
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
 def _outline(saved: StateDict) -> StateDict:
-    """A state dict with a word in place of each tensor that is not one number."""
+    """Return ``saved`` with a placeholder instead of each tensor that is not a scalar."""
 
     def as_sent(value: Any) -> Any:
         return _Sent(value) if isinstance(value, torch.Tensor) and value.ndim > 0 else value

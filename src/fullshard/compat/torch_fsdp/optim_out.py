@@ -1,4 +1,4 @@
-"""A sharded model's optimizer on its way to a state dict by parameter name."""
+"""State dicts of sharded models' optimizers, by parameter name."""
 
 from __future__ import annotations
 
@@ -20,33 +20,42 @@ from fullshard.saving.stepped import Stepped, by_parameter, local_of
 
 
 def root_and_ranks(model: nn.Module, group: Any) -> tuple[nn.Module, Mesh]:
-    """The sharded model, and its ranks.
+    """Return the sharded model inside ``model`` and its ranks.
 
     Raises:
-        ShardingError: There is none, or there are several.
+        ShardingError: ``model`` holds none, or several.
         ProcessGroupError: ``group`` has another number of ranks.
     """
     roots = sharded_roots(model)
     if len(roots) != 1:
         raise ShardingError(
-            f"Optimizer states are of one sharded model; {type(model).__name__} holds {len(roots)}. Pass that model."
+            f"{type(model).__name__} holds {len(roots)} sharded models, but an optimizer state belongs to one. Pass "
+            "that model."
         )
     mesh = mesh_of(roots[0])
     if group is not None and group.size() not in (mesh.size, mesh.shard_group.size):
         raise ProcessGroupError(
-            f"group has {group.size()} ranks, and the model is sharded over {mesh.shard_group.size} of {mesh.size}. "
-            "Leave it out: the model knows its ranks."
+            f"group has {group.size()} ranks, but the model is sharded over {mesh.shard_group.size} of {mesh.size}. "
+            "Leave out group: the model's own is used."
         )
     return roots[0], mesh
 
 
 class StateOut:
-    """An optimizer's state on its way to a state dict."""
+    """State of an optimizer, to be returned as a full, sharded or local state dict; every rank creates it."""
 
     def __init__(
         self, model: nn.Module, optim: Optimizer, given: StateDict | None, group: Any, *, to_host: bool
     ) -> None:
-        """Describe what the ranks have, alike on all of them."""
+        """Exchange descriptions of the state, so that all ranks know of every entry.
+
+        Args:
+            model: The wrapped or sharded model.
+            optim: The optimizer of its parameters.
+            given: What ``optim.state_dict()`` returned, to be used instead of the current state.
+            group: The model's process group, or None.
+            to_host: Put the values in host memory.
+        """
         self.root, self.mesh = root_and_ranks(model, group)
         self.to_host = to_host
         groups = optim.param_groups if given is None else given["param_groups"]
@@ -58,16 +67,16 @@ class StateOut:
         self.all = StatesOfAll(self.root, own)
 
     def full(self, *, rank0_only: bool) -> StateDict:
-        """Whole tensors."""
+        """Return full tensors; with ``rank0_only`` an empty dict on all ranks except 0."""
         state = self.all.whole(rank0_only=rank0_only, to_host=self.to_host)
         return {} if rank0_only and self.mesh.rank > 0 else {"state": state, "param_groups": self.groups}
 
     def sharded(self) -> StateDict:
-        """This rank's parts, for torch's distributed checkpoints."""
+        """Return this rank's parts, for torch's distributed checkpoints."""
         return self._by_rank(state_as_part)
 
     def local(self) -> StateDict:
-        """This rank's rows."""
+        """Return this rank's rows."""
         return self._by_rank(lambda part, held, comm: held)
 
     def _by_rank(self, as_value: Callable[[StatePart, torch.Tensor, Comm], torch.Tensor]) -> StateDict:
@@ -89,7 +98,7 @@ class StateOut:
     ) -> torch.Tensor:
         part = one.part_of_saved(key, value.shape)
         if part is None:
-            raise InvariantError(f"{key} of {one.local.name} is one number and was described as a tensor.")
+            raise InvariantError(f"{key} of {one.local.name} is a number but was described as a tensor.")
         held = one.state.get(key)
         if held is None:
             held = torch.empty(part.local_shape, dtype=value.dtype, device=one.param.device)
@@ -98,18 +107,18 @@ class StateOut:
 
 
 def _stepped(root: nn.Module, optim: Optimizer, given: StateDict | None) -> list[Stepped]:
-    """The optimizer's parameters in its order, with their state there, or in a state dict of it.
+    """Return the optimizer's parameters in its order, with their state in it, or in ``given``, a state dict of it.
 
     Raises:
-        CheckpointError: One is not the model's, or the state dict is of other parameters.
+        CheckpointError: A parameter is not the model's, or the state dict is of other parameters.
     """
     by_param = by_parameter(local_tensors(root))
     groups = optim.param_groups
     sizes = [len(group["params"]) for group in groups]
     if given is not None and [len(group["params"]) for group in given["param_groups"]] != sizes:
         raise CheckpointError(
-            f"optim_state_dict has groups of {[len(group['params']) for group in given['param_groups']]} parameters "
-            f"and the optimizer of {sizes}: give what optim.state_dict() returned."
+            f"optim_state_dict has groups of {[len(group['params']) for group in given['param_groups']]} parameters, "
+            f"but the optimizer has groups of {sizes}. Pass what optim.state_dict() returned."
         )
     found = []
     for number, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Optimizer state dicts of sharded models: keys are parameter names, values the unsharded state."""
+"""Optimizer state dicts of sharded models: FSDP1's functions."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 def optim_state_dict(
     model: nn.Module, optim: Optimizer, optim_state_dict: StateDict | None = None, group: Any = None
 ) -> StateDict:
-    """The optimizer's state by parameter name, of the kind that ``set_state_dict_type`` chose; every rank calls it.
+    """Return the optimizer's state by parameter name; every rank calls it. ``set_state_dict_type`` sets the kind.
 
     Args:
         model: The wrapped or sharded model.
-        optim: Over its parameters.
-        optim_state_dict: What ``optim.state_dict()`` gave, to be used in place of the state now.
-        group: The model's process group; it knows it already.
+        optim: The optimizer of its parameters.
+        optim_state_dict: What ``optim.state_dict()`` returned, to be used instead of the current state.
+        group: The model's process group; not needed.
 
     Returns:
-        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``. FULL: what an unsharded
-        optimizer would have, on every rank, or on rank 0 with ``rank0_only`` (``{}`` elsewhere); SHARDED: this rank's
-        part of each tensor as :class:`ShardTensor`; LOCAL: the part alone. Numbers, such as ``step``, are whole in
-        each. In host memory with ``offload_to_cpu``, which is the default but for LOCAL.
+        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``. FULL: the state of an unsharded
+        optimizer, on every rank, or with ``rank0_only`` on rank 0 (``{}`` on others); SHARDED: this rank's part of each
+        tensor as :class:`ShardTensor`; LOCAL: this rank's part as a plain tensor. Scalars, such as ``step``, are the
+        same in all three. Values are in host memory with ``offload_to_cpu``, the default except for LOCAL.
 
     Raises:
-        CheckpointError: State of which it is not known what part it is, or a parameter that is not the model's.
-        ProcessGroupError: ``group`` is another one.
+        CheckpointError: A state tensor whose place in the full state is unknown, or a parameter that is not the
+            model's.
+        ProcessGroupError: ``group`` is not the model's.
     """
     settings = get_state_dict_type(model)
     config = settings.optim_state_dict_config
@@ -55,13 +56,13 @@ def full_optim_state_dict(
     rank0_only: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
     group: Any = None,
 ) -> StateDict:
-    """:func:`optim_state_dict` of the full kind, in host memory; every rank calls it. ``optim_input`` is not needed."""
+    """Return the full :func:`optim_state_dict` in host memory; every rank calls it. ``optim_input`` is not needed."""
     _not_needed(optim_input)
     return StateOut(model, optim, None, group, to_host=True).full(rank0_only=rank0_only)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> StateDict:
-    """:func:`optim_state_dict` of the sharded kind, in host memory; every rank calls it."""
+    """Return the sharded :func:`optim_state_dict` in host memory; every rank calls it."""
     return StateOut(model, optim, None, group, to_host=True).sharded()
 
 
@@ -73,25 +74,26 @@ def optim_state_dict_to_load(
     load_directly: bool = False,  # noqa: FBT001, FBT002
     group: Any = None,
 ) -> StateDict:
-    """Cut what :func:`optim_state_dict` gave, on any number of ranks, to what ``optim.load_state_dict`` takes here.
+    """Convert what :func:`optim_state_dict` returned to what ``optim.load_state_dict`` takes; every rank calls it.
 
-    Every rank calls it. What a full state dict holds comes from this rank's own, or under ``rank0_only`` from rank 0's.
-    A parameter keeps its place in the optimizer's groups here, and gets the options it was saved with.
+    It may come from any number of ranks. A full state dict must be on every rank, or with ``rank0_only`` on rank 0.
+    A parameter keeps its place in the groups of ``optim``, and gets the options it was saved with.
 
     Args:
         model: The wrapped or sharded model.
-        optim: Over its parameters.
-        optim_state_dict: Full, sharded or local; names of the unwrapped model, a tied parameter under any of them.
-        is_named_optimizer: Whether ``optim`` numbers parameters by name.
-        load_directly: Whether ``optim`` loads it at once.
-        group: The model's process group; it knows it already.
+        optim: The optimizer of its parameters.
+        optim_state_dict: Full, sharded or local, by names of the unwrapped model; a tied parameter may have any of its
+            names.
+        is_named_optimizer: Whether the keys of ``optim.state_dict()`` are parameter names.
+        load_directly: Also load the result into ``optim``.
+        group: The model's process group; not needed.
 
     Returns:
         ``{"state": {number: {key: this rank's rows}}, "param_groups": [...]}``.
 
     Raises:
-        CheckpointError: Names or shapes do not fit; on every rank.
-        ProcessGroupError: ``group`` is another one.
+        CheckpointError: Names or shapes do not match; raised on every rank.
+        ProcessGroupError: ``group`` is not the model's.
     """
     settings = get_state_dict_type(model)
     source: Source = "local" if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT else "own"
@@ -108,9 +110,9 @@ def optim_state_dict_to_load(
 def shard_full_optim_state_dict(
     full_optim_state_dict: StateDict, model: nn.Module, optim_input: OptimInput = None, optim: Optimizer | None = None
 ) -> StateDict:
-    """:func:`optim_state_dict_to_load` of a full state dict that every rank has.
+    """Convert a full state dict that every rank has, as :func:`optim_state_dict_to_load` does.
 
-    Without ``optim``, for an optimizer over ``optim_input``, or over ``model.parameters()``.
+    Without ``optim`` the result is for an optimizer created from ``optim_input``, default ``model.parameters()``.
     """
     return state_to_load(model, optim, _groups(model, optim_input, optim), full_optim_state_dict, "own")
 
@@ -118,7 +120,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
 ) -> StateDict:
-    """:func:`optim_state_dict_to_load` of what :func:`sharded_optim_state_dict` gave."""
+    """Convert what :func:`sharded_optim_state_dict` returned, as :func:`optim_state_dict_to_load` does."""
     return state_to_load(model, optim, optim.param_groups, sharded_optim_state_dict, "own")
 
 
@@ -129,7 +131,7 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Any = None,
 ) -> StateDict:
-    """:func:`shard_full_optim_state_dict` of a state dict that rank 0 has; that of other ranks is not looked at."""
+    """Convert a full state dict of rank 0 as :func:`shard_full_optim_state_dict` does; other ranks' is ignored."""
     groups = _groups(model, optim_input, optim)
     return state_to_load(model, optim, groups, full_optim_state_dict or {}, "rank 0", group)
 
@@ -141,27 +143,27 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """The same state dict with names for numbers, or numbers for names; no communication.
+    """Return the state dict with names instead of numbers as keys, or the reverse; no communication.
 
-    So the state of an unsharded optimizer goes into a sharded one (names, then ``shard_full_optim_state_dict``), and a
-    full one into an unsharded one (numbers, then ``load_state_dict``).
+    To load the state of an unsharded optimizer into a sharded one, convert it to names and call
+    ``shard_full_optim_state_dict``. For the reverse, convert a full one to numbers and call ``load_state_dict``.
 
     Args:
-        optim_state_dict: With either; one that has the wanted ones already is returned as it is.
-        optim_state_key_type: What is wanted.
-        model: Whose names and order count, sharded or not.
-        optim_input: What the optimizer was made from; None: ``model.parameters()``.
-        optim: The optimizer, whose order counts then.
+        optim_state_dict: With either kind of keys; returned unchanged if they already are of the requested kind.
+        optim_state_key_type: The requested kind.
+        model: The model that defines names and order, sharded or not.
+        optim_input: What the optimizer was created from; None: ``model.parameters()``.
+        optim: The optimizer; if given it defines the order.
 
     Raises:
-        CheckpointError: Some keys are names and some numbers, or one is not the model's.
+        CheckpointError: Keys are names and numbers mixed, or one is not the model's.
     """
     groups = optim_state_dict["param_groups"]
     kinds = {type(key) for group in groups for key in group["params"]} | {
         type(key) for key in optim_state_dict["state"]
     }
     if len(kinds) > 1 or not kinds <= {str, int}:
-        raise CheckpointError(f"Keys of an optimizer state dict are all names or all numbers; got {kinds}.")
+        raise CheckpointError(f"Keys of an optimizer state dict must be all names or all numbers; got {kinds}.")
     if kinds <= {str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int}:
         return optim_state_dict
     named = [(plain_name(name), id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
@@ -184,7 +186,7 @@ def rekey_optim_state_dict(
 
 
 def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> list[dict[str, Any]]:
-    """Parameters in the order of an optimizer, which is there or was made from ``optim_input``."""
+    """Return the parameter groups of ``optim``, or of an optimizer created from ``optim_input``."""
     if optim is not None:
         _not_needed(optim_input)
         return optim.param_groups
@@ -196,4 +198,6 @@ def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) 
 
 def _not_needed(optim_input: OptimInput) -> None:
     if optim_input is not None:
-        warnings.warn("optim_input is not needed beside the optimizer; leave it out.", FutureWarning, stacklevel=3)
+        warnings.warn(
+            "optim_input has no effect when an optimizer is given; leave it out.", FutureWarning, stacklevel=3
+        )

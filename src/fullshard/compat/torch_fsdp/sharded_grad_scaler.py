@@ -16,21 +16,20 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(optim.ShardedGradScaler):
-    """Loss scaling for float16: all ranks skip a step, or none does.
+    """Loss scaling for float16, in which either all ranks skip a step or none does.
 
-    Used as ``torch.amp.GradScaler`` is: ``scale``, ``unscale_``, ``step``, ``update``, ``get_scale``, ``is_enabled``,
-    ``state_dict``, ``load_state_dict``. Whether a gradient is inf or nan is compared over the ranks that share the
-    optimizer's shards, whichever these are, so that ``process_group`` is needed only to compare with further ranks.
+    It has the methods of ``torch.amp.GradScaler``. Ranks that share the optimizer's shards always agree on whether a
+    gradient is inf or nan; ``process_group`` is only needed to agree with further ranks.
 
     Args:
-        device: Type of the device that the loss is on; None: the accelerator of this machine, else the CPU (torch's
-            default is ``"cuda"``, which without CUDA gives a scaler that does nothing).
-        init_scale: The first scale.
-        backoff_factor: What the scale is multiplied by after an inf or nan.
-        growth_factor: What it is multiplied by after ``growth_interval`` steps without one.
+        device: Type of the device that the loss is on; None: this machine's accelerator, or the CPU if there is none
+            (torch's default is ``"cuda"``, and without CUDA its scaler does nothing).
+        init_scale: Initial scale.
+        backoff_factor: Factor applied to the scale after an inf or nan.
+        growth_factor: Factor applied to the scale after ``growth_interval`` steps without inf or nan.
         growth_interval: A number of steps.
-        enabled: False: it does nothing.
-        process_group: Further ranks to compare with; None: those that share the shards.
+        enabled: False disables scaling.
+        process_group: Further ranks to agree with; None: only those that share the shards.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class ShardedGradScaler(optim.ShardedGradScaler):
         enabled: bool = True,  # noqa: FBT001, FBT002
         process_group: Any = None,
     ) -> None:
-        """Take the arguments in torch's order."""
+        """Create the scaler; the order of arguments is torch's."""
         if device is None:
             device = accelerator_type() or "cpu"
         super().__init__(
@@ -61,7 +60,7 @@ class ShardedGradScaler(optim.ShardedGradScaler):
         optimizer: Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
-        allow_fp16: bool,  # noqa: FBT001 (torch calls it so)
+        allow_fp16: bool,  # noqa: FBT001 (torch's signature)
     ) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if self._further is not None:

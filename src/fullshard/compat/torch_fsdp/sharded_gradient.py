@@ -1,8 +1,8 @@
-"""Gradients whose norm is that of the whole gradient, as a DTensor's is: torch's own clipping comes out right.
+"""Gradients whose norm is that of the full gradient, so that torch's own clipping is correct.
 
-FSDP2 scripts call ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)``, which is right there because gradients
-are DTensors. On this rank's rows it would be the norm of a part, different on every rank, and nobody would notice. So
-the gradients of modules that FSDP2's ``fully_shard`` was called on are tensors that compute norms over all ranks.
+FSDP2 scripts call ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)``, which is correct in torch because
+gradients are DTensors. On plain rows it would silently compute a different norm on every rank. So gradients of modules
+that FSDP2's ``fully_shard`` was called on are tensors that compute norms over all ranks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fullshard.saving.shard_tensor import gather_whole
 class ShardedGradient(torch.Tensor):
     """This rank's rows of a reduced gradient, (rows here, *rest).
 
-    It is an ordinary tensor in everything but these: ``torch.linalg.vector_norm``, ``torch.linalg.norm``,
-    ``torch.norm``, ``Tensor.norm`` and ``torch._foreach_norm`` of all elements give the norm over all ranks, and so
-    must be called on every rank, as with a DTensor; so do ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``,
-    and torch's ``GradScaler`` finds an infinity that another rank holds. What is computed of it is a plain tensor, but
-    for copies of the whole (``detach``, ``clone``, ``to``, ``float``).
+    It is an ordinary tensor except that norms of all elements are over all ranks, as with a DTensor, and so must be
+    computed on every rank: ``torch.linalg.vector_norm``, ``torch.linalg.norm``, ``torch.norm``, ``Tensor.norm``,
+    ``torch._foreach_norm``, and with these ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``. torch's
+    ``GradScaler`` also finds an infinity on another rank. Results of other operations are plain tensors, except copies
+    (``detach``, ``clone``, ``to``, ``float``).
 
     Attributes:
         shard_comm: The ranks that share the parameter.
-        shard_meta: Which rows these are.
+        shard_meta: Place of these rows in the parameter.
     """
 
     shard_comm: Comm
@@ -55,13 +55,13 @@ class ShardedGradient(torch.Tensor):
         return result
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole gradient, on the device of collectives; every rank that shares the parameter calls it."""
+        """Return the full gradient on the device of collectives; every rank that shares the parameter calls it."""
         rows = self.as_subclass(torch.Tensor)
         meta = self.shard_meta
         return gather_whole(self.shard_comm, meta.global_shape, meta.element_range[0], rows.reshape(-1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A plain copy of these rows."""
+        """Return a plain copy of these rows."""
         return self.as_subclass(torch.Tensor).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -69,40 +69,40 @@ class ShardedGradient(torch.Tensor):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-_foreach_supported_types.append(ShardedGradient)  # else clipping would walk over gradients one by one
+_foreach_supported_types.append(ShardedGradient)  # otherwise clipping computes norms one gradient at a time
 
 
 def as_gradient(comm: Comm, meta: ShardMeta, rows: torch.Tensor) -> torch.Tensor:
-    """``rows``, of ranks ``comm``, as a :class:`ShardedGradient` of the same memory."""
+    """Return ``rows``, shared by the ranks of ``comm``, as a :class:`ShardedGradient` of the same memory."""
     gradient = rows.as_subclass(ShardedGradient)
     gradient.shard_comm, gradient.shard_meta = comm, meta
     return gradient
 
 
 def gradient_of(param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
-    """What the engine calls for each new gradient of a parameter."""
+    """Return a new gradient of ``param`` as a :class:`ShardedGradient`; called by the engine."""
     return as_gradient(param.lane.mesh.shard_group, param.meta, rows)
 
 
 class FullTensor:
-    """``param.full_tensor()`` of a parameter of a module that FSDP2's ``fully_shard`` was called on.
+    """The method ``param.full_tensor()`` of a parameter that FSDP2's ``fully_shard`` sharded.
 
-    It is an attribute of the Parameter, as a class of its own would cost optimizers their fused paths.
+    It is an attribute of the Parameter: with a Parameter subclass optimizers would not use their fused kernels.
     """
 
     def __init__(self, param: ShardedParam) -> None:
-        """Of ``param``, which this keeps not alive."""
+        """Create the method of ``param``, with a weak reference to it."""
         self._param = weakref.ref(param)
 
     def __call__(self) -> torch.Tensor:
-        """The whole parameter, on the device of collectives, without gradient; every rank that shares it calls it.
+        """Return the full parameter on the device of collectives, detached; every rank that shares it calls it.
 
         Raises:
-            ShardingError: The model is gone.
+            ShardingError: The model was deleted.
         """
         param = self._param()
         if param is None:
-            raise ShardingError("full_tensor() of a parameter whose sharded model is gone; keep the model.")
+            raise ShardingError("full_tensor() of a parameter whose model was deleted. Keep a reference to the model.")
         start, _ = param.meta.element_range
         return gather_whole(
             param.lane.mesh.shard_group, param.meta.global_shape, start, param.sharded.detach().reshape(-1)
@@ -110,9 +110,9 @@ class FullTensor:
 
 
 def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The norm of each whole gradient, 0-d and float32 or wider, one collective for those of the same ranks."""
+    """Return the norm of each full gradient, 0-d, float32 or wider; one collective per group of ranks."""
     if not order > 0:
-        raise ConfigError(f"Norms over ranks are of an order above zero; got {order}.")
+        raise ConfigError(f"The order of a norm over ranks must be above zero; got {order}.")
     found: list[torch.Tensor] = [torch.empty(())] * len(gradients)
     comms = {id(g.shard_comm): g.shard_comm for g in gradients if isinstance(g, ShardedGradient)}
     for key, comm in comms.items():
@@ -120,7 +120,7 @@ def _norms(gradients: Sequence[torch.Tensor], order: float) -> list[torch.Tensor
         for place, norm in zip(places, _norms_of([gradients[i] for i in places], order, comm), strict=True):
             found[place] = norm
     for place, gradient in enumerate(gradients):
-        if not isinstance(gradient, ShardedGradient):  # of a parameter left out of sharding, the same on every rank
+        if not isinstance(gradient, ShardedGradient):  # of an ignored parameter, the same on every rank
             found[place] = torch.linalg.vector_norm(gradient, order, dtype=_wide(gradient.dtype))
     return found
 
@@ -133,7 +133,7 @@ def _norms_of(gradients: Sequence[torch.Tensor], order: float, comm: Comm) -> li
     together = torch.stack([norm.to(comm.device, widest) for norm in local])
     comm.announce("norms of gradients")
     if math.isinf(order):
-        # The maximum over ranks may lose a nan, so that it travels beside it.
+        # The maximum over ranks may lose a nan, so a nan flag is reduced along with it.
         both = torch.stack([together, together.isnan().to(together.dtype)])
         comm.all_reduce(both, "max").wait()
         norms = both[0].masked_fill(both[1] > 0, math.nan)
@@ -154,27 +154,23 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _whole_norm(function: Callable[..., Any], *, default: float) -> Callable[..., Any]:
-    """``function`` over ranks where it is asked for the norm of all elements; of a part it is as it was."""
-
-    def norm(
-        gradient: torch.Tensor,
-        ord: Any = default,
-        dim: Any = None,
-        keepdim: bool = False,  # noqa: FBT001, FBT002 (torch's signature)
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        order = kwargs.pop("p", ord)
-        order = default if order in (None, "fro") else order
-        if dim is not None or keepdim or kwargs.get("out") is not None or isinstance(order, str):
-            raise ConfigError(
-                "A gradient here is this rank's rows: of the whole gradient there is the norm of all elements only, "
-                f"norm(gradient, p); got dim={dim}, keepdim={keepdim}, order={order!r}. For norms of these rows call "
-                "it on gradient.as_subclass(torch.Tensor)."
-            )
-        return _norms([gradient], float(order))[0].to(kwargs.get("dtype") or _wide(gradient.dtype))
-
-    return norm
+def _full_norm(
+    gradient: torch.Tensor,
+    ord: Any = 2.0,
+    dim: Any = None,
+    keepdim: bool = False,  # noqa: FBT001, FBT002 (torch's signature)
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return the norm of all elements over all ranks, in place of torch's norm functions."""
+    order = kwargs.pop("p", ord)
+    order = 2.0 if order in (None, "fro") else order
+    if dim is not None or keepdim or kwargs.get("out") is not None or isinstance(order, str):
+        raise ConfigError(
+            "This gradient is this rank's rows, and only the norm of all elements over all ranks is supported, "
+            f"norm(gradient, p); got dim={dim}, keepdim={keepdim}, order={order!r}. For norms of this rank's rows call "
+            "it on gradient.as_subclass(torch.Tensor)."
+        )
+    return _norms([gradient], float(order))[0].to(kwargs.get("dtype") or _wide(gradient.dtype))
 
 
 def _foreach_norm(gradients: Sequence[torch.Tensor], ord: Any = 2.0, **_kwargs: Any) -> list[torch.Tensor]:
@@ -182,7 +178,7 @@ def _foreach_norm(gradients: Sequence[torch.Tensor], ord: Any = 2.0, **_kwargs: 
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """What torch's GradScaler does to gradients; an infinity or nan on any rank is one on all."""
+    """Unscale gradients as torch's GradScaler does; an infinity or nan on any rank sets ``found_inf`` on all."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)  # pyright: ignore[reportPrivateImportUsage]
     for comm in {id(g.shard_comm): g.shard_comm for g in gradients if isinstance(g, ShardedGradient)}.values():
         flag = found_inf.to(comm.device).reshape(1)
@@ -194,10 +190,10 @@ def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
 _OVER_RANKS: dict[Any, Callable[..., Any]] = {
     torch._foreach_norm: _foreach_norm,  # pyright: ignore[reportPrivateImportUsage]
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,  # pyright: ignore[reportPrivateImportUsage]
-    torch.linalg.vector_norm: _whole_norm(torch.linalg.vector_norm, default=2.0),
-    torch.linalg.norm: _whole_norm(torch.linalg.norm, default=2.0),
-    torch.norm: _whole_norm(torch.norm, default=2.0),
-    torch.Tensor.norm: _whole_norm(torch.Tensor.norm, default=2.0),
+    torch.linalg.vector_norm: _full_norm,
+    torch.linalg.norm: _full_norm,
+    torch.norm: _full_norm,
+    torch.Tensor.norm: _full_norm,
 }
 
 _COPIES = frozenset({

@@ -1,4 +1,4 @@
-"""``load_sharded_optimizer_state_dict`` of ``torch.distributed.checkpoint``, for parts that are uneven over ranks."""
+"""``load_sharded_optimizer_state_dict`` of ``torch.distributed.checkpoint``, for parts of unequal size."""
 
 from __future__ import annotations
 
@@ -22,42 +22,43 @@ def load_sharded_optimizer_state_dict(
     storage_reader: StorageReader,
     planner: LoadPlanner | None = None,
 ) -> dict[str, Any]:
-    """Read an optimizer's state from a distributed checkpoint before the optimizer has any; every rank calls it.
+    """Read an optimizer's state from a distributed checkpoint before its first step; every rank calls it.
 
     Args:
-        model_state_dict: ``model.state_dict()`` under ``StateDictType.SHARDED_STATE_DICT``: what has a parameter's
-            shape is read as far as this rank holds the parameter. Anything else is read whole.
-        optimizer_key: What the state is called in the checkpoint, ``"optimizer"`` in torch's examples.
-        storage_reader: Of the checkpoint.
-        planner: How to read; None: as it is.
+        model_state_dict: ``model.state_dict()`` under ``StateDictType.SHARDED_STATE_DICT``. Of a tensor with a
+            parameter's shape, the elements are read that this rank holds of the parameter. Other tensors are read in
+            full.
+        optimizer_key: Key of the state in the checkpoint, ``"optimizer"`` in torch's examples.
+        storage_reader: Reader of the checkpoint.
+        planner: Plan of the read; None: torch's default.
 
     Returns:
         ``{optimizer_key: {"state": …, "param_groups": …}}``, for ``FSDP.optim_state_dict_to_load``.
 
     Raises:
-        CheckpointError: There is nothing under ``optimizer_key``.
+        CheckpointError: The checkpoint has no ``optimizer_key``.
     """
     metadata = storage_reader.read_metadata()
     paths = metadata.planner_data or {}
-    wanted = {
-        key: _room(entry, model_state_dict.get(_parameter(paths[key])))
+    state = {
+        key: _empty(entry, model_state_dict.get(_parameter(paths[key])))
         for key, entry in metadata.state_dict_metadata.items()
         if paths[key][0] == optimizer_key
     }
-    if not wanted:
+    if not state:
         known = ", ".join(sorted({str(path[0]) for path in paths.values()}))
-        raise CheckpointError(f"The distributed checkpoint has nothing under {optimizer_key!r}; it has {known}.")
-    load(wanted, storage_reader=storage_reader, planner=planner)
-    return unflatten_state_dict(wanted, {key: paths[key] for key in wanted})
+        raise CheckpointError(f"The distributed checkpoint has no key {optimizer_key!r}; it has {known}.")
+    load(state, storage_reader=storage_reader, planner=planner)
+    return unflatten_state_dict(state, {key: paths[key] for key in state})
 
 
 def _parameter(path: tuple[Any, ...]) -> str:
-    """The parameter that a value at ``path`` is about: ``(optimizer_key, "state", name, key)``."""
+    """Return the name of the parameter whose state is at ``path``: ``(optimizer_key, "state", name, key)``."""
     return str(path[2]) if len(path) > 2 and path[1] == "state" else ""
 
 
-def _room(entry: Any, param: Any) -> Any:
-    """Where a value goes: as much of it as of ``param``, the parameter's in the model's state dict."""
+def _empty(entry: Any, param: Any) -> Any:
+    """Return memory to read a value into: as large a part of it as ``param`` is of its parameter."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     if isinstance(param, ShardTensor) and param.shape == entry.size:

@@ -1,4 +1,4 @@
-"""Sharding what a wrapper is around: one call of the engine for all units with the same settings."""
+"""Sharding of a wrapped module: one call of the engine for all units with the same settings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 
 @dataclass(frozen=True)
 class Sharding:
-    """What was done.
+    """Result of :func:`shard`.
 
     Attributes:
         wrapped: The modules that the wrap policy chose, each with the wrapper's arguments.
-        ignored: Modules and parameters that were left out.
+        ignored: Ignored modules and parameters.
         is_sharded: Whether there was anything to shard.
         rank: This rank's number.
         world_size: Number of ranks.
-        device: What the units compute on.
+        device: The device that the units compute on.
     """
 
     wrapped: dict[nn.Module, dict[str, Any]]
@@ -42,7 +42,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class _Model:
-    """What all units of one model have in common."""
+    """Settings shared by all units of one model, and the settings of single units."""
 
     settings: dict[nn.Module, UnitSettings]
     ranks: Any
@@ -52,7 +52,7 @@ class _Model:
     ignored: frozenset[nn.Parameter]
 
     def shard(self, top: nn.Module, settings: UnitSettings) -> bool:
-        """Shard ``top``, after what in it has other settings, and say whether there was anything to shard."""
+        """Shard the modules in ``top`` that have other settings, then ``top``; return whether anything was sharded."""
         units: set[nn.Module] = set()
         self._visit(top, settings, units, set())
         if all(param in self.ignored for param in top.parameters()):
@@ -72,7 +72,7 @@ class _Model:
         return True
 
     def _visit(self, module: nn.Module, settings: UnitSettings, units: set[nn.Module], seen: set[nn.Module]) -> None:
-        """Put chosen modules inside of ``module`` into ``units``; shard those with other settings."""
+        """Add the chosen modules inside ``module`` to ``units``, but shard those with other settings right away."""
         for child in module.children():
             if child in seen or is_wrapper(child):
                 continue
@@ -87,27 +87,27 @@ class _Model:
 
 
 def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ignored) -> Sharding:
-    """Ask the policy, and shard ``root`` in place; every rank calls it, no wrapper is put anywhere.
+    """Shard ``root`` in place, with units chosen by the policy, without inserting wrappers; every rank calls it.
 
     Args:
-        root: What is wrapped; modules in it may be wrapped already.
+        root: The module to wrap; modules inside may be wrapped already.
         wrap_policy: ``auto_wrap_policy``.
         kwargs: The other arguments of the wrapper, by name.
-        ignored: Modules and parameters to leave out.
+        ignored: Modules and parameters to ignore.
 
     Raises:
         ConfigError: Arguments contradict each other.
-        UserError: What the engine raises.
+        UserError: Errors of the engine.
     """
     mixed = kwargs["mixed_precision"]
-    alone = tuple(mixed._module_classes_to_ignore) if wrap_policy is not None and mixed is not None else ()
-    own = arguments.unit_settings(kwargs, alone)
+    fp32 = tuple(mixed._module_classes_to_ignore) if wrap_policy is not None and mixed is not None else ()
+    own = arguments.unit_settings(kwargs, fp32)
     device = arguments.device_of_id(kwargs["device_id"])
     ranks = arguments.ranks(kwargs["process_group"], kwargs["device_mesh"], own.strategy, device)
     mesh = as_mesh(ranks, own.strategy, device)
-    wrapped = modules_to_wrap(root, wrap_policy, kwargs, ignored, alone)
+    wrapped = modules_to_wrap(root, wrap_policy, kwargs, ignored, always=fp32)
     model = _Model(
-        {module: arguments.own_settings(module, theirs, kwargs, alone) for module, theirs in wrapped.items()},
+        {module: arguments.own_settings(module, theirs, kwargs, fp32) for module, theirs in wrapped.items()},
         ranks,
         device,
         arguments.prefetch(kwargs["backward_prefetch"], forward=kwargs["forward_prefetch"]),
@@ -119,6 +119,6 @@ def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ig
     for param in root.parameters():
         if hasattr(param, "shard_meta"):
             guard_state_of(param)
-    for module, key, buffer in buffers:  # the engine leaves out parameters; it moved and cast all buffers
+    for module, key, buffer in buffers:  # the engine ignores parameters only: it moved and cast these buffers
         module._buffers[key] = buffer
     return Sharding(wrapped, ignored, is_sharded, mesh.rank, mesh.size, device or mesh.device)

@@ -1,4 +1,4 @@
-"""Which kind of state dict a sharded model gives and takes: settings that are kept on it."""
+"""State-dict settings of sharded models."""
 
 from __future__ import annotations
 
@@ -36,20 +36,22 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose what ``state_dict()``, ``load_state_dict()`` and ``optim_state_dict`` mean; any rank, no communication.
+    """Set the kind of state dict of ``state_dict()``, ``load_state_dict()`` and ``optim_state_dict``.
+
+    Any rank; no communication.
 
     Args:
-        module: A wrapped or sharded model, a part of one (the whole model is meant), or a module around some.
+        module: A wrapped or sharded model, a module inside one (the setting is the model's), or one that contains some.
         state_dict_type: The kind.
         state_dict_config: Settings of the model's state dict, of the kind's class; None: its defaults.
         optim_state_dict_config: Settings of the optimizer's, of the kind's class; None: its defaults.
 
     Returns:
-        The settings until now.
+        The former settings.
 
     Raises:
-        ConfigError: Settings of another kind.
-        ShardingError: No sharded model, or several with different settings.
+        ConfigError: Settings are of another kind's class.
+        ShardingError: There is no sharded model, or several have different settings.
     """
     former = get_state_dict_type(module)
     new = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
@@ -59,20 +61,20 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The settings of :func:`set_state_dict_type`; ``FULL_STATE_DICT`` with its defaults where nobody chose.
+    """Return the settings of :func:`set_state_dict_type`; initially ``FULL_STATE_DICT`` with its defaults.
 
     Raises:
-        ShardingError: No sharded model, or several with different settings.
+        ShardingError: There is no sharded model, or several have different settings.
     """
     roots = sharded_roots(module)
     found = [root.__dict__.get(_ATTRIBUTE) or _settings(StateDictType.FULL_STATE_DICT, None, None) for root in roots]
     if not found:
         raise ShardingError(
-            f"{type(module).__name__} has no state-dict type: it holds no sharded model. Wrap it first."
+            f"{type(module).__name__} has no state-dict type: it contains no sharded model. Wrap it first."
         )
     if any(one != found[0] for one in found):
         raise ShardingError(
-            f"{type(module).__name__} holds {len(found)} sharded models with different state-dict settings: "
+            f"{type(module).__name__} contains {len(found)} sharded models with different state-dict settings: "
             f"{', '.join(sorted({one.state_dict_type.name for one in found}))}. Call set_state_dict_type on each."
         )
     return found[0]
@@ -85,7 +87,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """:func:`set_state_dict_type` for the length of a context; the former settings come back after errors too."""
+    """Call :func:`set_state_dict_type` for a context; the former settings are restored, also after errors."""
     former = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
@@ -97,7 +99,7 @@ def _settings(
     kind: StateDictType, of_model: StateDictConfig | None, of_optimizer: OptimStateDictConfig | None
 ) -> StateDictSettings:
     if kind not in _CLASSES:
-        raise ConfigError(f"state_dict_type is one of {', '.join(map(str, StateDictType))}; got {kind!r}.")
+        raise ConfigError(f"state_dict_type must be one of {', '.join(map(str, StateDictType))}; got {kind!r}.")
     classes = _CLASSES[kind]
     settings = StateDictSettings(
         kind,
@@ -108,7 +110,7 @@ def _settings(
         "state_dict_config": settings.state_dict_config,
         "optim_state_dict_config": settings.optim_state_dict_config,
     }
-    for (name, value), wanted in zip(given.items(), classes, strict=True):
-        if type(value) is not wanted:
-            raise ConfigError(f"With {kind}, {name} is a {wanted.__name__}; got a {type(value).__name__}.")
+    for (name, value), cls in zip(given.items(), classes, strict=True):
+        if type(value) is not cls:
+            raise ConfigError(f"With {kind}, {name} must be a {cls.__name__}; got a {type(value).__name__}.")
     return settings

@@ -1,4 +1,4 @@
-"""Full parameters on show: ``summon_full_params``."""
+"""``summon_full_params``."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def summon_full_params(
     offload_to_cpu: bool = False,  # noqa: FBT001, FBT002
     with_grads: bool = False,  # noqa: FBT001, FBT002
 ) -> Iterator[None]:
-    """Show full parameters, in the dtype that they are kept in; every rank enters it.
+    """Register full parameters in the shards' dtype for a context; every rank enters it.
 
-    Inside, what is shown is a plain module with plain Parameters: it can be called, changed in place, initialised. Its
-    gradients stay in the Parameters; they are dropped at the end, or written back ``with_grads``. Memory: what is
-    shown, whole.
+    Inside, the module is a plain module with plain Parameters: it can be called, initialized or changed in place.
+    Gradients computed inside are dropped at the end, or written back with ``with_grads``. All these parameters are in
+    memory at once.
 
     Args:
-        module: A wrapped or sharded model, a part of one, or a module around some.
-        recurse: Whether units inside of ``module`` are shown too; False: only what its own unit holds.
-        writeback: Whether each rank takes over its rows of what the Parameters hold in the end; False: changes are
-            dropped, with one rank too.
-        rank0_only: Whether rank 0 alone gets full parameters; other ranks keep seeing their shards.
-        offload_to_cpu: Whether they are in host memory.
+        module: A wrapped or sharded model, a module inside one, or one that contains some.
+        recurse: Whether to include units inside ``module``; False: only the parameters of its own unit.
+        writeback: Whether each rank copies its rows of the Parameters back at the end; False: changes are dropped,
+            also with one rank.
+        rank0_only: Whether only rank 0 gets full parameters; other ranks keep their shards.
+        offload_to_cpu: Whether the full parameters are in host memory.
         with_grads: Whether ``.grad`` is the full gradient.
 
     Raises:
         ConfigError: ``rank0_only`` with ``writeback``.
-        ShardingError: During forward or backward, or where full parameters are on show already; or a Parameter was
+        ShardingError: During forward or backward, in a nested context on the same parameters, or if a Parameter was
             replaced inside.
     """
     if writeback and rank0_only:
         raise ConfigError(
-            "summon_full_params(rank0_only=True) shows full parameters on rank 0 only, so other ranks would have "
-            "nothing to write back: add writeback=False, or leave out rank0_only."
+            "With summon_full_params(rank0_only=True) other ranks have no full parameters to write back: add "
+            "writeback=False, or leave out rank0_only."
         )
     modules = list(module.modules()) if recurse else _with_wrapped(module)
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def summon_full_params(
 
 
 def _with_wrapped(module: nn.Module) -> list[nn.Module]:
-    """A module, and where it is a wrapper, what it is around."""
+    """Return ``module`` and, if it is a wrapper, the modules it wraps."""
     chain = [module]
     while inner := [child for key, child in chain[-1].named_children() if not plain_name(key)]:
         chain += inner

@@ -1,10 +1,10 @@
-"""What torch's ``get_model_state_dict`` and ``get_optimizer_state_dict`` want of the state dict that they ask for.
+"""Support for torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``.
 
-With ``StateDictOptions(full_state_dict=True)`` they ask for ``state_dict()`` and gather what is a ``ShardedTensor`` or
-a ``DTensor``. A shard is a run of rows or elements, uneven over ranks, which neither can say: both are put together by
-even chunks. Plain tensors they keep as they are. So a state dict that such a getter asks for has whole tensors at once,
-as torch's own FSDP1 gives it then; the getter's options stand on the call stack, and where they do not (a later torch),
-it gets parts, which are refused as soon as they are used.
+With ``StateDictOptions(full_state_dict=True)`` they call ``state_dict()`` and gather each ``ShardedTensor`` and
+``DTensor`` in it. Our shards are runs of rows or elements of unequal size, which neither class can describe: both are
+gathered as equal chunks. Plain tensors are kept. So a state dict that such a getter requests contains full tensors, as
+with torch's own FSDP1. The getter's options are found on the call stack. If a later torch has them elsewhere, it gets
+parts, which raise an error as soon as they are used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GETTERS = "torch.distributed.checkpoint.state_dict"
 
 
 def asking_getter() -> StateDictOptions | None:
-    """The options of torch's function that asks for this state dict; None where somebody else asks."""
+    """Return the options of the torch getter that is calling; None if there is none on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == GETTERS:
@@ -33,25 +33,28 @@ def asking_getter() -> StateDictOptions | None:
 
 
 def keeps_on_rank0_only(options: StateDictOptions) -> bool:
-    """Whether torch keeps what it is given on the first rank only: full states in host memory."""
+    """Return whether torch keeps the values on rank 0 only, as it does with full states in host memory."""
     return options.full_state_dict and options.cpu_offload and dist.is_initialized()
 
 
-def whole_on_this_rank(value: Any, options: StateDictOptions) -> Any:
-    """A part as the whole, gathered by every rank; where torch drops it, a part without elements.
+def full_for_getter(value: Any, options: StateDictOptions) -> Any:
+    """Gather one value of a state dict; every rank calls it.
 
     Args:
-        value: One value of a state dict; what is no part stays.
-        options: Who asks.
+        value: A part, or anything else, which is returned unchanged.
+        options: The getter's options.
+
+    Returns:
+        The full tensor; on ranks where torch drops it, a part without elements.
     """
     if not isinstance(value, (ShardTensor, WholeTensor)):
         return value
-    whole = value.full_tensor()
+    full = value.full_tensor()
     if keeps_on_rank0_only(options) and dist.get_rank() > 0:
-        return nothing_of(value)
-    return whole.cpu() if options.cpu_offload else whole
+        return empty_part_of(value)
+    return full.cpu() if options.cpu_offload else full
 
 
-def nothing_of(tensor: torch.Tensor) -> ShardTensor:
-    """A part of ``tensor`` without elements."""
+def empty_part_of(tensor: torch.Tensor) -> ShardTensor:
+    """Return a part of ``tensor`` without elements."""
     return ShardTensor.of(tensor.shape, 0, torch.empty(0, dtype=tensor.dtype))

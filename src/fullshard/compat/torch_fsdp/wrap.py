@@ -1,11 +1,11 @@
-"""Which modules are wrapped: the names of ``torch.distributed.fsdp.wrap``.
+"""Wrap policies: the names of ``torch.distributed.fsdp.wrap``.
 
-A policy is asked here as torch asks it, so that the same modules are wrapped for the same policy and model: plain
-functions ``(module, recurse, nonwrapped_numel)`` from the leaves up, objects such as :class:`ModuleWrapPolicy` once for
-the whole tree. torch's own policies, of a script that kept that import or of PEFT, are asked in the same way.
+Policies are called as torch calls them, so that the same policy and model give the same wrapped modules: functions
+``(module, recurse, nonwrapped_numel)`` from the leaves up, objects such as :class:`ModuleWrapPolicy` once for the tree.
+Policies imported from torch, by a script or by PEFT, work too.
 
-Beyond torch: a policy may be given to a model in which some modules were wrapped by hand. What they hold is not asked
-about and not counted.
+Unlike in torch, a policy may be used on a model in which some modules are wrapped already. What they hold is skipped
+and not counted.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ __all__ = [
 ]
 
 WRAPPED = "_fsdp_wrapped_module"
-"""The attribute in which a wrapper keeps the module that it is around."""
+"""The attribute under which a wrapper keeps the wrapped module."""
 
 Kwargs = dict[str, Any]
 
-# Wrapping by hand
+# Wrapping explicitly
 
 _defaults: ContextVar[tuple[Callable[..., nn.Module], Kwargs] | None] = ContextVar(
     "fullshard_enable_wrap", default=None
 )
-"""What ``enable_wrap`` was given: of one thread, so that ranks as threads do not meet in it."""
+"""Arguments of the current ``enable_wrap``; per thread, because ranks may be threads of one process."""
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have :func:`wrap` wrap with ``wrapper_cls(module, **wrapper_kwargs)`` inside; any rank.
+    """Make :func:`wrap` return ``wrapper_cls(module, **wrapper_kwargs)`` in this context; any rank.
 
     Raises:
-        WrapError: Entered inside another one, as in torch.
+        WrapError: It is nested in another one; as in torch.
     """
     if _defaults.get() is not None:
-        raise WrapError("enable_wrap cannot be entered inside another enable_wrap. Give wrap() what differs instead.")
+        raise WrapError("enable_wrap cannot be nested. Pass the arguments that differ to wrap() instead.")
     token = _defaults.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
@@ -62,11 +62,11 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` in the wrapper of the :func:`enable_wrap` around this call; outside of one the module itself.
+    """Wrap ``module`` as the enclosing :func:`enable_wrap` specifies; return it unchanged outside of one.
 
     Args:
-        module: What to wrap.
-        **wrap_overrides: The wrapper's arguments, before those that ``enable_wrap`` was given.
+        module: The module to wrap.
+        **wrap_overrides: Arguments of the wrapper that override those of ``enable_wrap``.
     """
     given = _defaults.get()
     if given is None:
@@ -75,7 +75,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     return wrapper_cls(module, **(kwargs | wrap_overrides))
 
 
-# Policies that are functions. ``recurse``: asked whether to look at the children; else whether to wrap the module.
+# Policies that are functions. With ``recurse`` they return whether to visit the children, else whether to wrap.
 
 
 def always_wrap_policy(*_args: Any, **_kwargs: Any) -> bool:
@@ -89,7 +89,7 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Wrap modules that ``lambda_fn`` is true of."""
+    """Wrap modules for which ``lambda_fn`` returns True."""
     return recurse or lambda_fn(module)
 
 
@@ -101,7 +101,7 @@ def transformer_auto_wrap_policy(
 ) -> bool:
     """Wrap modules of the classes ``transformer_layer_cls``.
 
-    A parameter that several blocks share stays with the module around all of them; nothing has to be wrapped for it.
+    A parameter that several blocks share belongs to the unit around all of them; no extra wrapper is needed for it.
     """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
@@ -114,13 +114,13 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap modules that hold many elements beside those that wrapped modules inside them hold.
+    """Wrap modules with at least ``min_num_params`` elements outside of wrapped modules inside them.
 
     Args:
-        module: The module that is asked about.
-        recurse: Whether it is asked if the children are looked at.
+        module: The module in question.
+        recurse: Return whether to visit the children, instead of whether to wrap.
         nonwrapped_numel: Elements of its parameters, without those of wrapped modules inside.
-        min_num_params: Wrap from so many elements on.
+        min_num_params: Smallest number of elements of a wrapped module.
         force_leaf_modules: Classes whose children are never wrapped; None: the function's ``FORCE_LEAF_MODULES``.
         exclude_wrap_modules: Classes that are never wrapped; None: the function's ``EXCLUDE_WRAP_MODULES``.
     """
@@ -129,7 +129,7 @@ def size_based_auto_wrap_policy(
     return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(leaves if recurse else never))
 
 
-# Containers have no forward to gather for; attention reads its children's weights without calling them.
+# Containers have no forward, so nothing would gather. Attention reads its children's weights without calling them.
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # pyright: ignore[reportFunctionMemberAccess]
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -148,20 +148,20 @@ def _or_policy(
 
 
 class _Policy(ABC):
-    """A policy that looks at the whole tree at once."""
+    """A policy that is called once with the root."""
 
     @abstractmethod
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
     ) -> dict[nn.Module, Kwargs]:
-        """The modules to wrap, each with the wrapper's arguments."""
+        """Return the modules to wrap, each with the wrapper's arguments."""
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wrap every module of some classes."""
+    """Policy that wraps every module of some classes."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        """Take the classes."""
+        """Create a policy that wraps modules of ``module_classes``."""
         self._module_classes = frozenset(module_classes)
 
     def _run_policy(
@@ -172,19 +172,19 @@ class ModuleWrapPolicy(_Policy):
         return {module: dict(root_kwargs) for module in found if isinstance(module, classes)}
 
     def __call__(self, module: nn.Module, recurse: bool, *_args: Any, **_kwargs: Any) -> bool:  # noqa: FBT001
-        """The same as a function, for use inside ``_or_policy``."""
+        """Act as a policy function, for use in ``_or_policy``."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
-        """With the classes' names."""
+        """Return the names of the classes."""
         return f"ModuleWrapPolicy({{{', '.join(sorted(one.__name__ for one in self._module_classes))}}})"
 
 
 class CustomPolicy(_Policy):
-    """Wrap what a function says, with arguments of its own where it says so."""
+    """Policy that wraps the modules a function chooses, optionally with their own arguments."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]) -> None:
-        """Take the function: of a module to True (wrap it), False or {} (do not), or arguments that differ."""
+        """Create a policy from ``lambda_fn``: it returns True (wrap), False or {} (do not), or overriding arguments."""
         self._lambda_fn = lambda_fn
 
     def _run_policy(
@@ -197,7 +197,7 @@ class CustomPolicy(_Policy):
             answer = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
                 raise ConfigError(
-                    f"The function of a CustomPolicy returns True, False or a dict of arguments; of "
+                    "The function of a CustomPolicy must return True, False or a dict of arguments; for "
                     f"{type(module).__name__} it returned {answer!r}."
                 )
             if answer:
@@ -205,11 +205,11 @@ class CustomPolicy(_Policy):
         return found
 
 
-# Asking a policy
+# Running a policy
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether ``module`` is a ``FullyShardedDataParallel``."""
+    """Return whether ``module`` is a ``FullyShardedDataParallel``."""
     return WRAPPED in module._modules
 
 
@@ -218,19 +218,19 @@ def modules_to_wrap(
     policy: Any,
     kwargs: Mapping[str, Any],
     ignored: tuple[set[nn.Module], set[nn.Parameter]],
-    alone: tuple[type[nn.Module], ...] = (),
+    always: tuple[type[nn.Module], ...] = (),
 ) -> dict[nn.Module, Kwargs]:
-    """The modules that ``policy`` wraps in ``root``, which itself is none of them, each with its arguments; any rank.
+    """Return the modules inside ``root`` to wrap, each with the wrapper's arguments; any rank.
 
     Args:
-        root: The module that is wrapped anyway.
-        policy: A function, an object with ``_run_policy``, of ours or torch's, or None.
+        root: The module that is wrapped in any case; it is not among the results.
+        policy: A function, an object with ``_run_policy``, ours or torch's, or None.
         kwargs: The root's arguments.
-        ignored: Modules that are not asked about, with all modules in them, and parameters that are not counted.
-        alone: Classes whose modules are wrapped whatever the policy says.
+        ignored: Modules that are never wrapped, and parameters that are not counted.
+        always: Classes whose modules are wrapped even if the policy does not choose them.
 
     Raises:
-        ConfigError: It is no policy.
+        ConfigError: ``policy`` is not a policy.
     """
     if policy is None:
         return {}
@@ -239,39 +239,54 @@ def modules_to_wrap(
         if is_wrapper(module):
             skipped.update(module.modules())
             uncounted.update(module.parameters())
+    if always and hasattr(policy, "_run_policy"):
+        forced = run_policy(root, ModuleWrapPolicy(always), kwargs, skipped, uncounted)
+        return forced | run_policy(root, policy, kwargs, skipped, uncounted)
+    if always and callable(policy):
+        policy = functools.partial(_or_policy, policies=[policy, ModuleWrapPolicy(always)])
+    return run_policy(root, policy, kwargs, skipped, uncounted)
+
+
+def run_policy(
+    root: nn.Module,
+    policy: Any,
+    kwargs: Mapping[str, Any],
+    skipped: set[nn.Module],
+    uncounted: set[nn.Parameter],
+) -> dict[nn.Module, Kwargs]:
+    """Return the modules that ``policy`` chooses inside ``root``, each with the wrapper's arguments.
+
+    Raises:
+        ConfigError: ``policy`` is not a policy.
+    """
     if hasattr(policy, "_run_policy"):
         found = dict(policy._run_policy(root, skipped, dict(kwargs)))
-        of_classes = (module for module in root.modules() if module not in skipped and isinstance(module, alone))
-        found = {module: dict(kwargs) for module in of_classes if module not in found} | found
     elif callable(policy):
-        asked: Callable[..., Any] = policy
-        if alone:
-            asked = functools.partial(_or_policy, policies=[policy, ModuleWrapPolicy(alone)])
-        wrapped: list[nn.Module] = []
-        _ask(root, asked, skipped, uncounted, wrapped)
-        found = {module: dict(kwargs) for module in wrapped}
+        chosen: list[nn.Module] = []
+        _collect(root, policy, skipped, uncounted, chosen)
+        found = {module: dict(kwargs) for module in chosen}
     else:
         raise ConfigError(
-            f"auto_wrap_policy is a function (module, recurse, nonwrapped_numel) or a policy such as ModuleWrapPolicy; "
-            f"got {policy!r}."
+            "auto_wrap_policy must be a function (module, recurse, nonwrapped_numel) or a policy such as "
+            f"ModuleWrapPolicy; got {policy!r}."
         )
     found.pop(root, None)
     return found
 
 
-def _ask(
+def _collect(
     module: nn.Module,
     policy: Callable[..., Any],
     skipped: set[nn.Module],
     uncounted: set[nn.Parameter],
-    wrapped: list[nn.Module],
+    chosen: list[nn.Module],
     *,
     is_root: bool = True,
 ) -> int:
-    """Put the modules to wrap into ``wrapped``, innermost first.
+    """Append the modules that ``policy`` chooses to ``chosen``, innermost first.
 
     Returns:
-        Elements of ``module`` that wrapped modules hold.
+        Elements of ``module`` that chosen modules hold.
     """
     numel = sum(param.numel() for param in module.parameters() if param not in uncounted)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -279,9 +294,9 @@ def _ask(
     inside = 0
     for child in module.children():
         if child not in skipped:
-            inside += _ask(child, policy, skipped, uncounted, wrapped, is_root=False)
+            inside += _collect(child, policy, skipped, uncounted, chosen, is_root=False)
     if is_root or not policy(module=module, recurse=False, nonwrapped_numel=numel - inside):
         return inside
-    if module not in wrapped:
-        wrapped.append(module)
+    if module not in chosen:
+        chosen.append(module)
     return numel
