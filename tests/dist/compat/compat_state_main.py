@@ -339,7 +339,7 @@ def load_sharded_optimizer_state_dict(directory):
         found = load_ours(state, "optimizer", dcp.FileSystemReader(path))
         flat = reader.fsdp.optim_state_dict_to_load(reader.model, reader.optimizer, found["optimizer"])
         reader.optimizer.load_state_dict(flat)
-        with pytest.raises(CheckpointError, match="nothing under 'optim'; it has model, optimizer"):
+        with pytest.raises(CheckpointError, match="has no key 'optim'; it has model, optimizer"):
             load_ours(state, "optim", dcp.FileSystemReader(path))
         even = dcp.load_sharded_optimizer_state_dict(state, "optimizer", dcp.FileSystemReader(path))
         with pytest.raises(CheckpointError, match=r"Import that name from fullshard\.compat\.torch_fsdp"):

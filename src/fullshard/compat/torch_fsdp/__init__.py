@@ -6,8 +6,8 @@ torch that such scripts use are here too: ``checkpoint_wrapper``, ``CheckpointIm
 ``apply_activation_checkpointing``, ``load_sharded_optimizer_state_dict``. The function ``wrap`` is in the module
 ``wrap``, as in torch.
 
-``FlatParameter`` has no counterpart: parameters are always the original ones. ``docs/reference/compat/`` lists the other
-differences.
+``FlatParameter`` has no counterpart: parameters are always the original ones. The other differences are listed in
+``docs/reference/compat/``.
 """
 
 from fullshard.compat.torch_fsdp.api import (
