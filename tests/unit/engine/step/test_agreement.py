@@ -1,0 +1,112 @@
+"""Ranks compare each collective of the first pass, and one checksum a step after that."""
+
+import pytest
+import torch
+
+from fullshard.comm import Mesh, SoloComm
+from fullshard.engine.step.agreement import Agreement
+from fullshard.errors import MismatchError
+from fullshard.testing import RecordingComm, run_ranks
+
+NAMES = ["(root)", "blocks.0", "blocks.1"]
+
+
+def agreement_of(comm):
+    return Agreement(Mesh(comm, SoloComm(torch.device("cpu"))), NAMES)
+
+
+def messages(work, size=2):
+    """The collectives that ``work(agreement)`` issues, on rank 0."""
+
+    def of_rank(comm):
+        ledger = RecordingComm(comm)
+        agreement = agreement_of(ledger)
+        agreement.pass_is_over()
+        work(agreement)
+        return list(ledger.names)
+
+    return run_ranks(size, of_rank)[0]
+
+
+def test_in_the_first_pass_every_rank_is_refused_before_a_collective_that_differs():
+    def work(comm):
+        agreement = agreement_of(comm)
+        agreement.before("all-gather", 1)
+        with pytest.raises(MismatchError, match=r"rank 0: all-gather of unit blocks.0; .*rank 2: reduce-scatter"):
+            agreement.before("reduce-scatter" if comm.rank == 2 else "all-gather", 1)
+
+    run_ranks(3, work)
+
+
+def test_after_the_first_pass_nothing_is_sent_before_a_collective():
+    assert messages(lambda agreement: agreement.before("all-gather", 1)) == []
+
+
+def test_a_step_is_compared_in_one_message():
+    assert messages(lambda agreement: agreement.after_backward([True, True], 7)) == ["all_reduce"]
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+def test_the_order_of_collectives_is_part_of_the_checksum(unit):
+    def work(comm):
+        agreement = agreement_of(comm)
+        agreement.pass_is_over()
+        agreement.before("all-gather", unit if comm.rank else 1)
+        if unit == 1:
+            assert agreement.after_backward([True], 7) is None
+        else:
+            with pytest.raises(MismatchError, match="different orders"):
+                agreement.after_backward([True], 7)
+
+    run_ranks(2, work)
+
+
+def test_the_plans_order_is_part_of_the_checksum():
+    def work(comm):
+        with pytest.raises(MismatchError, match="different orders"):
+            agreement_of(comm).after_backward([True], 7 + comm.rank)
+
+    run_ranks(2, work)
+
+
+def test_the_next_step_is_compared_afresh():
+    def work(comm):
+        agreement = agreement_of(comm)
+        for step in range(3):
+            agreement.before("all-gather", step)
+            assert agreement.after_backward([True], step) is None
+            assert not agreement.first_pass
+
+    run_ranks(2, work)
+
+
+def test_gradients_that_arrived_on_any_rank_are_known_where_one_is_missing():
+    def work(comm):
+        found = agreement_of(comm).after_backward([comm.rank == 0, False, True], 7)
+        assert found == [True, False, True]
+
+    run_ranks(2, work)
+
+
+def test_flags_are_set_if_they_are_on_any_rank():
+    def work(comm):
+        flags = agreement_of(comm)
+        assert flags.on_any_rank([comm.rank == 1, False]) == [True, False]
+
+    run_ranks(3, work)
+    assert messages(lambda agreement: agreement.on_any_rank([])) == []
+
+
+def test_optimizers_that_step_different_parameters_are_named():
+    def work(comm):
+        agreement = agreement_of(comm)
+        agreement.claims.append({"weight": (comm.rank, ("decay",)), "bias": (0, ())})
+        with pytest.raises(MismatchError, match=r"weight is in group 0 on rank 0 and in group 1 on rank 1"):
+            agreement.after_backward([True], 7)
+
+    run_ranks(2, work)
+
+
+def test_with_the_debug_variable_every_pass_is_compared(monkeypatch):
+    monkeypatch.setenv("FULLSHARD_DEBUG", "1")
+    assert messages(lambda agreement: agreement.before("all-gather", 1)) == ["all_reduce"]
