@@ -1,4 +1,4 @@
-"""Adapters by peft: a few new parameters that are trained in place of a model's own."""
+"""Adapters of peft: a few new parameters that are trained instead of the model's own."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _MISUSE = (TypeError, ValueError, AttributeError, KeyError, RuntimeError, NotImplementedError)
-"""What peft raises when its configuration does not fit the model."""
+"""Exceptions that peft raises if its configuration does not match the model."""
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What is added to a model.
+    """Type and options of an adapter.
 
     Attributes:
         type: ``lora``, ``dora``, ``ia3``, ``prompt`` or ``prefix``.
-        base: Directory or id of the model, which the saved adapter names.
+        base: Directory or id of the model, recorded in the saved adapter.
         r: Rank of lora and dora.
         lora_alpha: lora and dora are scaled by ``lora_alpha / r``.
         lora_dropout: Dropout before lora and dora.
         target_modules: Names of the modules that lora, dora and ia3 change, or ``all-linear``; None: peft's choice.
-        num_virtual_tokens: Vectors of prompt and prefix.
+        num_virtual_tokens: Number of vectors of prompt and prefix.
         options: Further options of peft's configuration.
     """
 
@@ -54,12 +54,12 @@ class Adapted:
     """A model with its adapter.
 
     Attributes:
-        model: peft's model around the one that was given, which is frozen.
-        values: Of a model on the meta device: the adapter's initial values, by their names in ``model``.
-        lacking: Of a model on the meta device: an adapter parameter whose initial values peft computes from the model's
-            own, and which therefore has none; None: there is no such parameter.
-        trainable: Elements that are trained.
-        total: Elements of all parameters, the adapter's among them.
+        model: peft's model around the base model, which is frozen.
+        values: The adapter's initial values by their names in ``model``, if the base model is on the meta device.
+        lacking: An adapter parameter without initial values, because peft computes them from weights and the base model
+            is on the meta device; None: there is none.
+        trainable: Number of trainable elements.
+        total: Number of elements of all parameters, including the adapter's.
     """
 
     model: Any
@@ -70,38 +70,38 @@ class Adapted:
 
 
 def base_of(model: Any) -> PreTrainedModel:
-    """The Hugging Face model under an adapter; of one without, the model itself."""
+    """Return the Hugging Face model inside an adapter, or the model itself if it has none."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adapted:
-    """Freeze a model and add an adapter to it, in place; every rank that gives the same seed gets the same values.
+    """Freeze a model and add an adapter to it, in place; any rank: the same seed gives the same values.
 
-    Torch's global random state is left as it was. The adapter's parameters are on the CPU, also where the model is on
-    the meta device.
+    Torch's global random state does not change. The adapter's parameters are on the CPU, even if the model is on the
+    meta device.
 
     Args:
         model: On the CPU or the meta device, not sharded.
-        spec: What is added.
+        spec: Type and options of the adapter.
         seed: Seed of the adapter's values.
 
     Raises:
-        ModelError: peft is not installed, or the adapter does not fit the model.
+        ModelError: peft is not installed, or the adapter does not match the model.
     """
     peft = _import_peft("model.adapter")
     config = _peft_config(peft, spec, model)
     stand_ins = _StandIns(model)
-    with _peft_at_work(), torch.random.fork_rng(devices=[]):
+    with _peft_context(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             adapted = peft.get_peft_model(model, config)
         except _MISUSE as error:
-            if stand_ins.read:
+            if stand_ins.exist:
                 return Adapted(None, {}, f"{spec.type} ({error})", 0, 0)
             raise ModelError(
                 f"peft cannot add {spec.type} to {type(model).__name__}: {error}. See model.adapter in the run file."
             ) from error
-    _forgo_positions()
+    _ignore_position_warning()
     config.base_model_name_or_path = spec.base
     values = stand_ins.replace(adapted)
     lacking = next((name for name, value in values.items() if value.isnan().any()), None)
@@ -111,48 +111,48 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> Any:
-    """Put an adapter that peft saved around a model; any rank, alone.
+    """Load an adapter that peft saved; any rank, alone.
 
     Args:
-        model: With its weights.
-        directory: The adapter's.
+        model: The base model, with its weights.
+        directory: Directory of the adapter.
 
     Returns:
-        peft's model.
+        peft's model around the base model.
 
     Raises:
-        ModelError: peft is not installed, or the adapter does not fit the model.
+        ModelError: peft is not installed, or the adapter does not match the model.
     """
     peft = _import_peft(f"{directory} is an adapter, which")
     try:
-        with _peft_at_work():
+        with _peft_context():
             adapted = peft.PeftModel.from_pretrained(model, str(directory), local_files_only=True)
     except (OSError, *_MISUSE) as error:
         raise ModelError(f"The adapter in {directory} cannot be loaded: {error}") from error
-    _forgo_positions()
+    _ignore_position_warning()
     return adapted
 
 
-def _forgo_positions() -> None:
-    """Have peft not say at each generated token that prompts take no positions: callers see to it that none matter."""
+def _ignore_position_warning() -> None:
+    """Suppress peft's warning, at each generated token, that prompts ignore positions: callers ensure none matter."""
     warnings.filterwarnings("ignore", message="Position ids are not supported for parameter efficient tuning")
 
 
 @contextmanager
-def _peft_at_work() -> Iterator[None]:
-    """Context of one thread at a time, in which warnings do not show that nobody can do anything about."""
+def _peft_context() -> Iterator[None]:
+    """Context of one thread at a time, without warnings that users cannot act on."""
     with ONE_AT_A_TIME, warnings.catch_warnings():
-        # peft sets the one by itself, and says so; and asks transformers for the other by its old name.
+        # peft sets the first automatically and warns about it; the second is peft's own use of a deprecated name.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield
 
 
 class _StandIns:
-    """CPU tensors of the shapes of a model's meta parameters, each a single NaN in memory.
+    """Temporary CPU tensors with the shapes of a model's meta parameters, each a single NaN in memory.
 
-    peft makes its parameters where the model's are and gives them their values there; what it computes from a NaN tells
-    that it looked at the model's own.
+    peft makes its parameters on the device of the model's and initializes them there. A NaN among their values means
+    that peft computed them from the model's weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -170,12 +170,12 @@ class _StandIns:
         self._kept = list(made.values())
 
     @property
-    def read(self) -> bool:
-        """Whether there are any."""
+    def exist(self) -> bool:
+        """Whether the model had meta parameters."""
         return bool(self._kept)
 
     def replace(self, adapted: nn.Module) -> dict[str, Tensor]:
-        """Put the meta parameters back; returns the others by name, if there were stand-ins at all."""
+        """Put the meta parameters back, and return the other parameters by name, if there were stand-ins."""
         for module in adapted.modules():
             for key, param in module._parameters.items():
                 original = self._originals.get(id(param))
@@ -196,7 +196,7 @@ def _import_peft(what: str) -> Any:
 
 
 def _peft_config(peft: Any, spec: AdapterSpec, model: PreTrainedModel) -> Any:
-    """Peft's configuration of the adapter."""
+    """Return peft's configuration of the adapter."""
     targets = spec.target_modules
     tuned = {"target_modules": list(targets) if isinstance(targets, tuple) else targets}
     virtual = {"num_virtual_tokens": spec.num_virtual_tokens}
@@ -212,19 +212,19 @@ def _peft_config(peft: Any, spec: AdapterSpec, model: PreTrainedModel) -> Any:
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     twice = sorted((values.keys() | {"task_type"}) & spec.options.keys())
     if twice:
-        raise ModelError(f"model.adapter.options gives {', '.join(twice)}, which {spec.type} has set already.")
+        raise ModelError(f"model.adapter.options has {', '.join(twice)}, which {spec.type} sets itself. Remove it.")
     if str(spec.options.get("bias", "none")).endswith("_only"):
-        raise ModelError("model.adapter.options: bias is none or all; fullshard does not save what else peft offers.")
+        raise ModelError("model.adapter.options: bias must be none or all; fullshard does not save other choices.")
     if spec.options.get("prefix_projection"):
         raise ModelError("model.adapter.options: prefix_projection is not supported; train the prefix itself.")
     try:
         return getattr(peft, class_name)(task_type=task, **values, **spec.options)
     except (TypeError, ValueError) as error:
-        raise ModelError(f"peft's {class_name} does not take this: {error}. See model.adapter.options.") from error
+        raise ModelError(f"peft's {class_name} does not accept model.adapter.options: {error}.") from error
 
 
 def _prefix_shape(model: PreTrainedModel) -> dict[str, int]:
-    """Of the keys and values in front of the decoder's, where peft would look at the encoder's."""
+    """Return the shape of the prefix of an encoder-decoder's decoder: peft would use the encoder's."""
     config = model.config
     if not config.is_encoder_decoder:
         return {}

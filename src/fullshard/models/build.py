@@ -1,4 +1,4 @@
-"""Models and tokenizers: loaded from a local Hugging Face directory, or made from nothing but a config and texts."""
+"""Models and tokenizers: loaded from a local Hugging Face directory, or made from a config and texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 """T5's special tokens; a trained tokenizer gives them T5's ids 0, 1 and 2."""
 
 PUNCTUATION = r"[^\w\s▁]"
-"""Every character that is no part of a word; the word sign is one."""
+"""Every character that is not part of a word; the word marker is part of one."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.*", "*.tiktoken")
 SENTENCEPIECE_HINT = (
@@ -49,7 +49,8 @@ SENTENCEPIECE_HINT = (
 SHOWN_NAMES = 5
 
 ONE_AT_A_TIME = threading.Lock()
-"""transformers swaps methods of its classes while it loads a model, and what two threads swap stays swapped."""
+"""Held while a model is loaded: transformers patches methods of its classes meanwhile, and two threads would leave them
+patched."""
 
 _SPECIAL_IDS = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 
@@ -57,21 +58,21 @@ _SPECIAL_IDS = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_t
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a subword tokenizer with T5's special tokens. The same texts give the same tokenizer, on any rank.
 
-    Byte-pair encoding on words marked by SentencePiece's word sign. (A unigram model is T5's own choice, but its
-    trainer gives other scores on every run, and so another order of ids.) No piece spans two words, two parts of an
-    identifier joined by underscores, or a word and a punctuation mark, so that a small vocabulary holds whole words.
-    A character that occurs nowhere in the texts becomes ``<unk>``. Text survives encoding and decoding as it is, after
-    Unicode's canonical composition.
+    Byte-pair encoding on words marked by SentencePiece's word marker. (T5 uses a unigram model, but its trainer
+    computes different scores on every run, and so a different order of ids.) No piece spans two words, two parts of an
+    identifier joined by underscores, or a word and a punctuation mark, so that a small vocabulary has complete
+    words. A character that is not in the texts becomes ``<unk>``. Encoding and decoding a text returns it in Unicode's
+    canonical composition.
 
     Args:
-        texts: What to learn the pieces from, sources and targets alike.
-        vocab_size: Most pieces to keep, special tokens included.
+        texts: Texts to learn the pieces from, sources and targets.
+        vocab_size: Maximum number of pieces, including special tokens.
 
     Returns:
         A tokenizer with ``<pad>`` 0, ``</s>`` 1 and ``<unk>`` 2, that ends each text with ``</s>``.
 
     Raises:
-        ModelError: The vocabulary has no room for the special tokens and the alphabet.
+        ModelError: The vocabulary is smaller than the special tokens and the alphabet.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))
     tokenizer.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
@@ -89,7 +90,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     if size > vocab_size:
         raise ModelError(
             f"A vocabulary of {vocab_size} is too small: the special tokens and the characters of the texts alone are "
-            f"{size}. Use a vocab_size well above that."
+            f"{size}. Use a larger vocab_size."
         )
     tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
         single=f"$A {EOS}", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
@@ -98,7 +99,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a local Hugging Face directory; the network is not used. Any rank may call it.
+    """Load the tokenizer of a local Hugging Face directory, without the network; any rank, alone.
 
     A tokenizer without a padding token (GPT-2's) pads with its end-of-sequence token; padding is masked everywhere.
 
@@ -115,7 +116,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     directory = _require_directory(path)
     if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise ModelError(
-            f"{directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            f"{directory} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Save it there with tokenizer.save_pretrained."
         )
     try:
@@ -138,25 +139,24 @@ def build_model(
     attention: str | None = None,
     seed: int,
 ) -> PreTrainedModel:
-    """Build a model with new weights, on the CPU in fp32. Every rank that gives the same seed gets the same weights.
+    """Build a model with new weights, on the CPU in fp32; any rank, alone: the same seed gives the same weights.
 
-    The vocabulary size and the ids of special tokens are the tokenizer's, unless the config names them. Torch's global
-    random state is left as it was.
+    The vocabulary size and the ids of special tokens are the tokenizer's, unless the config has them. Torch's global
+    random state does not change.
 
     Args:
         config: ``model_type`` and any options of that type's Hugging Face configuration.
         tokenizer: The tokenizer the model is for.
-        model_class: ``seq2seq``, ``causal``, or ``auto``: what the type is.
-        attention: How attention is computed, by transformers' name; None: as transformers chooses.
+        model_class: ``seq2seq``, ``causal``, or ``auto``: by the type.
+        attention: transformers' ``attn_implementation``; None: transformers' default.
         seed: Seed of the weights.
 
     Returns:
         The model, in training mode.
 
     Raises:
-        ModelError: The type or an option is unknown (the message names the nearest one), a value is not accepted, there
-            is no such class for the type, the vocabulary is smaller than the tokenizer's, or the type has no such
-            attention.
+        ModelError: The type or an option is unknown (the message names the nearest one), a value is invalid, the type
+            has no such class or no such attention, or the vocabulary is smaller than the tokenizer's.
     """
     hf_config = _make_config(config, tokenizer)
     auto_class = _auto_class(hf_config, model_class)
@@ -178,27 +178,25 @@ def load_model(
     model_class: ModelClass = "auto",
     attention: str | None = None,
 ) -> PreTrainedModel:
-    """Load a model from a local Hugging Face directory, on the CPU in fp32. Any rank may call it.
-
-    The network is not used.
+    """Load a model from a local Hugging Face directory, on the CPU in fp32, without the network; any rank, alone.
 
     Args:
         path: The directory, with ``config.json`` and weights.
         tokenizer: The tokenizer the model is used with.
-        model_class: ``seq2seq``, ``causal``, or ``auto``: what the config says.
-        attention: How attention is computed, by transformers' name; None: as transformers chooses.
+        model_class: ``seq2seq``, ``causal``, or ``auto``: by the config.
+        attention: transformers' ``attn_implementation``; None: transformers' default.
 
     Returns:
         The model, in training mode.
 
     Raises:
-        ModelError: There is no such directory, config or weights, weights are missing or of another shape (they would
-            silently be random), there is no such class for the type, or the vocabulary is smaller than the tokenizer's.
+        ModelError: There is no such directory, config or weights, weights are missing or have another shape (they would
+            silently be random), the type has no such class, or the vocabulary is smaller than the tokenizer's.
     """
     directory, hf_config, auto_class = _read_config(path, tokenizer, model_class)
     _require_attention(hf_config, auto_class, attention)
     try:
-        # Mismatched shapes are let through here to be reported below, with their names, like missing weights.
+        # Mismatched shapes are ignored here and reported below, with their names, like missing weights.
         with ONE_AT_A_TIME, _without_bar():
             model, info = auto_class.from_pretrained(
                 directory,
@@ -222,22 +220,22 @@ def build_skeleton(
     model_class: ModelClass = "auto",
     attention: str | None = None,
 ) -> PreTrainedModel:
-    """Build the model of a local Hugging Face directory without its weights, on the meta device. Any rank may call it.
+    """Build the model of a local Hugging Face directory without its weights, on the meta device; any rank, alone.
 
-    It is what :func:`load_model` returns, but for memory: weights are to be read into the shards.
+    It is the model of :func:`load_model` without memory: weights are read into the shards later.
 
     Args:
         path: The directory, with ``config.json``.
         tokenizer: The tokenizer the model is used with.
-        model_class: ``seq2seq``, ``causal``, or ``auto``: what the config says.
-        attention: How attention is computed, by transformers' name; None: as transformers chooses.
+        model_class: ``seq2seq``, ``causal``, or ``auto``: by the config.
+        attention: transformers' ``attn_implementation``; None: transformers' default.
 
     Returns:
         The model, in training mode, its parameters fp32.
 
     Raises:
-        ModelError: There is no such directory or config, there is no such class for the type, or the vocabulary is
-            smaller than the tokenizer's.
+        ModelError: There is no such directory or config, the type has no such class, or the vocabulary is smaller than
+            the tokenizer's.
     """
     directory, hf_config, auto_class = _read_config(path, tokenizer, model_class)
     _require_attention(hf_config, auto_class, attention)
@@ -252,11 +250,11 @@ def build_skeleton(
 
 
 def converted_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Names of stored tensors that transformers would rename or compute with when it loads them into ``model``.
+    """Return the names of stored tensors that transformers would rename or convert when it loads them into ``model``.
 
     Args:
-        model: On any device; nothing is read or changed.
-        names: As they are stored.
+        model: On any device; it is not changed.
+        names: Names of the stored tensors.
     """
     transforms = get_model_conversion_mapping(model)
 
@@ -268,17 +266,17 @@ def converted_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
 
 
 def is_causal(model: PreTrainedModel) -> bool:
-    """Whether a model reads source and target as one sequence (decoder-only) rather than two (encoder-decoder)."""
+    """Return whether source and target are one sequence (decoder-only) rather than two (encoder-decoder)."""
     return not model.config.is_encoder_decoder
 
 
 def _read_config(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, model_class: ModelClass
 ) -> tuple[Path, PreTrainedConfig, type[Any]]:
-    """The directory, its configuration, and the Auto class for it."""
+    """Return the directory, its configuration, and the Auto class for it."""
     directory = _require_directory(path)
     if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory} holds no config.json: it is no Hugging Face model directory.")
+        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory.")
     try:
         hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
@@ -290,7 +288,7 @@ def _read_config(
 
 @contextmanager
 def _without_bar() -> Iterator[None]:
-    """Context in which transformers draws no bar over what a program prints of its own; the Hub's stay, afterwards."""
+    """Context without transformers' progress bars, which would disturb what the program prints."""
     hub_draws = not are_progress_bars_disabled()
     logging.disable_progress_bar()
     try:
@@ -301,7 +299,7 @@ def _without_bar() -> Iterator[None]:
 
 
 def _generation_config(directory: Path) -> GenerationConfig:
-    """What ``from_pretrained`` gives a model: the directory's own, or what its model config says of generation."""
+    """Return the generation config as ``from_pretrained`` does: the directory's own, or one from its model config."""
     if (directory / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(directory, local_files_only=True)
     return GenerationConfig.from_pretrained(
@@ -310,18 +308,18 @@ def _generation_config(directory: Path) -> GenerationConfig:
 
 
 def _require_directory(path: str | Path) -> Path:
-    """The path as a directory that exists."""
+    """Return the path, or raise if it is not a directory."""
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(
-            f"{directory} is no directory. A model is read from a local Hugging Face directory (config.json, weights, "
-            "tokenizer); download it first."
+            f"{directory} is not a directory. A model is read from a local Hugging Face directory (config.json, "
+            "weights, tokenizer); download it first."
         )
     return directory
 
 
 def _make_config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """A Hugging Face configuration of which every option exists, fitted to the tokenizer."""
+    """Return a Hugging Face configuration with defaults from the tokenizer; raise if an option does not exist."""
     options = dict(values)
     model_type = options.pop("model_type", None)
     if model_type is None:
@@ -329,7 +327,7 @@ def _make_config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"Unknown model_type {model_type!r}.{_nearest(str(model_type), CONFIG_MAPPING.keys())}")
     config_class = CONFIG_MAPPING[model_type]
-    # The configuration class takes any keyword: a misspelt option would silently leave the default in place.
+    # The configuration class accepts any keyword: a misspelt option would silently be ignored.
     known = {*inspect.signature(config_class).parameters, *config_class.attribute_map, *PreTrainedConfig().to_dict()}
     known |= {*_SPECIAL_IDS, "vocab_size", "tie_word_embeddings"}
     for name in options:
@@ -340,11 +338,11 @@ def _make_config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
         defaults = {"vocab_size": len(tokenizer), **_special_ids(tokenizer, is_encoder_decoder=bare.is_encoder_decoder)}
         return config_class(**{**defaults, **options})
     except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ModelError(f"The {model_type} config is not accepted: {error}") from error
+        raise ModelError(f"The {model_type} config is invalid: {error}") from error
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool) -> dict[str, Any]:
-    """Ids that configurations default to those of their first checkpoint, such as BART's forced end at id 2."""
+    """Return the tokenizer's special ids: a configuration's defaults are those of its first checkpoint."""
     eos = tokenizer.eos_token_id
     ids = {
         "pad_token_id": tokenizer.pad_token_id,
@@ -357,7 +355,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool
 
 
 def _auto_class(hf_config: PreTrainedConfig, model_class: ModelClass) -> type[Any]:
-    """The Auto class that builds or loads the model."""
+    """Return the Auto class that builds or loads the model."""
     if model_class == "auto":
         model_class = "seq2seq" if hf_config.is_encoder_decoder else "causal"
     choices = {
@@ -367,13 +365,13 @@ def _auto_class(hf_config: PreTrainedConfig, model_class: ModelClass) -> type[An
     auto_class, mapping = choices[model_class]
     if type(hf_config) not in mapping:
         fitting = [name for name, (_, other) in choices.items() if type(hf_config) in other]
-        remedy = f"Use class {' or '.join(fitting)}." if fitting else "It cannot be trained to write text."
+        remedy = f"Use class {' or '.join(fitting)}." if fitting else "It cannot be trained to generate text."
         raise ModelError(f"Model type {hf_config.model_type} has no {model_class} model. {remedy}")
     return auto_class
 
 
 def _require_attention(hf_config: PreTrainedConfig, auto_class: type[Any], attention: str | None) -> None:
-    """Raise when the model's class does not offer a way to compute attention."""
+    """Raise if the model's class does not support an attention implementation."""
     if attention in (None, "eager"):
         return
     model_class = auto_class._model_mapping[type(hf_config)]
@@ -385,12 +383,13 @@ def _require_attention(hf_config: PreTrainedConfig, auto_class: type[Any], atten
     offered = ["eager", *(name for name, flag in flags.items() if getattr(model_class, flag, False))]
     if attention not in offered:
         raise ModelError(
-            f"{model_class.__name__} does not offer attn_implementation {attention!r}; it offers {', '.join(offered)}."
+            f"{model_class.__name__} does not support attn_implementation {attention!r}. It supports "
+            f"{', '.join(offered)}."
         )
 
 
 def _require_vocabulary(hf_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise when the tokenizer makes ids that the model has no embedding for."""
+    """Raise if the tokenizer has ids that the model has no embedding for."""
     vocab_size = hf_config.get_text_config().vocab_size
     if vocab_size < len(tokenizer):
         raise ModelError(
@@ -400,19 +399,19 @@ def _require_vocabulary(hf_config: PreTrainedConfig, tokenizer: PreTrainedTokeni
 
 
 def _require_all_weights(directory: Path, info: Mapping[str, Any]) -> None:
-    """Raise when a weight was not in the files, or had another shape, and so was left at random values."""
+    """Raise if a weight was not in the files, or had another shape, and so has random values."""
     missing = sorted(info["missing_keys"])
     mismatched = [f"{name} {tuple(found)} for {tuple(needed)}" for name, found, needed in info["mismatched_keys"]]
-    for kind, names in (("are missing", missing), ("have another shape than the config's", sorted(mismatched))):
+    for kind, names in (("are missing", missing), ("have another shape than in the config", sorted(mismatched))):
         if names:
             shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
             raise ModelError(
                 f"{len(names)} weights in {directory} {kind}: {shown}. Save the model again with save_pretrained, or "
-                "mend config.json."
+                "correct config.json."
             )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the nearest name, with a leading space, or nothing."""
+    """Return a hint with the nearest name, with a leading space, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> None:
     """Compile every transformer block of a Hugging Face model, in place; every rank calls it, before sharding.
 
-    Names of modules and parameters stay. Compiling itself happens in the first forward, and again for new shapes.
+    Names of modules and parameters do not change. Blocks are compiled in the first forward, and again for new shapes.
 
     Args:
         model: The model, with its adapter if it has one.
-        backend: Of torch.compile.
+        backend: Backend of ``torch.compile``.
 
     Raises:
-        ModelError: The model has no blocks that transformers marks as such.
+        ModelError: The model has no blocks of transformers' ``GradientCheckpointingLayer``.
     """
     blocks = list(_blocks(model))
     if not blocks:
         raise ModelError(
-            f"{type(model).__name__} has no transformer blocks that could be compiled one by one. "
+            f"{type(model).__name__} has no transformer blocks that can be compiled one by one. "
             "Set training.torch_compile to false."
         )
     for block in blocks:
@@ -37,7 +37,7 @@ def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> None
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost blocks."""
+    """Yield the outermost blocks."""
     for child in model.children():
         if isinstance(child, GradientCheckpointingLayer):
             yield child

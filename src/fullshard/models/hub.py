@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, or a model of the Hugging Face Hub, in the cache or fetched into it."""
+"""The files of a model: in a local directory, or from the Hugging Face Hub, in its cache or downloaded into it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja")
 _SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors")
 _BIN = ("pytorch_model.bin", "pytorch_model-*-of-*.bin")
 _ELSEWHERE = "*/*"
-"""Directories in a repository hold other formats of the same weights."""
+"""Files in subdirectories of a repository, which are other formats of the same weights."""
 
 
 def resolve_model(path_or_id: str) -> Path:
-    """The local directory of a model; any process, alone. What is not there yet is fetched from the Hub.
+    """Return the local directory of a model; any process, alone. A model on the Hub is downloaded if necessary.
 
-    Of a model on the Hub the configuration, the tokenizer and the safetensors are fetched, and the ``.bin`` files where
-    it has no safetensors. With ``HF_HUB_OFFLINE=1`` only the cache is looked at.
+    The configuration, the tokenizer and the safetensors are downloaded, or the ``.bin`` files if there are no
+    safetensors. With ``HF_HUB_OFFLINE=1`` only the cache is used.
 
     Args:
         path_or_id: A directory, or an id such as ``google-t5/t5-small``.
 
     Raises:
-        ModelError: It is neither; the message says where was looked.
+        ModelError: There is no such directory, and no such model in the cache or on the Hub.
     """
     directory = Path(path_or_id)
     if directory.is_dir():
@@ -49,14 +49,14 @@ def _fetch(model_id: str, patterns: tuple[str, ...]) -> Path:
 
 
 def _nowhere(path_or_id: str, error: Exception) -> str:
-    """Where was looked, what came of it, and what to do."""
-    looked = f"There is no directory {Path(path_or_id).absolute()}"
+    """Return an error message: where the model was searched, why that failed, and the remedy."""
+    searched = f"There is no directory {Path(path_or_id).absolute()}"
     if isinstance(error, HFValidationError):
-        return f"{looked}, and {path_or_id!r} is no id of a model on the Hugging Face Hub. Correct model.path."
-    offline = " HF_HUB_OFFLINE is set, so the Hub was not asked." if constants.HF_HUB_OFFLINE else ""
+        return f"{searched}, and {path_or_id!r} is not an id of a model on the Hugging Face Hub. Correct model.path."
+    offline = " HF_HUB_OFFLINE is set, so the Hub was not contacted." if constants.HF_HUB_OFFLINE else ""
     reason = " ".join(str(error).split()).rstrip(".")
     return (
-        f"{looked}, and the model {path_or_id!r} is neither in the Hugging Face cache ({constants.HF_HUB_CACHE}) nor "
-        f"could it be fetched: {reason}.{offline} Correct model.path; or fetch the model where there is a network with "
-        f"`hf download {path_or_id}` and copy the cache, or name its directory."
+        f"{searched}, and the model {path_or_id!r} is neither in the Hugging Face cache ({constants.HF_HUB_CACHE}) nor "
+        f"could it be downloaded: {reason}.{offline} Correct model.path, or download the model on a machine with "
+        f"a network (`hf download {path_or_id}`) and copy the cache, or set model.path to its directory."
     )

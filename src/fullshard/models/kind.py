@@ -1,4 +1,4 @@
-"""What a model's configuration says before any model is built."""
+"""Facts from a model's configuration, known before the model is built: its kind and its task prefixes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fullshard.models.build import ModelClass
 
 
 def reads_one_sequence(source: Path | Mapping[str, Any], model_class: ModelClass = "auto") -> bool:
-    """Whether a model reads source and target as one sequence (decoder-only) rather than two; any process, alone.
+    """Return whether source and target are one sequence (decoder-only) rather than two; any process, alone.
 
     Args:
         source: The model's local directory, or its ``model_type`` and options.
-        model_class: ``seq2seq``, ``causal``, or ``auto``: what the configuration says.
+        model_class: ``seq2seq``, ``causal``, or ``auto``: by the configuration.
 
     Raises:
-        ModelError: The directory has no configuration that can be read.
+        ModelError: The directory's configuration cannot be read.
     """
     if model_class != "auto":
         return model_class == "causal"
     if isinstance(source, Mapping):
-        # A type that does not exist is refused where the model is built, with the nearest name.
+        # An unknown type raises an error when the model is built, with the nearest name.
         kind = source.get("model_type")
         own = source.get("is_encoder_decoder")
         if own is not None or kind not in CONFIG_MAPPING:
@@ -42,13 +42,13 @@ def reads_one_sequence(source: Path | Mapping[str, Any], model_class: ModelClass
 
 
 def known_kind(source: str | Mapping[str, Any]) -> str | None:
-    """A model's type, where it can be told without a network; any process, alone.
+    """Return a model's type, if it is known without a network; any process, alone.
 
     Args:
         source: The model's local directory or id on the Hub, or its ``model_type`` and options.
 
     Returns:
-        None where the model is not here, or does not say.
+        The type, or None if the model is not on this machine or its configuration has no type.
     """
     if isinstance(source, Mapping):
         kind = source.get("model_type")
@@ -67,7 +67,7 @@ def known_kind(source: str | Mapping[str, Any]) -> str | None:
 
 
 def task_prefixes(directory: Path) -> dict[str, str]:
-    """Prefixes that a checkpoint's configuration names, by task: T5 was trained with them. Any process, alone."""
+    """Return the prefixes in a model's configuration, by task: T5 was trained with them; any process, alone."""
     try:
         values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         tasks = values.get("task_specific_params") or {}

@@ -1,8 +1,8 @@
-"""The training loss, from logits or, without ever holding all of them, from the last hidden states.
+"""The training loss, computed from logits, or from the last hidden states without holding all logits at once.
 
 For a target y with logits z over V pieces, in natural logarithms::
 
-    cross-entropy    lse(z) - (1 - e) z[y] - e mean(z)     e: label smoothing, as torch's cross_entropy has it
+    cross-entropy    lse(z) - (1 - e) z[y] - e mean(z)     e: label smoothing, as in torch's cross_entropy
     z-loss           w lse(z)^2                            w: its weight, as in PaLM and T5X
 """
 
@@ -27,16 +27,16 @@ IGNORED = -100
 """Label of positions that are not targets."""
 
 _CHUNK_NUMEL = 1 << 23
-"""Logits at once: 32 MB in float32."""
+"""Elements of logits computed at once: 32 MB in float32."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised beside the plain cross-entropy.
+    """Terms of the loss in addition to the plain cross-entropy.
 
     Attributes:
         label_smoothing: Share of each target's probability that is spread over the vocabulary.
-        z_loss: Weight of the squared logarithm of the softmax's normaliser.
+        z_loss: Weight of the squared log-partition function of the softmax.
     """
 
     label_smoothing: float = 0.0
@@ -47,15 +47,15 @@ PLAIN = Objective()
 
 
 def summed_loss(logits_BTV: Tensor, labels_BT: Tensor, objective: Objective = PLAIN) -> Tensor:
-    """The loss summed over targets.
+    """Return the loss summed over targets.
 
     Args:
-        logits_BTV: Of any floating dtype; computed with in at least float32.
+        logits_BTV: Of any floating dtype; the loss is computed in at least float32.
         labels_BT: int64, -100 where there is no target.
-        objective: What is minimised.
+        objective: Label smoothing and z-loss.
 
     Returns:
-        0-d, float32 or wider; zero where there is no target.
+        0-d, float32 or wider; zero if there is no target.
     """
     logits = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)).flatten(0, 1)
     labels = labels_BT.flatten()
@@ -68,16 +68,16 @@ def summed_loss(logits_BTV: Tensor, labels_BT: Tensor, objective: Objective = PL
 
 
 def fuse_head(model: PreTrainedModel) -> FusedHead:
-    """Let a model compute the loss in its output head, in place; every rank calls it, before adapters and sharding.
+    """Make a model compute the loss in its output head, in place; every rank calls it, before adapters and sharding.
 
-    Parameters and names stay, and so does what the model returns; but inside :meth:`FusedHead.aimed` its logits are the
-    loss.
+    Parameters, names and outputs do not change, but inside :meth:`FusedHead.loss_context` the model returns the loss
+    in place of logits.
 
     Args:
-        model: On any device; the meta device will do.
+        model: On any device, also on the meta device.
 
     Raises:
-        ModelError: The head is no plain linear layer, or the model changes logits after it, as soft-capping does.
+        ModelError: The head is not a plain linear layer, or the model changes logits after it, as soft-capping does.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -92,7 +92,7 @@ def fuse_head(model: PreTrainedModel) -> FusedHead:
 
 
 def fused_head_of(model: Any) -> FusedHead | None:
-    """What :func:`fuse_head` made of a model's head; None where it was not called. Sharded or not, adapted or not."""
+    """Return the fused head of a model, also if it is sharded or has an adapter; None if its head is not fused."""
     fused = getattr(model.get_output_embeddings(), "forward", None)
     return fused if isinstance(fused, FusedHead) else None
 
@@ -105,26 +105,26 @@ def model_loss(
     *,
     expected_gradient: float = 1.0,
 ) -> Tensor:
-    """The loss of one forward pass, summed over targets; by the model's head where that is fused.
+    """Return the loss of one forward, summed over targets; computed by the head if it is fused.
 
     Args:
         model: A Hugging Face model, with an adapter or without, sharded or not.
-        forward: Runs it and returns what it gives as logits, (B, T or more, V).
-        labels_BT: int64, on the model's device; what each of the last T positions is to predict, -100 for nothing.
-        objective: What is minimised.
-        expected_gradient: What the loss will be multiplied by before backward. Another gradient is right too; with this
-            one a fused head rounds gradients of 16 bits once, as an unfused one does.
+        forward: Runs the model and returns its logits, (B, T or more, V).
+        labels_BT: int64, on the model's device; labels of the last T positions, -100 where there is no target.
+        objective: Label smoothing and z-loss.
+        expected_gradient: Factor that the loss is multiplied by before backward. Any other factor is correct as well,
+            but with this one a fused head rounds 16-bit gradients only once, as an unfused head does.
 
     Returns:
         0-d, float32 or wider.
 
     Raises:
-        ModelError: The head is fused and the model adds a bias to logits that is not zero.
+        ModelError: The head is fused, and the model adds a bias to the logits that is not zero.
     """
     fused = fused_head_of(model)
     if fused is None:
         return summed_loss(forward()[:, -labels_BT.shape[1] :], labels_BT, objective)
-    with fused.aimed(labels_BT, objective, expected_gradient):
+    with fused.loss_context(labels_BT, objective, expected_gradient):
         returned = forward()
     bias = _logits_bias(base_of(model))
     if bias is not None and not fused.bias_is_zero:
@@ -134,13 +134,13 @@ def model_loss(
                 "the logits after it (final_logits_bias) that is not zero. Set training.fused_cross_entropy to false."
             )
         fused.bias_is_zero = True
-    # Adding zeros to the loss has given it the shape of the bias.
+    # Adding the bias, which is zero, has given the loss its shape.
     return returned.flatten()[0] if returned.dim() else returned
 
 
 @dataclass(frozen=True)
-class _Aim:
-    """What a head computes in place of logits; see :func:`model_loss`."""
+class _LossSpec:
+    """The loss that a head computes in place of logits; see :func:`model_loss`."""
 
     labels_BT: Tensor
     objective: Objective
@@ -148,42 +148,42 @@ class _Aim:
 
 
 class FusedHead:
-    """Takes the place of an output head's ``forward``.
+    """Replacement of an output head's ``forward`` that can compute the loss.
 
-    Only rows of hidden states with a target are multiplied, a few hundred at a time. The gradients are computed beside
-    the loss, so that logits are neither kept for backward nor computed twice: what is kept is the gradient of those
-    rows and of the weight.
+    Only hidden states with a target are multiplied, a few hundred at a time. The gradients are computed together with
+    the loss, so that logits are neither kept for backward nor computed twice; only the gradients of the hidden states
+    and of the weight are kept.
     """
 
     def __init__(self, head: nn.Linear) -> None:
-        """Compute as ``head`` does."""
+        """Return logits, as ``head`` does, outside :meth:`loss_context`."""
         self._head = head
-        self._aim: _Aim | None = None
+        self._spec: _LossSpec | None = None
         self.bias_is_zero = False
 
     @contextmanager
-    def aimed(self, labels_BT: Tensor, objective: Objective, expected_gradient: float = 1.0) -> Iterator[None]:
+    def loss_context(self, labels_BT: Tensor, objective: Objective, expected_gradient: float = 1.0) -> Iterator[None]:
         """Context in which the head returns the loss, summed over ``labels_BT``, in place of logits.
 
-        The labels are those of the last T positions; -100 where there is no target. See :func:`model_loss`.
+        The arguments are those of :func:`model_loss`.
         """
-        self._aim = _Aim(labels_BT, objective, expected_gradient)
+        self._spec = _LossSpec(labels_BT, objective, expected_gradient)
         try:
             yield
         finally:
-            self._aim = None
+            self._spec = None
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Logits, (B, T, V), of the last hidden states, as the head computes them; or the loss, 0-d."""
-        if self._aim is None:
+        """Return logits, (B, T, V), of the last hidden states; in :meth:`loss_context` the loss, 0-d."""
+        if self._spec is None:
             return nn.Linear.forward(self._head, input)
-        aim, labels = self._aim, self._aim.labels_BT.flatten()
+        spec, labels = self._spec, self._spec.labels_BT.flatten()
         counted = (labels != IGNORED).nonzero().squeeze(1)
-        rows = input[:, -aim.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
+        rows = input[:, -spec.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
         weight, bias = self._head.weight, self._head.bias
         records = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
-            return _LinearCrossEntropy.apply(rows, weight, bias, labels[counted], aim, records)  # type: ignore[return-value]
+            return _LinearCrossEntropy.apply(rows, weight, bias, labels[counted], spec, records)  # type: ignore[return-value]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -194,20 +194,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        aim: _Aim,
+        spec: _LossSpec,
         records: bool,  # noqa: FBT001 (autograd passes by position)
     ) -> Tensor:
         wants_rows, wants_weight, wants_bias = (records and wanted for wanted in ctx.needs_input_grad[:3])
         wide = torch.promote_types(rows.dtype, torch.float32)
-        # Before gradients are rounded, if they are.
-        ctx.factor = 1.0 if wide == rows.dtype else aim.expected_gradient
+        # Gradients are multiplied by the factor before they are rounded to 16 bits.
+        ctx.factor = 1.0 if wide == rows.dtype else spec.expected_gradient
         sums = _Sums(weight, wide, weight=wants_weight, bias=wants_bias)
         loss = torch.zeros((), dtype=wide, device=rows.device)
         row_gradients = torch.empty_like(rows) if wants_rows else None
         step = max(64, _CHUNK_NUMEL // weight.shape[0])
         for start in range(0, rows.shape[0], step):
             part = slice(start, start + step)
-            chunk_loss, chunk = _chunk(rows[part], weight, bias, labels[part], aim.objective, ctx.factor)
+            chunk_loss, chunk = _chunk(rows[part], weight, bias, labels[part], spec.objective, ctx.factor)
             loss += chunk_loss
             if row_gradients is not None:
                 torch.mm(chunk, weight, out=row_gradients[part])
@@ -219,8 +219,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("Backward through a fused loss runs once: its gradients are given away, not kept.")
-        # With a dimension it keeps its dtype in the product: in 16 bits it would put all gradients off alike.
+            raise RuntimeError("Backward through a fused loss runs once: its gradients are not kept.")
+        # A 1-d tensor keeps its dtype in the product: rounded to 16 bits, it would bias all gradients the same way.
         left = (gradient / ctx.factor).reshape(1)
         one = left.device.type == "cpu" and left.item() == 1
         scaled = (g if g is None or one else g.mul_(left) for g in gradients)
@@ -228,14 +228,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Sums:
-    """Gradients of the head's parameters, added up over chunks in float32 or wider."""
+    """Gradients of the head's parameters, summed over chunks in float32 or wider."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, *, weight: bool, bias: bool) -> None:
         self.weight = torch.zeros(like.shape, dtype=dtype, device=like.device) if weight else None
         self.bias = torch.zeros(like.shape[0], dtype=dtype, device=like.device) if bias else None
 
     def add(self, chunk: Tensor, rows: Tensor) -> None:
-        """Add those of one chunk; ``chunk`` is the loss's gradient of its logits, (rows, V)."""
+        """Add the gradients of one chunk; ``chunk`` is the gradient of its logits, (rows, V)."""
         if self.weight is not None:
             if self.weight.dtype == chunk.dtype:
                 self.weight.addmm_(chunk.t(), rows)
@@ -245,7 +245,7 @@ class _Sums:
             self.bias += chunk.sum(0, dtype=self.bias.dtype)
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Both in the parameters' dtype."""
+        """Return both in the parameters' dtype."""
         weight, bias = (None if one is None else one.to(dtype) for one in (self.weight, self.bias))
         return weight, bias
 
@@ -253,7 +253,7 @@ class _Sums:
 def _chunk(
     rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss of a few rows, 0-d, and in their dtype its gradient of their logits times a factor, (rows, V)."""
+    """Return the summed loss of a few rows, 0-d, and its gradient of their logits times a factor, (rows, V)."""
     logits = functional.linear(rows, weight, bias)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     picked = wide.gather(1, labels[:, None]).squeeze(1)
@@ -261,7 +261,7 @@ def _chunk(
     mean = wide.mean(1) if share else 0.0
     highest = wide.amax(1)
     gradient = torch.softmax(wide, 1)
-    # The largest probability is at least 1 / V, so that its logarithm is exact.
+    # The largest probability is at least 1 / V, so its logarithm is accurate.
     lse = highest - gradient.amax(1).log()
     loss = lse - (1 - share) * picked - share * mean + objective.z_loss * lse.square()
     if objective.z_loss:
@@ -274,8 +274,8 @@ def _chunk(
     return loss.sum(), torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=rows.dtype))
 
 
-class _Sign(torch.Tensor):
-    """Stands for logits: adding a given buffer to it gives it back, anything else gives something else."""
+class _LogitsMarker(torch.Tensor):
+    """Placeholder of logits: adding the given bias returns the placeholder, any other operation another tensor."""
 
     bias: Tensor | None
 
@@ -283,13 +283,13 @@ class _Sign(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.add, torch.Tensor.__add__, torch.add) and not kwargs and len(args) == 2:
             sign, other = args
-            if isinstance(sign, _Sign) and other is sign.bias:
+            if isinstance(sign, _LogitsMarker) and other is sign.bias:
                 return sign
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Output(dict[str, Any]):
-    """What a part of a model that was left out returns: hidden states in the first place, None for all else."""
+    """Output of a stubbed module: hidden states as its first element, None for everything else."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__(last_hidden_state=hidden)
@@ -303,20 +303,20 @@ class _Output(dict[str, Any]):
 
 
 def _logits_bias(model: nn.Module) -> Tensor | None:
-    """What BART's kin add to logits: zeros, but in converted checkpoints."""
+    """Return the bias that models like BART add to logits; it is zero except in some converted checkpoints."""
     return model._buffers.get("final_logits_bias")
 
 
 def _require_untouched_logits(model: PreTrainedModel, head: nn.Linear) -> None:
-    """Refuse a model that does not return what its head returned: the very tensor, whatever its values.
+    """Raise unless a model returns the tensor that its head returned.
 
-    All parts but the head are left out of that forward, so that it needs neither memory nor values.
+    All submodules are stubs in this forward, so that it needs neither memory nor weights.
 
     Raises:
-        ModelError: It does not, or its forward cannot be followed.
+        ModelError: It returns another tensor, or its forward fails with stubs.
     """
     device = head.weight.device
-    sign = torch.zeros(1, device=device).as_subclass(_Sign)
+    sign = torch.zeros(1, device=device).as_subclass(_LogitsMarker)
     sign.bias = _logits_bias(model)
     output = _Output(torch.zeros(1, 2, head.in_features, device=device))
     stubs: dict[nn.Module, Any] = {child: lambda *_args, **_kwargs: output for child in model.children()}
@@ -331,7 +331,7 @@ def _require_untouched_logits(model: PreTrainedModel, head: nn.Linear) -> None:
         with torch.no_grad():
             untouched = model(**inputs).logits is sign
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        untouched, problem = False, f"has a forward that cannot be followed ({error})"
+        untouched, problem = False, f"has a forward that cannot be checked ({error})"
     finally:
         for module in stubs:
             del module.forward

@@ -1,4 +1,4 @@
-"""Several rows in one sequence: masks and positions that keep each row to itself, so that results stay exact."""
+"""Packing: several rows in one sequence, with masks and positions that keep them apart, so that results are exact."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKABLE_CAUSAL = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-"""Decoder-only types that take positions and a mask for each pair of positions."""
+"""Decoder-only types that accept positions and a mask for each pair of positions."""
 
 PACKABLE_SEQ2SEQ = ("mt5", "t5")
-"""Encoder-decoder types that know positions by their distance only."""
+"""Encoder-decoder types with relative positions only."""
 
 _ATTENTION = ("eager", "sdpa")
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows laid end to end. Sizes: B sequences, S source (causal: joined) tokens, T label tokens.
+    """Packed rows. Sizes: B sequences, S source tokens (causal: source and target), T label tokens.
 
     Attributes:
         input_ids_BS: int64.
         labels_BT: int64, -100 where there is no target; causal: T = S.
-        segments_BS: int64, the number of the row, from 1, that a token is of; 0 on padding.
+        segments_BS: int64, the number of each token's row, from 1; 0 on padding.
         target_segments_BT: The same for labels.
         positions_BS: int64, from 0 in each row.
     """
@@ -42,15 +42,15 @@ class PackedRows:
 
 
 def enable_packing(model: PreTrainedModel) -> None:
-    """Let a model take what :func:`packed_inputs` makes, in place; every rank calls it, before sharding.
+    """Make a model accept the result of :func:`packed_inputs`, in place; every rank calls it, before sharding.
 
-    Nothing changes for batches of other kinds.
+    Batches without packing are not affected.
 
     Args:
         model: On any device.
 
     Raises:
-        ModelError: Its type, its attention or a sliding window does not go with packing.
+        ModelError: The model's type, attention implementation or sliding window is incompatible with packing.
     """
     config = model.config
     known = (*PACKABLE_CAUSAL, *PACKABLE_SEQ2SEQ)
@@ -65,8 +65,8 @@ def enable_packing(model: PreTrainedModel) -> None:
         )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise ModelError(
-            f"training.packing does not go with attention in a sliding window of {config.sliding_window} tokens, as "
-            "this model's config has it. Set packing: false."
+            f"training.packing is incompatible with attention in a sliding window of {config.sliding_window} tokens, "
+            "which this model's config has. Set packing: false."
         )
     if config.is_encoder_decoder:
         model.get_encoder().register_forward_pre_hook(_take_encoder_mask, with_kwargs=True)
@@ -74,17 +74,14 @@ def enable_packing(model: PreTrainedModel) -> None:
 
 
 def packed_inputs(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
-    """What the model is called with for rows laid end to end; any rank, on the rows' device.
+    """Return the keyword arguments of the model's forward for packed rows; any rank, on the rows' device.
 
-    Encoder-decoder: ``attention_mask`` holds the encoder's mask (S, S) and below it that of cross-attention (T, S), of
-    which each stack takes its own.
+    For an encoder-decoder, ``attention_mask`` is the encoder's mask (S, S) with that of cross-attention (T, S) below
+    it; each stack takes its own part.
 
     Args:
-        model: Told by :func:`enable_packing`.
+        model: Changed by :func:`enable_packing`.
         rows: The rows.
-
-    Returns:
-        Keywords of the model's forward.
     """
     segments, targets, dtype = rows.segments_BS, rows.target_segments_BT, model.dtype
     inputs: dict[str, Any] = {"input_ids": rows.input_ids_BS, "use_cache": False}
@@ -104,7 +101,7 @@ def packed_inputs(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
 
 
 def _same(queries: Tensor, keys: Tensor) -> Tensor:
-    """(B, queries, keys): whether both are of one row. Padding without a partner sees all: no empty softmax."""
+    """Return (B, queries, keys): whether both are in one row. Padding attends to everything: no softmax is empty."""
     same = queries[:, :, None] == keys[:, None, :]
     return same | ~same.any(-1, keepdim=True)
 
@@ -114,7 +111,7 @@ def _causal(allowed: Tensor) -> Tensor:
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, 1, queries, keys): what is added to attention scores. Infinity is infinity in whatever it is cast to."""
+    """Return (B, 1, queries, keys), added to attention scores. Infinity stays infinity in every dtype."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, float("-inf"))[:, None]
 
@@ -122,7 +119,7 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 def _take_encoder_mask(
     _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Of the encoder's and the cross-attention's masks in one, the upper one; each has as many columns as it rows."""
+    """Take the encoder's mask, the upper part of the joint mask: it is square."""
     mask = kwargs.get("attention_mask")
     if mask is None or mask.dim() != 4:
         return None
@@ -132,7 +129,7 @@ def _take_encoder_mask(
 def _take_cross_mask(
     _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The lower one."""
+    """Take the mask of cross-attention, the lower part of the joint mask."""
     mask = kwargs.get("encoder_attention_mask")
     if mask is None or mask.dim() != 4:
         return None

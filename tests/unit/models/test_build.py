@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fullshard.errors import ModelError
-from fullshard.models import build_model, is_causal, load_model, load_tokenizer, train_tokenizer
+from fullshard.models import build_model, build_skeleton, is_causal, load_model, load_tokenizer, train_tokenizer
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
@@ -65,7 +65,7 @@ def test_tokenizer_training_is_the_same_in_another_process(tokenizer, sentences)
 
 
 def test_vocabulary_too_small_for_the_alphabet(sentences):
-    with pytest.raises(ModelError, match=r"A vocabulary of 10 is too small: .* alone are \d+\. Use a vocab_size"):
+    with pytest.raises(ModelError, match=r"A vocabulary of 10 is too small: .* alone are \d+\. Use a larger"):
         train_tokenizer(sentences, 10)
 
 
@@ -118,10 +118,10 @@ def test_same_seed_same_weights_and_global_state_untouched(tokenizer):
         ({"d_model": 16}, "The model's config needs a model_type, such as t5, bart or gpt2"),
         ({"model_type": "t55"}, r"Unknown model_type 't55'\. Did you mean 't5'\?"),
         ({**T5, "d_modle": 3}, r"A t5 config has no option 'd_modle'\. Did you mean 'd_model'\?"),
-        ({**T5, "d_model": "wide"}, "The t5 config is not accepted: (?s:.)*d_model"),
+        ({**T5, "d_model": "wide"}, "The t5 config is invalid: (?s:.)*d_model"),
         ({**T5, "vocab_size": 20}, r"vocab_size of 20 is smaller than the tokenizer's \d+"),
         ({**BART, "encoder_attention_heads": 3}, "No bart model can be built from this config"),
-        ({"model_type": "vit"}, r"Model type vit has no causal model\. It cannot be trained to write text"),
+        ({"model_type": "vit"}, r"Model type vit has no causal model\. It cannot be trained to generate text"),
     ],
 )
 def test_configs_that_are_refused(tokenizer, config, rule):
@@ -172,7 +172,7 @@ def test_weight_of_another_shape(saved_t5, tokenizer):
     config = json.loads((saved_t5 / "config.json").read_text())
     (saved_t5 / "config.json").write_text(json.dumps({**config, "d_ff": 48}))
     rule = (
-        r"4 weights in .* have another shape than the config's: .*DenseReluDense\.wi\.weight \(32, 16\) for \(48, 16\)"
+        r"4 weights in .* have another shape than in the config: .*DenseReluDense\.wi\.weight \(32, 16\) for \(48, 16\)"
     )
     with pytest.raises(ModelError, match=rule):
         load_model(saved_t5, tokenizer)
@@ -191,9 +191,9 @@ def test_damaged_weights(saved_t5, tokenizer):
 
 
 def test_directories_that_hold_no_model(tmp_path, tokenizer):
-    with pytest.raises(ModelError, match=r"t5-small is no directory\. A model is read from a local"):
+    with pytest.raises(ModelError, match=r"t5-small is not a directory\. A model is read from a local"):
         load_model("t5-small", tokenizer)
-    with pytest.raises(ModelError, match=r"holds no config\.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         load_model(tmp_path, tokenizer)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
@@ -207,10 +207,10 @@ def test_tokenizer_of_another_model(saved_t5, sentences):
 
 
 def test_directories_that_hold_no_tokenizer(tmp_path, tokenizer):
-    with pytest.raises(ModelError, match="t5-small is no directory"):
+    with pytest.raises(ModelError, match="t5-small is not a directory"):
         load_tokenizer("t5-small")
     build_model(T5, tokenizer, seed=1).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"holds no tokenizer \(none of tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"has no tokenizer \(none of tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"The tokenizer in .* cannot be loaded"):
@@ -231,3 +231,18 @@ def test_tokenizer_without_pad_pads_with_eos_and_without_eos_is_refused(tmp_path
     tokenizer.__class__(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path / "no_eos")
     with pytest.raises(ModelError, match="has no end-of-sequence token"):
         load_tokenizer(tmp_path / "no_eos")
+
+
+def test_attention_is_computed_as_asked_where_the_model_offers_it(tmp_path):
+    tokenizer = train_tokenizer(["some words to learn from"], 60)
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}
+    built = build_model(config, tokenizer, attention="eager", seed=0)
+    assert built.config._attn_implementation == "eager"
+    built.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for load in (load_model, build_skeleton):
+        assert load(tmp_path, tokenizer, attention="sdpa").config._attn_implementation == "sdpa"
+        assert load(tmp_path, tokenizer, attention="eager").config._attn_implementation == "eager"
+    small = {"model_type": "t5", "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    with pytest.raises(ModelError, match=r"does not support attn_implementation 'flash_attention_2'\. It"):
+        build_model(small, tokenizer, attention="flash_attention_2", seed=0)

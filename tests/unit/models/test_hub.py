@@ -63,7 +63,7 @@ def test_what_is_nowhere_is_told_with_the_places_that_were_looked_at(tmp_path, c
     assert str(cache) in text
     assert "HF_HUB_OFFLINE is set" in text
     assert "hf download someone/tiny" in text
-    with pytest.raises(ModelError, match=r"no id of a model on the Hugging Face Hub"):
+    with pytest.raises(ModelError, match=r"not an id of a model on the Hugging Face Hub"):
         resolve_model("./models/mine")
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="is a file"):

@@ -104,7 +104,7 @@ def test_in_16_bits_gradients_have_no_error_in_common(expected):
     def gradients(dtype):
         own, rows = copy.deepcopy(head).bfloat16().to(dtype), hidden.to(dtype, copy=True).requires_grad_()
         fused = loss_module.FusedHead(own)
-        with fused.aimed(labels, BOTH, expected):
+        with fused.loss_context(labels, BOTH, expected):
             loss = fused(rows)
         (loss * factor).backward()
         assert own.weight.grad.dtype == rows.grad.dtype == dtype

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute a block's activations in backward instead of keeping them."""
+"""Activation checkpointing: a block's activations are recomputed in backward instead of kept."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Checkpoint every transformer block of a Hugging Face model, in place. Every rank calls it, before sharding.
+    """Checkpoint every transformer block of a Hugging Face model, in place; every rank calls it, before sharding.
 
-    Non-reentrant checkpointing: it keeps the gradients of frozen and nested parts right. Train with
+    Checkpointing is non-reentrant, so that gradients of models with frozen or nested modules are correct. Train with
     ``model(..., use_cache=False)``: a recomputed block would fill the key-value cache twice. Generation in evaluation
     mode is not changed and still uses the cache.
 
@@ -28,6 +28,6 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not support activation checkpointing. "
             "Set training.gradient_checkpointing to false."
         )
-    # transformers renamed the method; the old name warns.
+    # Newer transformers renamed the method; the old name warns there.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
