@@ -1,4 +1,4 @@
-"""Training: assemble, step, loop, evaluate, save; sinks are told what happens."""
+"""Training: assemble a run, take its steps, evaluate, save; sinks receive reports of it."""
 
 from fullshard.train.reporting.reports import CheckpointReport as CheckpointReport
 from fullshard.train.reporting.reports import EvaluationReport as EvaluationReport

@@ -1,4 +1,4 @@
-"""How a run's model would be sharded over any number of ranks, found out without ranks and without its memory."""
+"""Dry run: how a run's model would be sharded over any number of ranks, without the ranks and without its memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.sizes import format_bytes
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.run.assemble import make_evaluation
 from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.learning_rate import make_schedule
+from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import outline_model, refuses_fp16, shard_model
 from fullshard.train.setup.optimizers import expected_state_bytes
 from fullshard.train.setup.prepare import Progress, prepare, prepare_tokenizer
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class AloneComm:
-    """Rank 0 of ranks that are not there: what all of them would say is what this one says, and no tensor moves."""
+class SimulatedComm:
+    """Rank 0 of simulated ranks: all of them return what this one does, and collectives of tensors are refused."""
 
     def __init__(self, size: int) -> None:
-        """Pretend that there are ``size`` ranks, with the meta device."""
+        """Simulate ``size`` ranks on the meta device."""
         self.rank = 0
         self.size = size
         self.device = torch.device("meta")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank holds the same model, so every rank gives the same value."""
+        """Return the value of each rank: all have the same model, so the values are the same."""
         return [value] * self.size
 
-    def split(self, groups: list[list[int]]) -> AloneComm:
-        """Rank 0 of the first group."""
-        return AloneComm(len(groups[0]))
+    def split(self, groups: list[list[int]]) -> SimulatedComm:
+        """Return rank 0 of the first group."""
+        return SimulatedComm(len(groups[0]))
 
     def announce(self, what: str) -> None:
-        """No collective follows."""
+        """Ignore: no collective follows."""
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return: there is no other rank."""
 
     def _refuse(self, *_args: object, **_kwargs: object) -> Work:
-        """Refuse to move tensors.
+        """Raise an error.
 
         Raises:
-            InvariantError: Always: laying out a model needs no collective.
+            InvariantError: Always: laying out a model needs no collective of tensors.
         """
-        raise InvariantError("A model that is only inspected asked for a collective.")
+        raise InvariantError("Inspecting a model called a collective of tensors.")
 
     all_gather = reduce_scatter = all_reduce = broadcast = gather = exchange = _refuse
 
@@ -65,8 +65,8 @@ class AloneComm:
 def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
     """Lay out a run's model over ``world_size`` ranks; one process, no process group.
 
-    The model is built on the meta device: of ``model.path`` no weights are read, nor need there be any. Only a
-    tokenizer that is trained needs the data: its size is the vocabulary's.
+    The model is built on the meta device, without reading the weights of ``model.path``. The data is read only if a
+    tokenizer must be trained, because its size is the vocabulary size.
 
     Args:
         config: The run's settings.
@@ -76,16 +76,16 @@ def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
         The unit table that the run would print.
 
     Raises:
-        UserError: Data, tokenizer, model or wrapping do not work out.
+        UserError: Data, tokenizer, model or wrapping cannot be used.
     """
     return units(_lay_out(config, prepare_tokenizer(config), world_size))
 
 
 def check_kind(config: RunConfig) -> None:
-    """Refuse what a run would refuse and the model's configuration alone tells; any process, alone, without a network.
+    """Raise the errors of a run that depend only on the model's configuration; any process, alone, without a network.
 
     Raises:
-        ModelError: The model is known not to fit in the precision.
+        ModelError: The model is known to overflow in the precision.
     """
     source = config.model.path or config.model.config
     kind = None if source is None else known_kind(source)
@@ -95,20 +95,20 @@ def check_kind(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run is known to be before its first step; ``str()`` is for people.
+    """Facts about a run before its first step; ``str()`` is for people.
 
     Attributes:
         train_rows: Rows trained on.
         validation_rows: Rows held out.
         steps_per_epoch: Optimizer steps of one epoch.
         total_steps: Optimizer steps of the run.
-        padding_share: Padding among all positions of an epoch's batches.
-        table: The units over the ranks.
-        parameters: Bytes of parameters that each rank keeps.
-        gradients: Bytes of gradients that each rank keeps from a backward to the next step.
-        optimizer: Bytes of the optimizer's state that rank 0 keeps; others keep about as many.
-        gathered: Most bytes of gathered parameters at once: the root and the two largest units.
-        notes: What is worth knowing about data and model.
+        padding_share: Share of padding among all positions of an epoch's batches.
+        table: The unit table.
+        parameters: Bytes of each rank's shards of the parameters.
+        gradients: Bytes of each rank's shards of the gradients, from backward to the next step.
+        optimizer: Bytes of optimizer state on rank 0; about the same on other ranks.
+        gathered: Peak bytes of gathered parameters: the root and the two largest units.
+        notes: Notes on data and model for the user.
     """
 
     train_rows: int
@@ -124,38 +124,38 @@ class DryRun:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return JSON-able values."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**plain, "table": self.table.as_dict(), "notes": list(self.notes)}
 
     def __str__(self) -> str:
-        """As a run prints it, and what each rank will hold."""
+        """Return the unit table, the notes, the steps, and the memory of each rank."""
         held = ("parameters", "gradients", "optimizer", "gathered")
         memory = ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in held)
         lines = [
             str(self.table),
             *self.notes,
             f"{self.total_steps:,} steps, {self.steps_per_epoch:,} an epoch",
-            f"each rank holds: {memory} at most; activations come on top and depend on the batch",
-            "all is ready for the first step",
+            f"memory of each rank: {memory} at most; activations are additional and depend on the batch",
+            "ready for the first step",
         ]
         return "\n".join(lines)
 
 
 def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what, done, total: None) -> DryRun:
-    """Do all that comes before a run's first step, without ranks and without weights; one process.
+    """Do everything that a run does before its first step, without ranks and without weights; one process.
 
     Args:
         config: The run's settings.
         world_size: Number of ranks to lay out for.
-        progress: Told how far tokenizing is.
+        progress: Receives the progress of tokenizing.
 
     Raises:
-        UserError: Data, tokenizer, model or settings do not work out.
+        UserError: Data, tokenizer, model or settings cannot be used.
     """
     data = prepare(config, progress=progress)
     plan = make_plan(config, data.train_set, world_size, causal=data.causal)
-    schedule = make_schedule(config, plan.num_steps)
+    schedule = learning_rate_schedule(config, plan.num_steps)
     make_evaluation(config, data)
     tracker_sinks(config)
     model = _lay_out(config, data.tokenizer, world_size)
@@ -180,5 +180,5 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
 
 def _lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: int) -> nn.Module:
     model = outline_model(config, tokenizer)
-    shard_model(model, config, AloneComm(world_size))
+    shard_model(model, config, SimulatedComm(world_size))
     return model

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def model_inputs(model: PreTrainedModel, batch: Batch, *, causal: bool) -> dict[str, Any]:
-    """The keywords of the model's forward whose logits are those of ``batch.labels_BT``, packed or padded; any rank.
+    """Return the keyword arguments of the model's forward for a packed or padded batch; any rank.
 
-    A causal model's logits at position t are those of label t + 1.
+    The logits are for ``batch.labels_BT``; a causal model's logits at position t are for label t + 1.
 
     Args:
         model: The model, sharded or not.
@@ -50,22 +50,22 @@ def loss_sum(
     objective: Objective = PLAIN,
     expected_gradient: float = 1.0,
 ) -> Tensor:
-    """The loss summed over the target tokens of one batch; on every rank together, as every forward.
+    """Return the loss summed over the target tokens of one batch; every rank calls it, as it runs a forward.
 
     Args:
         model: The sharded model.
         batch: On the model's device.
         causal: Whether source and target are one sequence (decoder-only).
-        objective: What is minimised; the default is the cross-entropy and nothing else.
-        expected_gradient: What the loss will be multiplied by before backward; see ``model_loss``.
+        objective: Label smoothing and z-loss; the default is the plain cross-entropy.
+        expected_gradient: Factor that the loss is multiplied by before backward; see ``model_loss``.
 
     Returns:
-        0-d float32; zero for a batch of fillers.
+        0-d float32; zero for a batch of filler rows.
     """
     inputs = model_inputs(model, batch, causal=causal)
     labels_BT = batch.labels_BT
     if causal:
-        # Position t predicts label t + 1, the last one nothing.
+        # Position t predicts label t + 1; the last position predicts nothing.
         labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
     forward = lambda: model(**inputs).logits  # noqa: E731
     return model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient)

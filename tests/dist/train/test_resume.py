@@ -112,11 +112,11 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_bit(tmp_path, uninter
     assert stopped["step"] == steps_on_disk(tmp_path)[-1] >= 3
     assert "stopping after this step" in err
     assert (
-        f"Stopped after step {stopped['step']} of 28, saved in {stopped['checkpoint']}. The same command goes on" in err
+        f"Stopped after step {stopped['step']} of 28, saved in {stopped['checkpoint']}. The same command resumes" in err
     )
     assert "Traceback" not in err
     out, err = finish(start(tmp_path, "--json"))
-    assert f"going on after step {stopped['step']} from" in err
+    assert f"resuming after step {stopped['step']} from" in err
     assert json.loads(out)["steps"] == 28
     assert_same(tmp_path / "out", uninterrupted)
 

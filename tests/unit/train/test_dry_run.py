@@ -77,13 +77,13 @@ BART |= {"decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention
 def test_buffers_without_values_are_laid_out_too(tmp_path, model):
     found = dry_run(config(tmp_path, model={"config": model, "tokenizer": {"vocab_size": 60}}), 2)
     assert found.total_steps == 4
-    assert "all is ready" in str(found)
+    assert "ready for the first step" in str(found)
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"evaluation__metric": "accuracy"}, "accuracy is for label sets"),
+        ({"evaluation__metric": "accuracy"}, "accuracy needs a label set"),
         ({"training__packing": True, "model": {"config": BART, "tokenizer": {"vocab_size": 60}}}, "training.packing"),
         ({"training__report_to": ["wandb"]}, "wandb, which is not installed"),
     ],

@@ -1,1 +1,1 @@
-"""Evaluation and prediction."""
+"""Evaluation of a model on held-out rows, and prediction for new rows."""

@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows under sharding: ranks in lockstep, each its share, every row counted once."""
+"""Evaluation on held-out rows under sharding: each rank has a share of the rows, and every row counts once."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The rows that are evaluated on, and what the training rows say of them.
+    """The held-out rows, and the label set of the training rows.
 
     Attributes:
-        examples: The rows as the data has them.
-        tokenized: The same rows as ids.
+        examples: The rows as text.
+        tokenized: The same rows as token ids.
         collate: Padding and the kind of model.
-        labels: The label set of the training rows; None: there is none.
-        majority: The most frequent training target; None: not known.
+        labels: The label set of the training rows, or None.
+        majority: The most frequent training target; None if it is not known.
     """
 
     examples: Sequence[Example]
@@ -54,20 +54,20 @@ class HeldOut:
 
     @property
     def references(self) -> list[tuple[str, ...]]:
-        """The right answers of each row."""
+        """The references of each row."""
         return [example.references for example in self.examples]
 
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """What is evaluated and how; the same on every rank.
+    """Rows, metrics and generation settings of an evaluation; the same on every rank.
 
     Attributes:
         rows: The held-out rows.
         batch_size: Rows of one rank's batch.
-        generation: How text is written.
-        metrics: What is measured; the first decides which model is the best.
-        baselines: For each metric that has one, what predictions without a model score.
+        generation: Settings of text generation.
+        metrics: Names of the metrics; the first decides which model is the best.
+        baselines: Baseline of each metric that has one.
     """
 
     rows: HeldOut
@@ -78,32 +78,32 @@ class EvaluationSpec:
 
     @property
     def metric(self) -> Metric:
-        """The metric that decides."""
+        """The metric that decides which model is the best."""
         return self.metrics[0]
 
     @property
     def baseline(self) -> Baseline | None:
-        """That metric's baseline; None where there is none."""
+        """Baseline of that metric, or None."""
         return self.baselines.get(self.metric)
 
 
 def evaluation_spec(config: RunConfig, rows: HeldOut) -> EvaluationSpec:
-    """What a run's settings say of its evaluation; any rank, alone.
+    """Return the evaluation that a run's settings describe; any rank, alone.
 
     Args:
         config: The run's settings.
         rows: The held-out rows.
 
     Raises:
-        ConfigError: A metric's package is missing, or accuracy is asked for and the targets are no label set.
+        ConfigError: A metric's package is missing, or a metric is accuracy and the targets are not a label set.
     """
     settings = config.evaluation
     metrics = tuple(dict.fromkeys((settings.metric, *settings.metrics)))
     require_packages(metrics)
     if "accuracy" in metrics and rows.labels is None:
         raise ConfigError(
-            "evaluation.metric: accuracy is for label sets, and the training targets have more different texts than "
-            "one. Use exact_match, rougeL, bleu or chrf."
+            "evaluation.metric: accuracy needs a label set, but the training targets have too many different texts. "
+            "Use exact_match, rougeL, bleu or chrf."
         )
     return EvaluationSpec(
         rows=rows,
@@ -130,20 +130,20 @@ def evaluate(
     epoch: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluationReport:
-    """Measure loss and metrics on all held-out rows; on every rank together.
+    """Measure loss and metrics on all held-out rows; every rank calls it.
 
-    The model is in evaluation mode meanwhile and draws no random numbers, so evaluating does not change training. No
-    text is generated where no metric needs any.
+    The model is in evaluation mode meanwhile and draws no random numbers, so evaluating does not change training. Text
+    is generated only if a metric needs it.
 
     Args:
         model: The sharded model.
-        tokenizer: Turns generated ids into text.
+        tokenizer: The model's tokenizer.
         spec: Rows and metrics.
         comm: The ranks the model is sharded over.
         step: Steps trained so far, for the report.
         epoch: Epochs trained so far, for the report.
-        progress: Told this rank's batches done and in all, after each batch; on every rank together. What it raises
-            ends the evaluation.
+        progress: Called after each batch, on every rank, with this rank's batches done and in total. An exception in
+            it ends the evaluation.
 
     Returns:
         The report, with the same numbers and predictions on every rank.
@@ -151,32 +151,38 @@ def evaluate(
     started = time.perf_counter()
     with evaluation_mode(model):
         loss, texts = _run(model, tokenizer, spec, comm, progress)
-    scores = Scores({})
-    if texts:
-        scores = score(spec.metrics, texts, spec.rows.references, labels=spec.rows.labels or ())
-    values = {name: perplexity(loss) if name == "perplexity" else scores.values[name] for name in spec.metrics}
+    scores = _score(spec, loss, texts)
     return EvaluationReport(
         step=step,
         epoch=epoch,
         loss=loss,
         metric=spec.metric,
-        value=values[spec.metric],
+        value=scores.values[spec.metric],
         baseline=spec.baseline.value if spec.baseline else None,
         baseline_name=spec.baseline.name if spec.baseline else None,
-        metrics=values,
+        metrics=scores.values,
         baselines={name: one.value for name, one in spec.baselines.items()},
         confusion=scores.confusion,
         predictions=tuple(
-            Prediction(example.source, text, example.references)
-            for example, text in zip(spec.rows.examples, texts, strict=bool(texts))
+            Prediction(row.source, text, row.references)
+            for row, text in zip(spec.rows.examples, texts, strict=bool(texts))
         ),
         seconds=time.perf_counter() - started,
     )
 
 
+def _score(spec: EvaluationSpec, loss: float, texts: Sequence[str]) -> Scores:
+    """Return the values of all metrics, in their order."""
+    scores = Scores({})
+    if texts:
+        scores = score(spec.metrics, texts, spec.rows.references, labels=spec.rows.labels or ())
+    values = {name: perplexity(loss) if name == "perplexity" else scores.values[name] for name in spec.metrics}
+    return Scores(values, scores.confusion)
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """While entered, the model does not drop out; afterwards it is in the mode it was in."""
+    """Context in which the model has no dropout; afterwards its mode is what it was."""
     was_training = model.training
     model.eval()
     try:
@@ -193,12 +199,12 @@ def _run(
     comm: Comm,
     progress: Callable[[int, int], None],
 ) -> tuple[float, list[str]]:
-    """Mean loss per target token and a text for every row, on every rank; no texts where none is needed."""
+    """Return the mean loss per target token, and a text for every row if a metric needs it; the same on every rank."""
     rows = spec.rows
-    # The order of evaluation changes no number, so rows of one length go together.
+    # The order of rows does not change the result, so rows of similar length are batched together.
     lengths = rows.tokenized.lengths
     plan = EpochPlan(len(rows.tokenized), comm.size, spec.batch_size, training=False, lengths=lengths)
-    # Sum and count in float64: exact counts, and a sum that the number of batches does not blur.
+    # Sum and count in float64: the count is exact, and the sum does not depend on the number of batches.
     totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
     mine: list[tuple[int, str]] = []
     writes = needs_text(spec.metrics)
@@ -220,10 +226,10 @@ def _run(
 
 
 def gather_texts(mine: Sequence[tuple[int, str]], rows: int, comm: Comm) -> list[str]:
-    """All ranks' texts in the order of the rows, on every rank; every rank calls it.
+    """Gather all ranks' texts in the order of the rows; every rank calls it and gets all of them.
 
     Args:
-        mine: This rank's, each with the index of its row.
+        mine: This rank's texts, each with the index of its row.
         rows: Number of rows.
         comm: The ranks.
 
@@ -232,5 +238,5 @@ def gather_texts(mine: Sequence[tuple[int, str]], rows: int, comm: Comm) -> list
     """
     everyone = sorted(pair for share in comm.all_gather_object(list(mine)) for pair in share)
     if [index for index, _ in everyone] != list(range(rows)):
-        raise InvariantError(f"{rows} rows have {len(everyone)} predictions.")
+        raise InvariantError(f"{rows} rows have {len(everyone)} predictions, or a row has none or two.")
     return [text for _, text in everyone]

@@ -1,4 +1,4 @@
-"""Text written by a sharded model: ranks in lockstep, however many tokens each of them needs."""
+"""Text generation with a sharded model: ranks run forwards in lockstep, however many tokens each of them needs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _INPUT_NAMES = ("decoder_input_ids", "input_ids", "inputs_embeds")
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """How text is written; the options of the run file's ``evaluation`` section of the same names.
+    """Settings of text generation; the options of the same names in the run file's ``evaluation`` section.
 
     Attributes:
-        max_new_tokens: Most tokens of a row's text.
-        min_new_tokens: Fewest.
+        max_new_tokens: Maximum number of tokens of a row's text.
+        min_new_tokens: Minimum number of tokens.
         num_beams: Width of the beam search; 1: greedy.
-        length_penalty: Power of the length that beams' scores are divided by.
-        no_repeat_ngram_size: No sequence of so many tokens is written twice in a row's text; 0: any may.
+        length_penalty: Exponent of the length that a beam's score is divided by.
+        no_repeat_ngram_size: A text repeats no sequence of this many tokens; 0: no limit.
     """
 
     max_new_tokens: int
@@ -43,7 +43,7 @@ class GenerationSpec:
 
     @classmethod
     def of(cls, config: RunConfig) -> GenerationSpec:
-        """What a run's settings say."""
+        """Return the generation settings of a run."""
         settings = config.evaluation
         return cls(
             max_new_tokens=settings.max_new_tokens or config.data.max_target_length,
@@ -54,7 +54,7 @@ class GenerationSpec:
         )
 
     def config(self, own: GenerationConfig) -> GenerationConfig:
-        """A model's own generation settings, with what is decided here in their place: no sampling, these lengths."""
+        """Return a copy of a model's own generation settings with these settings and without sampling."""
         config = copy.deepcopy(own)
         config.update(
             max_new_tokens=self.max_new_tokens,
@@ -77,11 +77,11 @@ class GenerationSpec:
 
 
 def require_right_text(model: PreTrainedModel, batch_size: int) -> None:
-    """Refuse to write what a model would not write alone; any rank, before the first :func:`generate`.
+    """Raise if padding would change the generated text; any rank, before the first :func:`generate`.
 
     Args:
         model: The sharded model, with its adapter if it has one.
-        batch_size: Rows of a batch; of several the shorter ones are padded.
+        batch_size: Rows of a batch; in a batch of several rows, shorter ones are padded.
 
     Raises:
         ConfigError: It has a prompt adapter, and rows would be padded on the left.
@@ -89,9 +89,9 @@ def require_right_text(model: PreTrainedModel, batch_size: int) -> None:
     kinds = {str(one.peft_type) for one in getattr(model, "peft_config", {}).values()}
     if "PeftType.PROMPT_TUNING" in kinds and not model.config.is_encoder_decoder and batch_size > 1:
         raise ConfigError(
-            "A prompt adapter of a decoder-only model writes other text where its input is padded, because peft counts "
-            f"padding as positions; batches of {batch_size} rows are padded. Set training.per_device_eval_batch_size "
-            "to 1 (fullshard predict: --batch-size 1), or take a prefix adapter."
+            "With a prompt adapter, padding changes the text of a decoder-only model, because peft counts padding as "
+            f"positions; batches of {batch_size} rows are padded. Set training.per_device_eval_batch_size to 1 "
+            "(fullshard predict: --batch-size 1), or use a prefix adapter."
         )
 
 
@@ -99,37 +99,37 @@ def require_right_text(model: PreTrainedModel, batch_size: int) -> None:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, comm: Comm, spec: GenerationSpec
 ) -> list[str]:
-    """Write a text for each row of a batch; on every rank together, each with its own batch.
+    """Generate a text for each row of a batch; every rank calls it, each with its own batch.
 
-    It is what the unsharded model's ``generate`` writes. Every token is a forward of the decoder, which all ranks must
-    make together, so a rank whose rows are finished goes on with one token that counts for nothing until all are.
+    The texts are those of the unsharded model's ``generate``. Every token is a forward of the decoder, which all ranks
+    must run together, so a rank whose rows are finished runs forwards of one dummy token until all ranks are finished.
 
     Args:
         model: The sharded model, in evaluation mode; also with a peft adapter around it.
-        tokenizer: Turns generated ids into text.
+        tokenizer: The model's tokenizer.
         batch: On the model's device.
         comm: The ranks the model is sharded over.
         spec: Lengths and beams.
 
     Returns:
-        A text for each row, fillers included, without white space at its ends.
+        A text for each row, fillers included, without leading and trailing white space.
     """
-    writer = base_of(model)  # what generate calls for every token, also inside an adapter
-    # The root stays gathered until the last rank is done: ranks that only join in call the model as generate does.
+    writer = base_of(model)  # generate calls it for every token, also inside an adapter
+    # The root stays gathered until the last rank is finished, because dummy forwards need it as well.
     with _settings(writer, spec), root_held(model), _Lockstep(writer, comm):
         ids = model.generate(  # type: ignore[operator]
             input_ids=batch.prompt_ids_BP, attention_mask=batch.prompt_mask_BP, synced_gpus=False
         )
     if not model.config.is_encoder_decoder:
-        ids = ids[:, batch.prompt_ids_BP.shape[1] :]  # a decoder repeats its prompt
+        ids = ids[:, batch.prompt_ids_BP.shape[1] :]  # a decoder-only model returns the prompt as well
     return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
 @contextmanager
 def _settings(writer: Any, spec: GenerationSpec) -> Iterator[None]:
-    """While entered, ``generate`` does as the spec says.
+    """Context in which ``generate`` uses the settings of the spec.
 
-    Settings that are given to ``generate`` do not do: where they are None, the model's own ones are put in again.
+    They are not passed to ``generate``, because it replaces settings of None by the model's own.
     """
     own = writer.generation_config
     writer.generation_config = spec.config(own)
@@ -140,25 +140,25 @@ def _settings(writer: Any, spec: GenerationSpec) -> Iterator[None]:
 
 
 class _Lockstep:
-    """While entered, every forward of a module is made by all ranks; left when the last rank needs no more.
+    """Context in which all ranks run the same number of forwards of a module.
 
-    Before each forward the ranks count those that still write. A rank that has left its ``generate`` counts itself out
-    and joins the others' forwards.
+    Before each forward, an all-reduce counts the ranks that still generate. A rank that has left its ``generate`` runs
+    dummy forwards until no rank does.
     """
 
     def __init__(self, writer: Any, comm: Comm) -> None:
-        """``writer`` is called by ``generate`` for every token."""
+        """Follow the forwards of ``writer``, the module that ``generate`` calls for every token."""
         self._writer = writer
         self._comm = comm
         self._idle: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        """Watch the module's forwards."""
+        """Count ranks before each forward from now on."""
         if self._comm.size > 1:
             self._hook = self._writer.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        """Join the other ranks until all have left; not after an error, which ends the run."""
+        """Run dummy forwards until all ranks are finished; not after an error, which ends the run."""
         if self._comm.size == 1:
             return
         self._hook.remove()
@@ -171,14 +171,14 @@ class _Lockstep:
         self._count(writes=True, read=False)
 
     def _count(self, *, writes: bool, read: bool = True) -> int:
-        """How many ranks write. Reading it would make a GPU wait, and a rank that writes has no use for it."""
+        """Count the ranks that generate; 0 if ``read`` is false: reading would make a GPU wait."""
         number = torch.tensor(int(writes), device=self._comm.device)
         self._comm.all_reduce(number).wait()
         return int(number) if read else 0
 
 
 def _one_token(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a forward that runs the same units as another one: of its last token, with no cache to spoil."""
+    """Return the inputs of a dummy forward that runs the same units: the last token, without the cache."""
     name = next(name for name in _INPUT_NAMES if inputs.get(name) is not None)
     call = {name: inputs[name][:, -1:], "use_cache": False}
     if inputs.get("encoder_outputs") is not None:

@@ -1,7 +1,6 @@
-"""Scores of written text, and what predictions without any model would score.
+"""Metrics of generated text, and baselines: the scores of predictions that need no model.
 
-Shares and F-measures go from 0 to 1, and so do BLEU and chrF, which sacrebleu gives from 0 to 100. Perplexity is what
-it is.
+Shares and F-measures are from 0 to 1, and so are BLEU and chrF, which sacrebleu returns from 0 to 100.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _LABEL_METRICS = ("exact_match", "accuracy")
 
 References = Sequence[Sequence[str]]
-"""For each row its right answers, at least one."""
+"""Correct texts of each row, at least one."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Predictions that need no model, and their score.
+    """The score of predictions that need no model.
 
     Attributes:
-        name: What they are.
-        value: Their score, in the metric's own range.
+        name: Description of the predictions.
+        value: Their score, in the metric's range.
     """
 
     name: str
@@ -49,17 +48,14 @@ def score(
     for rougeLsum a sentence is a line. ``bleu``, ``chrf``: of all rows together as sacrebleu computes them.
 
     Args:
-        metrics: Names; perplexity, which needs no text, is left out.
+        metrics: Names; perplexity, which needs no text, is ignored.
         predictions: At least one text.
-        references: As many rows.
+        references: As many rows as predictions.
         labels: The label set; references that are not in it are added to it.
 
-    Returns:
-        The values.
-
     Raises:
-        ConfigError: sacrebleu is asked for and missing.
-        ValueError: There are more or fewer references than predictions.
+        ConfigError: A metric needs sacrebleu or rouge-score, which is not installed.
+        ValueError: The numbers of references and predictions differ.
     """
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions for {len(references)} rows of references.")
@@ -85,21 +81,21 @@ def baselines(
     majority: str | None,
     lead_sentences: int = 1,
 ) -> dict[str, Baseline]:
-    """Score what one would predict without a model; any rank, alone.
+    """Score predictions that need no model; any rank, alone.
 
     Args:
         metrics: Names. ``exact_match`` and ``accuracy``: the most frequent training target for every row; rouge, bleu
             and chrf: the first sentences of each row's own source; perplexity has none.
         sources: Sources of the held-out rows.
         references: Their references.
-        majority: The most frequent training target; None: not known, and what needs it has no baseline.
+        majority: The most frequent training target; None: not known, so the metrics that need it have no baseline.
         lead_sentences: Number of first sentences.
 
     Returns:
-        For each metric that has one, its baseline.
+        The baseline of each metric that has one.
 
     Raises:
-        ConfigError: sacrebleu is asked for and missing.
+        ConfigError: A metric needs sacrebleu or rouge-score, which is not installed.
     """
     text_metrics: list[Metric] = [name for name in metrics if name not in _LABEL_METRICS + LOSS_METRICS]
     label_metrics = [name for name in metrics if name in _LABEL_METRICS]
@@ -115,30 +111,30 @@ def baselines(
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean loss per target token; infinite where that is no float64."""
+    """Return the exponential of a mean loss per target token; infinity where it exceeds float64."""
     return math.exp(loss) if loss < 709 else math.inf
 
 
 def needs_text(metrics: Sequence[Metric]) -> bool:
-    """Whether any of the metrics is of written text, and not of the loss alone."""
+    """Return whether any of the metrics needs generated text."""
     return any(name not in LOSS_METRICS for name in metrics)
 
 
 def higher_is_better(metric: str) -> bool:
-    """Whether a higher value is the better one."""
+    """Return whether a higher value is better."""
     return metric not in LOSS_METRICS
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
-    """Whether a value is better than another one, and not equal."""
+    """Return whether a value is better than another one, not equal."""
     return value > than if higher_is_better(metric) else value < than
 
 
 def require_packages(metrics: Sequence[Metric]) -> None:
-    """Raise now, and not after hours, when a metric's package is missing.
+    """Raise if a metric's package is not installed: now, and not at the first evaluation.
 
     Raises:
-        ConfigError: It is missing.
+        ConfigError: A package is not installed.
     """
     for name in metrics:
         if name.startswith("rouge"):
@@ -148,17 +144,17 @@ def require_packages(metrics: Sequence[Metric]) -> None:
 
 
 def sentences(text: str) -> list[str]:
-    """A text's sentences: each up to a full stop, exclamation or question mark before white space."""
+    """Split a text into sentences, which end with a full stop, exclamation or question mark before white space."""
     return _SENTENCE_END.split(text.strip())
 
 
 def lead(text: str, count: int) -> str:
-    """The first sentences of a text, joined by spaces."""
+    """Return the first sentences of a text, joined by spaces."""
     return " ".join(sentences(text)[:count])
 
 
 def _plain(text: str) -> str:
-    """A text in which runs of white space are one space."""
+    """Replace each run of white space by one space."""
     return " ".join(text.split())
 
 
@@ -168,7 +164,7 @@ def _exact_match(predictions: Sequence[str], references: References) -> float:
 
 
 def _confusion(predictions: Sequence[str], references: References, labels: Collection[str]) -> Confusion:
-    """Of several references the written one is the right one, else the first."""
+    """Count labels; a row's label is the reference that was predicted, or else its first reference."""
     held_out = (one for right in references for one in right)
     names = tuple(dict.fromkeys(_plain(text) for text in (*labels, *held_out)))
     index = {name: position for position, name in enumerate(names)}
@@ -183,7 +179,7 @@ def _confusion(predictions: Sequence[str], references: References, labels: Colle
 
 def _rouge(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
     scorer = _package("rouge_score.rouge_scorer", "rouge-score", names[0]).RougeScorer(list(names), use_stemmer=True)
-    # Only rougeLsum looks at lines.
+    # Only rougeLsum depends on lines.
     prepare = _line_by_line if "rougeLsum" in names else str
     sums = dict.fromkeys(names, 0.0)
     for text, right in zip(predictions, references, strict=True):
@@ -200,14 +196,14 @@ def _line_by_line(text: str) -> str:
 def _corpus(metric: str, predictions: Sequence[str], references: References) -> float:
     metrics = _package("sacrebleu.metrics", "sacrebleu", metric)
     scorer = metrics.BLEU(force=True) if metric == "bleu" else metrics.CHRF()
-    # sacrebleu wants a text for each row from the first references, the second ones, ..., and None where there is none.
+    # sacrebleu needs streams: the first reference of each row, the second of each, ..., None where there is none.
     width = max(len(right) for right in references)
     streams = [[right[i] if i < len(right) else None for right in references] for i in range(width)]
     return scorer.corpus_score(list(predictions), streams).score / 100
 
 
 def _package(module: str, package: str, metric: str) -> Any:
-    """A module that is slow to import and needed for some metrics only."""
+    """Import a module that is slow to import and needed only by some metrics."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

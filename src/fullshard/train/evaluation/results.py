@@ -1,4 +1,4 @@
-"""What an evaluation of a trained model leaves behind, and how people read it."""
+"""The results of evaluating a trained model: its files and the printed tables."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fullshard.train.reporting.sinks import PREDICTIONS_NAME, SUMMARY_NAME
 EVALUATION_NAME = "evaluation.json"
 
 TABLE_LABELS = 12
-"""Label sets up to this size are shown as a whole matrix."""
+"""Label sets up to this size are printed as a full confusion matrix."""
 
 SHOWN_MISTAKES = 10
 
 
 def evaluation_values(report: EvaluationReport, **more: Any) -> dict[str, Any]:
-    """What ``evaluation.json`` holds.
+    """Return the content of ``evaluation.json``.
 
     Args:
         report: The evaluation.
-        more: Where model and rows came from.
+        more: Further values: the model and the rows.
     """
     values = report.as_dict()
     for name in ("kind", "step", "epoch"):
@@ -43,28 +43,28 @@ def evaluation_values(report: EvaluationReport, **more: Any) -> dict[str, Any]:
 
 
 def require_no_run(directory: Path) -> None:
-    """Refuse to write predictions where a run has its own.
+    """Raise if writing predictions to a directory would replace those of a run.
 
     Raises:
         ConfigError: It is the output_dir of a run.
     """
     if (directory / SUMMARY_NAME).exists():
         raise ConfigError(
-            f"{directory} is the output_dir of a run, whose {PREDICTIONS_NAME} would be replaced. Give --output "
+            f"{directory} is the output_dir of a run, whose {PREDICTIONS_NAME} would be replaced. Set --output to "
             f"another directory, such as {directory / 'evaluation'}."
         )
 
 
 def write_evaluation(report: EvaluationReport, values: dict[str, Any], directory: Path) -> None:
-    """Write ``predictions.jsonl`` and ``evaluation.json``, in place of earlier ones; one process.
+    """Write ``predictions.jsonl`` and ``evaluation.json``, replacing earlier ones; one process.
 
     Raises:
-        CheckpointError: The disk refused.
+        CheckpointError: They cannot be written.
     """
     lines = [json.dumps(one.as_dict(), ensure_ascii=False) + "\n" for one in report.predictions]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Of an earlier evaluation, they would pass for this one's.
+        # This evaluation may have no predictions, and must not keep those of an earlier one.
         (directory / PREDICTIONS_NAME).unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"Could not write to {directory}: {error}.") from error
@@ -74,7 +74,7 @@ def write_evaluation(report: EvaluationReport, values: dict[str, Any], directory
 
 
 def draw_evaluation(console: Console, report: EvaluationReport, values: dict[str, Any], directory: Path) -> None:
-    """Print metrics beside baselines, and what was taken for what."""
+    """Print the metrics with their baselines, and the confusion matrix if there is one."""
     table = Table(box=box.SIMPLE_HEAD)
     for title, justify in (("metric", "left"), ("model", "right"), ("baseline", "right")):
         table.add_column(title, justify=justify)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def draw_evaluation(console: Console, report: EvaluationReport, values: dict[str
 
 
 def _confusion_table(confusion: Confusion) -> Table:
-    """The whole matrix of a small label set; of a large one the most frequent mistakes."""
+    """Return the full matrix of a small label set; of a large one, the most frequent mistakes."""
     if len(confusion.labels) > TABLE_LABELS:
         return _mistakes_table(confusion)
     table = Table(title="right label (row), written label (column)", title_justify="left", box=box.SIMPLE_HEAD)

@@ -1,4 +1,4 @@
-"""A model that is trained already: where it is, how it was trained, and loading it over ranks."""
+"""A trained model: where it is, how it was trained, and loading it over ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ADAPTER_NAME = "adapter_config.json"
-"""What peft writes beside an adapter."""
+"""File that peft writes with an adapter."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Where a trained model is.
+    """A trained model on disk.
 
     Attributes:
-        directory: The model's, or the adapter's.
-        base: The model's directory; of an adapter that of the model under it. The tokenizer is there, too.
-        config: How it was trained, with ``model`` being this one.
+        directory: Directory of the model or the adapter.
+        base: Directory of the model, or of an adapter's base model; it has the tokenizer.
+        config: The settings it was trained with, except that ``model`` names this model.
     """
 
     directory: Path
@@ -36,11 +36,11 @@ class Trained:
 
 
 def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
-    """Find a model; any process, alone, before there are ranks: a model of the Hub may be fetched.
+    """Find a model; any process, alone, before there are ranks: a model on the Hub may be downloaded.
 
     Args:
-        path_or_id: Its directory, that of an adapter by peft, or the id of a model on the Hub.
-        config: How it was trained; None: not known.
+        path_or_id: Directory of a model or of a peft adapter, or the id of a model on the Hub.
+        config: The settings it was trained with; None: not known.
 
     Raises:
         ModelError: There is no model.
@@ -48,12 +48,12 @@ def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
     directory = resolve_model(path_or_id)
     if not any((directory / name).is_file() for name in ("config.json", ADAPTER_NAME)):
         raise ModelError(
-            f"{directory} holds no model (neither config.json nor {ADAPTER_NAME}). A run places its model there when "
-            "it is finished; name the directory of a model."
+            f"{directory} has no model (neither config.json nor {ADAPTER_NAME}). A run saves its model there when it "
+            "is finished; give the directory of a model."
         )
     base = directory
     if (directory / ADAPTER_NAME).is_file():
-        base = resolve_model(str(_read(directory / ADAPTER_NAME)["base_model_name_or_path"]))
+        base = resolve_model(str(_read_adapter_config(directory / ADAPTER_NAME)["base_model_name_or_path"]))
     values: dict[str, Any] = {"path": str(base)}
     if config is None:
         plain = {"output_dir": directory, "model": values, "data": {"train_file": "-"}}
@@ -67,10 +67,10 @@ def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
 
 
 def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[str, ...]]:
-    """Load a model sharded as in training, in evaluation mode; on every rank together.
+    """Load a model sharded as in training, in evaluation mode; every rank calls it.
 
     Args:
-        trained: Where it is.
+        trained: The model on disk.
         comm: The ranks to shard over.
 
     Returns:
@@ -83,7 +83,7 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
     tokenizer = together(comm, lambda: load_tokenizer(trained.base))
     if trained.directory != trained.base:
         model = together(comm, lambda: _with_adapter(trained, tokenizer))
-        notes = (f"{trained.directory} is an adapter; {trained.base} under it was loaded whole on every rank",)
+        notes = (f"{trained.directory} is an adapter; its base model {trained.base} was loaded in full on every rank",)
         shard_model(model, config, comm)
     else:
         skeleton = together(comm, lambda: make_model(config, tokenizer))
@@ -93,18 +93,18 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
 
 
 def _with_adapter(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The whole model on the CPU, with the adapter around it."""
+    """Load the full model on the CPU, with its adapter."""
     settings = trained.config.model
     kind, attention = settings.model_class, settings.attn_implementation
     model = load_model(trained.base, tokenizer, model_class=kind, attention=attention)
     return load_adapter(model, trained.directory)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_adapter_config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict) or "base_model_name_or_path" not in values:
-        raise ModelError(f"{path} does not name the model that the adapter is for.")
+        raise ModelError(f"{path} does not name the adapter's base model (base_model_name_or_path).")
     return values

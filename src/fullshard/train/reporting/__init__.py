@@ -1,1 +1,1 @@
-"""What a run reports, and where reports go."""
+"""Reports of a run, and the sinks that receive them."""

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: what the model's arithmetic needs over what the devices could do at most."""
+"""Model FLOPs utilisation (MFU): FLOPs that the model needs, divided by the peak FLOPs of the devices."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HALF_PEAKS = {
     "L4": 121e12,
     "A10": 125e12,
 }
-"""Dense bf16 and fp16 FLOP/s, by NVIDIA's data sheets; the first that the device's name holds."""
+"""Dense bf16 and fp16 FLOP/s from NVIDIA's data sheets; the first key that the device's name contains applies."""
 
 _FLOPS_PER_WEIGHT = 6
-"""Of a linear layer, a token: 2 forward and 4 backward (Kaplan et al., 2020, arXiv:2001.08361, section 2.1)."""
+"""FLOPs of a token in a linear layer: 2 forward and 4 backward (Kaplan et al., 2020, arXiv:2001.08361, section 2.1)."""
 
 _FLOPS_PER_FROZEN_WEIGHT = 4
 """A frozen weight needs no gradient of its own."""
@@ -32,12 +32,12 @@ _FLOPS_PER_FROZEN_WEIGHT = 4
 
 @dataclass(frozen=True)
 class Flops:
-    """What a token costs, and what the devices could do. Attention's own products are left out.
+    """FLOPs of a token and of the devices; attention's own products are not counted.
 
     Attributes:
         source_token: FLOPs of a source token; of a causal model, of any token.
-        target_token: FLOPs of a target token beside; 0 for a causal model.
-        peak: FLOP/s of all devices together.
+        target_token: FLOPs of a target token; 0 for a causal model.
+        peak: Peak FLOP/s of all devices together.
     """
 
     source_token: float
@@ -59,13 +59,13 @@ class Flops:
 
 
 def count_flops(model: PreTrainedModel) -> tuple[float, float]:
-    """FLOPs of a source and of a target token in forward and backward; before the model is sharded.
+    """Return the FLOPs of a source and of a target token in forward and backward; before the model is sharded.
 
     Args:
-        model: On any device; an adapter's base counts as frozen.
+        model: On any device; an adapter's base model counts as frozen.
 
     Returns:
-        Of a source token and of a target token; of a causal model, of any token and 0.
+        FLOPs of a source token and of a target token; for a causal model, of any token and 0.
     """
     encoder, everything = 0.0, 0.0
     for name, module in model.named_modules():
@@ -74,7 +74,7 @@ def count_flops(model: PreTrainedModel) -> tuple[float, float]:
             continue
         cost = weight.numel() * (_FLOPS_PER_WEIGHT if weight.requires_grad else _FLOPS_PER_FROZEN_WEIGHT)
         everything += cost
-        # Keys and values of what was read are computed once a source token.
+        # Cross-attention's keys and values are computed once for each source token.
         if "encoder." in name.replace("decoder.", "") or "EncDecAttention.k" in name or "EncDecAttention.v" in name:
             encoder += cost
     if not model.config.is_encoder_decoder:
@@ -83,10 +83,10 @@ def count_flops(model: PreTrainedModel) -> tuple[float, float]:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """FLOP/s of one device at most; None where it is not known. Known are NVIDIA's data-sheet values for bf16 and fp16.
+    """Return the peak FLOP/s of one device in bf16 or fp16, or None if it is not known.
 
     Args:
-        device: Of this rank.
+        device: This rank's device.
         precision: ``fp32``, ``bf16`` or ``fp16``.
     """
     if device.type != "cuda" or precision == "fp32":

@@ -1,4 +1,4 @@
-"""What a run says about itself: frozen values that the loop hands to sinks."""
+"""Reports: frozen values that a run passes to its sinks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ EndedBy = Literal["steps", "time", "early_stopping"]
 
 @dataclass(frozen=True)
 class RunStart:
-    """Known before the first step.
+    """Report of the start of a run, before its first step.
 
     Attributes:
         output_dir: Where the run writes.
         world_size: Number of ranks.
         device: Kind of device the ranks compute on: ``cpu`` or ``cuda``.
-        total_steps: Optimizer steps the run will take.
+        total_steps: Optimizer steps of the run.
         steps_per_epoch: Optimizer steps of one epoch.
         parameters: Elements of all parameters, a tied one counted once.
-        optimizer: What people call the optimizer.
+        optimizer: Name of the optimizer for people.
         train_rows: Rows trained on.
         validation_rows: Rows held out.
         unit_table: The sharded units, as text.
-        config: The settings of the run, with their defaults filled in.
-        versions: Versions of what the result depends on.
-        padding_share: Padding among all positions of an epoch's batches.
-        flops: What a token costs, and what the devices could do; None where that is not known.
-        notes: Facts about the data worth knowing: lengths, what truncation cut.
-        resumed_step: Steps taken before, by the run that this one goes on; 0: it starts anew.
+        config: The settings of the run, with defaults filled in.
+        versions: Versions of the packages that the result depends on.
+        padding_share: Share of padding among all positions of an epoch's batches.
+        flops: FLOPs of a token and of the devices; None if the devices' are not known.
+        notes: Notes for the user, such as lengths and truncated rows.
+        resumed_step: Steps trained before the checkpoint that the run resumes from; 0 for a new run.
     """
 
     output_dir: str
@@ -53,29 +53,29 @@ class RunStart:
     resumed_step: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return JSON-able values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step; the same on every rank but for times and memory.
+    """Report of one optimizer step; the same on every rank except for times and memory.
 
     Attributes:
         step: Number of the step, from 1.
         epoch: Epochs trained after the step, a fraction within an epoch.
-        loss: What is minimised, label smoothing and z-loss included: its mean per target token over all ranks and
-            micro-batches, before the step's update.
-        grad_norm: Norm of the whole gradient before clipping.
+        loss: Mean per target token over all ranks and micro-batches, before the update, with label smoothing and
+            z-loss.
+        grad_norm: Norm of the full gradient before clipping.
         learning_rate: Learning rate of the update.
-        target_tokens: Tokens the loss is over, of all ranks.
-        tokens: Tokens read and written, padding left out, of all ranks.
+        target_tokens: Target tokens of all ranks.
+        tokens: Source and target tokens of all ranks, without padding.
         seconds: Wall time of the step on this rank.
         memory_bytes: Peak memory of this rank so far: the allocator's on CUDA, the process's resident set on CPU.
-        memory_bytes_per_rank: The same of every rank when the step began, in rank order.
-        skipped: Whether loss or gradient was no finite number, and the weights were left as they were.
-        loss_scale: With fp16, what the loss was multiplied by.
-        stop_requested: Whether some rank had been asked to stop when the step began.
+        memory_bytes_per_rank: The same of every rank at the start of the step, in rank order.
+        skipped: Whether loss or gradient was not finite, so that the weights were not changed.
+        loss_scale: Factor on the loss in fp16.
+        stop_requested: Whether a stop was requested on any rank when the step began.
     """
 
     step: int
@@ -98,7 +98,7 @@ class StepReport:
         return self.tokens / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, with the rate."""
+        """Return JSON-able values, with the rate."""
         values = asdict(self)
         del values["stop_requested"]
         return {"kind": "step", **values, "tokens_per_second": self.tokens_per_second}
@@ -106,12 +106,12 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model wrote for one held-out row.
+    """Prediction for one held-out row.
 
     Attributes:
-        source: Text of the row, without the prefix.
-        prediction: Text the model generated.
-        references: Texts that are right answers, at least one.
+        source: Source text of the row, without the prefix.
+        prediction: Text that the model generated.
+        references: Correct texts, at least one.
     """
 
     source: str
@@ -119,26 +119,26 @@ class Prediction:
     references: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """A line of ``predictions.jsonl``."""
+        """Return a line of ``predictions.jsonl``."""
         return {"input": self.source, "prediction": self.prediction, "references": list(self.references)}
 
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """One evaluation on the held-out rows; the same on every rank but for the time.
+    """Report of one evaluation on the held-out rows; the same on every rank except for the time.
 
     Attributes:
         step: Step after which it was made.
-        epoch: Epochs trained by then.
+        epoch: Epochs trained at that time.
         loss: Mean loss per target token over all held-out rows.
         metric: Name of the metric that decides which model is the best.
-        value: Its value, from 0 to 1; of perplexity the perplexity.
-        baseline: The metric of predictions that need no model; None where there is none.
-        baseline_name: What those predictions are.
-        metrics: All that was measured, by name; the first is ``metric``.
-        baselines: The baselines of those that have one.
-        confusion: With accuracy, which label was written for which.
-        predictions: One for each held-out row, in the order of the data; none where no metric needs text.
+        value: Its value; from 0 to 1, except for perplexity.
+        baseline: The metric of predictions that need no model, or None.
+        baseline_name: Description of those predictions.
+        metrics: Value of each metric; the first is ``metric``.
+        baselines: Baseline of each metric that has one.
+        confusion: The confusion matrix if a metric is accuracy, else None.
+        predictions: One for each held-out row, in the order of the data; empty if no metric needs text.
         seconds: Wall time on this rank.
     """
 
@@ -156,13 +156,13 @@ class EvaluationReport:
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, without predictions and confusion matrix."""
+        """Return JSON-able values, without predictions and confusion matrix."""
         fields = ("step", "epoch", "loss", "metric", "value", "baseline", "baseline_name", "metrics", "baselines")
         return {"kind": "evaluation", **{name: getattr(self, name) for name in (*fields, "seconds")}}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> EvaluationReport:
-        """What ``dataclasses.asdict`` gave, also where JSON has made lists of tuples."""
+        """Return the report that ``dataclasses.asdict`` was called on, also if JSON has turned tuples into lists."""
         confusion = values["confusion"]
         if confusion is not None:
             cells = tuple((right, written, rows) for right, written, rows in confusion["cells"])
@@ -175,14 +175,14 @@ class EvaluationReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """A checkpoint that is on the disk, whole.
+    """Report of a complete checkpoint on disk.
 
     Attributes:
-        step: Step after which it was made.
+        step: Step after which it was saved.
         path: Its directory.
         nbytes: Size of all its files.
-        seconds: From the beginning of the save to its commit.
-        stall_seconds: How long of that training stood still.
+        seconds: Time from the start of the save to its commit.
+        stall_seconds: Part of that time during which training was blocked.
     """
 
     step: int
@@ -192,7 +192,7 @@ class CheckpointReport:
     stall_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return JSON-able values."""
         return {"kind": "checkpoint", **asdict(self)}
 
 
@@ -205,10 +205,10 @@ class RankMemory:
         parameters: Its shards of the parameters.
         gradients: Its shards of the gradients.
         optimizer: Its optimizer state.
-        gathered_peak: Most bytes of gathered parameters at once.
-        gradient_buffer_peak: Most bytes of unsharded gradient buffers at once.
-        peak: Most tensor bytes at once in a training step. CUDA: over the whole run, by the allocator. CPU: over one
-            step, the one with the longest batch of the first epoch, by the allocator's own events.
+        gathered_peak: Peak of gathered parameters.
+        gradient_buffer_peak: Peak of unsharded gradient buffers.
+        peak: Peak of all tensors in a training step. CUDA: over the run, by the allocator's count. CPU: in the traced
+            step, the one with the longest batch of the first epoch, by the allocator's events.
     """
 
     rank: int
@@ -222,37 +222,37 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The outcome of a run; the best evaluation's numbers are those of the saved model, None when it never evaluated.
+    """Summary of a finished run; the metrics are those of the saved model, None if the run never evaluated.
 
     Attributes:
-        metric: Name of the task's metric.
-        value: The saved model's metric, from 0 to 1.
-        baseline: The metric of predictions that need no model, from 0 to 1.
-        baseline_name: What those predictions are.
+        metric: Name of the metric that decides which model is the best.
+        value: The saved model's metric.
+        baseline: The metric of predictions that need no model, or None.
+        baseline_name: Description of those predictions.
         loss: The saved model's loss on the held-out rows.
-        best_step: Step after which the saved model was as it is.
+        best_step: Step after which the saved model was evaluated.
         steps: Steps taken.
         epochs: Epochs taken.
         train_loss: Loss of the last step.
-        train_seconds: Wall time from the first step to the end: steps, evaluations and saving.
+        train_seconds: Wall time of the run: steps, evaluations and saving.
         step_seconds: Wall time of the steps alone.
         evaluation_seconds: Wall time of the evaluations alone.
-        tokens: Tokens trained on, padding left out, of all ranks.
+        tokens: Tokens trained on, of all ranks, without padding.
         tokens_per_second: ``tokens / step_seconds``.
         world_size: Number of ranks.
         device: Kind of device: ``cpu`` or ``cuda``.
         parameters: Elements of all parameters, a tied one counted once.
-        optimizer: What people call the optimizer.
-        memory: What each rank held, in rank order.
-        output_dir: Where the model and the files of the run are.
-        config: The settings of the run, with their defaults filled in.
-        versions: Versions of what the result depends on.
+        optimizer: Name of the optimizer for people.
+        memory: Tensor bytes of each rank, in rank order.
+        output_dir: Directory of the model and the files of the run.
+        config: The settings of the run, with defaults filled in.
+        versions: Versions of the packages that the result depends on.
         ended_by: What ended the run: ``steps``, ``time`` or ``early_stopping``.
-        skipped_steps: Steps that were left out because loss or gradient was no finite number.
-        metrics: All that was measured of the saved model, by name.
-        baselines: Of those that have one, the baselines.
-        confusion: With accuracy, which label the saved model wrote for which.
-        predictions: The saved model's, one for each held-out row.
+        skipped_steps: Steps that were skipped because loss or gradient was not finite.
+        metrics: Value of each metric.
+        baselines: Baseline of each metric that has one.
+        confusion: The confusion matrix if a metric is accuracy, else None.
+        predictions: Predictions of the saved model, one for each held-out row.
     """
 
     metric: str | None
@@ -285,7 +285,7 @@ class RunSummary:
     predictions: tuple[Prediction, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, without the predictions; ``peak_bytes_per_rank`` is in rank order."""
+        """Return JSON-able values, without the predictions; ``peak_bytes_per_rank`` is in rank order."""
         fields = asdict(self)
         del fields["predictions"]
         fields["peak_bytes_per_rank"] = [rank.peak for rank in self.memory]

@@ -1,4 +1,4 @@
-"""Where a run's reports go: files and the terminal. Sinks are handed values and know nothing of the loop."""
+"""Sinks of a run's reports: files and the terminal. Sinks receive values and do not depend on the loop."""
 
 from __future__ import annotations
 
@@ -31,76 +31,76 @@ RUN_NAME = "run.json"
 PREDICTIONS_NAME = "predictions.jsonl"
 
 CELL_CHARACTERS = 200
-"""Most characters of a text in the table of samples."""
+"""Maximum length of a text in the table of samples."""
 
 PLAIN_LINES = 20
-"""Step lines a run prints where there is no terminal to draw a bar on."""
+"""Approximate number of step lines that a run prints if there is no terminal for a progress bar."""
 
 
 class Sink(Protocol):
-    """Something that is told what a run does, in order; on rank 0 only."""
+    """Receiver of a run's reports, in order; on rank 0 only."""
 
     def start(self, run: RunStart) -> None:
-        """The run is assembled; called once, before the first step."""
+        """Receive the report of the start; called once, before the first step."""
         ...
 
     def step(self, report: StepReport) -> None:
-        """An optimizer step was taken."""
+        """Receive the report of an optimizer step."""
         ...
 
     def evaluating(self, done: int, total: int) -> None:
-        """An evaluation has done so many of its batches."""
+        """Receive the progress of an evaluation, in batches."""
         ...
 
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
-        """The model was evaluated, and kept when it was the best so far."""
+        """Receive an evaluation; if it is the best so far, the model was saved."""
         ...
 
     def checkpoint(self, report: CheckpointReport) -> None:
-        """A checkpoint is on the disk; steps may have been taken since."""
+        """Receive the report of a checkpoint on disk; steps may have been taken since it was saved."""
         ...
 
     def trace(self, trace: StepTrace) -> None:
-        """One step was recorded: what every unit did when, and what memory was taken by."""
+        """Receive the trace of the one step that is recorded."""
         ...
 
     def finish(self, summary: RunSummary) -> None:
-        """The run is over and the model is saved; called once."""
+        """Receive the summary; called once, after the model was saved."""
         ...
 
     def close(self) -> None:
-        """Let go of files and the terminal; called in any case, also after a failure and before ``start``."""
+        """Release files and the terminal; always called, also after a failure and without ``start``."""
         ...
 
 
 class StepLog:
-    """Which steps are logged: every so many, and the last; where a run ends early that is known only afterwards."""
+    """Selects the steps to log: every n-th and the last, which is known only afterwards if a run ends early."""
 
     def __init__(self, every: int) -> None:
         """Log each ``every``-th step."""
         self._every = every
         self._total_steps = 0
-        self._left_out: StepReport | None = None
+        self._unlogged: StepReport | None = None
 
     def start(self, run: RunStart) -> None:
-        """Begin, or go on."""
+        """Receive the report of the start."""
         self._total_steps = run.total_steps
 
     def due(self, report: StepReport) -> bool:
-        """Whether a step is logged now."""
+        """Return whether a step is to be logged now."""
         last = report.step == self._total_steps or report.stop_requested
         is_due = last or report.step % self._every == 0
-        self._left_out = None if is_due else report
+        self._unlogged = None if is_due else report
         return is_due
 
     def rest(self) -> StepReport | None:
-        """The last step if it was left out, once; for when no more will come."""
-        rest, self._left_out = self._left_out, None
+        """Return the last step if it was not logged, once; called after the last step."""
+        rest, self._unlogged = self._unlogged, None
         return rest
 
 
 class FileSink:
-    """``run.json``, then ``metrics.jsonl`` line by line, at the end ``summary.json`` and ``predictions.jsonl``."""
+    """Sink that writes ``run.json``, ``metrics.jsonl``, ``trace.json``, and in the end predictions and summary."""
 
     def __init__(self, output_dir: Path, *, logging_steps: int = 1) -> None:
         """Write into ``output_dir``: one line for every ``logging_steps``-th step, each evaluation and checkpoint."""
@@ -110,9 +110,7 @@ class FileSink:
         self._flops: Flops | None = None
 
     def start(self, run: RunStart) -> None:
-        """Begin the metrics anew, or cut off those after the step that the run goes on from; clear earlier results.
-
-        What an earlier run left would pass for this run's.
+        """Start the metrics file, or truncate it after the step that the run resumes from; delete earlier results.
 
         Raises:
             CheckpointError: The directory cannot be written to.
@@ -123,22 +121,22 @@ class FileSink:
         write_text(self.output_dir / RUN_NAME, json.dumps(run.as_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def step(self, report: StepReport) -> None:
-        """Append the step, if it is one that is logged.
+        """Append the step, if it is to be logged.
 
         Raises:
-            CheckpointError: The disk refused.
+            CheckpointError: The file cannot be written.
         """
         if self._log.due(report):
             self._append_step(report)
 
     def evaluating(self, done: int, total: int) -> None:
-        """Nothing: a file shows no progress."""
+        """Ignore: files have no progress."""
 
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
         """Append the evaluation.
 
         Raises:
-            CheckpointError: The disk refused.
+            CheckpointError: The file cannot be written.
         """
         self._append({**report.as_dict(), "is_best": is_best})
 
@@ -146,23 +144,23 @@ class FileSink:
         """Append the checkpoint.
 
         Raises:
-            CheckpointError: The disk refused.
+            CheckpointError: The file cannot be written.
         """
         self._append(report.as_dict())
 
     def trace(self, trace: StepTrace) -> None:
-        """Write the trace beside the metrics.
+        """Write the trace.
 
         Raises:
-            CheckpointError: The disk refused.
+            CheckpointError: The file cannot be written.
         """
         write_text(self.output_dir / TRACE_NAME, json.dumps(trace.as_dict()) + "\n")
 
     def finish(self, summary: RunSummary) -> None:
-        """Write predictions and summary; the summary last, as a sign that the run is whole.
+        """Write predictions and summary; the summary last, because it marks the run as complete.
 
         Raises:
-            CheckpointError: The disk refused.
+            CheckpointError: The file cannot be written.
         """
         self._append_rest()
         lines = [json.dumps(prediction.as_dict(), ensure_ascii=False) + "\n" for prediction in summary.predictions]
@@ -171,10 +169,10 @@ class FileSink:
         write_text(self.output_dir / SUMMARY_NAME, json.dumps(summary.as_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Append the last step, if it has not been, and close the metrics file.
+        """Append the last step, if it was not logged, and close the metrics file.
 
         Raises:
-            CheckpointError: The disk refused.
+            CheckpointError: The file cannot be written.
         """
         if self._metrics is None:
             return
@@ -197,7 +195,7 @@ class FileSink:
 
     def _open(self, resumed_step: int) -> TextIO:
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        # A run that goes on need not record a step again.
+        # A resumed run does not record a step again, so it keeps the trace.
         for name in (SUMMARY_NAME, PREDICTIONS_NAME, *(() if resumed_step else (TRACE_NAME,))):
             (self.output_dir / name).unlink(missing_ok=True)
         path = self.output_dir / METRICS_NAME
@@ -220,10 +218,10 @@ class FileSink:
 
 
 class ConsoleSink:
-    """A progress bar on a terminal, a few plain lines elsewhere; at the end the result, samples and memory."""
+    """Sink that prints a progress bar on a terminal, else a few plain lines; in the end samples, memory and result."""
 
     def __init__(self, console: Console, *, samples: int = 0) -> None:
-        """Write to ``console``, and show ``samples`` predictions at the end."""
+        """Print to ``console``, with ``samples`` predictions at the end."""
         self.console = console
         self.samples = samples
         self._progress: Progress | None = None
@@ -234,7 +232,7 @@ class ConsoleSink:
         self._started = 0.0
 
     def start(self, run: RunStart) -> None:
-        """Say what is about to be trained on what."""
+        """Print the model, its units, the notes and the number of steps, and start the bar."""
         ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
         self._print(f"{run.parameters:,} parameters, sharded over {ranks} on {run.device}; {run.optimizer}")
         self._print(run.unit_table)
@@ -252,7 +250,7 @@ class ConsoleSink:
             self._progress.start()
 
     def step(self, report: StepReport) -> None:
-        """Move the bar, or print a line for about every twentieth part of the run."""
+        """Update the bar, or print a line for about every twentieth of the run."""
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=self._describe(report))
         elif (
@@ -262,26 +260,28 @@ class ConsoleSink:
             self._print(self._describe(report))
 
     def evaluating(self, done: int, total: int) -> None:
-        """Say beside the bar how far the evaluation is."""
+        """Show the progress of the evaluation next to the bar."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"evaluating: batch {done}/{total}")
 
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
-        """Print every metric, beside its baseline where there is one."""
-        metrics = ", ".join(_beside(name, value, report.baselines.get(name)) for name, value in report.metrics.items())
+        """Print every metric with its baseline."""
+        metrics = ", ".join(
+            _metric_text(name, value, report.baselines.get(name)) for name, value in report.metrics.items()
+        )
         self._print(
             f"epoch {report.epoch:.2f}: held-out loss {report.loss:.4f}, {metrics} in {report.seconds:.1f} s"
             f"{', best so far: saved' if is_best else ''}"
         )
 
     def checkpoint(self, report: CheckpointReport) -> None:
-        """Say that the run can go on from here."""
+        """Print size and time of the checkpoint."""
         self._print(
             f"checkpoint of step {report.step:,} saved ({format_bytes(report.nbytes)} in {report.seconds:.1f} s)"
         )
 
     def trace(self, trace: StepTrace) -> None:
-        """Nothing: ``fullshard report`` draws it."""
+        """Ignore: ``fullshard report`` draws it."""
 
     def finish(self, summary: RunSummary) -> None:
         """Print samples, memory and the result."""
@@ -295,12 +295,12 @@ class ConsoleSink:
         )
         if summary.ended_by != "steps":
             reason = {
-                "time": "its time was up (training.max_train_minutes)",
-                "early_stopping": "evaluations got no better (training.early_stopping_patience)",
+                "time": "its time limit was reached (training.max_train_minutes)",
+                "early_stopping": "evaluations stopped improving (training.early_stopping_patience)",
             }[summary.ended_by]
             self._print(f"ended after step {summary.steps:,} of {self._total_steps:,}: {reason}")
         if summary.skipped_steps:
-            self._print(f"{summary.skipped_steps:,} steps were left out: loss or gradient was no finite number")
+            self._print(f"{summary.skipped_steps:,} steps were skipped: loss or gradient was not finite")
         if summary.metric is not None and summary.value is not None:
             basis = ""
             if summary.baseline is not None:
@@ -312,13 +312,13 @@ class ConsoleSink:
         self._print(f"model saved in {summary.output_dir}")
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the bar from the terminal."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def _describe(self, report: StepReport) -> str:
-        """One line that fits a terminal of 80 columns beside a short bar; the metrics file has the rest."""
+        """Return a line that fits next to a short bar in 80 columns; the metrics file has everything."""
         seconds_a_step = (time.monotonic() - self._started) / (report.step - self._resumed_step)
         left = seconds_a_step * (self._total_steps - report.step)
         memory = max((report.memory_bytes, *report.memory_bytes_per_rank))
@@ -329,17 +329,17 @@ class ConsoleSink:
         )
 
     def _print(self, text: str) -> None:
-        """Print above the bar, as it is: no markup, no wrapping where there is no terminal to wrap for."""
+        """Print above the bar without markup, highlighting and wrapping."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _beside(metric: str, value: float, baseline: float | None) -> str:
+def _metric_text(metric: str, value: float, baseline: float | None) -> str:
     basis = "" if baseline is None else f" (baseline {format_metric(metric, baseline)})"
     return f"{metric} {format_metric(metric, value)}{basis}"
 
 
 def _records_until(step: int, path: Path) -> str:
-    """The metrics of the first steps; the last line of a killed run may be torn."""
+    """Return the metrics up to a step; the last line of a killed run may be incomplete and is dropped."""
     if step == 0 or not path.exists():
         return ""
     kept = []
@@ -359,7 +359,7 @@ def _duration(seconds: float) -> str:
 
 
 def _sample_table(summary: RunSummary, samples: int) -> Table:
-    """Predictions beside references, spread evenly over the held-out rows: files are often sorted."""
+    """Return a table of predictions and references, spread evenly over the held-out rows: files are often sorted."""
     table = Table(title="predictions on held-out rows", title_justify="left", show_lines=True)
     for name in ("source", "prediction", "reference"):
         table.add_column(name, overflow="fold")
@@ -373,7 +373,7 @@ def _sample_table(summary: RunSummary, samples: int) -> Table:
 
 
 def _shortened(text: str) -> str:
-    """The files have all of it; a terminal is to show several rows at once."""
+    """Shorten a text so that a terminal shows several rows; the files have the full texts."""
     return text if len(text) <= CELL_CHARACTERS else f"{text[:CELL_CHARACTERS]}…"
 
 

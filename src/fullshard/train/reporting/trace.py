@@ -14,18 +14,18 @@ TRACE_NAME = "trace.json"
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Bytes of one rank's compute device over the step, what they are for; equally long sequences.
+    """Bytes on one rank's compute device during the step, by use; all sequences are equally long.
 
-    The parts add up to what the allocator counted.
+    At each moment the uses sum to the allocator's count.
 
     Attributes:
-        seconds: From the start of the step.
+        seconds: Time from the start of the step.
         parameters: Shards of the parameters.
         gradients: Shards of the gradients, and unsharded gradients that wait to be reduced.
-        optimizer: Its state.
+        optimizer: State of the optimizer.
         gathered: Gathered parameters.
-        activations: All that came to be in the step and is none of these: activations and temporaries.
-        other: What was there before the step and is none of these: data, buffers of the model.
+        activations: Everything else that was allocated in the step: activations and temporaries.
+        other: Everything else that was allocated before the step: data, buffers of the model.
     """
 
     seconds: tuple[float, ...]
@@ -39,14 +39,14 @@ class MemoryTimeline:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank did in the step.
+    """The step on one rank.
 
     Attributes:
         rank: The rank.
         seconds: Length of the step.
-        peak_bytes: Most tensor bytes at once; CUDA: over the run so far.
-        events: In the order of their starts.
-        memory: What its memory was taken by.
+        peak_bytes: Peak tensor bytes; on CUDA over the run so far.
+        events: Sorted by their start.
+        memory: Use of its memory.
     """
 
     rank: int
@@ -58,13 +58,13 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step as all ranks saw it; ranks start together, each on its own clock.
+    """The trace of one step on all ranks, which start together; each rank has its own clock.
 
     Attributes:
-        step: Its number.
+        step: Number of the step.
         device: Kind of device: ``cpu`` or ``cuda``.
-        units: Names, root first.
-        ranks: In rank order.
+        units: Names of the units, root first.
+        ranks: Traces in rank order.
     """
 
     step: int
@@ -73,15 +73,15 @@ class StepTrace:
     ranks: tuple[RankTrace, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; times are rounded to the microsecond."""
+        """Return JSON-able values; times are rounded to the microsecond."""
         return {"step": self.step, "device": self.device, "units": list(self.units), "ranks": _rounded(self.ranks)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepTrace:
-        """What :meth:`as_dict` gave.
+        """Return the trace that :meth:`as_dict` was called on.
 
         Raises:
-            KeyError, TypeError: It is something else.
+            KeyError, TypeError: ``values`` are something else.
         """
         ranks = [
             RankTrace(

@@ -1,4 +1,4 @@
-"""Trackers of other projects as sinks: TensorBoard, Weights & Biases, MLflow, each needed only when it is asked for."""
+"""Trackers as sinks: TensorBoard, Weights & Biases, MLflow; each package is needed only if it is requested."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ from fullshard.train.reporting.sinks import METRICS_NAME, StepLog
 from fullshard.train.reporting.trace import StepTrace
 
 MOST_PARAMS = 100
-"""More parameters in one request MLflow's server refuses."""
+"""Maximum number of parameters in one request that MLflow's server accepts."""
 
 PAUSE_FACTOR = 9
-"""A tracker that failed is left alone for so many times as long as that took: waiting for it takes at most a tenth of
-the run."""
+"""A tracker that failed is not called for this many times as long as the failed call took, so that waiting for it takes
+at most a tenth of the run."""
 
 
 class Tracker(Protocol):
-    """What this module needs of a tracker."""
+    """Interface of a tracker."""
 
     def start(self, run: RunStart) -> None:
-        """The run begins, or goes on after ``run.resumed_step``."""
+        """Start a run, or continue the tracked run after ``run.resumed_step``."""
         ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers by name, as they were after a step."""
+        """Log the values after a step, by name."""
         ...
 
     def close(self) -> None:
-        """Write what is left; also called when the run has failed, and before ``start``."""
+        """Write what is left; also called if the run has failed, and without ``start``."""
         ...
 
 
 class TrackerSink:
-    """Tells a tracker of steps and evaluations, under the names that Hugging Face's Trainer uses.
+    """Sink that logs steps and evaluations to a tracker, under the names that Hugging Face's Trainer uses.
 
-    Once the run has begun, a tracker that fails does not end it: that is said once, and at the end what was lost.
+    A tracker that cannot start ends the run. One that fails later is reported once and ignored, and in the end the
+    number of lost lines is reported.
     """
 
     def __init__(
         self, name: str, tracker: Tracker, config: RunConfig, say: Callable[[str], None] = lambda line: None
     ) -> None:
-        """Tell ``tracker`` of every ``logging_steps``-th step and of every evaluation; ``say`` is told of failures."""
+        """Log every ``logging_steps``-th step and every evaluation to ``tracker``; ``say`` receives its failures."""
         self._name = name
         self._tracker = tracker
         self._say = say
@@ -59,28 +60,28 @@ class TrackerSink:
         self._pause_until = 0.0
 
     def start(self, run: RunStart) -> None:
-        """Begin.
+        """Start the tracker.
 
         Raises:
-            ConfigError: The tracker cannot: nothing is lost yet, and whoever asked for it is still there.
+            ConfigError: The tracker cannot start: nothing is lost yet, and the user can still change the settings.
         """
         self._log.start(run)
         try:
             self._tracker.start(run)
         except UserError:
             raise
-        except Exception as error:  # a tracker raises what it likes
+        except Exception as error:  # a tracker may raise anything
             raise ConfigError(
-                f"training.report_to names {self._name}, which does not start: {_shown(error)}. Mend its settings or "
-                "the connection, or leave it out."
+                f"training.report_to has {self._name}, which could not start: {_error_text(error)}. Correct its "
+                f"settings or the connection, or remove {self._name} from report_to."
             ) from error
 
     def step(self, report: StepReport) -> None:
-        """Log the step, if it is one that is logged."""
+        """Log the step, if it is to be logged."""
         if self._log.due(report):
-            self._tell_step(report)
+            self._log_step(report)
 
-    def _tell_step(self, report: StepReport) -> None:
+    def _log_step(self, report: StepReport) -> None:
         values = {
             "train/loss": report.loss,
             "train/grad_norm": report.grad_norm,
@@ -89,40 +90,42 @@ class TrackerSink:
             "train/tokens_per_second": report.tokens_per_second,
             "train/memory_bytes": float(report.memory_bytes),
         }
-        self._tell(values, report.step)
+        self._try_log(values, report.step)
 
     def evaluating(self, done: int, total: int) -> None:
-        """Nothing: trackers show no progress within an evaluation."""
+        """Ignore: trackers have no progress of an evaluation."""
 
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
         """Log the loss and every metric."""
         values = {f"eval/{name}": value for name, value in report.metrics.items()}
-        self._tell({"eval/loss": report.loss, **values, "eval/is_best": float(is_best)}, report.step)
+        self._try_log({"eval/loss": report.loss, **values, "eval/is_best": float(is_best)}, report.step)
 
     def checkpoint(self, report: CheckpointReport) -> None:
-        """Log how long it took, and for how long training stood still."""
+        """Log how long it took, and for how long training was blocked."""
         values = {"checkpoint/seconds": report.seconds, "checkpoint/stall_seconds": report.stall_seconds}
-        self._tell(values, report.step)
+        self._try_log(values, report.step)
 
     def trace(self, trace: StepTrace) -> None:
-        """Nothing: ``fullshard report`` draws it."""
+        """Ignore: ``fullshard report`` draws it."""
 
     def finish(self, summary: RunSummary) -> None:
-        """Nothing: the last evaluation has been logged."""
+        """Ignore: the last evaluation has been logged."""
 
     def close(self) -> None:
-        """Log the last step, if it has not been, let the tracker write what is left, and say what it lost."""
+        """Log the last step, if it was not logged, close the tracker, and report how many lines it lost."""
         if (rest := self._log.rest()) is not None:
-            self._tell_step(rest)
+            self._log_step(rest)
         try:
             self._tracker.close()
         except Exception as error:
-            self._say(f"warning: {self._name} did not close: {_shown(error)}. {self._metrics} has every line.")
+            self._say(f"warning: {self._name} could not close: {_error_text(error)}. {self._metrics} has every line.")
         if self._lost:
-            self._say(f"warning: {self._name} lost {self._lost:,} of {self._lines:,} lines; {self._metrics} has all.")
+            self._say(
+                f"warning: {self._name} lost {self._lost:,} of {self._lines:,} lines; {self._metrics} has all of them."
+            )
 
-    def _tell(self, values: Mapping[str, float], step: int) -> None:
-        """Log a line; where that fails, or failed just now, it is lost."""
+    def _try_log(self, values: Mapping[str, float], step: int) -> None:
+        """Log a line; if that fails, or failed shortly before, the line is lost."""
         self._lines += 1
         began = time.monotonic()
         if began < self._pause_until:
@@ -133,8 +136,8 @@ class TrackerSink:
         except Exception as error:
             if not self._lost:
                 self._say(
-                    f"warning: {self._name} could not be told of step {step:,}: {_shown(error)}. Training goes on; "
-                    f"{self._metrics} has every line, and what {self._name} lost is counted at the end."
+                    f"warning: {self._name} could not log step {step:,}: {_error_text(error)}. Training continues; "
+                    f"{self._metrics} has every line, and the lines that {self._name} lost are counted at the end."
                 )
             self._lost += 1
             ended = time.monotonic()
@@ -142,11 +145,11 @@ class TrackerSink:
 
 
 def tracker_sinks(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> list[TrackerSink]:
-    """A sink for each tracker of ``training.report_to``; on rank 0.
+    """Return a sink for each tracker of ``training.report_to``; on rank 0.
 
     Args:
         config: The run's settings.
-        say: Told in a line of a tracker that fails, and of what it lost.
+        say: Receives a line if a tracker fails, and one with the number of lines it lost.
 
     Raises:
         ConfigError: A tracker is not installed.
@@ -165,7 +168,7 @@ class _TensorBoard:
         self._writer: Any = None
 
     def start(self, run: RunStart) -> None:
-        # What a killed run logged after its checkpoint is left out when the run goes on.
+        # Lines that a killed run logged after its checkpoint are hidden: the resumed run logs them again.
         self._writer = self._module.SummaryWriter(str(self._directory), purge_step=run.resumed_step + 1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -178,7 +181,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """A run of Weights & Biases, the same one when the run goes on."""
+    """A run of Weights & Biases; a resumed run continues it."""
 
     def __init__(self, config: RunConfig) -> None:
         self._module: Any = _require("wandb")
@@ -199,7 +202,7 @@ class _WandB:
         _remember_id(self._config, "wandb", self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        # A checkpoint of an earlier step may be told of: wandb drops what comes with a step that is over.
+        # A checkpoint of an earlier step may be reported: wandb drops lines with a step lower than the last one.
         self._step = max(self._step, step)
         self._run.log(dict(values), step=self._step)
 
@@ -209,7 +212,7 @@ class _WandB:
 
 
 class _MLflow:
-    """A run of MLflow, at the tracking server that its own environment variables name; the same one when it goes on."""
+    """A run of MLflow, at the server that its environment variables name; a resumed run continues it."""
 
     def __init__(self, config: RunConfig) -> None:
         self._module: Any = _require("mlflow")
@@ -234,13 +237,13 @@ class _MLflow:
             self._module.end_run()
 
 
-def _shown(error: Exception) -> str:
-    """An error on one line."""
+def _error_text(error: Exception) -> str:
+    """Return an error on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
 def _known_id(config: RunConfig, tracker: str, run: RunStart) -> str | None:
-    """The tracker's id of the run that this one goes on; None when it starts anew."""
+    """Return the tracker's id of a resumed run; None for a new run."""
     path = _id_path(config, tracker)
     return path.read_text(encoding="utf-8") if run.resumed_step and path.exists() else None
 
@@ -258,7 +261,7 @@ def _require(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"training.report_to names {name}, which is not installed ({error}): pip install {name}, or leave it out."
+            f"training.report_to has {name}, which is not installed ({error}): pip install {name}, or remove it."
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""The training loop."""
+"""A run: its parts, the training loop, one step, checkpoints and the summary."""

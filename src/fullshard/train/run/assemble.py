@@ -1,9 +1,9 @@
-"""From a run's settings to its parts: data, tokenizer, sharded model, optimizer, schedule."""
+"""The parts of a run, made from its settings: data, tokenizer, sharded model, optimizer, schedule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +15,10 @@ from fullshard.optim import ShardedGradScaler
 from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
 from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.learning_rate import Schedule, make_schedule
-from fullshard.train.setup.model import make_scaler, prepare_model, shard_model
+from fullshard.train.setup.learning_rate import LearningRateSchedule, learning_rate_schedule
+from fullshard.train.setup.model import prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
-from fullshard.train.setup.prepare import Prepared, prepare
+from fullshard.train.setup.prepare import Prepared, collate_spec, prepare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,18 +32,18 @@ class Assembly:
         config: The run's settings.
         comm: The ranks.
         tokenizer: The model's tokenizer.
-        model: The sharded model, in training mode; with an adapter, peft's around it.
+        model: The sharded model, in training mode; with an adapter, peft's model around it.
         optimizer: Over this rank's shards.
-        scaler: In fp16, what scales the loss.
+        scaler: Scales the loss in fp16; None in other precisions.
         schedule: Learning rate factor of each step.
-        train_set: Ids of the training rows.
-        plan: Which rows each step of the first epoch has.
+        train_set: Token ids of the training rows.
+        plan: Rows of each step of the first epoch.
         collate: Padding and the kind of model.
-        evaluation: What is evaluated; None when the run never evaluates.
+        evaluation: Rows and metrics of an evaluation; None if the run never evaluates.
         parameters: Elements of all parameters, a tied one counted once.
-        padding_share: Padding among all positions of an epoch's batches.
-        flops: What a token costs, and what the devices could do; None where that is not known.
-        notes: What is worth knowing about data and model.
+        padding_share: Share of padding among all positions of an epoch's batches.
+        flops: FLOPs of a token and of the devices; None if the devices' are not known.
+        notes: Notes on data and model for the user.
     """
 
     config: RunConfig
@@ -52,7 +52,7 @@ class Assembly:
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     scaler: ShardedGradScaler | None
-    schedule: Schedule
+    schedule: LearningRateSchedule
     train_set: TokenizedSet
     plan: BatchPlan
     collate: CollateSpec
@@ -64,16 +64,13 @@ class Assembly:
 
 
 def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *, group: int | None = None) -> Assembly:
-    """Build every part of a run; on every rank together, with the same settings.
+    """Build every part of a run; every rank calls it, with the same settings.
 
     Args:
         config: The run's settings.
         comm: The ranks to shard over.
-        prepared: Tokenizer and token ids; None: made here.
-        group: :func:`~fullshard.train.setup.data_plan.group_size` where the run began; None: it begins here.
-
-    Returns:
-        The parts.
+        prepared: Tokenizer and token ids; None: prepared here.
+        group: :func:`~fullshard.train.setup.data_plan.group_size` when the run began; None: it begins here.
 
     Raises:
         UserError: Data, model or settings do not fit together; on every rank, with the same text.
@@ -98,11 +95,11 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
         tokenizer=tokenizer,
         model=model,
         optimizer=make_optimizer(model, config),
-        scaler=make_scaler(config, comm.device),
-        schedule=make_schedule(config, plan.num_steps),
+        scaler=ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None,
+        schedule=learning_rate_schedule(config, plan.num_steps),
         train_set=train_set,
         plan=plan,
-        collate=_collate(ready_data),
+        collate=collate_spec(tokenizer, causal=causal),
         evaluation=evaluation,
         parameters=parameters,
         padding_share=share,
@@ -112,14 +109,14 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
 
 
 _MAY_DIFFER = frozenset({"nproc", "model.path", "data.train_file", "data.validation_file", "data.cache_dir"})
-"""Settings that are a machine's own; what is read there is compared as it is read."""
+"""Settings that may differ between machines; the content that is read there is compared instead."""
 
 
 def require_same_settings(comm: Comm, config: RunConfig) -> None:
-    """Compare ranks' settings, where each machine has read its own run file; every rank calls it.
+    """Raise unless all ranks have the same settings: each machine reads its own run file; every rank calls it.
 
     Raises:
-        MismatchError: They differ; on every rank.
+        MismatchError: Settings differ; on every rank.
     """
     everyone = comm.all_gather_object({k: str(v) for k, v in config.as_flat().items() if k not in _MAY_DIFFER})
     for rank, theirs in enumerate(everyone):
@@ -130,15 +127,15 @@ def require_same_settings(comm: Comm, config: RunConfig) -> None:
                 for key in dict.fromkeys(apart)
             )
             raise MismatchError(
-                f"Ranks have other settings: {shown}. Give every machine the same run file and options."
+                f"Settings differ between ranks: {shown}. Give every machine the same run file and options."
             )
 
 
 def require_same_rows(comm: Comm, prepared: Prepared) -> None:
-    """Compare the token ids that ranks have made, each from the files of its machine; every rank calls it.
+    """Raise unless all ranks have the same token ids: each reads its machine's files; every rank calls it.
 
     Raises:
-        MismatchError: They differ; on every rank.
+        MismatchError: Rows differ; on every rank.
     """
     sets = {"training": prepared.train_set, "held-out": prepared.held_out_set}
     mine = {name: _summary(one) for name, one in sets.items() if one is not None}
@@ -147,10 +144,10 @@ def require_same_rows(comm: Comm, prepared: Prepared) -> None:
         for name in everyone[0]:
             if theirs.get(name) != everyone[0][name]:
                 raise MismatchError(
-                    f"Ranks have other {name} rows: rank 0 has {everyone[0][name]}, rank {rank} {theirs.get(name)}. "
-                    "Each rank trains its share of the same rows: every machine needs the same files, tokenizer and "
-                    "version of transformers. Where the chat template writes the date, midnight between two ranks' "
-                    "starts does it too: start again."
+                    f"The {name} rows differ between ranks: rank 0 has {everyone[0][name]}, rank {rank} has "
+                    f"{theirs.get(name)}. Every machine needs the same data files, tokenizer and version of "
+                    "transformers. If the chat template writes the date, the ranks may have started before and after "
+                    "midnight: start again."
                 )
 
 
@@ -161,7 +158,7 @@ def _summary(rows: TokenizedSet) -> str:
 
 
 def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | None:
-    """What the run evaluates; None when it never does. Any rank, alone.
+    """Return the rows and metrics of an evaluation, or None if the run never evaluates; any rank, alone.
 
     Raises:
         ConfigError: See :func:`~fullshard.train.evaluation.evaluate.evaluation_spec`.
@@ -171,12 +168,8 @@ def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | N
     rows = HeldOut(
         prepared.held_out,
         prepared.held_out_set,
-        _collate(prepared),
+        collate_spec(prepared.tokenizer, causal=prepared.causal),
         labels=prepared.labels,
         majority=prepared.majority,
     )
     return evaluation_spec(config, rows)
-
-
-def _collate(prepared: Prepared) -> CollateSpec:
-    return CollateSpec(cast(int, prepared.tokenizer.pad_token_id), causal=prepared.causal)

@@ -1,4 +1,4 @@
-"""Whether a run ends before its last step: its time is up, or its evaluations no longer get better."""
+"""Early stopping: a run ends before its last step when its time is up or its evaluations stop improving."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fullshard.train.run.record import Record
 
 
 def ends_early(settings: TrainingConfig, record: Record, train_seconds: float, comm: Comm) -> EndedBy | None:
-    """Whether the run ends here, and why; every rank calls it after each step and gets the same answer.
+    """Return why the run ends here, or None; every rank calls it after each step and gets the same answer.
 
     Args:
-        settings: How long the run may last.
-        record: What was done.
+        settings: The limits.
+        record: The run so far.
         train_seconds: Wall time of the run so far, on this rank.
-        comm: The ranks; their clocks differ, so the time is up when it is on any.
+        comm: The ranks; their clocks differ, so the time is up as soon as it is up on any of them.
     """
     patience = settings.early_stopping_patience
     if patience is not None and record.stale_evaluations >= patience:
@@ -30,18 +30,22 @@ def ends_early(settings: TrainingConfig, record: Record, train_seconds: float, c
 
 
 def count_stale(record: Record, report: EvaluationReport, threshold: float) -> int:
-    """Evaluations in a row, this one included, that were not better than the best before by more than ``threshold``."""
+    """Return the number of evaluations in a row, this one included, that did not improve on the best one.
+
+    Args:
+        record: The run before this evaluation.
+        report: The evaluation.
+        threshold: An improvement must be greater than this.
+    """
     best = record.best
     if best is None:
         return 0
     gain = report.value - best.value if higher_is_better(report.metric) else best.value - report.value
-    if gain > threshold:
-        return 0
-    return record.stale_evaluations + 1
+    return 0 if gain > threshold else record.stale_evaluations + 1
 
 
-def any_rank(comm: Comm, wish: bool) -> bool:  # noqa: FBT001
-    """Whether any rank says yes; every rank calls it and gets the same answer."""
-    votes = torch.tensor(int(wish), device=comm.device)
+def any_rank(comm: Comm, value: bool) -> bool:  # noqa: FBT001
+    """Return whether ``value`` is true on any rank; every rank calls it and gets the same answer."""
+    votes = torch.tensor(int(value), device=comm.device)
     comm.all_reduce(votes, "max").wait()
     return bool(votes)

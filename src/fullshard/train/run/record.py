@@ -1,4 +1,4 @@
-"""What a run has done so far. It goes into every checkpoint, so that a resumed run ends as if it had never stopped."""
+"""The record of a run so far. It is in every checkpoint, so that a resumed run ends as if it was not interrupted."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fullshard.train.reporting.reports import EvaluationReport, StepReport
 
 @dataclass
 class Record:
-    """What a run has done so far, as one rank sees it.
+    """A run so far, as one rank sees it.
 
     Attributes:
         last: The last step.
         best: The best evaluation.
         evaluated_step: Step after which the last evaluation was made; 0 before the first.
         tokens: Tokens trained on, of all ranks.
-        train_seconds: Wall time of what was done before the checkpoint that the run goes on from.
+        train_seconds: Wall time of the run up to the checkpoint that it resumed from.
         step_seconds: Wall time of all steps.
         evaluation_seconds: Wall time of all evaluations.
-        peak_bytes: Peak memory of this rank in the measured step; 0 before that.
+        peak_bytes: Peak memory of this rank in the traced step; 0 before it.
         stale_evaluations: Evaluations since the last one that was better, by early stopping's threshold.
-        skipped_steps: Steps that were left out because loss or gradient was no finite number.
+        skipped_steps: Steps that were skipped because the loss or the gradient was not finite.
     """
 
     last: StepReport | None = None
@@ -37,8 +37,15 @@ class Record:
     stale_evaluations: int = 0
     skipped_steps: int = 0
 
+    def add_step(self, report: StepReport) -> None:
+        """Count one more step."""
+        self.last = report
+        self.tokens += report.tokens
+        self.step_seconds += report.seconds
+        self.skipped_steps += report.skipped
+
     def as_values(self, *, train_seconds: float, peaks: Sequence[int]) -> dict[str, Any]:
-        """JSON-able.
+        """Return JSON-able values.
 
         Args:
             train_seconds: Wall time of the run so far.
@@ -48,12 +55,12 @@ class Record:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, rank: int, world_size: int) -> Record:
-        """What :meth:`as_values` gave.
+        """Return the record that :meth:`as_values` was called on.
 
         Args:
             values: From a checkpoint.
             rank: The calling rank.
-            world_size: Number of ranks now; ranks that hold other shards than those of the checkpoint measure anew.
+            world_size: Number of ranks now. If it has changed, ranks hold other shards and measure their peak again.
         """
         last, best, peaks = values["last"], values["best"], values["peak_bytes"]
         return cls(

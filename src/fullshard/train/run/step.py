@@ -1,4 +1,4 @@
-"""One optimizer step over all ranks: count, forward, backward, clip, update, report."""
+"""One optimizer step over all ranks: count tokens, forward, backward, clip, update, report."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What one step is told.
+    """Number, rate and limits of one step.
 
     Attributes:
         step: Number of the step, from 1.
         epoch: Epochs trained after it.
         learning_rate: Learning rate of its update.
-        max_grad_norm: Norm that the whole gradient is scaled down to; None leaves it.
+        max_grad_norm: Norm that the full gradient is clipped to; None: it is not clipped.
         causal: Whether source and target are one sequence (decoder-only).
-        stop: Whether this rank is asked to stop; the report says whether any is.
-        objective: What is minimised beside the plain cross-entropy.
-        on_nonfinite: Whether a loss or gradient that is no finite number ends the run, or the step is left out.
-        precision: What the run computes in, for the advice in errors.
+        stop: Whether a stop was requested on this rank; the report has whether it was on any rank.
+        objective: Label smoothing and z-loss.
+        on_nonfinite: If the loss or the gradient is not finite: ``stop`` ends the run, ``skip`` skips the step.
+        precision: The run's precision, for the advice in errors.
     """
 
     step: int
@@ -60,13 +60,11 @@ def train_step(
     spec: StepSpec,
     scaler: ShardedGradScaler | None = None,
 ) -> StepReport:
-    """Take one optimizer step; on every rank together, each with its own micro-batches, equally many.
+    """Take one optimizer step; every rank calls it with its own micro-batches, equally many.
 
     The loss is the sum over all target tokens of all ranks and micro-batches divided by their number, so world size and
-    accumulation do not change it.
-
-    In fp16 a gradient that is not finite, of a finite loss, is the scaler's business: the step is left out and the
-    scale is halved, until it is below 1.
+    accumulation do not change it. In fp16, if the loss is finite and the gradient is not, the step is skipped and the
+    loss scale halved, as long as it is at least 1.
 
     Args:
         model: The sharded model, in training mode.
@@ -74,38 +72,35 @@ def train_step(
         micro_batches: This rank's, on the CPU, at least one.
         comm: The ranks the model is sharded over.
         spec: Number, rate and limits of this step.
-        scaler: In fp16, what scales the loss.
+        scaler: Scales the loss in fp16.
 
     Returns:
         The report, with the same loss, norm and counts on every rank.
 
     Raises:
-        TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights are changed.
+        TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights change.
     """
     started = time.perf_counter()
     totals = _count(micro_batches, comm, spec)
-    # Forward and backward. The engine averages gradients over ranks; times the world size makes it their sum.
     optimizer.zero_grad(set_to_none=True)
     loss_scale = None if scaler is None else scaler.get_scale()
+    # The engine averages gradients over ranks; times the world size makes it their sum.
     total = _accumulate(model, micro_batches, comm, spec, comm.size / totals.target_tokens, scaler)
-    # Measure, check, clip, update.
     if scaler is not None:
         scaler.unscale_(optimizer)
     norm = clip_grad_norm_(model, math.inf)
-    mean_loss, grad_norm = torch.stack([total / totals.target_tokens, norm.to(total)]).tolist()
-    finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
-    # Loss and norm are global, so every rank decides alike.
-    if not finite and spec.on_nonfinite == "stop" and not _is_overflow(mean_loss, loss_scale):
-        raise TrainingError(_describe(model, micro_batches, comm, spec, mean_loss, grad_norm))
-    if finite and spec.max_grad_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), spec.max_grad_norm, norm)
-    for group in optimizer.param_groups:
-        group["lr"] = spec.learning_rate
-    _update(optimizer, scaler, finite=finite)
+    loss, grad_norm = torch.stack([total / totals.target_tokens, norm.to(total)]).tolist()
+    # Loss and norm are global, so every rank decides the same.
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    # A gradient that overflowed may be finite with a smaller scale.
+    overflow = loss_scale is not None and loss_scale >= 1 and math.isfinite(loss)
+    if not finite and spec.on_nonfinite == "stop" and not overflow:
+        raise TrainingError(_nonfinite_message(model, micro_batches, comm, spec, loss, grad_norm))
+    _update(model, optimizer, spec, norm if finite else None, scaler)
     return StepReport(
         step=spec.step,
         epoch=spec.epoch,
-        loss=mean_loss,
+        loss=loss,
         grad_norm=grad_norm,
         learning_rate=spec.learning_rate,
         target_tokens=totals.target_tokens,
@@ -121,12 +116,12 @@ def train_step(
 
 @dataclass(frozen=True)
 class _Totals:
-    """Of all ranks.
+    """Counts over all ranks.
 
     Attributes:
-        target_tokens: In the step's micro-batches.
-        tokens: In them, padding left out.
-        stop: Whether some rank is asked to stop.
+        target_tokens: Target tokens of the step.
+        tokens: All tokens of the step, without padding.
+        stop: Whether a stop was requested on any rank.
         memory: Peak bytes of each rank.
     """
 
@@ -137,7 +132,7 @@ class _Totals:
 
 
 def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> _Totals:
-    """Count once over all ranks and micro-batches; the wish to stop travels along, and memory in each rank's slot."""
+    """Sum the counts over ranks and micro-batches; one all-reduce also carries stop requests and each rank's memory."""
     target_tokens = sum(batch.target_tokens for batch in micro_batches)
     tokens = sum(batch.tokens for batch in micro_batches)
     counts = [target_tokens, tokens, int(spec.stop), *[0] * comm.size]
@@ -156,7 +151,7 @@ def _accumulate(
     factor: float,
     scaler: ShardedGradScaler | None,
 ) -> Tensor:
-    """Backward of ``factor`` times each micro-batch's summed loss; the sum of those losses over all ranks, 0-d."""
+    """Run backward on ``factor`` times each micro-batch's summed loss; return the losses' sum over all ranks, 0-d."""
     total = torch.zeros((), device=comm.device)
     expected_gradient = factor if scaler is None else factor * scaler.get_scale()
     for batch in micro_batches:
@@ -171,32 +166,38 @@ def _accumulate(
     return total
 
 
-def _update(optimizer: torch.optim.Optimizer, scaler: ShardedGradScaler | None, *, finite: bool) -> None:
-    """Step, or drop gradients that would spoil the weights."""
-    if scaler is not None:
-        if finite:
+def _update(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    spec: StepSpec,
+    norm: Tensor | None,
+    scaler: ShardedGradScaler | None,
+) -> None:
+    """Clip and step; if ``norm`` is None, because something is not finite, drop the gradients instead."""
+    if norm is not None and spec.max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), spec.max_grad_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = spec.learning_rate
+    if norm is not None:
+        if scaler is None:
+            optimizer.step()
+        else:
             scaler.step(optimizer)
+    if scaler is not None:
         scaler.update()
-    elif finite:
-        optimizer.step()
-    if not finite:
+    if norm is None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def _is_overflow(mean_loss: float, loss_scale: float | None) -> bool:
-    """Whether what is not finite may be finite again with a smaller scale."""
-    return loss_scale is not None and loss_scale >= 1 and math.isfinite(mean_loss)
-
-
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this rank has used: the allocator's on CUDA, the process's peak resident set on CPU."""
+    """Return this rank's peak memory: the allocator's on CUDA, the process's peak resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-def _describe(
+def _nonfinite_message(
     model: torch.nn.Module,
     micro_batches: Sequence[Batch],
     comm: Comm,
@@ -204,22 +205,22 @@ def _describe(
     loss: float,
     grad_norm: float,
 ) -> str:
-    """What is not finite, where, and what to do; every rank calls it."""
+    """Return an error message with the rows and the parameters that are not finite; every rank calls it."""
     mine = [index for batch in micro_batches for index in batch.indices]
     bad = [p for p in model.parameters() if p.grad is not None and not p.grad.isfinite().all()]
     names = [p.shard_meta.name for p in bad]  # type: ignore[attr-defined]
     gathered = comm.all_gather_object((mine, names))
     rows = "; ".join(f"rank {rank}: {_some(indices)}" for rank, (indices, _) in enumerate(gathered))
-    # A parameter may lie on several ranks.
+    # Several ranks may have a part of one parameter.
     spoiled = list(dict.fromkeys(name for _, names in gathered for name in names))
     where = f" The gradient is not finite in {len(spoiled)} parameters: {_some(spoiled, 5)}." if spoiled else ""
     limit = "off" if spec.max_grad_norm is None else f"{spec.max_grad_norm:g}"
-    precise = "" if spec.precision == "fp32" else f" or training.precision=fp32 (it is {spec.precision})"
+    precise = "" if spec.precision == "fp32" else f", set training.precision=fp32 (it is {spec.precision})"
     return (
-        f"Step {spec.step}: the loss is {loss} and the gradient's norm {grad_norm}; both must be finite numbers. The "
-        f"weights are those of step {spec.step - 1}. Rows of the training data in it: {rows}.{where} Learning rate "
-        f"{spec.learning_rate:g}, max_grad_norm {limit}: lower training.learning_rate, add training.warmup_steps"
-        f"{precise}; training.on_nonfinite=skip leaves out such steps."
+        f"Step {spec.step}: the loss is {loss} and the gradient norm is {grad_norm}; both must be finite. The weights "
+        f"are those after step {spec.step - 1}. Training rows of the step: {rows}.{where} The learning rate is "
+        f"{spec.learning_rate:g}, max_grad_norm is {limit}: lower training.learning_rate, add training.warmup_steps"
+        f"{precise}, or set training.on_nonfinite=skip to skip such steps."
     )
 
 

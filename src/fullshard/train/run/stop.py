@@ -1,4 +1,4 @@
-"""The wish to stop a run before its end: somebody sets it on any rank, and all ranks hear of it in the next step."""
+"""Requests to stop a run early: set on any rank, heeded by all ranks in the next step."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Self
 
 
 class StopRequest:
-    """Whether this rank is asked to stop. Entered by the run while it trains and can heed it.
+    """A request to stop on this rank. The run is inside this context while it trains and can heed the request.
 
     Attributes:
-        requested: Set it at any time, from any thread.
+        requested: Whether to stop; may be set at any time, from any thread.
     """
 
     def __init__(self) -> None:
-        """Nobody has asked yet."""
+        """Start without a request."""
         self.requested = False
 
     def __enter__(self) -> Self:
-        """Training begins."""
+        """Enter when training begins."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Training is over."""
+        """Leave when training is over."""

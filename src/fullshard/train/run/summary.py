@@ -1,4 +1,4 @@
-"""What a run says at its start and at its end."""
+"""The reports of a run's start and end."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fullshard.version import __version__
 
 
 def describe_start(parts: Assembly, *, resumed_step: int, notes: Sequence[str]) -> RunStart:
-    """What is about to be trained on what; any rank.
+    """Return the report of the start; any rank.
 
     Args:
         parts: The run's parts.
-        resumed_step: Steps taken before; 0 when it starts anew.
-        notes: What is to be said about that.
+        resumed_step: Steps trained before; 0 for a new run.
+        notes: Notes on where the run starts.
     """
     earlier: tuple[str, ...] = ()
     if holds_model(Path(parts.config.output_dir)):
-        earlier = (f"{parts.config.output_dir} holds an earlier run's model, which this run's replaces at the end",)
+        earlier = (f"{parts.config.output_dir} holds an earlier run's model; this run's model replaces it at the end",)
     return RunStart(
         output_dir=str(parts.config.output_dir),
         world_size=parts.comm.size,
@@ -50,12 +50,12 @@ def describe_start(parts: Assembly, *, resumed_step: int, notes: Sequence[str]) 
 
 
 def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: EndedBy) -> RunSummary:
-    """The outcome; every rank calls it, and gets every rank's memory.
+    """Return the summary; every rank calls it, and gets every rank's memory.
 
     Args:
         parts: The run's parts.
-        record: What was done.
-        train_seconds: Wall time of the whole run.
+        record: The finished run.
+        train_seconds: Wall time of the run.
         ended_by: What ended the run.
     """
     assert record.last is not None, "a run has at least one step"
@@ -93,7 +93,7 @@ def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: E
 
 
 def _versions() -> dict[str, str]:
-    """Of what the result depends on."""
+    """Return the versions of what the result depends on."""
     packages = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     return {"fullshard": __version__, "python": platform.python_version(), **packages}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,32 +16,32 @@ from fullshard.train.reporting.trace import MemoryTimeline, RankTrace, StepTrace
 from fullshard.train.setup.optimizers import held_state_bytes
 
 TIMELINE_POINTS = 400
-"""Most moments of a memory timeline; of those in between the one with the most bytes is kept."""
+"""Maximum number of moments in a memory timeline."""
 
 
 def traced_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, take: Callable[[], StepReport]
 ) -> tuple[StepReport, StepTrace]:
-    """Take a step and record it; on every rank together, one of them a process.
+    """Take a step and record it; every rank calls it, and each rank must be a process.
 
-    On the CPU listening to the allocator slows the step down. Gradients of earlier steps are dropped first: freed
-    inside, they would count as held to the end.
+    On the CPU the allocator's events are recorded, which slows the step down.
 
     Args:
         model: The sharded model.
         optimizer: Over its shards.
         comm: The ranks.
-        take: Takes the step, and reports it.
+        take: Takes the step and reports it.
 
     Returns:
-        The report, and the traces of all ranks, the same on every rank but for the report's times.
+        The report, and the trace of all ranks, which is the same on every rank.
     """
+    # Gradients of earlier steps that are freed while the meter runs would count as held to the end.
     optimizer.zero_grad()
     comm.barrier()
-    parameters = _on_device(comm.device, _shards(model))
+    parameters = _on_device(comm.device, [param.data for param in model.parameters()])
     before = held_state_bytes(optimizer, comm.device)
     meter = MemoryMeter(comm.device) if comm.device.type == "cpu" else None
-    with _metered(meter), record(model) as recorder, _optimizer_recorded(optimizer, recorder):
+    with meter or nullcontext(), record(model) as recorder, _optimizer_recorded(optimizer, recorder):
         report = take()
     totals = _totals(recorder, meter)
     held = _Held(parameters, before, held_state_bytes(optimizer, comm.device))
@@ -53,7 +53,7 @@ def traced_step(
 
 @dataclass(frozen=True)
 class _Held:
-    """Bytes that the step finds: parameters, and the optimizer's state before and after it."""
+    """Bytes of the parameters, and of the optimizer's state before and after the step."""
 
     parameters: int
     optimizer_before: int
@@ -61,17 +61,8 @@ class _Held:
 
 
 @contextmanager
-def _metered(meter: MemoryMeter | None) -> Iterator[None]:
-    if meter is None:
-        yield
-        return
-    with meter:
-        yield
-
-
-@contextmanager
 def _optimizer_recorded(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[None]:
-    """Record the optimizer's step as one span of the whole model."""
+    """Context in which the optimizer's step is recorded as one event."""
     handles = [
         optimizer.register_step_pre_hook(lambda *_: recorder.begin("", "optimizer")),
         optimizer.register_step_post_hook(lambda *_: recorder.end("", "optimizer")),
@@ -83,18 +74,14 @@ def _optimizer_recorded(optimizer: torch.optim.Optimizer, recorder: Recorder) ->
             handle.remove()
 
 
-def _shards(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [param.data for param in model.parameters()]
-
-
 def _on_device(device: torch.device, tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the storages under ``tensors`` that are on ``device``, each counted once: shards have padding."""
+    """Return the bytes of the storages of ``tensors`` on ``device``, each counted once: shards have padding."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device == device}
     return sum(storages.values())
 
 
 def _totals(recorder: Recorder, meter: MemoryMeter | None) -> list[tuple[float, int]]:
-    """When the allocator's count changed, in seconds of the record, and to what."""
+    """Return when the allocator's count changed, in seconds since the start, and the new counts."""
     if meter is None:
         return [(sample.at_s, sample.allocated or 0) for sample in recorder.samples]
     counts = [(at - recorder.started, count) for at, count in meter.timeline]
@@ -103,7 +90,7 @@ def _totals(recorder: Recorder, meter: MemoryMeter | None) -> list[tuple[float, 
 
 
 def _timeline(recorder: Recorder, totals: Sequence[tuple[float, int]], held: _Held) -> MemoryTimeline:
-    """Each moment's total, less what is known of it; between two moments of one kind the earlier one's bytes hold."""
+    """Split each moment's total by use; samples and totals are valid until the next one."""
     sample_times = [sample.at_s for sample in recorder.samples]
     total_times = [at for at, _ in totals]
     span = next(((e.start_s, e.end_s) for e in recorder.events if e.kind == "optimizer"), None)

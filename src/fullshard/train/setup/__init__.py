@@ -1,1 +1,1 @@
-"""What a run needs before its first step: data, model, optimizer, schedule."""
+"""Preparation of a run before its first step: data, model, optimizer, schedule, checkpoint to resume from."""

@@ -1,4 +1,4 @@
-"""Which rows each step of a run has, from its settings."""
+"""The plan of a run's rows: which rows each step has."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fullshard.data import BatchPlan, EpochPlan, TokenizedSet, TokenPlan
 def make_plan(
     config: RunConfig, train_set: TokenizedSet, world_size: int, *, causal: bool, group: int | None = None
 ) -> BatchPlan:
-    """The plan of the first epoch; ``for_epoch`` gives the others. Any rank, alone: all get the same.
+    """Return the plan of the first epoch, whose ``for_epoch`` returns the others; any rank, alone: all get the same.
 
     Args:
         config: The run's settings.
-        train_set: Ids of the training rows.
+        train_set: Token ids of the training rows.
         world_size: Number of ranks.
         causal: Whether source and target are one sequence.
-        group: :func:`group_size` where the run began; None: it begins here.
+        group: :func:`group_size` when the run began; None: it begins here.
 
     Raises:
         DataError: A row is longer than the token budget.
@@ -46,11 +46,11 @@ def make_plan(
 
 
 def group_size(config: RunConfig, world_size: int) -> int:
-    """What a run that goes on with other ranks must keep, so that its steps have the same rows.
+    """Return the size of a group of rows; a run that resumes on other ranks keeps it, so that steps have the same rows.
 
     Returns:
-        Rows that are grouped by length together: those of a micro-batch over all ranks. With a token budget the
-        micro-batches of a step over all ranks.
+        Number of rows that are sorted by length together: the rows of one micro-batch over all ranks. With a token
+        budget, the number of micro-batches of one step over all ranks.
     """
     settings = config.training
     if settings.per_device_train_batch_tokens is not None:

@@ -1,4 +1,4 @@
-"""The learning rate of each step as a pure function, so that a resumed run needs the step number only."""
+"""The learning rate of each step as a pure function, so that a resumed run needs only the step number."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fullshard.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Factor on the learning rate for each optimizer step.
+class LearningRateSchedule:
+    """Factor on the learning rate of each optimizer step.
 
     Attributes:
         kind: ``linear``: from 1 after warm-up down to 0 after the last step. ``cosine``: the same along half a cosine,
-            as Hugging Face's ``get_cosine_schedule_with_warmup``. ``step``: times ``gamma`` every
+            as Hugging Face's ``get_cosine_schedule_with_warmup``. ``step``: multiplied by ``gamma`` every
             ``step_epochs`` epochs, as torch's ``StepLR`` stepped once an epoch. ``constant``: 1.
         total_steps: Optimizer steps of the run.
         steps_per_epoch: Optimizer steps of one epoch.
@@ -34,13 +34,10 @@ class Schedule:
     gamma: float = 1.0
 
     def factor(self, step: int) -> float:
-        """Factor for one step.
+        """Return the factor of one step, from 0 to 1.
 
         Args:
-            step: Steps taken before it; the first step has 0.
-
-        Returns:
-            From 0 to 1.
+            step: Steps taken before it; 0 for the first step.
         """
         if step < self.warmup_steps:
             return step / self.warmup_steps
@@ -54,8 +51,8 @@ class Schedule:
         return 1.0
 
 
-def make_schedule(config: RunConfig, steps_per_epoch: int) -> Schedule:
-    """The learning rate factor of each step, and with it the number of steps.
+def learning_rate_schedule(config: RunConfig, steps_per_epoch: int) -> LearningRateSchedule:
+    """Return the learning rate schedule of a run, which also has the number of its steps.
 
     Args:
         config: The run's settings.
@@ -66,7 +63,7 @@ def make_schedule(config: RunConfig, steps_per_epoch: int) -> Schedule:
     if settings.max_steps is not None:
         total_steps = min(total_steps, settings.max_steps)
     warmup = settings.warmup_steps
-    return Schedule(
+    return LearningRateSchedule(
         kind=settings.lr_scheduler_type,
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
@@ -76,15 +73,15 @@ def make_schedule(config: RunConfig, steps_per_epoch: int) -> Schedule:
     )
 
 
-def learning_rate(settings: TrainingConfig, schedule: Schedule, step: int, skipped: int) -> float:
-    """The learning rate of one step.
+def learning_rate(settings: TrainingConfig, schedule: LearningRateSchedule, step: int, skipped: int) -> float:
+    """Return the learning rate of one step.
 
     Args:
-        settings: The run's; with ``learning_rate: null`` Adafactor takes relative steps of its own (arXiv:1804.04235,
-            section 8), of which this is the size before each parameter's scale.
+        settings: The run's settings; with ``learning_rate: null`` Adafactor uses relative step sizes (arXiv:1804.04235,
+            section 8), and this is the size before it is scaled for each parameter.
         schedule: Factors of the steps.
         step: Number of the step, from 1.
-        skipped: Steps before it that were left out, which Adafactor does not count.
+        skipped: Skipped steps before it, which Adafactor does not count.
     """
     if settings.learning_rate is None:
         return min(1e-2, 1.0 / math.sqrt(step - skipped))

@@ -1,4 +1,4 @@
-"""The model of a run: built or loaded, sharded, and its optimizer."""
+"""The model of a run: built or loaded, changed for training, and sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fullshard.engine.setup.wrap import BY_CLASS, ONE_UNIT
 from fullshard.errors import ConfigError, ModelError, WrapError
 from fullshard.models import (
     AdapterSpec,
-    Objective,
     add_adapter,
     build_model,
     build_skeleton,
@@ -32,7 +31,6 @@ from fullshard.models import (
     set_attention_dropout,
 )
 from fullshard.models.packing import enable_packing
-from fullshard.optim import ShardedGradScaler
 from fullshard.policy import (
     BackwardPrefetch,
     CPUOffload,
@@ -50,12 +48,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReadyModel:
-    """A model as it is sharded.
+    """A model that is ready to be sharded.
 
     Attributes:
-        model: On the CPU or the meta device; peft's around it where there is an adapter.
-        weights: What its shards are filled with; None: its own values.
-        notes: What is worth knowing about it.
+        model: On the CPU or the meta device; with an adapter, peft's model around it.
+        weights: Source of the weights; None: the model has its values.
+        notes: Notes for the user.
     """
 
     model: PreTrainedModel
@@ -64,33 +62,33 @@ class ReadyModel:
 
 
 def prepare_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> ReadyModel:
-    """Build or lay out the model and change it as the settings say; every rank for itself, with the same outcome.
+    """Build the model, or its skeleton on the meta device, and change it for training; any rank, alone.
 
     Args:
         config: The run's settings.
-        tokenizer: The model's.
-        directory: What ``resolve_model`` made of ``model.path``; None: it is resolved here.
+        tokenizer: The model's tokenizer.
+        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
 
     Raises:
-        UserError: The model cannot be built, or the settings do not fit it.
+        UserError: The model cannot be built, or the settings do not match it.
     """
     if config.model.path is None:
         if config.model.adapter is not None:
             raise ConfigError(
-                "model.adapter needs model.path: an adapter is saved without the model under it, and one that is made "
-                "from model.config has random weights, which would be lost."
+                "model.adapter needs model.path: an adapter is saved without its base model, and the random weights "
+                "of a model from model.config would be lost."
             )
         ready = ReadyModel(_changed(make_model(config, tokenizer), config), None, ())
     else:
         directory = directory or resolve_model(config.model.path)
         ready = ReadyModel(*choose_loader(make_model(config, tokenizer, directory), config, tokenizer, directory))
         ready = _adapted(replace(ready, model=_changed(ready.model, config)), config, tokenizer, directory)
-    _equip(ready.model, config)
+    _change_forward(ready.model, config)
     return ready
 
 
-def _equip(model: PreTrainedModel, config: RunConfig) -> None:
-    """Change what the model's forward does, in place; with its adapter around it."""
+def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
+    """Change the model's forward in place, after its adapter was added."""
     if config.training.gradient_checkpointing:
         enable_activation_checkpointing(model)
     if config.training.torch_compile:
@@ -100,12 +98,12 @@ def _equip(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> PreTrainedModel:
-    """The bare model: of ``model.config`` on the CPU, alike on every rank; of ``model.path`` on the meta device.
+    """Return the model of ``model.config`` on the CPU, the same on every rank, or of ``model.path`` on the meta device.
 
     Args:
         config: The run's settings.
-        tokenizer: The model's.
-        directory: What ``resolve_model`` made of ``model.path``; None: it is resolved here.
+        tokenizer: The model's tokenizer.
+        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
 
     Raises:
         ModelError: It cannot be built.
@@ -115,23 +113,23 @@ def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory:
     if settings.path is not None:
         directory = directory or resolve_model(settings.path)
         return build_skeleton(directory, tokenizer, model_class=kind, attention=attention)
-    assert settings.config is not None, "the schema asks for one of path and config"
+    assert settings.config is not None, "the schema requires path or config"
     return build_model(settings.config, tokenizer, model_class=kind, attention=attention, seed=config.seed)
 
 
 def choose_loader(
     skeleton: PreTrainedModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None
 ) -> tuple[PreTrainedModel, Pretrained | None, tuple[str, ...]]:
-    """Whether ``model.path`` is read shard by shard, or its files need what only transformers' own loader does.
+    """Decide whether ``model.path`` is read shard by shard, or must be loaded in full by transformers.
 
     Args:
         skeleton: The model on the meta device.
         config: The run's settings, with ``model.path``.
-        tokenizer: The model's.
-        directory: What ``resolve_model`` made of ``model.path``; None: it is resolved here.
+        tokenizer: The model's tokenizer.
+        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
 
     Returns:
-        The skeleton and the weights to shard it with; or the loaded model, None, and a note that says so.
+        The skeleton and the weights to shard it with, or the loaded model, None and a note for the user.
 
     Raises:
         CheckpointError: A file is missing or damaged.
@@ -145,20 +143,20 @@ def choose_loader(
     reason = reason or weights.misfit(skeleton)
     if reason is None:
         return skeleton, weights, ()
-    return _load_whole(config, tokenizer, directory), None, (_loaded_whole(config, reason),)
+    return _load_full(config, tokenizer, directory), None, (_full_load_note(config, reason),)
 
 
-def _load_whole(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedModel:
+def _load_full(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedModel:
     settings = config.model
     return load_model(directory, tokenizer, model_class=settings.model_class, attention=settings.attn_implementation)
 
 
-def _loaded_whole(config: RunConfig, reason: str) -> str:
-    return f"{config.model.path} was loaded whole on every rank, not shard by shard: {reason}"
+def _full_load_note(config: RunConfig, reason: str) -> str:
+    return f"{config.model.path} was loaded in full on every rank, not shard by shard: {reason}"
 
 
 def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
-    """The model with the changes that need no weights, in place."""
+    """Change the model in place, before its adapter is added."""
     if config.model.attention_dropout is not None:
         set_attention_dropout(model, config.model.attention_dropout)
     if refuses_fp16(config):
@@ -169,20 +167,20 @@ def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
 
 
 def _adapted(ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> ReadyModel:
-    """The model with its adapter, if it is to have one."""
+    """Return the model with its adapter, if the settings have one."""
     settings = config.model.adapter
     if settings is None:
         return ready
     _check_adapter(config, causal=is_causal(ready.model))
-    assert config.model.path is not None, "prepare_model refuses an adapter of a new model"
+    assert config.model.path is not None, "prepare_model raises for an adapter without model.path"
     spec = AdapterSpec(base=config.model.path, **dict(settings))
     adapted, notes = add_adapter(ready.model, spec, seed=config.seed), ready.notes
     weights: WeightSource | None = ready.weights
     if adapted.lacking is not None:
         reason = f"peft computes {adapted.lacking} from its weights"
-        notes = (*notes, _loaded_whole(config, reason))
-        whole = _changed(_load_whole(config, tokenizer, directory), config)
-        adapted, weights = add_adapter(whole, spec, seed=config.seed), None
+        notes = (*notes, _full_load_note(config, reason))
+        full = _changed(_load_full(config, tokenizer, directory), config)
+        adapted, weights = add_adapter(full, spec, seed=config.seed), None
     elif isinstance(weights, Pretrained):
         weights = AdaptedWeights(weights, adapted.values)
     _require_fused(adapted.model, config)
@@ -196,63 +194,56 @@ def _adapted(ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenize
 def _require_fused(model: nn.Module, config: RunConfig) -> None:
     if config.training.fused_cross_entropy and fused_head_of(model) is None:
         raise ModelError(
-            "The adapter changes the output layer, in which fused_cross_entropy computes the loss; leave out one."
+            "The adapter changes the output layer, in which fused_cross_entropy computes the loss. Remove one of them."
         )
 
 
 def _check_adapter(config: RunConfig, *, causal: bool) -> None:
-    """Refuse what peft computes wrongly.
+    """Raise if peft would compute a wrong result.
 
     Raises:
-        ConfigError: The adapter does not go with another setting.
+        ConfigError: The adapter is incompatible with another setting.
     """
     assert config.model.adapter is not None, "called where there is one"
     kind, training = config.model.adapter.type, config.training
     if kind in ("prompt", "prefix") and training.packing:
         raise ConfigError(
-            f"A {kind} adapter does not go with training.packing: its vectors come before the first row of a sequence "
-            "only. Set packing: false."
+            f"A {kind} adapter is incompatible with training.packing: its vectors are only before the first row of a "
+            "packed sequence. Set packing: false."
         )
     if kind == "prefix" and training.gradient_checkpointing:
         raise ConfigError(
-            "A prefix adapter does not go with gradient_checkpointing: transformers takes the prefix for a cache, and "
-            "leaves it out. Set one of them aside."
+            "A prefix adapter is incompatible with gradient_checkpointing: transformers takes the prefix for a "
+            "key-value cache and drops it. Remove one of them."
         )
     if kind == "prompt" and causal and training.eval_strategy != "no" and training.per_device_eval_batch_size > 1:
         raise ConfigError(
-            "A prompt adapter of a decoder-only model writes other text where its input is padded, because peft counts "
-            "padding as positions. Set per_device_eval_batch_size to 1, so that nothing is padded, or take prefix."
+            "With a prompt adapter, padding changes the text of a decoder-only model, because peft counts padding as "
+            "positions. Set per_device_eval_batch_size to 1, so that nothing is padded, or use a prefix adapter."
         )
 
 
-def shard_model(
-    model: nn.Module,
-    config: RunConfig,
-    comm: Comm,
-    device: torch.device | None = None,
-    weights: WeightSource | None = None,
-) -> None:
-    """Shard a model in place as the settings say; on every rank together.
+def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None = None) -> None:
+    """Shard a model in place by the run's settings; every rank calls it.
 
     Args:
         model: On the CPU or the meta device.
         config: The run's settings.
         comm: The ranks to shard over.
-        device: Where shards live; None: the ranks' device.
-        weights: What the shards are filled with; None: the model's own values, or initial ones.
+        weights: Source of the weights; None: the model's own values, or initial ones for a meta model.
 
     Raises:
-        UserError: Wrapping, precision or weights do not fit the model.
+        UserError: Wrapping, precision or weights do not match the model.
     """
     try:
-        _shard(model, config, comm, device or comm.device, weights)
+        _shard(model, config, comm, weights)
         check_wrapped(model)
     except WrapError as error:
-        raise WrapError(_in_the_run_files_words(str(error), config)) from error
+        raise WrapError(_with_run_file_remedies(str(error), config)) from error
 
 
-def _in_the_run_files_words(text: str, config: RunConfig) -> str:
-    """What the engine says of wrapping, with the remedies of a run file."""
+def _with_run_file_remedies(text: str, config: RunConfig) -> str:
+    """Replace the library's remedies in an error about wrapping by those of a run file."""
     size = config.sharding.wrap
     own = {ONE_UNIT: "set sharding.wrap: none", BY_CLASS: "sharding.wrap: [Block, ...]"}
     if isinstance(size, int):
@@ -262,7 +253,7 @@ def _in_the_run_files_words(text: str, config: RunConfig) -> str:
     return text
 
 
-def _shard(model: nn.Module, config: RunConfig, comm: Comm, device: torch.device, weights: WeightSource | None) -> None:
+def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None) -> None:
     settings = config.sharding
     strategy = ShardingStrategy(settings.strategy)
     compute = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
@@ -275,13 +266,13 @@ def _shard(model: nn.Module, config: RunConfig, comm: Comm, device: torch.device
         prefetch=BackwardPrefetch(settings.prefetch),
         offload_policy=CPUOffload() if settings.cpu_offload else None,
         frozen=settings.frozen,
-        device=device,
+        device=comm.device,
         weights=weights,
     )
 
 
 def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
-    """The engine's policy for ``sharding.wrap``."""
+    """Return the engine's policy for ``sharding.wrap``."""
     if isinstance(wrap, tuple):
         return TransformerBlocks(wrap)
     if isinstance(wrap, int):
@@ -289,39 +280,28 @@ def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
     return None if wrap == "none" else wrap
 
 
-def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> nn.Module:
-    """The model without its weights, on the meta device, with its adapter: for a look at its units; any process.
+def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """Return the model without weights, on the meta device, with its adapter, to inspect its units; any process.
 
     Args:
         config: The run's settings.
-        tokenizer: The model's.
-        directory: What ``resolve_model`` made of ``model.path``; None: it is resolved here.
+        tokenizer: The model's tokenizer.
 
     Raises:
-        UserError: The model cannot be built, or the settings do not fit it.
+        UserError: The model cannot be built, or the settings do not match it.
     """
     with torch.device("meta"):
-        model = _changed(make_model(config, tokenizer, directory), config)
+        model = _changed(make_model(config, tokenizer), config)
     settings = config.model.adapter
     if settings is not None:
         _check_adapter(config, causal=is_causal(model))
         spec = AdapterSpec(base=str(config.model.path), **dict(settings))
         model = add_adapter(model, spec, seed=config.seed).model
         _require_fused(model, config)
-    _equip(model, config)
+    _change_forward(model, config)
     return model
 
 
 def refuses_fp16(config: RunConfig) -> bool:
-    """Whether the model must be one that is known to fit in fp16."""
+    """Return whether models that are known to overflow in fp16 are refused."""
     return config.training.precision == "fp16" and not config.training.allow_fp16
-
-
-def make_scaler(config: RunConfig, device: torch.device) -> ShardedGradScaler | None:
-    """What scales the loss in fp16; None in other precisions. Its ``state_dict()`` holds plain numbers."""
-    return ShardedGradScaler(device.type) if config.training.precision == "fp16" else None
-
-
-def make_objective(config: RunConfig) -> Objective:
-    """What training minimises."""
-    return Objective(config.training.label_smoothing_factor, config.training.z_loss)

@@ -1,4 +1,4 @@
-"""The optimizers that a run can choose: how each is made, and how many bytes its state takes, known from the layout."""
+"""The optimizers of ``training.optimizer``: how each is made, and the bytes of its state, computed from the layout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from fullshard.optim.shards import meta_of
 Groups = list[dict[str, Any]]
 
 _FP32 = 4
-"""Bytes of a number, and of a count of steps that is a tensor: shards are fp32 in every precision."""
+"""Bytes of an element, and of a step count that is a tensor: shards are fp32 in every precision."""
 
 _TABLES = 2 * 256 * _FP32
-"""What 8-bit codes stand for, once for all parameters."""
+"""Bytes of the two tables of values of 8-bit codes, shared by all parameters."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class _Kind:
     """One of the optimizers.
 
     Attributes:
-        title: What people call it.
-        make: The optimizer of such groups as ``_groups`` gives.
-        state_bytes: Bytes of state that this rank holds for such groups.
+        title: Its name for people.
+        make: Makes the optimizer for the groups of ``_groups``.
+        state_bytes: Returns the bytes of state that this rank holds for these groups.
     """
 
     title: str
@@ -48,44 +48,44 @@ class _Kind:
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> Optimizer:
-    """The optimizer of a run, over all trainable parameters in the same order on every rank; every rank calls it.
+    """Return the optimizer of a run, over all trainable parameters in the same order; every rank calls it.
 
-    As in Hugging Face's Trainer, vectors (biases, norms) do not decay.
+    As in Hugging Face's Trainer, vectors (biases, norms) have no weight decay.
 
     Args:
         model: The sharded model.
         config: The run's settings.
 
     Raises:
-        ConfigError: Nothing is trainable.
+        ConfigError: The model has no trainable parameters.
     """
     return _KINDS[config.training.optimizer].make(_groups(model, config.training), config)
 
 
 def optimizer_title(name: str) -> str:
-    """What people call ``training.optimizer``."""
+    """Return the name of ``training.optimizer`` for people."""
     return _KINDS[name].title
 
 
 def expected_state_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of optimizer state that this rank holds after a step with all gradients; no communication.
+    """Return the bytes of optimizer state that this rank holds after a step with all gradients; no communication.
 
     Args:
         model: The sharded model, which may be on the meta device.
         config: The run's settings.
 
     Raises:
-        ConfigError: Nothing is trainable.
+        ConfigError: The model has no trainable parameters.
     """
     return _KINDS[config.training.optimizer].state_bytes(_groups(model, config.training))
 
 
 def held_state_bytes(optimizer: Optimizer, device: torch.device | None = None) -> int:
-    """Bytes of optimizer state that this rank holds; a tensor that several parameters share counts once.
+    """Return the bytes of optimizer state that this rank holds; a tensor that several parameters share counts once.
 
     Args:
-        optimizer: Any of torch's.
-        device: Count only what is there; None: everywhere.
+        optimizer: Any optimizer.
+        device: Count only tensors on this device; None: on all devices.
     """
     values = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [v for v in values if isinstance(v, torch.Tensor) and device in (None, v.device)]
@@ -93,7 +93,7 @@ def held_state_bytes(optimizer: Optimizer, device: torch.device | None = None) -
 
 
 def _groups(model: nn.Module, settings: TrainingConfig) -> Groups:
-    """The trainable parameters with their options, the same on every rank; none of the groups is empty."""
+    """Return the trainable parameters in groups with their options, the same on every rank; no group is empty."""
     if settings.optimizer != "muon":
         return decay_groups(model, settings.weight_decay)
     groups = muon_groups(model, weight_decay=settings.weight_decay)
@@ -104,7 +104,7 @@ def _groups(model: nn.Module, settings: TrainingConfig) -> Groups:
 
 
 def _held(groups: Groups) -> Iterator[tuple[dict[str, Any], ShardMeta, int]]:
-    """Each parameter of which this rank holds elements: its group, its place, and how many."""
+    """Yield each parameter of which this rank holds elements: its group, its layout, and how many it holds."""
     for group in groups:
         for meta in map(meta_of, group["params"]):
             start, stop = meta.element_range
@@ -127,7 +127,7 @@ def _adamw_bytes(groups: Groups) -> int:
 
 def _adafactor(groups: Groups, config: RunConfig) -> Optimizer:
     rate = config.training.learning_rate
-    # With a learning rate as Hugging Face's Trainer makes it, without one as T5 was trained.
+    # With a learning rate, as in Hugging Face's Trainer; without one, as T5 was trained.
     return Adafactor(groups, lr=rate, scale_parameter=rate is None, relative_step=rate is None)
 
 
@@ -143,7 +143,7 @@ def _adafactor_bytes(groups: Groups) -> int:
 
 def _muon(groups: Groups, config: RunConfig) -> Optimizer:
     settings = config.training
-    assert settings.learning_rate is not None, "the schema asks for one"
+    assert settings.learning_rate is not None, "the schema requires one"
     return Muon(
         groups,
         lr=settings.learning_rate,
@@ -183,4 +183,4 @@ _KINDS: Mapping[str, _Kind] = {
     "adamw_8bit": _Kind("8-bit AdamW", _adamw_8bit, _adamw_8bit_bytes),
     "adamw_bf16": _Kind("AdamW with bf16 state", _adamw_bf16, _adamw_bf16_bytes),
 }
-"""By what ``training.optimizer`` calls them."""
+"""Optimizers by their value of ``training.optimizer``."""

@@ -1,4 +1,4 @@
-"""What a run needs before any rank knows of another: tokenizer and token ids, made once and kept."""
+"""Tokenizer and token ids of a run: made before there is a process group, once for all ranks, and kept in a cache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.config import RunConfig
 from fullshard.data import (
+    CollateSpec,
     Example,
     SourceSpec,
     Split,
@@ -36,31 +37,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_LABELS = 1000
-"""Data with more distinct targets has no label set."""
+"""Maximum number of distinct targets of a label set."""
 
 _FORMAT = 1
-"""Goes up when the same inputs give other entries than before."""
+"""Version of the cache entries; to be increased when the same inputs give other entries."""
 
 _EXAMPLES_NAME = "examples.json"
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being tokenized, rows done, and rows in all."""
+"""Receives what is being tokenized, the rows done, and the rows in total."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run needs before its model.
+    """Tokenizer and data of a run.
 
     Attributes:
-        tokenizer: The model directory's, or one trained on the training rows.
+        tokenizer: The model directory's tokenizer, or one trained on the training rows.
         model_directory: Local directory of ``model.path``; None with ``model.config``.
         causal: Whether source and target are one sequence (decoder-only) rather than two (encoder-decoder).
-        train_set: Ids of the training rows.
-        held_out: The held-out rows as the data has them; none when the run never evaluates.
-        held_out_set: Their ids; None when there are none.
-        labels: The distinct training targets and the number of rows of each, when there are at most 1,000; else None.
+        train_set: Token ids of the training rows.
+        held_out: The held-out rows as text; empty if the run never evaluates.
+        held_out_set: Their token ids, or None.
+        labels: The distinct training targets and the number of rows of each, if there are at most 1,000; else None.
         majority: The most frequent training target.
-        notes: What the user should know: columns that were recognised, rows that were skipped, lengths, what was cut.
+        notes: Notes for the user: recognised columns, skipped rows, lengths, truncated rows.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -80,43 +81,37 @@ def prepare(
     progress: Progress = lambda what, done, total: None,
     rows_file: Path | None = None,
 ) -> Prepared:
-    """Read, tokenize, and keep the ids in the cache; or find them there.
+    """Read and tokenize the data and keep the token ids in the cache, or find them there; any rank, alone.
 
-    Needs no process group. Any number of ranks, runs and threads may call it at once: one of them works, the others
-    wait. What is in the cache is mapped, and its rows are not read as text again.
+    Any number of ranks, runs and threads may call it at once: one of them tokenizes, the others wait. The cache is
+    memory-mapped, and its rows are not read as text again.
 
     Args:
         config: The run's settings.
-        say: Told in a line what takes long.
-        progress: Told how far tokenizing is.
-        rows_file: Its rows are the held-out ones in place of the run's own, which training does not see either way.
-
-    Returns:
-        The same on every rank.
+        say: Receives a line for everything that takes long.
+        progress: Receives the progress of tokenizing.
+        rows_file: A file whose rows replace the run's held-out rows; training uses neither of them.
 
     Raises:
-        DataError: The data cannot be used, or the cache's directory cannot be written.
+        DataError: The data cannot be used, or the cache directory cannot be written.
         ModelError: The tokenizer or the model's configuration cannot be read.
-        ConfigError: The template cannot be understood.
+        ConfigError: The template is invalid.
     """
-    work = _Work(config, say, progress, rows_file)
-    model = config.model
-    directory = None if model.path is None else resolve_model(model.path)
+    work = _Preparation(config, say, progress, rows_file)
+    path = config.model.path
+    directory = None if path is None else resolve_model(path)
     tokenizer = make_tokenizer(work, directory)
     content = _content_of(tokenizer)
-    spec = TokenizeSpec(
-        max_source_length=config.data.max_source_length,
-        max_target_length=config.data.max_target_length,
-        source_prefix=config.data.source_prefix,
-        causal=reads_one_sequence(directory if model.config is None else model.config, model.model_class),  # type: ignore[arg-type]
-        chat_template=config.data.chat_template,
-    )
-    today = date.today() if writes_date(tokenizer, spec) else None
-    if today is not None:
+    source = directory if config.model.config is None else config.model.config
+    causal = reads_one_sequence(source, config.model.model_class)  # type: ignore[arg-type]
+    spec = tokenize_spec(config, causal=causal)
+    date_notes: list[str] = []
+    if writes_date(tokenizer, spec):
+        today = date.today()
         content = f"{content} {today}"
+        date_notes = [f"the tokenizer's chat template writes the date: {today} in this run's prompts"]
     train_set, kept, _ = _tokens(work, "train", tokenizer, content, spec)
-    notes = [*kept["notes"], *_prefix_notes(config, directory), *_vocabulary_notes(config, tokenizer)]
-    notes += [] if today is None else [f"the tokenizer's chat template writes the date: {today} in this run's prompts"]
+    notes = [*kept["notes"], *_prefix_notes(config, directory), *_vocabulary_notes(config, tokenizer), *date_notes]
     notes += _length_notes("training", train_set)
     held_out: list[Example] = []
     held_out_set = None
@@ -126,7 +121,7 @@ def prepare(
         notes += [note for note in held_kept["notes"] if note not in notes]
         notes += _length_notes("held-out", held_out_set)
     return Prepared(
-        tokenizer=_at_rest(tokenizer),
+        tokenizer=_without_padding(tokenizer),
         model_directory=directory,
         causal=spec.causal,
         train_set=train_set,
@@ -138,24 +133,43 @@ def prepare(
     )
 
 
+def tokenize_spec(config: RunConfig, *, causal: bool) -> TokenizeSpec:
+    """Return how a run's rows are tokenized; any process, alone."""
+    data = config.data
+    return TokenizeSpec(
+        max_source_length=data.max_source_length,
+        max_target_length=data.max_target_length,
+        source_prefix=data.source_prefix,
+        causal=causal,
+        chat_template=data.chat_template,
+    )
+
+
+def collate_spec(tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> CollateSpec:
+    """Return how batches are padded for a tokenizer of ``load_tokenizer``; any process, alone."""
+    pad = tokenizer.pad_token_id
+    assert isinstance(pad, int), "load_tokenizer gives every tokenizer a padding token"
+    return CollateSpec(pad, causal=causal)
+
+
 def source_spec(config: RunConfig) -> SourceSpec:
-    """Where a run's rows come from; any process, alone."""
+    """Return where a run's rows come from; any process, alone."""
     return SourceSpec(**{each.name: getattr(config.data, each.name) for each in fields(SourceSpec)})
 
 
 def prepare_tokenizer(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> PreTrainedTokenizerBase:
-    """The model directory's tokenizer, or one trained on the training rows; any process, alone.
+    """Return the model directory's tokenizer, or train one on the training rows; any process, alone.
 
     Raises:
         DataError, ModelError: See :func:`prepare`.
     """
     directory = None if config.model.path is None else resolve_model(config.model.path)
-    return make_tokenizer(_Work(config, say), directory)
+    return make_tokenizer(_Preparation(config, say), directory)
 
 
 @dataclass
-class _Work:
-    """Settings, the data, and what was read and hashed of it so far."""
+class _Preparation:
+    """Preparation of one run: its settings, and the data that was read and hashed so far."""
 
     config: RunConfig
     say: Callable[[str], None]
@@ -165,7 +179,7 @@ class _Work:
     hashed: dict[Split, str] = field(default_factory=dict)
 
     def source(self, split: Split) -> SourceSpec:
-        """Where a split's rows come from."""
+        """Return where a split's rows come from."""
         own = source_spec(self.config)
         if split == "train" or self.rows_file is None:
             return own
@@ -173,11 +187,11 @@ class _Work:
 
     @property
     def directory(self) -> Path:
-        """The cache."""
+        """Directory of the cache."""
         return self.config.data.cache_dir or default_directory()
 
     def rows(self, split: Split) -> tuple[list[Example], tuple[str, ...]]:
-        """The rows that are used of a split, and notes; read once."""
+        """Return the rows to use of a split, and notes; they are read once."""
         if split not in self.read:
             table = read_split(self.source(split), split)
             used = table.examples[: self.limit(split)]
@@ -190,38 +204,38 @@ class _Work:
         return self.read[split]
 
     def content(self, split: Split) -> str:
-        """The fingerprint of a split; its files are read for it once."""
+        """Return the fingerprint of a split, computed once."""
         if split not in self.hashed:
             self.hashed[split] = fingerprint(self.source(split), split)
         return self.hashed[split]
 
     def limit(self, split: Split) -> int | None:
-        """Most rows that are used."""
+        """Return the maximum number of rows to use of a split, or None."""
         return self.config.data.max_train_samples if split == "train" else self.config.data.max_eval_samples
 
     def key(self, split: Split, kind: str, *more: Any) -> str:
-        """Name of a cache entry: a hash of all that its content depends on."""
+        """Return the name of a cache entry: a hash of everything that its content depends on."""
         versions = [version("tokenizers"), version("transformers")]
-        # Notes name files, so that the names count as well.
+        # Notes name files, so the names are part of the key.
         parts = [_FORMAT, kind, split, self.content(split), asdict(self.source(split)), self.limit(split)]
         return blake2b(json.dumps([*parts, *versions, *more], default=str).encode(), digest_size=16).hexdigest()
 
     def find(self, key: str, build: Callable[[Path], dict[str, Any]], what: str) -> tuple[Path, dict[str, Any]]:
-        """An entry of the cache."""
-        waiting = lambda: self.say(f"waiting for the rank or run that is making the same {what}")  # noqa: E731
+        """Find an entry of the cache, or build it."""
+        waiting = lambda: self.say(f"another process is making the same {what}; waiting for it")  # noqa: E731
         return cached(self.directory, key, build, waiting)
 
 
-def make_tokenizer(work: _Work, directory: Path | None) -> PreTrainedTokenizerBase:
-    """The model directory's tokenizer, or one trained on the training rows and kept in the cache.
+def make_tokenizer(work: _Preparation, directory: Path | None) -> PreTrainedTokenizerBase:
+    """Return the model directory's tokenizer, or one trained on the training rows and kept in the cache.
 
     Raises:
         ModelError: It cannot be loaded or trained.
     """
     if directory is not None:
-        return _at_rest(load_tokenizer(directory))
+        return _without_padding(load_tokenizer(directory))
     settings = work.config.model.tokenizer
-    assert settings is not None, "the schema asks for a tokenizer section beside model.config"
+    assert settings is not None, "the schema requires model.tokenizer with model.config"
     prefix = work.config.data.source_prefix
 
     def build(entry: Path) -> dict[str, Any]:
@@ -232,11 +246,11 @@ def make_tokenizer(work: _Work, directory: Path | None) -> PreTrainedTokenizerBa
         return {}
 
     entry, _ = work.find(work.key("train", "tokenizer", prefix, settings.vocab_size), build, "tokenizer")
-    return _at_rest(load_tokenizer(entry))
+    return _without_padding(load_tokenizer(entry))
 
 
-def _at_rest(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer without the truncation and padding of its last call, which would be saved with the model."""
+def _without_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Reset the truncation and padding of the tokenizer's last call, which would be saved with the model."""
     if tokenizer.is_fast:
         backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
         backend.no_truncation()
@@ -245,9 +259,9 @@ def _at_rest(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def _tokens(
-    work: _Work, split: Split, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
+    work: _Preparation, split: Split, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
 ) -> tuple[TokenizedSet, dict[str, Any], Path]:
-    """Ids of a split's rows, what is kept of their text, and the entry's directory."""
+    """Return a split's token ids, the JSON values of its cache entry, and the entry's directory."""
     what = "training rows" if split == "train" else "held-out rows"
 
     def build(entry: Path) -> dict[str, Any]:
@@ -267,7 +281,7 @@ def _tokens(
 
 
 def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:
-    """The label set, if it is one, and the most frequent target; of equally frequent ones the first."""
+    """Return the label set, if it is one, and the most frequent target; of equally frequent ones, the first."""
     counts = Counter(row.target for row in rows)
     labels = dict(counts) if len(counts) <= MOST_LABELS else None
     return {"labels": labels, "majority": counts.most_common(1)[0][0]}
@@ -277,12 +291,12 @@ def _read_examples(path: Path) -> list[Example]:
     try:
         texts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}. Delete its directory: it is made again.") from error
+        raise DataError(f"{path} cannot be read: {error}. Delete its directory, and it is made again.") from error
     return [Example(source, tuple(references), line) for source, references, line in texts]
 
 
 def _content_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all files of a tokenizer."""
+    """Return a hash of all files of a tokenizer."""
     digest = blake2b(digest_size=16)
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
@@ -293,7 +307,7 @@ def _content_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _prefix_notes(config: RunConfig, directory: Path | None) -> list[str]:
-    """A line when a checkpoint names prefixes for its tasks and the run gives none."""
+    """Return a line if a checkpoint names prefixes for its tasks and the run has none."""
     data = config.data
     if directory is None or data.source_prefix or data.template is not None:
         return []
@@ -305,7 +319,7 @@ def _prefix_notes(config: RunConfig, directory: Path | None) -> list[str]:
 
 
 def _vocabulary_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A line when the training rows have fewer pieces than the vocabulary was to have."""
+    """Return a line if the training rows have fewer pieces than the requested vocabulary size."""
     settings = config.model.tokenizer
     if settings is None or len(tokenizer) >= settings.vocab_size:
         return []
@@ -316,7 +330,7 @@ def _vocabulary_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _length_notes(name: str, tokenized: TokenizedSet) -> list[str]:
-    """One line on a set's lengths, and one for each side that truncation cut."""
+    """Return a line with a set's lengths, and one for each side with truncated rows."""
     sides = (("source", tokenized.source_stats), ("target", tokenized.target_stats))
     means = ", ".join(f"{side} {stats.mean:.1f} tokens (longest {stats.longest})" for side, stats in sides)
     cut = [

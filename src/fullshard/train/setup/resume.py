@@ -1,4 +1,4 @@
-"""Where a run starts: anew, or at a checkpoint; and whether its settings are those the checkpoint was made with."""
+"""Where a run starts: from scratch or from a checkpoint, and whether its settings match the checkpoint's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.train.setup.prepare import source_spec
 
 CHECKPOINTS_NAME = "checkpoints"
 FINISHED_NAME = "finished.json"
-"""In the directory of the checkpoints, of a run that came to its end."""
+"""File in the directory of the checkpoints that marks a finished run."""
 
 GLOBAL_BATCH = "global batch (ranks x training.per_device_train_batch_size x training.gradient_accumulation_steps)"
 
@@ -41,11 +41,11 @@ _FREE_SETTINGS = (
     "training.run_name",
     "training.save_",
 )
-"""How the settings begin that may change between a checkpoint and the run that goes on: with these the same rows make
-the same steps, and the same evaluation the same metric."""
+"""Prefixes of the settings that may change when a run resumes: they change neither the rows of a step nor the metric of
+an evaluation."""
 
 _STATE_SETTINGS = ("model.", "global batch", "training.optimizer")
-"""How the settings begin without which a checkpoint cannot be gone on from at all."""
+"""Prefixes of the settings that must not change even if the user names the checkpoint."""
 
 _EVALUATION_SETTINGS = frozenset(
     (
@@ -62,7 +62,7 @@ _EVALUATION_SETTINGS = frozenset(
         "evaluation.num_beams",
     )
 )
-"""Where one of these has changed, evaluations from before cannot be compared with those to come."""
+"""If one of these changes, earlier evaluations cannot be compared with later ones."""
 
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.model", "*.txt", "*config.json", "*token*.json", "*vocab*.json")
 _SAMPLE_BYTES = 1 << 20
@@ -70,39 +70,41 @@ _SAMPLES = 64
 
 
 @dataclass(frozen=True)
-class Origin:
+class StartingPoint:
     """Where a run starts.
 
     Attributes:
-        settings: What decides the training, by dotted key; goes into its checkpoints.
-        path: The checkpoint to go on from; None: the run starts anew.
-        values: What the run put into that checkpoint.
-        comparable: Whether the evaluations before that checkpoint were made as those to come.
-        doomed: Checkpoints to delete before the first step.
-        notes: What the user should know about this.
+        settings: Settings that affect training, by dotted key; saved in the run's checkpoints.
+        path: The checkpoint to resume from; None: the run starts from scratch.
+        values: The values that the run saved in that checkpoint.
+        comparable: Whether evaluations before that checkpoint can be compared with later ones.
+        superseded: Checkpoints to delete before the first step.
+        notes: Notes for the user.
     """
 
     settings: Mapping[str, Any]
     path: Path | None = None
     values: Mapping[str, Any] | None = None
     comparable: bool = True
-    doomed: tuple[Path, ...] = ()
+    superseded: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def group(self) -> int | None:
+        """:func:`~fullshard.train.setup.data_plan.group_size` when the run began; None if it begins here."""
+        return None if self.values is None else self.values["group_rows"]
 
-def choose_origin(config: RunConfig, world_size: int) -> Origin:
-    """Find out where a run starts, and change nothing; on rank 0, under the lock on the checkpoints.
+
+def choose_starting_point(config: RunConfig, world_size: int) -> StartingPoint:
+    """Return where a run starts, and change nothing; on rank 0, under the lock on the checkpoints.
 
     Args:
         config: The run's settings.
         world_size: Number of ranks.
 
-    Returns:
-        The origin.
-
     Raises:
-        ConfigError: The settings are not those of the checkpoint.
-        CheckpointError: The checkpoint that was asked for, or every one there is, is not whole or not of a run.
+        ConfigError: The settings differ from the checkpoint's.
+        CheckpointError: The requested checkpoint, or every one there is, is incomplete or was not saved by a run.
         DataError: A file that the settings name cannot be read.
     """
     settings = deciding_settings(config, world_size)
@@ -111,33 +113,34 @@ def choose_origin(config: RunConfig, world_size: int) -> Origin:
     if config.resume == "never":
         names = ", ".join(path.name for path in found)
         notes = (f"resume=never: {names} in {directory} deleted",) if found else ()
-        return Origin(settings, doomed=tuple(found), notes=notes)
+        return StartingPoint(settings, superseded=tuple(found), notes=notes)
     if isinstance(config.resume, Path):
         return _at(config.resume, settings, directory, found)
     if (directory / FINISHED_NAME).exists():
         further = f", resume={found[-1]} with a higher {_limit_of(directory / FINISHED_NAME)}" if found else ""
         raise ConfigError(
-            f"{config.output_dir} holds a finished run, which is not replaced by accident. Set another output_dir"
-            f"{further}, or resume=never to start anew, which deletes its checkpoints and in the end its model."
+            f"{config.output_dir} holds a finished run. Set another output_dir{further}, or resume=never to start from "
+            "scratch, which deletes its checkpoints and in the end replaces its model."
         )
     if found:
-        return _where_it_was_cut_short(found[-1], settings)
-    _require_none_torn(directory)
-    return Origin(settings)
+        return _newest(found[-1], settings)
+    _require_none_incomplete(directory)
+    return StartingPoint(settings)
 
 
-def prepare(origin: Origin, config: RunConfig) -> None:
-    """Delete what the run must not find later: checkpoints of a run that it does not go on; on rank 0, under the lock.
+def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
+    """Delete the checkpoints that the run replaces, and the mark of a finished run; on rank 0, under the lock.
 
     Raises:
         CheckpointError: The file system refused.
     """
     finished = Path(config.output_dir, CHECKPOINTS_NAME, FINISHED_NAME)
     try:
-        # Killed in between, the next run must neither go on from a finished one nor take one that goes on for finished.
-        if origin.path is not None:
+        # If this is killed in between, the next run must neither resume a finished run nor take a resumed one for
+        # finished: a run that resumes loses its mark first, a run that is replaced loses its checkpoints first.
+        if start.path is not None:
             finished.unlink(missing_ok=True)
-        for path in origin.doomed:
+        for path in start.superseded:
             remove_checkpoint(path)
         finished.unlink(missing_ok=True)
     except OSError as error:
@@ -145,7 +148,7 @@ def prepare(origin: Origin, config: RunConfig) -> None:
 
 
 def mark_finished(config: RunConfig, steps: int, ended_by: EndedBy) -> None:
-    """Note that the run came to its end, and what ended it; on rank 0.
+    """Mark the run as finished, with the setting that ended it; on rank 0.
 
     Raises:
         CheckpointError: The file system refused.
@@ -155,31 +158,31 @@ def mark_finished(config: RunConfig, steps: int, ended_by: EndedBy) -> None:
 
 
 def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
-    """The setting that ended a run."""
+    """Return the setting that ended a run."""
     if ended_by == "steps":
         return "training.max_steps" if steps == config.training.max_steps else "training.num_train_epochs"
     return {"time": "training.max_train_minutes", "early_stopping": "training.early_stopping_patience"}[ended_by]
 
 
 def _limit_of(finished: Path) -> str:
-    """The setting that ended a finished run, as it noted."""
+    """Return the setting that ended a finished run, from its mark."""
     try:
         return json.loads(finished.read_text(encoding="utf-8"))["limit"]
-    except (OSError, ValueError, TypeError, KeyError):  # damaged, or from before it was noted: what it is most often
+    except (OSError, ValueError, TypeError, KeyError):  # damaged, or without a limit (older versions): the usual one
         return "training.num_train_epochs"
 
 
 def global_batch(config: RunConfig, world_size: int) -> int:
-    """Rows of one optimizer step; with a token budget its tokens, padding included."""
+    """Return the rows of one optimizer step; with a token budget, its tokens including padding."""
     settings = config.training
     each = settings.per_device_train_batch_tokens or settings.per_device_train_batch_size
     return world_size * each * settings.gradient_accumulation_steps
 
 
 def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """What decides the weights of each step and the metric of each evaluation, by dotted key; on one rank.
+    """Return the settings that affect the weights of a step or the metric of an evaluation, by dotted key; on one rank.
 
-    Files are what they hold, wherever they are.
+    Files are represented by their content, not their path.
 
     Args:
         config: The run's settings.
@@ -191,7 +194,7 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     flat = config.as_flat()
     settings = {key: value for key, value in flat.items() if not key.startswith(_FREE_SETTINGS)}
     for key in ("data.train_file", "data.validation_file", "model.path"):
-        # A model on the Hub is what its id says.
+        # A model on the Hub is represented by its id.
         if settings[key] is not None and Path(settings[key]).exists():
             settings[key] = _content(Path(settings[key]))
     dataset = settings["data.dataset_name"]
@@ -203,33 +206,33 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     return {**settings, GLOBAL_BATCH: global_batch(config, world_size)}
 
 
-def _where_it_was_cut_short(path: Path, settings: Mapping[str, Any]) -> Origin:
-    """Go on from the newest checkpoint of this directory, with the same settings only."""
+def _newest(path: Path, settings: Mapping[str, Any]) -> StartingPoint:
+    """Resume from the newest checkpoint of the output directory, only with the same settings."""
     step, values = _read_values(path)
     different = _differences(settings, values["settings"])
     if different:
         raise ConfigError(
-            f"The run in {path.parent.parent} was cut short and would go on from {path.name}, but these settings "
-            "are not those it was made with:\n"
+            f"The run in {path.parent.parent} was interrupted and would resume from {path.name}, but these settings "
+            "have changed:\n"
             + "\n".join(f"  {line}" for line in different.values())
-            + "\nTo go on, give the earlier settings back. To start anew, set resume=never, which deletes the "
-            f"checkpoints there, or another output_dir. To go on all the same, set resume={path}; the model, the "
-            "optimizer and the global batch must be the same even then."
+            + "\nTo resume, restore the earlier settings. To start from scratch, set resume=never, which deletes the "
+            f"checkpoints there, or another output_dir. To resume with the new settings, set resume={path}; the "
+            "model, the optimizer and the global batch must be the same even then."
         )
-    torn = [other.name for other in sorted(path.parent.glob("step-*")) if other.name > path.name]
-    skipped = (f"{', '.join(torn)} skipped: not whole",) if torn else ()
-    return Origin(settings, path, values, notes=(f"going on after step {step:,} from {path}", *skipped))
+    incomplete = [other.name for other in sorted(path.parent.glob("step-*")) if other.name > path.name]
+    skipped = (f"{', '.join(incomplete)} skipped: incomplete",) if incomplete else ()
+    return StartingPoint(settings, path, values, notes=(f"resuming after step {step:,} from {path}", *skipped))
 
 
-def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Path]) -> Origin:
-    """Go on from a checkpoint that the user names; of this directory's those after it are deleted."""
+def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Path]) -> StartingPoint:
+    """Resume from a checkpoint that the user names; later ones in the output directory are deleted."""
     if path.is_file():
         raise ConfigError(
-            f"resume is auto, never or a checkpoint's directory; {path} is a file. Give its directory, such as "
+            f"resume must be auto, never or the directory of a checkpoint; {path} is a file. Give its directory: "
             f"resume={path.parent}."
         )
     if not path.is_dir():
-        raise ConfigError(f"resume is auto, never or a checkpoint's directory; there is no {path}.")
+        raise ConfigError(f"resume must be auto, never or the directory of a checkpoint; {path} does not exist.")
     inside = find_checkpoints(path) or find_checkpoints(path / CHECKPOINTS_NAME)
     if inside:
         raise ConfigError(f"{path} holds several checkpoints; name one of them, such as resume={inside[-1]}.")
@@ -238,55 +241,55 @@ def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Pa
     fatal = [line for key, line in different.items() if key.startswith(_STATE_SETTINGS)]
     if fatal:
         raise ConfigError(
-            f"{path} is of another model, optimizer or global batch, and cannot be gone on from:\n"
+            f"The run cannot resume from {path}: the model, the optimizer or the global batch has changed:\n"
             + "\n".join(f"  {line}" for line in fatal)
-            + "\nGive the earlier settings back, or start anew from its weights: fullshard export, then model.path."
+            + "\nRestore the earlier settings, or start a new run from its weights: fullshard export, then model.path."
         )
-    notes = (f"going on after step {step:,} from {path}", *(f"changed: {line}" for line in different.values()))
+    notes = (f"resuming after step {step:,} from {path}", *(f"changed: {line}" for line in different.values()))
     mine = [other for other in found if other.resolve() == path.resolve()]
     earlier = found[: found.index(mine[0]) + 1] if mine else []
-    doomed = tuple(other for other in found if other not in earlier)
-    if doomed:
-        notes = (*notes, f"{', '.join(other.name for other in doomed)} in {directory} deleted")
-    return Origin(settings, path, values, _EVALUATION_SETTINGS.isdisjoint(different), doomed, notes)
+    superseded = tuple(other for other in found if other not in earlier)
+    if superseded:
+        notes = (*notes, f"{', '.join(other.name for other in superseded)} in {directory} deleted")
+    return StartingPoint(settings, path, values, _EVALUATION_SETTINGS.isdisjoint(different), superseded, notes)
 
 
 def _read_values(path: Path) -> tuple[int, Mapping[str, Any]]:
-    """Step and values of a run's checkpoint."""
+    """Return step and values of a run's checkpoint."""
     index = read_index(path)
     if "settings" not in index.values:
-        raise CheckpointError(f"{path} was not saved by fullshard train: it does not say where the run was.")
-    # From before there was a choice.
+        raise CheckpointError(f"{path} was not saved by fullshard train: it has no settings of a run.")
+    # Checkpoints of older versions, which had only AdamW, do not name the optimizer.
     settings = {"training.optimizer": "adamw", **index.values["settings"]}
     return index.step, {**index.values, "settings": settings}
 
 
-def _require_none_torn(directory: Path) -> None:
-    """Starting anew because nothing is there is one thing, because all is damaged another."""
+def _require_none_incomplete(directory: Path) -> None:
+    """Raise if there are checkpoints, all incomplete: a run must not silently start from scratch."""
     for path in sorted(directory.glob("step-*"), reverse=True):
         try:
             check_completion(path)
         except CheckpointError as error:
             raise CheckpointError(
-                f"No checkpoint in {directory} is whole. {error} resume=never starts anew."
+                f"No checkpoint in {directory} is complete. {error} Set resume=never to start from scratch."
             ) from error
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:
-    """For each setting that differs, by key, both values."""
+    """Return a line with both values for each setting that differs, by key."""
     return {
-        key: f"{key}: {_shown(now.get(key))}; in the checkpoint {_shown(then.get(key))}"
+        key: f"{key}: {_value_text(now.get(key))}; in the checkpoint {_value_text(then.get(key))}"
         for key in [*now, *(key for key in then if key not in now)]
         if now.get(key) != then.get(key)
     }
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "not set" if value is None else str(value)
 
 
 def _content(path: Path) -> str:
-    """A file's, or a model directory's, content in short."""
+    """Return a digest of the content of a file or a model directory."""
     try:
         if path.is_dir():
             files = sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern)})
@@ -301,7 +304,7 @@ def _content(path: Path) -> str:
 
 
 def _dataset_content(directory: Path) -> str:
-    """What datasets' save_to_disk noted of a dataset's splits: their files, and a hash of what they came from."""
+    """Return a digest of a dataset's splits, from the state files with fingerprints that ``save_to_disk`` writes."""
     try:
         noted = [file.read_bytes() for file in sorted(directory.glob("**/state.json"))]
     except OSError as error:
@@ -310,7 +313,7 @@ def _dataset_content(directory: Path) -> str:
 
 
 def _sampled_hash(path: Path) -> str:
-    """Hash of a file, of a large one of 64 places in it: weights differ everywhere, and reading them all takes long."""
+    """Return the hash of a file, or of 64 samples of a large one: other weights differ everywhere, and this is fast."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:

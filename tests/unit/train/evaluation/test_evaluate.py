@@ -228,5 +228,5 @@ def test_the_settings_say_what_is_measured_and_how_text_is_written(tmp_path):
 
 def test_accuracy_is_for_label_sets(tmp_path):
     rows = Setting("t5", 0).held_out
-    with pytest.raises(ConfigError, match="label sets"):
+    with pytest.raises(ConfigError, match="needs a label set"):
         make_spec(tmp_path, HeldOut(rows.examples, rows.tokenized, rows.collate), evaluation__metric="accuracy")

@@ -146,7 +146,7 @@ def test_an_adapter_is_loaded_with_the_model_under_it(tokenizer, tmp_path):
 
 
 def test_a_directory_without_a_model_is_said_to_be_one(tmp_path):
-    with pytest.raises(ModelError, match="holds no model"):
+    with pytest.raises(ModelError, match="has no model"):
         find_trained(str(tmp_path))
 
 
@@ -279,7 +279,7 @@ def test_an_evaluation_is_shown_and_written(labels, shown, tmp_path):
 def test_a_runs_own_predictions_are_not_replaced(tmp_path):
     require_no_run(tmp_path)
     write(tmp_path / "summary.json", "{}")
-    with pytest.raises(ConfigError, match="Give --output"):
+    with pytest.raises(ConfigError, match="Set --output"):
         require_no_run(tmp_path)
 
 

@@ -142,7 +142,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow", "tensorboard"])
 def test_a_tracker_that_is_not_installed_is_named_before_the_run(tmp_path, monkeypatch, tracker):
     monkeypatch.setitem(sys.modules, tracker, None)
-    with pytest.raises(ConfigError, match=f"training.report_to names {tracker}.*pip install {tracker}"):
+    with pytest.raises(ConfigError, match=f"training.report_to has {tracker}.*pip install {tracker}"):
         sink_of(tmp_path, tracker)
 
 
@@ -175,9 +175,9 @@ def test_a_tracker_that_cannot_be_reached_is_told_of_once_and_the_run_goes_on(tm
     assert [step for step, values in broken.logged if "train/loss" in values] == [1, 4, 5]
     metrics = tmp_path / "out" / "metrics.jsonl"
     assert said == [
-        "warning: wandb could not be told of step 2: ConnectionError: no route to host. Training goes on; "
-        f"{metrics} has every line, and what wandb lost is counted at the end.",
-        f"warning: wandb lost 2 of 6 lines; {metrics} has all.",
+        "warning: wandb could not log step 2: ConnectionError: no route to host. Training continues; "
+        f"{metrics} has every line, and the lines that wandb lost are counted at the end.",
+        f"warning: wandb lost 2 of 6 lines; {metrics} has all of them.",
     ]
     assert broken.ended == 1
 
@@ -210,7 +210,7 @@ def test_a_tracker_that_does_not_start_or_close(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wandb, "init", fail)
     sink = sink_of(tmp_path, "wandb", said.append)
-    with pytest.raises(ConfigError, match=r"names wandb, which does not start: ValueError: api_key not .*leave it out"):
+    with pytest.raises(ConfigError, match=r"has wandb, which could not start: ValueError: api_key not .*remove wandb"):
         sink.start(start_of())
     sink.close()
     assert said == []
@@ -219,7 +219,7 @@ def test_a_tracker_that_does_not_start_or_close(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "finish", fail)
     tell(sink_of(tmp_path, "wandb", said.append))
     assert said == [
-        f"warning: wandb did not close: ValueError: api_key not configured. {tmp_path / 'out' / 'metrics.jsonl'} has "
+        f"warning: wandb could not close: ValueError: api_key not configured. {tmp_path / 'out' / 'metrics.jsonl'} has "
         "every line."
     ]
 

@@ -9,7 +9,7 @@ from fullshard.errors import DataError, MismatchError, ModelError
 from fullshard.testing import run_ranks
 from fullshard.train.run.assemble import assemble
 from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.learning_rate import make_schedule
+from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.prepare import prepare
 from support.tiny_run import settings
 
@@ -74,7 +74,7 @@ def test_rows_that_differ_between_ranks_are_told_whatever_their_files_are_called
     said = run_ranks(2, work)
     assert said[0] == said[1]
     assert len(said[0]) == 1
-    assert "other training rows: rank 0 has 25 of " in said[0].pop()
+    assert "The training rows differ between ranks: rank 0 has 25 of " in said[0].pop()
 
 
 def test_no_evaluation_reads_no_held_out_file(tmp_path):
@@ -122,7 +122,7 @@ def test_the_optimizer_has_every_shard_also_empty_ones_so_that_ranks_agree_about
 def test_steps(tmp_path, changes, world_size, per_epoch, total):
     run = config(tmp_path, **changes)
     plan = make_plan(run, prepare(run).train_set, world_size, causal=False)
-    schedule = make_schedule(run, plan.num_steps)
+    schedule = learning_rate_schedule(run, plan.num_steps)
     assert (schedule.steps_per_epoch, schedule.total_steps) == (per_epoch, total)
 
 

@@ -34,11 +34,11 @@ def test_stopped_after_any_step_it_goes_on_to_the_bit(tmp_path, uninterrupted, n
     assert stopped.step == number
     assert stopped.checkpoint == str(tmp_path / "out" / "checkpoints" / f"step-{number:08d}")
     assert str(stopped) == (
-        f"Stopped after step {number} of 8, saved in {stopped.checkpoint}. The same command goes on from there."
+        f"Stopped after step {number} of 8, saved in {stopped.checkpoint}. The same command resumes from there."
     )
     memory = run(tmp_path, **OFTEN)
     assert memory.begun[0].resumed_step == number
-    assert f"going on after step {number} from {stopped.checkpoint}" in memory.begun[0].notes
+    assert f"resuming after step {number} from {stopped.checkpoint}" in memory.begun[0].notes
     assert [report.step for report in memory.steps] == list(range(number + 1, STEPS + 1))
     assert_same(tmp_path, uninterrupted)
 

@@ -173,7 +173,7 @@ def test_a_sharded_run_with_an_adapter_is_pefts_unsharded_run(bases, tokenizer, 
         assert ours == pytest.approx(losses, abs=1e-5)
         assert texts.tolist() == expected.tolist()
         assert any(f"{kind} adapter" in note and "parameters are trained" in note for note in notes)
-        assert any("loaded whole" in note for note in notes) == (kind == "dora")
+        assert any("loaded in full" in note for note in notes) == (kind == "dora")
         for key, weight in plain.named_parameters():
             torch.testing.assert_close(weights[key], weight, atol=1e-5, rtol=0, msg=key)
     assert_saved_as_peft_does(plain, base, tmp_path, prompt, causal)
@@ -232,12 +232,12 @@ def test_what_cannot_work_is_refused(bases, tokenizer):
             prepare_model(config, tokenizer)
 
     t5, gpt2 = bases["t5"], bases["gpt2"]
-    refused(ConfigError, "does not go with gradient_check", config_of(t5, "prefix", gradient_checkpointing=True))
+    refused(ConfigError, "is incompatible with gradient_check", config_of(t5, "prefix", gradient_checkpointing=True))
     refused(ConfigError, "per_device_eval_batch_size", config_of(gpt2, "prompt", per_device_eval_batch_size=2))
     refused(ModelError, "not_there", config_of(t5, "lora", {"options": {"not_there": 1}}))
-    refused(ModelError, "gives r, which lora has set", config_of(t5, "lora", {"options": {"r": 1}}))
+    refused(ModelError, "has r, which lora sets", config_of(t5, "lora", {"options": {"r": 1}}))
     refused(ModelError, "prefix_projection", config_of(t5, "prefix", {"options": {"prefix_projection": True}}))
-    refused(ModelError, "bias is none or all", config_of(t5, "lora", {"options": {"bias": "lora_only"}}))
+    refused(ModelError, "bias must be none or all", config_of(t5, "lora", {"options": {"bias": "lora_only"}}))
     refused(ModelError, "Target modules", config_of(t5, "lora", {"target_modules": ["nothing"]}))
     whole = config_of(t5, "lora", {"target_modules": ["lm_head"]}, fused_cross_entropy=True)
     refused(ModelError, "changes the output layer", whole)

@@ -64,7 +64,7 @@ def test_weights_are_read_by_shard_and_equal_from_pretrained(saved, dtype, monke
     expected = load_model
     monkeypatch.setattr(modelling, "load_model", None)
     results = weights_by_rank(config)
-    assert not [note for _, notes, _ in results for note in notes if "loaded whole" in note]
+    assert not [note for _, notes, _ in results for note in notes if "loaded in full" in note]
     monkeypatch.setattr(modelling, "load_model", expected)
     assert_loaded(results, directory)
 
@@ -90,7 +90,7 @@ def test_names_that_only_transformers_understands_are_loaded_whole_and_the_run_s
     results = weights_by_rank(config, size=1)
     assert_loaded(results, directory)
     note = results[0][1][-1]
-    assert re.search(rf"model was loaded whole on every rank, not shard by shard: {reason}", note)
+    assert re.search(rf"model was loaded in full on every rank, not shard by shard: {reason}", note)
 
 
 def test_faults_are_errors_on_every_rank(saved, one_at_a_time):

@@ -189,7 +189,9 @@ def test_a_checkpoint_of_another_optimizer_is_not_gone_on_from(tmp_path):
     other = config(tmp_path, training__optimizer="adafactor", resume=str(path), **saving)
     with pytest.raises(ConfigError) as caught:
         run(other, ranks=1)
-    assert f"{path} is of another model, optimizer or global batch" in str(caught.value)
+    assert f"The run cannot resume from {path}: the model, the optimizer or the global batch has changed" in str(
+        caught.value
+    )
     assert "training.optimizer: adafactor; in the checkpoint adamw" in str(caught.value)
     assert "fullshard export, then model.path" in str(caught.value)
 

@@ -11,7 +11,7 @@ from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.storage import find_checkpoints
 from fullshard.train.run import loop
-from fullshard.train.setup.resume import TITLE_LISTS, choose_origin, deciding_settings, mark_finished
+from fullshard.train.setup.resume import TITLE_LISTS, choose_starting_point, deciding_settings, mark_finished
 from support.interrupted_run import OFTEN, SMALL, assert_same, before, files, run, run_until_stopped
 from support.tiny_run import settings, write_rows
 
@@ -62,7 +62,7 @@ def test_what_is_no_checkpoint_is_not_resumed_from(tmp_path, resume, text):
 
 def test_a_stop_says_how_to_go_on_where_the_same_command_would_not(tmp_path):
     stopped = run_until_stopped(tmp_path, None, resume="never")
-    assert "The same command with resume=auto goes on" in str(stopped)
+    assert "The same command with resume=auto resumes" in str(stopped)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -101,7 +101,7 @@ def test_settings_that_decide_training_must_be_the_checkpoints(tmp_path):
     with pytest.raises(ConfigError) as caught:
         run(tmp_path, **changes)
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith(f"The run in {tmp_path / 'out'} was cut short and would go on from step-00000001")
+    assert lines[0].startswith(f"The run in {tmp_path / 'out'} was interrupted and would resume from step-00000001")
     assert sorted(line.strip() for line in lines[1:-1]) == [
         "data.max_source_length: 11; in the checkpoint 12",
         "global batch (ranks x training.per_device_train_batch_size x training.gradient_accumulation_steps): "
@@ -163,7 +163,7 @@ def test_a_named_checkpoint_takes_changed_settings_but_no_other_model_or_global_
         run(tmp_path, resume=path, training__gradient_accumulation_steps=3)
     with pytest.raises(ConfigError, match=r"model\.tokenizer\.vocab_size: 61; in the checkpoint 60"):
         run(tmp_path, resume=path, model={**SMALL["model"], "tokenizer": {"vocab_size": 61}})
-    with pytest.raises(ConfigError, match="was made after step 3, and with these settings the run has 2 steps"):
+    with pytest.raises(ConfigError, match="was saved after step 3, but with these settings the run has only 2 steps"):
         run(tmp_path, resume=path, training__max_steps=2)
 
 
@@ -173,7 +173,7 @@ def test_a_torn_newest_checkpoint_is_skipped_and_said(tmp_path, uninterrupted):
     shard.write_bytes(shard.read_bytes()[:-1])
     memory = run(tmp_path, **OFTEN)
     assert memory.begun[0].resumed_step == 4
-    assert "step-00000006 skipped: not whole" in memory.begun[0].notes
+    assert "step-00000006 skipped: incomplete" in memory.begun[0].notes
     assert_same(tmp_path, uninterrupted)
 
 
@@ -194,7 +194,7 @@ def test_a_flipped_bit_names_another_checkpoint_that_goes_on_when_typed(tmp_path
 def test_torn_checkpoints_alone_are_an_error_and_not_a_new_run(tmp_path):
     path = run_until_stopped(tmp_path, None).checkpoint
     Path(path, "complete.json").unlink()
-    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole.*complete\.json.*resume=never"):
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is complete.*complete\.json.*resume=never"):
         run(tmp_path)
 
 
@@ -255,7 +255,7 @@ def test_a_finished_run_says_what_ended_it(tmp_path, monkeypatch, ended_by, step
     mark_finished(config, steps, ended_by)
     monkeypatch.setattr("fullshard.train.setup.resume.find_checkpoints", lambda _: [directory / "step-00000002"])
     with pytest.raises(ConfigError, match=rf"resume={directory}/step-00000002 with a higher {limit}, or resume=never"):
-        choose_origin(config, 1)
+        choose_starting_point(config, 1)
     (directory / "finished.json").write_text('{"steps": 2}')
     with pytest.raises(ConfigError, match=r"with a higher training\.num_train_epochs, or"):
-        choose_origin(config, 1)
+        choose_starting_point(config, 1)

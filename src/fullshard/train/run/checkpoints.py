@@ -1,0 +1,160 @@
+"""The checkpoints of a run: what is saved in them, and how a run takes up the state of one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fullshard.errors import ConfigError
+from fullshard.saving import Checkpoints, SaveReport
+from fullshard.saving.full import write_assets
+from fullshard.storage import read_completion, step_directory
+from fullshard.train.reporting.reports import CheckpointReport
+from fullshard.train.reporting.sinks import Sink
+from fullshard.train.run.assemble import Assembly
+from fullshard.train.run.best import BestModel
+from fullshard.train.run.record import Record
+from fullshard.train.setup.data_plan import group_size
+from fullshard.train.setup.resume import StartingPoint
+
+
+class RunCheckpoints:
+    """Saves and restores a run's checkpoints, and reports them to the sinks; every rank calls every method.
+
+    Attributes:
+        newest: Step and directory of the newest checkpoint of this run; step 0 before the first.
+    """
+
+    def __init__(
+        self, parts: Assembly, start: StartingPoint, checkpoints: Checkpoints, best: BestModel, sinks: Sequence[Sink]
+    ) -> None:
+        """Change nothing yet."""
+        self.newest: tuple[int, Path | None] = (0, None)
+        self._parts = parts
+        self._start = start
+        self._checkpoints = checkpoints
+        self._best = best
+        self._sinks = sinks
+
+    def restore(self) -> tuple[int, Record, tuple[str, ...]]:
+        """Load the checkpoint that the run resumes from, if it resumes.
+
+        Returns:
+            The steps trained before, their record, and notes for the user; ``(0, Record(), ())`` for a new run.
+
+        Raises:
+            ConfigError: The checkpoint is from after the last step of the run.
+            CheckpointError: It is damaged or cannot be read.
+        """
+        start, parts, comm = self._start, self._parts, self._parts.comm
+        if start.path is None or start.values is None:
+            return 0, Record(), ()
+        options = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
+        restored = self._checkpoints.load(parts.model, parts.optimizer, path=start.path)
+        assert restored is not None, "a path was given"
+        # The optimizer's options come from the settings, which may have been changed on purpose.
+        for group, given in zip(parts.optimizer.param_groups, options, strict=True):
+            group.update(given)
+        if restored.step > parts.schedule.total_steps:
+            raise ConfigError(
+                f"{start.path} was saved after step {restored.step:,}, but with these settings the run has only "
+                f"{parts.schedule.total_steps:,} steps: raise training.num_train_epochs or training.max_steps."
+            )
+        if not restored.rng_restored:
+            torch.manual_seed(_rank_seed(parts.config.seed, comm.rank, restored.step))
+        if parts.scaler is not None and start.values["scaler"] is not None:
+            parts.scaler.load_state_dict(start.values["scaler"])
+        if restored.path.parent.resolve() == self._checkpoints.directory.resolve():
+            self.newest = (restored.step, restored.path)
+        record = Record.from_values(start.values["record"], rank=comm.rank, world_size=comm.size)
+        return restored.step, record, self._restore_best(restored.step, record)
+
+    def _restore_best(self, step: int, record: Record) -> tuple[str, ...]:
+        """Restore the best model so far, or drop it from the record if it is lost or cannot be compared any more."""
+        best = record.best
+        if best is None:
+            return ()
+        why = "was evaluated with other settings"
+        if self._start.comparable:
+            if self._best.restore(step, best):
+                return ()
+            why = "is no longer there"
+        # If an evaluation was due after this step, it is made again.
+        record.best, record.evaluated_step, record.stale_evaluations = None, 0, 0
+        return (f"the best model so far, of step {best.step:,}, {why}: the best from here on is kept",)
+
+    def save(
+        self,
+        step: int,
+        record: Record,
+        train_seconds: float,
+        *,
+        metric: float | None = None,
+        background: bool = True,
+    ) -> None:
+        """Save a checkpoint, after the one before it was reported by ``report(wait=True)``.
+
+        Args:
+            step: Steps trained.
+            record: The run so far.
+            train_seconds: Wall time of the run so far.
+            metric: Value of the evaluation after this step, if there was one.
+            background: Write while training continues; :meth:`report` reports it once it is on disk.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        parts = self._parts
+        peaks = parts.comm.all_gather_object(record.peak_bytes)
+        values = {
+            "settings": self._start.settings,
+            "group_rows": self._start.group or group_size(parts.config, parts.comm.size),
+            "total_steps": parts.schedule.total_steps,
+            "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
+            "record": record.as_values(train_seconds=train_seconds, peaks=peaks),
+        }
+        started = time.monotonic()
+        self._checkpoints.save(
+            parts.model,
+            parts.optimizer,
+            step=step,
+            values=values,
+            metric=metric,
+            background=background,
+            assets=lambda directory: write_assets(parts.model, directory, tokenizer=parts.tokenizer),
+        )
+        path = step_directory(self._checkpoints.directory, step)
+        self.newest = (step, path)
+        self._best.named(step, record.best)
+        if not background:
+            seconds = time.monotonic() - started
+            self._committed(step, path, seconds, stall_seconds=seconds)
+
+    def report(self, *, wait: bool = False) -> None:
+        """Report a checkpoint that was saved in the background, once it is on disk.
+
+        Args:
+            wait: Wait until it is.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        report: SaveReport | None = self._checkpoints.wait() if wait else self._checkpoints.committed()
+        if report is not None:
+            self._committed(report.step, report.path, report.seconds, report.stall_seconds)
+
+    def _committed(self, step: int, path: Path, seconds: float, stall_seconds: float) -> None:
+        self._best.committed(step)
+        if self._sinks:
+            nbytes = sum(read_completion(path).files.values())
+            for sink in self._sinks:
+                sink.checkpoint(CheckpointReport(step, str(path), nbytes, seconds, stall_seconds))
+
+
+def _rank_seed(seed: int, rank: int, step: int) -> int:
+    """Return the seed of a rank that has no random state to restore, because the number of ranks changed."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()[:8]) >> 1
