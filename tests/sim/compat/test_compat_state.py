@@ -94,7 +94,7 @@ def on_ranks(kind, size, work, **options):
     return run_ranks(size, lambda c: work(c, wrap(models[c.rank], c, **options), models[size + c.rank]))
 
 
-# Full parameters on show
+# Full parameters shown
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,7 +207,7 @@ def test_what_cannot_be_shown_is_refused_and_leaves_the_shards():
         with FSDP.summon_full_params(model):
             inner = FSDP.summon_full_params(model.blocks[0])
             for again in (FSDP.summon_full_params(model), inner, unsharded(model.module)):
-                with pytest.raises(ShardingError, match="on show already"), again:
+                with pytest.raises(ShardingError, match="shown already"), again:
                     pass
         shards = list(model.parameters())
         with pytest.raises(ShardingError, match=r"blocks\.0\.up\.weight"), FSDP.summon_full_params(model):

@@ -134,7 +134,7 @@ def _shard_of(entry: StateEntry) -> torch.Tensor:
     Raises:
         ShardingError: Full parameters are registered on the module.
     """
-    if entry.on_show:
+    if entry.is_full:
         raise ShardingError(
             "SHARDED_STATE_DICT and LOCAL_STATE_DICT consist of shards, but full parameters are registered on the "
             "module: call state_dict() outside of summon_full_params, or with FULL_STATE_DICT."

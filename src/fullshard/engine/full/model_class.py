@@ -1,4 +1,4 @@
-"""The class of a sharded model: that of the model, with a few overrides that keep it from harm."""
+"""The class of a sharded model: a subclass of the model's class whose state_dict and generate know about shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.errors import ShardingError
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the model's class with the same name."""
+    """Make a subclass of the model's class with the same name."""
 
     def __repr__(self: nn.Module) -> str:
         runtime = runtime_of(self)
@@ -32,7 +32,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         if (others := runtime_of(self).state_dict) is not None:
             return others[0](self, *args, **kwargs)
         raise ShardingError(
-            f"state_dict() of a sharded {cls.__name__} would hold this rank's rows only. Write the whole model with "
+            f"state_dict() of a sharded {cls.__name__} would hold only this rank's rows. Write the full model with "
             "fullshard.save(model, directory), or stream it with fullshard.full_tensors(model)."
         )
 
@@ -46,8 +46,8 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
             return others[1](self, state_dict, strict, assign)
         if assign:
             raise ShardingError(
-                "load_state_dict(assign=True) would replace the shards by full tensors. Leave out assign: each rank "
-                "copies its rows."
+                "load_state_dict(assign=True) would replace the shards by full tensors. Omit assign: each rank copies "
+                "its rows."
             )
         return _IncompatibleKeys(*load_full_state(self, state_dict, strict=strict))
 
@@ -69,20 +69,20 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def root_held(model: nn.Module) -> RootHeld:
-    """Context in which a sharded model's root unit stays gathered between forwards; all ranks enter it together.
+    """Return a context in which the root unit stays gathered between forwards; all ranks enter it together.
 
-    ``generate`` of a sharded model enters it by itself.
+    ``generate`` of a sharded model enters it automatically.
     """
     return RootHeld(runtime_of(model))
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that :func:`sharded_class` made ``cls`` of."""
+    """Return the class that :func:`sharded_class` made ``cls`` from."""
     return cls.__mro__[1]
 
 
 def on_state_dict(model: nn.Module, make: Callable[..., dict[str, Any]], load: Callable[..., Any]) -> None:
-    """Have others answer for ``state_dict()`` and ``load_state_dict()`` of a sharded model; any rank, no communication.
+    """Replace ``state_dict()`` and ``load_state_dict()`` of a sharded model; any rank, no communication.
 
     Args:
         model: A sharded model.
@@ -93,10 +93,10 @@ def on_state_dict(model: nn.Module, make: Callable[..., dict[str, Any]], load: C
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
-    """Let a method other than ``forward`` compute with full parameters, under sharding as without; any rank, once.
+    """Let a method other than ``forward`` compute with full parameters; called once, on every rank.
 
     Its first call in a step begins a forward pass, as ``model(...)`` does. Needed only for methods that use parameters
-    themselves (``F.linear(x, self.weight)``): modules that a method calls gather for themselves.
+    directly (``F.linear(x, self.weight)``): modules that a method calls gather automatically.
 
     Args:
         model: A sharded model.
@@ -115,7 +115,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 
 
 def wrap_forward_method(hooks: UnitHooks, module: nn.Module, method: str) -> None:
-    """Do for one method of ``module`` what ``hooks`` do for forward.
+    """Wrap one method of ``module`` so that ``hooks`` treat it like forward.
 
     Raises:
         ShardingError: There is no such method.
@@ -145,7 +145,7 @@ def wrap_forward_method(hooks: UnitHooks, module: nn.Module, method: str) -> Non
 
 
 def _hooks_around(runtime: Runtime, model: nn.Module, path: str) -> UnitHooks:
-    """The hooks of the innermost unit around the module at ``path``."""
+    """Return the hooks of the innermost unit around the module at ``path``."""
     of_module = {id(module): unit for unit in runtime.units for module in unit.modules}
     parts = path.split(".") if path else []
     for depth in range(len(parts), -1, -1):

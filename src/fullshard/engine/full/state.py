@@ -1,4 +1,4 @@
-"""A sharded model's parameters as a whole: seen, streamed out, loaded."""
+"""Full parameters of a sharded model: shown, streamed to rank 0, loaded; and this rank's part of its saved state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     if in_backward():
         raise ShardingError("unsharded(model) cannot be entered during backward: it gathers and frees units itself.")
     if any(unit.summoned for unit in runtime.units):
-        raise ShardingError("unsharded(model) cannot be entered while summoned full parameters are shown.")
+        raise ShardingError("unsharded(model) cannot be entered while full parameters are shown already.")
     runtime.forward_event()
     outermost = Keep.CONTEXT not in runtime.root.keep
     entered = [unit for unit in runtime.units if Keep.CONTEXT not in unit.keep]
@@ -105,12 +105,12 @@ class RootHeld:
 
 
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
-    """Stream the whole model to rank 0, one unit at a time; every rank iterates to the end.
+    """Stream the full model to rank 0, one unit at a time; every rank iterates to the end.
 
     Yields:
         The unit's name, and for each of its parameters the first name and, on rank 0, the full tensor on CPU in the
-        shard's dtype (valid until the next step of the iteration); None on other ranks. Parameters that were left out
-        of sharding and persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
+        shard's dtype (valid until the next step of the iteration); None on other ranks. Ignored parameters and
+        persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
     """
     runtime = runtime_of(model)
     writes = runtime.mesh.rank == 0
@@ -121,15 +121,14 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
             mine = lane.shard.to(runtime.mesh.device)
             if writes:
                 full = torch.empty(lane.numel, dtype=mine.dtype, device=mine.device)
-            if lane.mesh.replica_group.rank == 0:  # copies have the same to tell
+            if lane.mesh.replica_group.rank == 0:  # replicas hold the same
                 runtime.mesh.announce(f"gather of unit {unit.name} to rank 0")
                 lane.mesh.shard_group.gather(mine, full).wait()
             full = None if full is None else full.cpu()
-            for param in unit.params:
-                if param.lane is lane:
-                    start, numel = param.meta.placement.start, param.meta.placement.numel
-                    view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
-                    tensors[param.meta.name] = view
+            for param in unit.params_of(lane):
+                start, numel = param.meta.placement.start, param.meta.placement.numel
+                view = None if full is None else full[start : start + numel].view(param.meta.global_shape)
+                tensors[param.meta.name] = view
         yield unit.name, tensors
     yield "(ignored)", {name: (p.detach().cpu() if writes else None) for name, p in left_out(model).items()}
     yield "(buffers)", {name: (b.cpu() if writes else None) for name, b in persistent_buffers(model)}
@@ -137,18 +136,18 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """What this rank holds of one tensor of a model's saved state.
+    """This rank's part of a tensor of a model's saved state.
 
     Attributes:
         name: First name of the parameter, or the name of the buffer.
         aliases: The parameter's other names, when it is tied.
-        shape: Shape of the whole tensor.
-        start: First element that this rank holds, counted in the flattened tensor.
+        shape: Full shape.
+        start: First element that this rank holds, in the flattened full tensor.
         tensor: This rank's elements, 1-D, possibly none: a view of ``home``, or a copy where that is not contiguous.
         home: The tensor that training uses.
-        replica: Which of the copies of these elements this one is, from 0.
-        replicas: How many ranks hold a copy of these elements.
-        param: The Parameter an optimizer knows; None for a buffer.
+        replica: Index of this copy among the copies of these elements.
+        replicas: Number of ranks that hold a copy.
+        param: The Parameter that an optimizer steps; None for a buffer.
     """
 
     name: str
@@ -163,34 +162,34 @@ class LocalTensor:
 
 
 def local_tensors(model: nn.Module) -> list[LocalTensor]:
-    """What this rank holds of the model's saved state, in the same order on every rank; no communication.
+    """Return this rank's part of the model's saved state, in the same order on every rank; no communication.
 
-    Sharded parameters unit by unit, then parameters left out of sharding, then persistent buffers.
+    Sharded parameters unit by unit, then ignored parameters, then persistent buffers.
     """
     runtime = runtime_of(model)
-    runtime.guard_shards(on=False)  # whoever saves after an interrupted forward
+    runtime.guard_shards(on=False)  # left on by a forward that was interrupted
     found = []
     for _, param in runtime.all_params():
         meta, copies, shard = param.meta, param.lane.mesh.replica_group, param.sharded
         names = (meta.name, meta.aliases, meta.global_shape, meta.element_range[0])
         found.append(LocalTensor(*names, shard.detach().reshape(-1), shard, copies.rank, copies.size, shard))
     rank, size = runtime.mesh.rank, runtime.mesh.size
-    whole = [(name, param, param) for name, param in left_out(model).items()]
-    for name, tensor, param in [*whole, *((name, buffer, None) for name, buffer in persistent_buffers(model))]:
-        # Lazily conjugated elements are not what lies in memory.
+    ignored = [(name, param, param) for name, param in left_out(model).items()]
+    for name, tensor, param in [*ignored, *((name, buffer, None) for name, buffer in persistent_buffers(model))]:
+        # The memory of lazily conjugated tensors holds other values.
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         found.append(LocalTensor(name, (), tuple(tensor.shape), 0, flat, tensor, rank, size, param))
     return found
 
 
 def left_out(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that are not sharded, by their first name."""
+    """Return parameters that are not sharded, by their first name."""
     sharded = {id(m._parameters.get(key)) for _, param in runtime_of(model).all_params() for m, key in param.slots}
     return {plain_name(name): param for name, param in model.named_parameters() if id(param) not in sharded}
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each buffer that belongs to the model's saved state; any rank."""
+    """Yield name and value of each buffer in the model's saved state; any rank."""
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -200,18 +199,18 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def load_full_state(
     model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Copy this rank's rows of unsharded tensors into the shards, and whole buffers; every rank, with equal tensors.
+    """Copy this rank's rows of full tensors into the shards, and full buffers; every rank, with equal tensors.
 
     Args:
         model: The sharded model.
         state: Full tensors by name, on any device, of any floating dtype; a tied parameter under any of its names.
-        strict: Whether names must fit exactly.
+        strict: Whether names must match exactly.
 
     Returns:
-        Names that ``state`` lacks, and names that the model has not.
+        Names missing in ``state``, and names unknown to the model.
 
     Raises:
-        ShardingError: Names do not fit (if strict), or a shape does not; nothing has been copied then.
+        ShardingError: Names do not match (if strict), or a shape does not; nothing has been copied.
     """
     targets, missing, used = _targets(model, state)
     unexpected = sorted(set(state) - used)
@@ -236,7 +235,7 @@ def load_full_state(
 def _targets(
     model: nn.Module, state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[ShardedParam | torch.Tensor, tuple[int, ...]]], list[str], set[str]]:
-    """What each name of ``state`` is copied to and the shape it must have; names that lack; names that are known."""
+    """Return the target and required shape of each name in ``state``, the missing names, and the known names."""
     runtime = runtime_of(model)
     targets: dict[str, tuple[ShardedParam | torch.Tensor, tuple[int, ...]]] = {}
     missing: list[str] = []

@@ -1,4 +1,4 @@
-"""A whole model on its way to rank 0, in runs of elements and never more than a few of them at once."""
+"""Streams a full model to rank 0 in runs of elements, with bounded memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Run = tuple[str, int, torch.Tensor]
 """A parameter's or buffer's first name, the first element in the flattened tensor, and the elements, (run,), on CPU."""
 
 RUNS_BYTES = 64_000_000
-"""What streaming a model takes on rank 0 beside what is there."""
+"""Additional memory that streaming a model takes on rank 0."""
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor of a model's saved state.
+    """A tensor of a model's saved state.
 
     Attributes:
-        names: All its names in the model's ``state_dict()``, the first one first; several when it is tied.
-        shape: Of the whole tensor.
-        dtype: In which the ranks keep it.
+        names: Its names in the model's ``state_dict()``; several when it is tied.
+        shape: Full shape.
+        dtype: Dtype of the shards.
         is_parameter: Whether it is a parameter, else a persistent buffer.
     """
 
@@ -42,9 +42,9 @@ class SavedTensor:
 
 
 def saved_tensors(model: nn.Module) -> list[SavedTensor]:
-    """The tensors of the model's saved state in the order of its ``state_dict()``; any rank, no communication.
+    """Return the tensors of the model's saved state in ``state_dict()`` order; any rank, no communication.
 
-    A buffer that several modules share has one entry for each of them, as every one of them loads it.
+    A buffer that several modules share has one entry for each of them, because each loads it.
     """
     sharded = {id(one): param for _, param in runtime_of(model).all_params() for one in (param.sharded, param.full)}
     tensors: dict[object, torch.Tensor] = {}
@@ -69,25 +69,25 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
 def full_runs(
     model: nn.Module, limit_bytes: int = RUNS_BYTES, *, ahead: int = 0, names: frozenset[str] | None = None
 ) -> Iterator[list[Run]]:
-    """Stream the whole model to rank 0 in runs of elements; every rank iterates, to the end or to the same step.
+    """Stream the full model to rank 0 in runs of elements; every rank iterates, to the end or to the same step.
 
     A step is at most one gather. Steps take turns in ``ahead + 1`` buffers, so rank 0 never holds more than
-    ``limit_bytes`` beside its shards, whatever the size of a unit or table. What rank 0 holds by itself is not copied
-    on CPU: such runs are views, to be read before the model changes.
+    ``limit_bytes`` in addition to its shards, whatever the size of a unit or table. What rank 0 holds already is not
+    copied on CPU: such runs are views, to be read before the model changes.
 
     Args:
         model: The sharded model.
         limit_bytes: Most bytes of all buffers.
         ahead: How many of the last steps' runs may still be in use when the next step is asked for.
-        names: First names of the tensors that are wanted, the same on every rank; others may come along, where they lie
-            beside them. None: all.
+        names: First names of the tensors to stream, the same on every rank; tensors in the same lanes are included.
+            None: all.
 
     Yields:
         On rank 0 the step's runs, each element once over all steps; elsewhere an empty list. Sharded parameters unit by
-        unit, in the shard's dtype, then parameters left out of sharding, then persistent buffers.
+        unit, in the shard's dtype, then ignored parameters, then persistent buffers.
     """
     runtime = runtime_of(model)
-    # Eight bytes, the largest element, of each rank: less would be no step.
+    # At least eight bytes, the largest element, of each rank.
     words = max(limit_bytes // (ahead + 1) // 8, runtime.mesh.size)
     host = _Host(8 * words, ahead + 1)
     for unit in runtime.units:
@@ -103,9 +103,9 @@ def full_runs(
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole model as a plain state dict in rank 0's memory, for ``torch.save``; every rank calls it.
+    """Return the full model as a plain state dict on rank 0, for ``torch.save``; every rank calls it.
 
-    Rank 0 needs memory for the whole model, and 64 MB beside it. To write a model, ``save`` needs the 64 MB only.
+    Rank 0 needs memory for the full model and another 64 MB. To write a model, ``save`` needs only the 64 MB.
 
     Args:
         model: The sharded model.
@@ -119,29 +119,29 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     writes = runtime_of(model).mesh.rank == 0
     saved = saved_tensors(model) if writes else []
-    whole = {one.names[0]: torch.empty(one.shape, dtype=one.dtype) for one in saved}
+    full = {one.names[0]: torch.empty(one.shape, dtype=one.dtype) for one in saved}
     for runs in full_runs(model):
         for name, start, flat in runs:
-            whole[name].view(-1)[start : start + flat.numel()].copy_(flat)
-    return {name: whole[one.names[0]] for one in saved for name in one.names}
+            full[name].view(-1)[start : start + flat.numel()].copy_(flat)
+    return {name: full[one.names[0]] for one in saved for name in one.names}
 
 
 class _Host:
-    """Host memory of rank 0 that steps take turns in.
+    """Host memory of rank 0 in which steps take turns.
 
-    It is one block that is kept to the end. The C library gives a block of this size back to the system; new ones for
-    each step would leave holes that the process keeps.
+    One block, kept to the end: the C library returns a block of this size to the system, whereas new ones for each step
+    would leave holes that the process keeps.
     """
 
     def __init__(self, step_bytes: int, count: int) -> None:
-        """Have ``count`` parts of ``step_bytes``, a multiple of 8; the memory is taken when it is first needed."""
+        """Provide ``count`` parts of ``step_bytes``, a multiple of 8; memory is allocated at first use."""
         self.step_bytes = step_bytes
         self._count = count
         self._taken = 0
         self._block: torch.Tensor | None = None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for one step, (numel,), that of the longest ago."""
+        """Return memory for one step, (numel,), reusing the oldest."""
         if self._block is None:
             self._block = torch.empty(self._count * self.step_bytes, dtype=torch.uint8)
         start = self._taken % self._count * self.step_bytes
@@ -149,7 +149,7 @@ class _Host:
         return self._block[start : start + numel * dtype.itemsize].view(dtype)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of one step on the CPU, (numel,): a view of what is there in order, else a copy."""
+        """Return the elements of one step on the CPU, (numel,): a view if contiguous there, else a copy."""
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             return tensor.view(-1)
         copy = self.take(tensor.numel(), tensor.dtype)
@@ -158,7 +158,7 @@ class _Host:
 
 
 def _lane_runs(runtime: Runtime, unit: Unit, lane: Lane, host: _Host) -> Iterator[list[Run]]:
-    """One lane, step by step: as many elements of every rank's shard at a time."""
+    """Yield one lane step by step, with equally many elements of every rank's shard."""
     names = {param.place: param.meta.name for param in unit.params if param.lane is lane}
     size = lane.mesh.shard_group.size
     step = host.step_bytes // (lane.shard.dtype.itemsize * size)
@@ -171,11 +171,11 @@ def _lane_runs(runtime: Runtime, unit: Unit, lane: Lane, host: _Host) -> Iterato
 
 
 def _gather(runtime: Runtime, lane: Lane, mine: torch.Tensor, host: _Host) -> torch.Tensor | None:
-    """As many elements of each rank's shard, (ranks * step,), on rank 0's CPU; None on other ranks."""
+    """Gather a step's elements of each rank's shard, (ranks * step,), on rank 0's CPU; None on other ranks."""
     device, writes = runtime.mesh.device, runtime.mesh.rank == 0
     if lane.mesh.shard_group.size == 1:
         return host.flat(mine) if writes else None
-    if lane.mesh.replica_group.rank > 0:  # copies have the same to tell
+    if lane.mesh.replica_group.rank > 0:  # replicas hold the same
         return None
     mine, full = mine.to(device), None
     if writes:
@@ -186,7 +186,7 @@ def _gather(runtime: Runtime, lane: Lane, mine: torch.Tensor, host: _Host) -> to
 
 
 def _split(lane: Lane, names: dict[int, str], first: int, elements: torch.Tensor) -> Iterator[Run]:
-    """What consecutive elements of a lane, from ``first`` on, are of its parameters; padding is left out."""
+    """Split consecutive elements of a lane, from ``first`` on, into runs of its parameters, without padding."""
     placements, stop = lane.layout.placements, first + elements.numel()
     place = max(0, bisect_right(placements, first, key=lambda placement: placement.start) - 1)
     while place < len(placements) and placements[place].start < stop:
@@ -198,9 +198,9 @@ def _split(lane: Lane, names: dict[int, str], first: int, elements: torch.Tensor
 
 
 def _pieces(tensor: torch.Tensor, start: int, most: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """A tensor in parts of at most ``most`` elements, each with its first element; the same for equal shapes.
+    """Yield parts of a tensor of at most ``most`` elements, each with the index of its first; equal for equal shapes.
 
-    They are rows, not slices of the flattened tensor: to flatten one whose memory is not in order copies all of it.
+    Parts are rows, not slices of the flattened tensor: flattening a non-contiguous tensor copies all of it.
     """
     if tensor.numel() <= most:
         yield start, tensor

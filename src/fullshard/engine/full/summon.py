@@ -1,4 +1,4 @@
-"""Whole tensors in the dtype that they are kept in: gathered a lane at a time, and full parameters on show."""
+"""Full tensors in the dtype of the shards: gathered one lane at a time, or registered on the modules for a while."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def gathered(
     *,
     rank0_only: bool = False,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Put tensors together that ranks hold as they hold parameters; every rank iterates to the end.
+    """Gather tensors that are sharded like the parameters; every rank iterates to the end.
 
-    One step is one lane, on the device of the collectives: nothing beside it is held.
+    One step is one lane, on the device of the collectives: nothing else is held.
 
     Args:
         model: A sharded model.
-        tensors: By a parameter's first name, what this rank has of a tensor of the parameter's shape: its shard, its
-            gradient or a state of its optimizer, in the shard's shape. What a rank does not give counts as zeros.
-        wanted: The dtype of each tensor that is to be put together, by the same names, the same on every rank.
-        rank0_only: Whether rank 0 alone gets them.
+        tensors: This rank's part of each tensor, by the parameter's first name: a shard, a gradient or an optimizer
+            state, in the shard's shape. A missing part counts as zeros.
+        wanted: The dtype of each tensor to gather, by the same names; the same on every rank.
+        rank0_only: Whether only rank 0 receives them.
 
     Yields:
-        The whole tensors by name, views of one buffer; nothing on other ranks with ``rank0_only``.
+        The full tensors by name, views of one buffer; an empty dict on other ranks with ``rank0_only``.
 
     Raises:
-        ShardingError: Only rank 0 has the full parameters right now.
+        ShardingError: Only rank 0 has the full parameters at present.
     """
     runtime = runtime_of(model)
     for unit in runtime.units:
@@ -67,9 +67,9 @@ def _gather(
     *,
     rank0_only: bool,
 ) -> torch.Tensor | None:
-    """The whole lane, (numel,), from what each rank has of ``members``."""
+    """Gather one lane, (numel,), from each rank's part of ``members``."""
     comm = lane.mesh.shard_group
-    if rank0_only and lane.mesh.replica_group.rank > 0:  # copies have the same to tell
+    if rank0_only and lane.mesh.replica_group.rank > 0:  # replicas hold the same
         return None
     low, high = lane.layout.shard_bounds(comm.rank)
     full = torch.empty(lane.numel if not rank0_only or comm.rank == 0 else 0, dtype=dtype, device=comm.device)
@@ -82,7 +82,7 @@ def _gather(
     target = full if comm.rank == 0 else None
     work = comm.gather(mine, target) if rank0_only else comm.all_gather(full, mine)
     work.wait()
-    settle(work)  # nobody reads here any more: the caller may write to it
+    settle(work)  # other ranks have read their part: the caller may write to it
     return full if full.numel() else None
 
 
@@ -97,27 +97,27 @@ class StateEntry:
 
     Attributes:
         name: In the ``state_dict()`` of the module without wrappers.
-        tensor: The parameter or buffer that the module shows now.
-        meta: What ``tensor`` is of a whole; None where it is the whole.
-        on_show: Whether it is the whole of a sharded parameter, which is on show for a while.
+        tensor: The parameter or buffer that is registered on the module now.
+        meta: Place of ``tensor`` in the full tensor; None if it is the full one.
+        is_full: Whether it is the full tensor of a sharded parameter, registered for a while.
     """
 
     name: str
     tensor: torch.Tensor
     meta: ShardMeta | None
-    on_show: bool
+    is_full: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the full tensor."""
         return tuple(self.tensor.shape) if self.meta is None else self.meta.global_shape
 
 
 def state_entries(module: nn.Module) -> list[StateEntry]:
-    """Parameters and persistent buffers of a module of a sharded model, under every name, as ``state_dict()`` has them.
+    """Return parameters and persistent buffers of a module under every name, as ``state_dict()`` has them.
 
     Raises:
-        ShardingError: The module is no part of a sharded model.
+        ShardingError: The module is not part of a sharded model.
     """
     sharded = {(id(m), key): p for _, p in home_of(module).all_params() for m, key in p.slots}
     entries = []
@@ -127,8 +127,8 @@ def state_entries(module: nn.Module) -> list[StateEntry]:
             if tensor is not None:
                 name = plain_name(f"{path}.{key}" if path else key)
                 param = sharded.get((id(owner), key))
-                on_show = param is not None and param.sharded is not tensor
-                entries.append(StateEntry(name, tensor, None if param is None or on_show else param.meta, on_show))
+                is_full = param is not None and param.sharded is not tensor
+                entries.append(StateEntry(name, tensor, None if param is None or is_full else param.meta, is_full))
     return entries
 
 
@@ -142,21 +142,21 @@ def summoned_parameters(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show full parameters, in the dtype they are kept in, of the units of some modules; all ranks enter it together.
+    """Register full parameters, in the shards' dtype, on the units of some modules; all ranks enter it together.
 
     Inside, such a unit is a plain module with plain Parameters: its forward casts and gathers nothing, gradients stay
-    in the Parameters. Memory: the parameters that are shown, whole.
+    in the Parameters. Memory: the full parameters of these units.
 
     Args:
         model: A sharded model.
-        modules: Units of which some module is among them are shown.
-        writeback: Whether each rank takes over its rows of what the Parameters hold in the end.
-        rank0_only: Whether rank 0 alone gets full parameters; other ranks keep seeing their shards.
-        offload_to_cpu: Whether they are in host memory.
+        modules: The units of these modules show full parameters.
+        writeback: Whether each rank copies its rows of the Parameters into its shards at the end.
+        rank0_only: Whether only rank 0 gets full parameters; other ranks keep their shards.
+        offload_to_cpu: Whether the full parameters are in host memory.
         with_grads: Whether ``.grad`` is the full gradient, and written back too.
 
     Raises:
-        ShardingError: During forward or backward, or where full parameters are on show already.
+        ShardingError: During forward or backward, or if full parameters are shown already.
     """
     runtime = runtime_of(model)
     chosen = {id(module) for module in modules}
@@ -185,24 +185,24 @@ def summoned_parameters(
 def _check(runtime: Runtime, units: Iterable[Unit]) -> None:
     if in_backward() or runtime.open_calls:
         raise ShardingError(
-            "Full parameters cannot be shown during forward or backward: units come and go there. Enter the context "
-            "before or after."
+            "Full parameters cannot be shown during forward or backward, which gather and free units themselves. Enter "
+            "the context before or after."
         )
     for unit in units:
         if unit.summoned is not None or unit.stays_shown:
             raise ShardingError(
-                f"The full parameters of unit {unit.name} are on show already: leave that context before you enter "
+                f"The full parameters of unit {unit.name} are shown already: leave that context before you enter "
                 "another one, or use it."
             )
 
 
 class _Shown:
-    """The full Parameters that take the shards' places for a while."""
+    """Full Parameters that replace the shards on the modules for a while."""
 
     def __init__(
         self, runtime: Runtime, params: list[ShardedParam], device: torch.device | None, *, rank0_only: bool
     ) -> None:
-        """Gather ``params``; nothing is shown yet."""
+        """Gather ``params`` without showing them yet."""
         self.runtime = runtime
         self.device = device
         self.rank0_only = rank0_only
@@ -212,7 +212,7 @@ class _Shown:
         self.full: dict[str, nn.Parameter] = {}
         self.before = {name: shard.detach().clone() for name, shard in held.items()}
         for name, tensor in self._gathered(held, wanted):
-            # .data: a version counter of its own, as Parameters of a plain module have.
+            # .data: its own version counter, as Parameters of a plain module have.
             self.full[name] = nn.Parameter(tensor.data, requires_grad=self.by_name[name].sharded.requires_grad)
 
     def _gathered(
@@ -221,11 +221,11 @@ class _Shown:
         model = self.runtime.root.modules[0]
         for lane in gathered(model, held, wanted, rank0_only=self.rank0_only):
             for name, tensor in lane.items():
-                # A copy on the CPU must not keep the lane, nor be it.
+                # A copy on the CPU must not keep the lane alive, nor be a view of it.
                 yield name, tensor if self.device is None else tensor.to(self.device)
 
     def take_gradients(self) -> None:
-        """Put the gradients together that any rank has."""
+        """Gather the gradients that any rank has."""
         held = {name: p.sharded.grad for name, p in self.by_name.items() if p.sharded.grad is not None}
         by_rank = self.runtime.mesh.all_gather_object({name: gradient.dtype for name, gradient in held.items()})
         wanted = {name: dtype for of_rank in by_rank for name, dtype in of_rank.items()}
@@ -235,17 +235,17 @@ class _Shown:
             self.full[name].grad = gradient
 
     def show(self) -> None:
-        """Put the full Parameters into every slot."""
+        """Register the full Parameters in every slot."""
         for name, full in self.full.items():
             for module, key in self.by_name[name].slots:
                 module._parameters[key] = full
 
     def take_back(self, *, writeback: bool, with_grads: bool) -> None:
-        """Put the shards back, and what is ours of the full Parameters into them.
+        """Register the shards again, and copy this rank's rows of the full Parameters into them if ``writeback``.
 
         Raises:
-            ShardingError: A parameter was replaced, or has another shape now, or its shard was changed; the shards are
-                back in place.
+            ShardingError: A parameter was replaced or changed its shape, or its shard was changed; the shards are
+                registered again.
         """
         replaced = []
         for name, full in self.full.items():
@@ -258,14 +258,14 @@ class _Shown:
             self._refuse_changed_shards()
         if writeback and replaced:
             raise ShardingError(
-                f"{', '.join(replaced)}: replaced by another Parameter, or given another shape, while the full "
-                "parameters were on show. Change values in place (param.copy_, param.data.copy_) instead."
+                f"{', '.join(replaced)}: replaced by another Parameter, or given another shape, while full "
+                "parameters were shown. Change values in place (param.copy_, param.data.copy_) instead."
             )
         for name, full in self.full.items() if writeback else ():
             self._write(self.by_name[name], full, with_grads=with_grads)
 
     def _refuse_changed_shards(self) -> None:
-        """Refuse to overwrite what an optimizer has done to the shards meanwhile: nobody would notice the lost step."""
+        """Refuse to overwrite shards that an optimizer has stepped meanwhile: the lost step would go unnoticed."""
         changed = [
             name
             for name, before in self.before.items()
@@ -274,14 +274,14 @@ class _Shown:
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise ShardingError(
-                f"{', '.join(changed[:3])}{more}: the shards were changed (by optimizer.step(), or a load) while the "
-                "full parameters were on show, which would be written over them. Step outside of the context, or enter "
+                f"{', '.join(changed[:3])}{more}: the shards were changed (by optimizer.step(), or a load) while "
+                "full parameters were shown, and would be overwritten by them. Step outside of the context, or enter "
                 "it with writeback=False."
             )
 
     def _write(self, param: ShardedParam, full: nn.Parameter, *, with_grads: bool) -> None:
         rows = _rows(param, full.detach())
-        # Only what differs: a shard that is written is one that a backward under way must not use any more.
+        # Only if it differs: writing a shard makes a pending backward of its unit raise an error.
         if not torch.equal(rows.to(param.sharded.device), param.sharded):
             with torch.no_grad():
                 param.sharded.copy_(rows)

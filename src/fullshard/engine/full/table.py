@@ -1,4 +1,4 @@
-"""The unit table: what was wrapped, how it is laid out, what it costs."""
+"""The unit table: modules, layout and bytes of each unit."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from fullshard.engine.step.unit import Unit
 from fullshard.sizes import format_bytes
 
 _WIDEST = 120
-"""Characters of a line: what is wider breaks in most terminals and pages."""
+"""Characters of a line; wider lines wrap in most terminals and pages."""
 
 _LEAST = 12
-"""Characters of a class's name that are left of it at least."""
+"""Fewest characters of a class name that are kept."""
 
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit.
+    """A row of the table.
 
     Attributes:
         unit: Qualified name of the module.
         kind: Class of the module.
-        parameters: Elements of all its parameters, unsharded.
-        trainable: Those that require gradients.
+        parameters: Elements of its full parameters.
+        trainable: Elements that require gradients.
         tensors: Number of parameters.
-        lanes: Number of buffers; of those that are sharded each costs one collective a gather.
-        padding: Share of the lanes that holds nothing.
+        lanes: Number of buffers; each sharded one costs one collective a gather.
+        padding: Share of the lanes that is padding.
         shard_bytes: Bytes of parameters that each rank keeps.
         gathered_bytes: Bytes while the unit is gathered.
     """
@@ -48,7 +48,7 @@ class UnitTable:
     """The units of a sharded model, root first; ``str()`` draws them.
 
     Attributes:
-        rows: One a unit.
+        rows: One for each unit.
         world_size: Ranks that share each unit.
     """
 
@@ -56,7 +56,7 @@ class UnitTable:
     world_size: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {"world_size": self.world_size, "units": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
@@ -100,12 +100,12 @@ def _draw(line: tuple[str, ...], widths: list[int]) -> str:
 
 
 def _widths(lines: Sequence[tuple[str, ...]]) -> list[int]:
-    """Of each column, with the two blanks that part it from its neighbour."""
+    """Return the width of each column, with two blanks of separation."""
     return [2 + max(map(len, column)) for column in zip(*lines, strict=True)]
 
 
 def _shared_parent(rows: tuple[UnitRow, ...]) -> str:
-    """The module that all units but the root are inside of, such as what peft wraps a model in; empty: none."""
+    """Return the module that contains all units but the root, such as peft's wrapper; empty if there is none."""
     paths = [row.unit.split(".")[:-2] for row in rows[1:]]
     shared = paths[0] if paths else []
     for path in paths:
@@ -115,7 +115,7 @@ def _shared_parent(rows: tuple[UnitRow, ...]) -> str:
 
 
 def _shortened(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The lines with what is too wide cut out of the classes' names, and then of the units', whose ends tell most."""
+    """Shorten lines that are too wide: first class names, then unit names, which keep their ends."""
     widths = _widths(lines)
     over = sum(widths) - 2 - _WIDEST
     if over <= 0:
@@ -138,10 +138,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def _runs(rows: tuple[UnitRow, ...]) -> Iterable[tuple[str, tuple[UnitRow, ...]]]:
-    """Neighbours that differ only in the number at the end of their name, as one line."""
+    """Join neighbours that differ only in the number at the end of their name into one line."""
     start = 0
     for stop in range(1, len(rows) + 1):
-        if stop < len(rows) and _alike(rows[stop - 1], rows[stop]):
+        if stop < len(rows) and _same_kind(rows[stop - 1], rows[stop]):
             continue
         run = rows[start:stop]
         label = run[0].unit if len(run) == 1 else f"{run[0].unit} .. {run[-1].unit.rpartition('.')[2]} (x{len(run)})"
@@ -149,18 +149,18 @@ def _runs(rows: tuple[UnitRow, ...]) -> Iterable[tuple[str, tuple[UnitRow, ...]]
         start = stop
 
 
-def _alike(one: UnitRow, two: UnitRow) -> bool:
+def _same_kind(one: UnitRow, two: UnitRow) -> bool:
     same_parent = one.unit.rpartition(".")[0] == two.unit.rpartition(".")[0]
     return same_parent and one.parameters == two.parameters and one.kind == two.kind and one.lanes == two.lanes
 
 
 def unit_table(units: Sequence[Unit], world_size: int) -> UnitTable:
-    """The table of ``units``, root first, each shared by ``world_size`` ranks."""
+    """Return the table of ``units``, root first, each shared by ``world_size`` ranks."""
     return UnitTable(tuple(make_row(unit) for unit in units), world_size)
 
 
 def make_row(unit: Unit) -> UnitRow:
-    """The row of one unit."""
+    """Return the row of one unit."""
     numels = [(p.numel, p.trainable) for p in unit.params]
     total = sum(n for n, _ in numels)
     held = sum(lane.layout.world_size * lane.layout.shard_numel for lane in unit.lanes)
