@@ -67,7 +67,7 @@ def require_one_machine(options: argparse.Namespace) -> None:
     if file.num_machines == 1:
         return
     raise ConfigError(
-        f"{file.said('num_machines')} in {file.where('num_machines')}: fullshard train starts ranks on this "
+        f"{file.as_written('num_machines')} in {file.where('num_machines')}: fullshard train starts ranks on this "
         "machine only. Run this on every machine, with its own machine_rank in its file:\n"
         f"  fullshard launch --config_file {file.path} -m fullshard.cli.main train {options.config} "
         f"--config_file {file.path}"
@@ -80,7 +80,7 @@ def _leave_ranks(file: AccelerateFile, settings: dict[str, Setting]) -> list[str
     started = int(os.environ["WORLD_SIZE"])
     if file.num_processes in (None, started):
         return []
-    return [f"{file.said('num_processes')} in {file.where('num_processes')}, has no effect: {started} ranks run"]
+    return [f"{file.as_written('num_processes')} in {file.where('num_processes')}, has no effect: {started} ranks run"]
 
 
 def _require_agreement(
@@ -93,7 +93,7 @@ def _require_agreement(
     """
     given = load_run(run_file, overrides, under=nested(settings)).as_flat()
     problems = [
-        f"  {key}: {json.dumps(given[key])} in the run file or its overrides, and {setting.said} in "
+        f"  {key}: {json.dumps(given[key])} in the run file or its overrides, and {setting.as_written} in "
         f"{file.where(setting.origin)}, which is {key}: {json.dumps(setting.value)}"
         for key, setting in settings.items()
         if given[key] != setting.value

@@ -27,7 +27,7 @@ from fullshard.compat.accelerate_config.questions import (
     pick_classes,
     this_machine,
 )
-from fullshard.compat.accelerate_config.written import file_text, meaning, next_commands
+from fullshard.compat.accelerate_config.write import file_text, meaning, next_commands
 from fullshard.errors import ConfigError, ModelError
 
 CLASSES_PROGRAM = "fullshard.compat.accelerate_config.model_classes"

@@ -144,7 +144,7 @@ def test_the_conversion_is_a_run_file_once_the_rest_is_filled_in(tmp_path, capsy
     assert "# - debug: true" in text
     (tmp_path / "train.csv").write_text("text,label\na,b\n")
     lines = text.splitlines()
-    start = lines.index("# To fill in: take away the # and write your own.") + 1
+    start = lines.index("# To fill in: remove the # and set your own values.") + 1
     end = lines.index("", start)
     lines[start:end] = [line.removeprefix("# ") for line in lines[start:end]]
     run.write_text("\n".join(lines))

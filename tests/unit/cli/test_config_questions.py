@@ -122,7 +122,7 @@ def model(tmp_path):
 def test_the_questionnaire_takes_answers_refuses_wrong_ones_and_writes_an_explained_file(tmp_path, model, start):
     terminal = start("--config_file", "mine.yaml")
     terminal.answer("How many machines", "none", "2")
-    terminal.answer("Which of them is this one", "2", "1")
+    terminal.answer("Number of this machine", "2", "1")
     shown = terminal.answer("Address of machine 0", "", "10.0.0.1")
     assert "Expected a host name or an IP address" in shown  # this machine's own name would be machine 1's
     terminal.answer("Port on machine 0", "")
@@ -132,12 +132,12 @@ def test_the_questionnaire_takes_answers_refuses_wrong_ones_and_writes_an_explai
     assert "Expected a multiple of 2" in shown
     assert "got '3'" in shown
     shown = terminal.answer("Sharding strategy?", "SHARD_EVERYTHING", "hybrid_shard")
-    assert "3 NO_SHARD: every rank holds the whole model" in shown
+    assert "3 NO_SHARD: every rank holds the full model" in shown
     assert "Expected one of 1 FULL_SHARD" in shown
     terminal.answer("Wrap policy", "1")
     shown = terminal.answer("Directory or Hub id", "nothing/here-at-all", str(model))
-    assert "No model can be laid out from 'nothing/here-at-all'" in shown
-    shown = terminal.answer("Layer class to wrap", "T5Blok", "1")
+    assert "Cannot build a model from 'nothing/here-at-all'" in shown
+    shown = terminal.answer("Layer classes to wrap", "T5Blok", "1")
     assert "1 T5Block: 4 modules" in shown
     assert "did you mean T5Block?" in shown
     terminal.answer("Backward prefetch", "3")

@@ -95,7 +95,7 @@ def settings(file):
 
 def test_version_1_is_read_without_a_warning(read):
     file = read(VERSION_1)
-    assert (file.distributed_type, file.num_processes, file.num_machines, file.ranks_here) == ("FSDP", 2, 1, 2)
+    assert (file.distributed_type, file.num_processes, file.num_machines, file.ranks_per_machine) == ("FSDP", 2, 1, 2)
     assert (file.mixed_precision, file.use_cpu, file.gpu_ids) == ("no", False, None)
     assert file.strategy == "FULL_SHARD"
     assert file.backward_prefetch == "BACKWARD_PRE"
@@ -113,7 +113,7 @@ def test_version_1_is_these_settings_of_a_run(read):
 def test_version_2_is_these_settings_of_a_run(read):
     file = read(VERSION_2)
     assert (file.main_process_ip, file.main_process_port, file.machine_rank) == ("10.0.0.1", 29501, 1)
-    assert (file.rdzv_backend, file.same_network, file.ranks_here) == ("c10d", False, 4)
+    assert (file.rdzv_backend, file.same_network, file.ranks_per_machine) == ("c10d", False, 4)
     assert file.warnings == ()
     assert settings(file) == {
         "nproc": 4,
@@ -168,7 +168,7 @@ def test_of_two_names_for_one_thing_accelerates_counts_and_the_other_is_named(re
     assert file.backward_prefetch == "NO_PREFETCH"
     strategy, prefetch = file.warnings
     assert "fsdp_reshard_after_forward: NO_SHARD" in strategy
-    assert "fsdp_sharding_strategy says FULL_SHARD" in strategy
+    assert "fsdp_sharding_strategy is FULL_SHARD" in strategy
     assert "fsdp_backward_prefetch_policy: BACKWARD_PRE" in prefetch
     assert read(fsdp={"fsdp_reshard_after_forward": True}).warnings == ()
     both = {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
@@ -242,17 +242,17 @@ def test_what_is_wrong_is_named_with_its_line(read, line, told):
         ("distributed_type: FSDP\nfsdp_config: 3\n", "expected a section of settings; got 3"),
         ("distributed_type: FSDP\nuse_cpu: true\nuse_cpu: false\n", "is given twice, first in line 2"),
         ("distributed_type: DEEPSPEED\n", "zero_stage 3 is fsdp_sharding_strategy: FULL_SHARD"),
-        ("distributed_type: MEGATRON_LM\n", "Megatron-LM is not used here"),
+        ("distributed_type: MEGATRON_LM\n", "Megatron-LM is not supported"),
         ("distributed_type: XLA\n", "not on TPUs"),
         ("distributed_type: MULTI_XPU\n", "expected FSDP, MULTI_GPU, MULTI_CPU, NO"),
         ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n", "Amazon SageMaker"),
         ("num_processes: 2\n", "has no distributed_type"),
         ("distributed_type: [\n", "is not valid YAML"),
-        ("- 1\n", "must hold Accelerate's settings"),
-        ("", "must hold Accelerate's settings"),
+        ("- 1\n", "must contain Accelerate's settings"),
+        ("", "must contain Accelerate's settings"),
         (
             "distributed_type: FSDP\nparallelism_config:\n  parallelism_config_tp_size: 2\n",
-            "line 3: parallelism_config_tp_size: fullshard splits models over data parallel ranks only",
+            "line 3: parallelism_config_tp_size: only data parallelism is supported",
         ),
     ],
 )
@@ -284,7 +284,7 @@ def test_a_file_that_is_not_there_is_a_users_error(tmp_path):
         ({"fsdp": {"fsdp_use_orig_params": False}}, "fsdp_config.fsdp_use_orig_params: false"),
         ({"fsdp": {"fsdp_sync_module_states": "false"}}, "fsdp_config.fsdp_sync_module_states"),
         ({"fsdp": {"fsdp_cpu_ram_efficient_loading": False}}, "each rank reads its own part"),
-        ({"fsdp": {"fsdp_mixed_precision_policy": "bf16"}}, "mixed_precision decides"),
+        ({"fsdp": {"fsdp_mixed_precision_policy": "bf16"}}, "mixed_precision counts"),
     ],
 )
 def test_a_known_key_without_effect_is_named_with_the_reason(read, changes, told):
@@ -358,7 +358,7 @@ def test_sizes_of_a_mesh_are_the_strategy_of_the_machines(read):
     assert mesh(1, 2) == "full_shard"
     assert mesh(2, 1) == "no_shard"
     assert mesh(2, 4, num_machines=2, num_processes=8) == "hybrid_shard"
-    with pytest.raises(ConfigError, match="dp_shard_size that of each one's ranks; got 4 and 2"):
+    with pytest.raises(ConfigError, match="dp_shard_size the number of ranks per machine; got 4 and 2"):
         mesh(4, 2, num_machines=2, num_processes=8)
 
 

@@ -14,7 +14,7 @@ from fullshard.compat.accelerate_config.questions import (
     default_answers,
     pick_classes,
 )
-from fullshard.compat.accelerate_config.written import file_text, meaning, next_commands
+from fullshard.compat.accelerate_config.write import file_text, meaning, next_commands
 from fullshard.errors import ModelError
 
 CPU = Machine(gpus=0, bf16=False, name="here")
@@ -171,5 +171,5 @@ def test_a_models_layer_classes_are_found_without_weights(tmp_path):
     assert block.numel > 0
     assert "T5Stack" in [layer.name for layer in others]
     assert not any(layer.repeated or layer.name == "ModuleList" for layer in others)
-    with pytest.raises(ModelError, match=r"name a directory with a config\.json"):
+    with pytest.raises(ModelError, match=r"must be a directory with a config\.json"):
         layer_classes(str(tmp_path / "none"))

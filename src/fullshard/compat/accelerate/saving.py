@@ -79,9 +79,9 @@ def save_state(
         for number, one in enumerate(accelerator._custom_objects):
             checkpointing.save_custom_state(one, directory, number, save_on_each_node=on_each)
 
-    state.on_each_rank("write", state.directory, save_rest)
+    state.on_each_rank("written", state.directory, save_rest)
     state.write(final, lambda: accelerator.is_main_process and _replace(state.directory, final))
-    state.on_each_rank("remove old checkpoints in", final.parent, lambda: _drop_oldest(accelerator, final.parent))
+    state.on_each_rank("cleaned up", final.parent, lambda: _drop_oldest(accelerator, final.parent))
     accelerator.project_configuration.iteration += 1
     return final
 
@@ -142,7 +142,7 @@ class _State:
 
     def write(self, path: Path, action: Callable[[], object]) -> None:
         """Call ``action`` in a thread, so that no collective waits for a long write; if it fails, all ranks raise."""
-        together_in_background(self.accelerator._ranks, lambda: _with_reason("write", path, action))
+        together_in_background(self.accelerator._ranks, lambda: _with_reason("written", path, action))
 
     def file(self, stem: str, number: int, rank: int | None = None) -> Path:
         """Return the path of an object's file; ``rank`` if each rank has its own."""
@@ -217,7 +217,7 @@ def _with_reason(verb: str, path: Path, action: Callable[[], object]) -> None:
     try:
         action()
     except OSError as error:
-        raise CheckpointError(f"Cannot {verb} {path}: {error}.") from error
+        raise CheckpointError(f"{path} cannot be {verb}: {error}.") from error
 
 
 def _load_full(model: nn.Module, path: Path) -> None:
@@ -266,7 +266,7 @@ def _new_directory(accelerator: Any, output_dir: str | os.PathLike[str] | None) 
         recover(directory)
         sibling(directory, "tmp").mkdir()
     except OSError as error:
-        raise CheckpointError(f"Cannot create {directory}: {error}.") from error
+        raise CheckpointError(f"{directory} cannot be created: {error}.") from error
     return directory
 
 

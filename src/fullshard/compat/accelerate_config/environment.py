@@ -1,4 +1,4 @@
-"""The environment variables by which Accelerate's launcher tells a script what its configuration file says."""
+"""The environment variables in which Accelerate's launcher passes a configuration file's settings to a script."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 
 
 def launch_environment(file: AccelerateFile) -> dict[str, str]:
-    """What ``accelerate launch`` would set for a file, beside torchrun's own variables and the number of threads.
+    """Return the variables that ``accelerate launch`` sets for a file, except torchrun's own and thread counts.
 
-    Where Accelerate's launcher drops or garbles what the file says (the older name of the prefetch policy, a version 1
-    strategy under its newer name, numbers that its plugin does not take), the variables say what the file says.
-
-    Args:
-        file: The file.
-
-    Returns:
-        Variables over those of the environment.
+    Where Accelerate's launcher loses a setting (the older name of the prefetch policy, a version 1 strategy under its
+    newer name, numbers that its plugin does not accept), the variables still have the file's value.
     """
     variables = {"ACCELERATE_MIXED_PRECISION": file.mixed_precision or "no", **_dynamo(file)}
     if file.debug:
@@ -36,13 +30,13 @@ def launch_environment(file: AccelerateFile) -> dict[str, str]:
 
 
 def launch_warnings(file: AccelerateFile) -> list[str]:
-    """What a file says that the variables cannot: in version 2 Accelerate knows only whether parameters are freed."""
+    """Return warnings about a strategy that version 2's variable, which only sets resharding, cannot express."""
     if file.fsdp.get("fsdp_version", 1) != 2 or file.strategy not in ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
         return []
     key = file.key_of("fsdp_reshard_after_forward", "fsdp_sharding_strategy")
     return [
-        f"{file.said(key)} in {file.where(key)}, is full sharding for the script's Accelerator, which with "
-        "fsdp_version: 2 is told only whether parameters are freed after forward. Write fsdp_version: 1 and "
+        f"{file.as_written(key)} in {file.where(key)}, becomes full sharding in the script: with fsdp_version: 2 its "
+        "Accelerator only receives whether parameters are freed after forward. Write fsdp_version: 1 and "
         f"fsdp_sharding_strategy: {file.strategy}"
     ]
 
@@ -89,17 +83,17 @@ def _fsdp(file: AccelerateFile) -> dict[str, str]:
 
 
 def _given(file: AccelerateFile, key: str, *, numbers: bool = True) -> str | None:
-    """A key's word, or its number where Accelerate takes one too; None where not said."""
+    """Return a key's word, or with ``numbers`` its number if the file has one; None if the key is not set."""
     raw, parsed = file.raw.get(f"fsdp_config.{key}"), file.fsdp.get(key)
     is_word = isinstance(raw, str) and not raw.isdigit()
     return str(raw) if is_word or (numbers and raw is not None) else parsed
 
 
 def _prefetch(file: AccelerateFile) -> str | None:
-    """As given, but for NO_PREFETCH's number, which torch's enumeration has not."""
-    none = file.backward_prefetch == "NO_PREFETCH"
-    given = None if none else _given(file, "fsdp_backward_prefetch")
-    return given or file.backward_prefetch
+    """Return the prefetch policy as given, but NO_PREFETCH as a word: torch's enum does not have its number."""
+    if file.backward_prefetch == "NO_PREFETCH":
+        return file.backward_prefetch
+    return _given(file, "fsdp_backward_prefetch") or file.backward_prefetch
 
 
 def _strategy(file: AccelerateFile) -> str:

@@ -1,4 +1,4 @@
-"""Accelerate's configuration files (``accelerate config`` writes them), read as they are."""
+"""Reading of Accelerate's configuration files, which ``accelerate config`` writes."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from fullshard.config import RunConfig
 from fullshard.errors import ConfigError
 
 SHARDED = "FSDP"
-"""The distributed type whose ``fsdp_config`` counts."""
+"""The distributed type of files whose ``fsdp_config`` is used."""
 
 UNSHARDED = ("MULTI_GPU", "MULTI_CPU", "NO")
-"""Distributed types that are read too: they say nothing of sharding."""
+"""Distributed types of files that are read but do not configure sharding."""
 
-_REFUSED: Mapping[str, str] = {
+_UNSUPPORTED: Mapping[str, str] = {
     "DEEPSPEED": (
-        "DeepSpeed is not used here. Write distributed_type: FSDP with an fsdp_config: zero_stage 3 is "
+        "DeepSpeed is not supported. Write distributed_type: FSDP with an fsdp_config: zero_stage 3 is "
         "fsdp_sharding_strategy: FULL_SHARD, zero_stage 2 is SHARD_GRAD_OP"
     ),
-    "MEGATRON_LM": "Megatron-LM is not used here. Write distributed_type: FSDP with an fsdp_config",
-    "TP": "tensor parallelism is not done here. Write distributed_type: FSDP with an fsdp_config",
-    "XLA": "fullshard runs on GPUs and on the CPU, not on TPUs",
-    "TPU": "fullshard runs on GPUs and on the CPU, not on TPUs",
+    "MEGATRON_LM": "Megatron-LM is not supported. Write distributed_type: FSDP with an fsdp_config",
+    "TP": "tensor parallelism is not supported. Write distributed_type: FSDP with an fsdp_config",
+    "XLA": "fullshard runs on GPUs and CPUs, not on TPUs",
+    "TPU": "fullshard runs on GPUs and CPUs, not on TPUs",
 }
 
 
 @dataclass(frozen=True)
 class AccelerateFile:
-    """What a configuration file of Accelerate says.
+    """Settings of a configuration file of Accelerate.
 
     Attributes:
         path: The file.
         distributed_type: ``FSDP``, ``MULTI_GPU``, ``MULTI_CPU`` or ``NO``.
-        num_machines: How many machines take part.
-        num_processes: Ranks on all machines together; None: the file does not say (Accelerate's ``-1`` too).
+        num_machines: Number of machines.
+        num_processes: Number of ranks on all machines; None: not set (or ``-1``).
         machine_rank: Number of this machine.
-        main_process_ip: Address of machine 0; None where not said.
-        main_process_port: Port there; None where not said, 0 for any free one.
-        rdzv_backend: ``static``, ``c10d`` or another one of torchrun's.
+        main_process_ip: Address of machine 0; None: not set.
+        main_process_port: Port on machine 0; None: not set, 0: any free one.
+        rdzv_backend: ``static``, ``c10d`` or another of torchrun's.
         same_network: Whether the machines are on one network.
-        use_cpu: Whether to leave GPUs alone.
-        gpu_ids: GPUs of this machine by number, such as ``0,2``; None: all.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; None: the file does not say.
-        debug: Whether Accelerate is to check its collectives.
-        enable_cpu_affinity: Whether Accelerate is to bind ranks to cores near their GPU.
-        dynamo: Given keys of ``dynamo_config``, parsed.
-        fsdp: Given keys of ``fsdp_config``, parsed, all with their ``fsdp_``; empty unless the type is ``FSDP``.
-        parallelism: Given keys of ``parallelism_config``, parsed.
-        raw: Given keys by dotted name, as YAML gave them; without null and empty ones.
-        lines: Line of each key by dotted name, counted from 1.
-        warnings: Keys that have no effect, and why; one text each.
+        use_cpu: Whether to use CPUs even if there are GPUs.
+        gpu_ids: Numbers of this machine's GPUs to use, such as ``0,2``; None: all.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``; None: not set.
+        debug: Whether Accelerate checks its collectives.
+        enable_cpu_affinity: Whether Accelerate binds ranks to cores near their GPU.
+        dynamo: Parsed keys of ``dynamo_config``.
+        fsdp: Parsed keys of ``fsdp_config``, with their prefix ``fsdp_``; empty unless the type is ``FSDP``.
+        parallelism: Parsed keys of ``parallelism_config``.
+        raw: Values by dotted key, as YAML returned them, without null and empty ones.
+        lines: Line of each dotted key, counted from 1.
+        warnings: One message for each key without effect.
     """
 
     path: Path
@@ -82,48 +82,48 @@ class AccelerateFile:
     warnings: tuple[str, ...] = ()
 
     @property
-    def ranks_here(self) -> int | None:
-        """Ranks of each machine; None where the file does not say how many there are."""
+    def ranks_per_machine(self) -> int | None:
+        """Number of ranks of each machine; None if the number of ranks is not set."""
         return None if self.num_processes is None else self.num_processes // self.num_machines
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the file says how a model is sharded."""
+        """Whether the file configures sharding."""
         return self.distributed_type == SHARDED
 
     @property
     def strategy(self) -> str | None:
-        """The sharding strategy, under the name that Accelerate reads first in this version; None where not said."""
+        """The sharding strategy, from the key that Accelerate prefers in this version; None: not set."""
         return next((self.fsdp[name] for name in _strategy_names(self.fsdp) if name in self.fsdp), None)
 
     @property
     def backward_prefetch(self) -> str | None:
-        """The prefetch policy, under the name that Accelerate reads or the older one; None where not said."""
+        """The prefetch policy, from the key that Accelerate reads or from the older one; None: not set."""
         return next((self.fsdp[name] for name in _PREFETCH_NAMES if name in self.fsdp), None)
 
     def key_of(self, *names: str) -> str:
-        """The first of several keys of ``fsdp_config`` that is given, dotted; the first one where none is."""
+        """Return the dotted key of the first of ``names`` that ``fsdp_config`` has, or of ``names[0]``."""
         dotted = [f"fsdp_config.{name}" for name in names]
         return next((key for key in dotted if key in self.raw), dotted[0])
 
-    def said(self, key: str) -> str:
-        """A dotted key and its value as the file has them, without the section: ``fsdp_sharding_strategy: 1``."""
+    def as_written(self, key: str) -> str:
+        """Return a dotted key and its value as in the file, without the section: ``fsdp_sharding_strategy: 1``."""
         return f"{key.rpartition('.')[2]}: {as_yaml(self.raw[key])}"
 
     def where(self, key: str) -> str:
-        """The file and the line of a dotted key, for messages."""
+        """Return the file and line of a dotted key, for messages."""
         return f"{self.path}, line {self.lines[key]}"
 
 
 def read_accelerate_file(path: str | Path) -> AccelerateFile:
-    """Read a configuration file of Accelerate, YAML or JSON; any process, alone.
+    """Read a configuration file of Accelerate, YAML or JSON; any process, no communication.
 
     Args:
         path: The file.
 
     Raises:
-        ConfigError: It cannot be read; a key is unknown or its value is not allowed, all of them in one message, each
-            with its line; or it is for something that fullshard does not do.
+        ConfigError: The file cannot be read; it has unknown keys or invalid values (one message lists all of them with
+            their lines); or it needs something that fullshard does not support.
     """
     path = Path(path)
     reading = _Reading(path)
@@ -135,18 +135,18 @@ def read_accelerate_file(path: str | Path) -> AccelerateFile:
 
 
 def _refuse_run_file(path: Path, keys: set[str]) -> None:
-    """Tell whoever gives our own file where Accelerate's is wanted."""
+    """Raise if the file is a run file of fullshard."""
     ours = [key for key in RunConfig.model_fields if key in keys and key not in TOP]
     if ours and keys <= set(RunConfig.model_fields):
         raise ConfigError(
-            f"{path} is a run file of fullshard's own (it has {', '.join(ours)}), and Accelerate's configuration file "
-            f"is wanted here. There is nothing to convert: `fullshard train {path}` trains by it, `fullshard config "
-            f"check {path}` shows what it says."
+            f"{path} is a run file of fullshard (it has {', '.join(ours)}), not a configuration file of Accelerate. It "
+            f"needs no conversion: `fullshard train {path}` runs it, `fullshard config check {path}` prints its "
+            "settings."
         )
 
 
 class _Reading:
-    """A file on its way in: values, and what is wrong or without effect."""
+    """Values of a file, errors and warnings, collected key by key."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -154,10 +154,10 @@ class _Reading:
         self.lines: dict[str, int] = {}
         self.parsed: dict[str, Any] = {}
         self.problems: list[str] = []
-        self.idle: list[str] = []
+        self.ignored: list[str] = []
 
     def take(self, key: str, value: Any, line: int) -> None:
-        """One top-level key, or a section of the file."""
+        """Parse one top-level key or section."""
         if key not in SECTIONS:
             self._take(key, value, line, TOP)
             return
@@ -190,17 +190,15 @@ class _Reading:
             self.problems.append(f"line {line}: {shown}: expected {error}; got {value!r}")
             return
         self.raw[dotted], self.parsed[dotted] = value, parsed
-        self._note_idle(keys[key], shown, parsed, value, line)
-
-    def _note_idle(self, key: Key, shown: str, parsed: Any, value: Any, line: int) -> None:
-        if key.idle is not None and parsed != key.default:
-            self.idle.append(f"{shown}: {as_yaml(value)} in {self.path}, line {line}, has no effect: {key.idle}")
+        reason = keys[key].ignored
+        if reason is not None and parsed != keys[key].default:
+            self.ignored.append(f"{shown}: {as_yaml(value)} in {self.path}, line {line}, has no effect: {reason}")
 
     def file(self) -> AccelerateFile:
-        """The file as a whole.
+        """Return the complete file.
 
         Raises:
-            ConfigError: Something is wrong with it.
+            ConfigError: It has errors; the message lists all of them.
         """
         self._raise_problems()
         top = {key: value for key, value in self.parsed.items() if "." not in key}
@@ -218,7 +216,7 @@ class _Reading:
             parallelism=self._section("parallelism_config"),
             raw=MappingProxyType(self.raw),
             lines=MappingProxyType(self.lines),
-            warnings=(*self.idle, *self._idle_section(kind)),
+            warnings=(*self.ignored, *self._ignored_section(kind)),
         )
         self.problems += _contradictions(file)
         self._raise_problems()
@@ -228,8 +226,8 @@ class _Reading:
         inside = {key.partition(".")[2]: value for key, value in self.parsed.items() if key.startswith(f"{name}.")}
         return MappingProxyType(inside)
 
-    def _idle_section(self, kind: str) -> list[str]:
-        """An ``fsdp_config`` of a file that is not for FSDP."""
+    def _ignored_section(self, kind: str) -> list[str]:
+        """Return a warning if there is an ``fsdp_config`` but the type is not FSDP."""
         if kind == SHARDED or not self._section("fsdp_config"):
             return []
         return [
@@ -238,15 +236,15 @@ class _Reading:
         ]
 
     def _distributed_type(self, top: Mapping[str, Any]) -> str:
-        """The file's type, in capitals.
+        """Return the distributed type in capitals.
 
         Raises:
-            ConfigError: There is none, or fullshard does not do it.
+            ConfigError: It is missing or not supported.
         """
         if top.get("compute_environment") == "AMAZON_SAGEMAKER":
             raise ConfigError(
-                f"{self.path} is for Amazon SageMaker (compute_environment), which fullshard does not start jobs on. "
-                "Write a file for the machine itself with `fullshard config`."
+                f"{self.path} is for Amazon SageMaker (compute_environment), which fullshard does not support. "
+                "Create a file for the machine itself with `fullshard config`."
             )
         kind = str(top.get("distributed_type", "")).upper()
         if kind == SHARDED or kind in UNSHARDED:
@@ -254,7 +252,7 @@ class _Reading:
         if not kind:
             raise ConfigError(f"{self.path} has no distributed_type. Write distributed_type: FSDP.")
         line = self.lines["distributed_type"]
-        reason = _REFUSED.get(kind) or f"expected FSDP, {', '.join(UNSHARDED)}: fullshard runs on GPUs and on the CPU"
+        reason = _UNSUPPORTED.get(kind) or f"expected FSDP, {', '.join(UNSHARDED)}: fullshard runs on GPUs and CPUs"
         raise ConfigError(f"{self.path}, line {line}: distributed_type: {top['distributed_type']}: {reason}.")
 
     def _raise_problems(self) -> None:
@@ -273,35 +271,35 @@ _PLAIN = (
     "debug",
     "enable_cpu_affinity",
 )
-"""Fields that are keys as they are."""
+"""Fields of :class:`AccelerateFile` that are top-level keys with the same value."""
 
 
 _PREFETCH_NAMES = ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy")
-"""Names of one thing, the one that Accelerate reads first."""
+"""Keys of the prefetch policy; Accelerate reads the first."""
 
 
 def _strategy_names(fsdp: Mapping[str, Any]) -> tuple[str, str]:
-    """Names of the sharding strategy, the one that Accelerate reads in this version first."""
+    """Return the keys of the sharding strategy; Accelerate prefers the first in this version."""
     older, newer = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
     return (newer, older) if fsdp.get("fsdp_version", 1) == 2 else (older, newer)
 
 
 def _overruled(file: AccelerateFile) -> list[str]:
-    """Keys that another one for the same thing contradicts."""
+    """Return warnings about keys that a preferred key for the same setting contradicts."""
     found = []
     for first, second in (_strategy_names(file.fsdp), _PREFETCH_NAMES):
         if first not in file.fsdp or second not in file.fsdp or _agree(file, first, second):
             continue
         loser = f"fsdp_config.{second}"
         found.append(
-            f"{file.said(loser)} in {file.where(loser)}, has no effect: {first} says {file.fsdp[first]}, and counts, "
-            "as in Accelerate"
+            f"{file.as_written(loser)} in {file.where(loser)}, has no effect: {first} is {file.fsdp[first]} and takes "
+            "precedence, as in Accelerate"
         )
     return found
 
 
 def _agree(file: AccelerateFile, first: str, second: str) -> bool:
-    """Whether two keys say the same; true and false say less than a strategy's word."""
+    """Return whether two keys have the same meaning; true and false only set whether parameters are kept."""
     keeps = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2", "NO_SHARD"}
     if isinstance(file.raw[f"fsdp_config.{second}"], bool):
         return (file.fsdp[first] in keeps) == (file.fsdp[second] in keeps)
@@ -314,7 +312,7 @@ def _processes(top: Mapping[str, Any], kind: str) -> int | None:
 
 
 def _dynamo(top: Mapping[str, Any], section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``dynamo_config``, with the backend of older files, which stands beside it."""
+    """Return ``dynamo_config``, with the top-level ``dynamo_backend`` of older files."""
     settings = {**({"dynamo_backend": top["dynamo_backend"]} if "dynamo_backend" in top else {}), **section}
     if "dynamo_backend" in settings:
         settings["dynamo_backend"] = settings["dynamo_backend"].upper()
@@ -322,7 +320,7 @@ def _dynamo(top: Mapping[str, Any], section: Mapping[str, Any]) -> Mapping[str, 
 
 
 def _contradictions(file: AccelerateFile) -> list[str]:
-    """What is wrong with keys that are right one by one."""
+    """Return errors about values that are valid one by one but not together, or not supported."""
     problems = []
     if file.machine_rank >= file.num_machines:
         problems.append(
@@ -332,7 +330,7 @@ def _contradictions(file: AccelerateFile) -> list[str]:
         problems.append("num_processes: must be at least 1; got 0")
     elif file.num_processes is not None and file.num_processes % file.num_machines:
         problems.append(
-            "num_processes: counts the ranks of all machines, and each machine has as many; "
+            "num_processes: must be a multiple of num_machines, as it counts the ranks of all machines; "
             f"got {file.num_processes} on {file.num_machines} machines"
         )
     if file.mixed_precision == "fp8":
@@ -348,14 +346,13 @@ def _contradictions(file: AccelerateFile) -> list[str]:
         if file.parallelism.get(key, 1) > 1:
             line = file.lines[f"parallelism_config.{key}"]
             problems.append(
-                f"line {line}: {key}: fullshard splits models over data parallel ranks only; got "
-                f"{file.parallelism[key]}. Write 1"
+                f"line {line}: {key}: only data parallelism is supported; got {file.parallelism[key]}. Write 1"
             )
     return problems
 
 
 def _nearest(key: str, section: str) -> str:
-    """What an unknown key may be meant to be."""
+    """Return a hint about an unknown key: the nearest key, or all keys of its section."""
     homes = {"": TOP, **{name: keys for name, (_, keys) in SECTIONS.items()}}
     for name in (section, *(other for other in homes if other != section)):
         known = [*homes[name], *(SECTIONS if not name else ())]
@@ -370,15 +367,15 @@ def _is_empty(value: Any) -> bool:
 
 
 def _entries(path: Path) -> list[tuple[str, Any, int]]:
-    """Key, value and line of each top-level entry; of sections that are read, the same of each of their entries.
+    """Return key, value and line of each top-level entry; a section's value maps its keys to values and lines.
 
     Raises:
         ConfigError: The file cannot be read or holds no settings.
     """
     if path.is_dir():
         raise ConfigError(
-            f"{path} is a directory where Accelerate's configuration file (YAML) is expected. Give the file itself, "
-            f"such as {path / 'fsdp_config.yaml'}; `fullshard config --config_file FILE` makes one."
+            f"{path} is a directory, not a configuration file of Accelerate (YAML). Pass the file itself, such as "
+            f"{path / 'fsdp_config.yaml'}; `fullshard config --config_file FILE` creates one."
         )
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -388,7 +385,8 @@ def _entries(path: Path) -> list[tuple[str, Any, int]]:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(
-            f"{path} must hold Accelerate's settings (key: value). `fullshard config --config_file {path}` makes one."
+            f"{path} must contain Accelerate's settings (key: value). `fullshard config --config_file {path}` creates "
+            "such a file."
         )
     entries: list[tuple[str, Any, int]] = []
     for key_node, value_node in node.value:
@@ -399,7 +397,7 @@ def _entries(path: Path) -> list[tuple[str, Any, int]]:
 
 
 def _section_of(node: yaml.Node) -> Any:
-    """A section's entries with their lines; of anything else its value."""
+    """Return a section's values with their lines; anything else as its value."""
     if not isinstance(node, yaml.MappingNode):
         return _value(node)
     return {
@@ -408,12 +406,12 @@ def _section_of(node: yaml.Node) -> Any:
 
 
 def _value(node: yaml.Node) -> Any:
-    """What a node stands for."""
+    """Return the Python value of a node."""
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node, deep=True)
     except yaml.YAMLError as error:
         line = node.start_mark.line + 1
-        raise ConfigError(f"Line {line} of the configuration file is not understood: {error}") from error
+        raise ConfigError(f"Line {line} of the configuration file cannot be parsed: {error}") from error
     finally:
         loader.dispose()

@@ -1,4 +1,4 @@
-"""The layer classes of a model, found out without its weights: what a wrap policy can name."""
+"""Layer classes of a model that a wrap policy can name, found without its weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class LayerClass:
 
     Attributes:
         name: Its name.
-        count: How many layers of it the model has.
-        numel: Parameters of one of them.
-        repeated: Whether these are the model's repeated blocks, which are wrapped unless told otherwise.
+        count: Number of its layers in the model.
+        numel: Number of parameters of the largest of them.
+        repeated: Whether these are the model's repeated blocks, which are wrapped by default.
     """
 
     name: str
@@ -30,13 +30,13 @@ class LayerClass:
 
 
 def layer_classes(path_or_id: str) -> list[LayerClass]:
-    """Layer classes of a model, its repeated blocks first; one process, without network and without weights.
+    """Return the layer classes of a model, its repeated blocks first; one process, no network, no weights.
 
     Args:
-        path_or_id: A directory with a config.json, or the id of a model that is in the Hugging Face cache.
+        path_or_id: A directory with a config.json, or the id of a model in the Hugging Face cache.
 
     Raises:
-        ModelError: There is no such model here, or it cannot be built.
+        ModelError: There is no such model, or it cannot be built.
     """
     try:
         config = AutoConfig.from_pretrained(path_or_id, local_files_only=True)
@@ -45,8 +45,8 @@ def layer_classes(path_or_id: str) -> list[LayerClass]:
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(
-            f"No model can be laid out from {path_or_id!r}: name a directory with a config.json, or a model that is in "
-            f"the Hugging Face cache. ({reason[:200]})"
+            f"Cannot build a model from {path_or_id!r}: it must be a directory with a config.json, or a model in the "
+            f"Hugging Face cache. ({reason[:200]})"
         ) from error
     try:
         blocks = {type(module).__name__ for _, (module, *_) in find_units(model, "auto")}

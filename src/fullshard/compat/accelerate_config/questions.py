@@ -1,4 +1,4 @@
-"""The questions of ``fullshard config`` as data: what is asked, when, what may be answered, and what is meant."""
+"""The questions of ``fullshard config``, as data."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from fullshard.compat.accelerate_config.keys import (
     STRATEGIES,
     WRAP_POLICIES,
     flag,
+    integer,
     names,
-    whole,
     word,
 )
 
 Answers = Mapping[str, Any]
-"""Answers so far, by the question's key."""
+"""Previous answers, by the question's key."""
 
 MODEL = "model"
-"""The one answer that is not written to the file."""
+"""Key of the only answer that is not written to the file."""
 
 LAYER_CLASSES = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, on which defaults depend.
+    """Properties of this machine that defaults depend on.
 
     Attributes:
-        gpus: How many GPUs it shows.
-        bf16: Whether they compute in bfloat16.
-        name: By which other machines reach it.
+        gpus: Number of visible GPUs.
+        bf16: Whether they support bfloat16.
+        name: Host name.
     """
 
     gpus: int
@@ -44,7 +44,7 @@ class Machine:
 
 
 def this_machine(gpus: int, *, bf16: bool) -> Machine:
-    """The machine this runs on, with so many GPUs."""
+    """Return this machine with the given GPUs."""
     return Machine(gpus, bf16, socket.gethostname())
 
 
@@ -53,14 +53,15 @@ class Question:
     """One question.
 
     Attributes:
-        key: Dotted key of Accelerate's file that the answer goes to.
+        key: Dotted key of Accelerate's file that the answer is written to.
         text: The question.
-        reason: Why the default is what it is, in a line.
-        explain: What ``?`` shows.
-        parse: From the answer's text, with the answers before it, to the value; a ``ValueError`` says the rule.
-        default: What Enter means, by the answers before it and the machine; None: it must be answered.
-        choices: Words that may be answered, each with what it means; they may be answered by number too.
-        asked: Whether it is asked at all, by the answers before it.
+        reason: Reason for the default, in one line.
+        explain: Text printed for the answer ``?``.
+        parse: Function from the answer's text, the previous answers and the machine to the value; its ``ValueError``
+            states the rule.
+        default: Function from the previous answers and the machine to the value of Enter; None: an answer is required.
+        choices: Allowed words with their explanations; their numbers are allowed too.
+        asked: Function from the previous answers to whether the question is asked.
     """
 
     key: str
@@ -103,7 +104,7 @@ def _several(answers: Answers) -> bool:
 
 
 def _rank_of_machine(text: str, answers: Answers, machine: Machine) -> int:
-    number, count = whole(0)(text), answers["num_machines"]
+    number, count = integer(0)(text), answers["num_machines"]
     if number >= count:
         raise ValueError(f"a whole number from 0 to {count - 1}, as there are {count} machines")
     return number
@@ -116,18 +117,18 @@ def _address(text: str, answers: Answers, machine: Machine) -> str:
 
 
 def _port(text: str, answers: Answers, machine: Machine) -> int:
-    number = whole(1)(text)
+    number = integer(1)(text)
     if number > 65535:
         raise ValueError("a port from 1 to 65535")
     return number
 
 
 def _ranks(text: str, answers: Answers, machine: Machine) -> int:
-    number, machines = whole(1)(text), answers["num_machines"]
+    number, machines = integer(1)(text), answers["num_machines"]
     if number % machines:
-        raise ValueError(f"a multiple of {machines}: each of the {machines} machines has as many ranks")
+        raise ValueError(f"a multiple of {machines}: each of the {machines} machines has the same number of ranks")
     if machines == 1 and not answers["use_cpu"] and 0 < machine.gpus < number:
-        raise ValueError(f"at most {machine.gpus}: each rank needs a GPU of its own, and this machine has no more")
+        raise ValueError(f"at most {machine.gpus}, the number of GPUs of this machine: each rank needs its own GPU")
     return number
 
 
@@ -141,14 +142,14 @@ def _wraps(policy: str) -> Callable[[Answers], bool]:
 
 
 def pick_classes(text: str, offered: Sequence[str]) -> tuple[str, ...]:
-    """Layer classes by name, or by number among those offered.
+    """Parse names or numbers of layer classes.
 
     Args:
-        text: What was typed, separated by commas.
-        offered: The model's classes; none where no model was named, and any name will do.
+        text: The answer, separated by commas.
+        offered: The model's classes, numbered from 1; if empty, any name is allowed.
 
     Raises:
-        ValueError: The rule.
+        ValueError: An item is not allowed; the message states the rule.
     """
     chosen = []
     for item in names(text):
@@ -165,152 +166,152 @@ def pick_classes(text: str, offered: Sequence[str]) -> tuple[str, ...]:
 
 
 _STRATEGY_MEANINGS = (
-    "parameters, gradients and optimizer state are cut over all ranks: least memory",
-    "as FULL_SHARD, but what forward gathered stays until backward: fewer gathers, more memory",
-    "every rank holds the whole model: for models that fit with their optimizer",
-    "FULL_SHARD inside each machine, copies across machines: less traffic between machines",
-    "SHARD_GRAD_OP inside each machine, copies across machines",
+    "parameters, gradients and optimizer state are sharded over all ranks: least memory",
+    "as FULL_SHARD, but parameters stay gathered between forward and backward: fewer gathers, more memory",
+    "every rank holds the full model: for models that fit on one GPU with their optimizer",
+    "FULL_SHARD inside each machine, replicated across machines: less traffic between machines",
+    "SHARD_GRAD_OP inside each machine, replicated across machines",
 )
 _WRAP_MEANINGS = (
-    "each layer of a named class is gathered as one unit",
-    "each module of at least so many parameters is one unit",
-    "the whole model is one unit, gathered at once: only for small models",
+    "each layer of a named class is one unit",
+    "each module with at least a given number of parameters is one unit",
+    "the model is one unit, gathered at once: only for small models",
 )
 _PREFETCH_MEANINGS = (
     "the next unit is gathered before this one's backward: fastest, two units in memory",
-    "the next unit is gathered after this one's gradients went out",
+    "the next unit is gathered after this one's gradients are sent",
     "each unit is gathered when it is needed: least memory, slowest",
 )
 _STATE_DICT_MEANINGS = (
-    "a script's state_dict() is the whole model, on rank 0",
-    "a script's state_dict() is what its rank holds, as it is",
-    "a script's state_dict() is what its rank holds, with names and places",
+    "a script's state_dict() is the full model, on rank 0",
+    "a script's state_dict() is this rank's shards, as plain tensors",
+    "a script's state_dict() is this rank's shards and their places: any number of ranks can load it",
 )
 _PRECISION_MEANINGS = (
     ("no", "float32 throughout"),
-    ("fp16", "compute in float16 with a scaled loss; T5 overflows in it"),
-    ("bf16", "compute in bfloat16; needs a GPU of 2020 or later"),
+    ("fp16", "compute in float16 with loss scaling; T5 overflows in it"),
+    ("bf16", "compute in bfloat16; needs a GPU from 2020 or later"),
 )
 
 QUESTIONS: tuple[Question, ...] = (
     Question(
         "num_machines",
-        "How many machines take part?",
-        "one machine needs no network set-up",
+        "How many machines?",
+        "one machine needs no network setup",
         "Each machine runs the same command with its own machine rank.",
-        _plain(whole(1)),
+        _plain(integer(1)),
         lambda answers, machine: 1,
     ),
     Question(
         "machine_rank",
-        "Which of them is this one, counted from 0?",
-        "machine 0 is where the others meet",
-        "The file differs between machines in this line only.",
+        "Number of this machine, counted from 0?",
+        "the others connect to machine 0",
+        "The files of the machines differ only in this line.",
         _rank_of_machine,
         lambda answers, machine: 0,
         asked=_several,
     ),
     Question(
         "main_process_ip",
-        "Address of machine 0, by which every machine reaches it?",
-        "on machine 0: its own name, if the others can resolve it; elsewhere there is no default",
-        "A host name or an IP address. The same on every machine; localhost and 127.0.0.1 reach no other one.",
+        "Address of machine 0, reachable from every machine?",
+        "on machine 0 its host name, if the others can resolve it; no default on other machines",
+        "A host name or an IP address, the same on every machine. Not localhost or 127.0.0.1.",
         _address,
         lambda answers, machine: None if answers["machine_rank"] else machine.name,
         asked=_several,
     ),
     Question(
         "main_process_port",
-        "Port on machine 0 where ranks meet?",
-        "torchrun's own choice",
-        "Any port that nobody listens on, and that no firewall closes.",
+        "Port on machine 0 that ranks connect to?",
+        "torchrun's default",
+        "Any port that is free and not blocked by a firewall.",
         _port,
         lambda answers, machine: 29500,
         asked=_several,
     ),
     _switch(
         "use_cpu",
-        "Train on the CPU, even where there are GPUs?",
-        "GPUs are used where there are any",
-        "On the CPU ranks are processes of this machine; good for trying a script out.",
+        "Train on the CPU, even if there are GPUs?",
+        "GPUs are used if there are any",
+        "On the CPU, ranks are processes on this machine. Useful for trying out a script.",
         default=lambda answers, machine: machine.gpus == 0,
     ),
     Question(
         "num_processes",
-        "How many ranks on all machines together?",
-        "one for each GPU, or 2 on a machine's CPU",
-        "A rank is a process that holds its share of the model and trains on its share of the rows.",
+        "How many ranks in total, on all machines?",
+        "one per GPU, or 2 per machine on CPUs",
+        "A rank is a process that holds its shards of the model and trains on its share of the data.",
         _ranks,
         _default_ranks,
     ),
     _choice(
         "fsdp_config.fsdp_sharding_strategy",
         "Sharding strategy?",
-        "sharding everything is why one is here",
+        "FULL_SHARD needs the least memory",
         tuple(zip(STRATEGIES, _STRATEGY_MEANINGS, strict=True)),
     ),
     _switch(
         "fsdp_config.fsdp_offload_params",
         "Keep shards, gradients and optimizer state in host memory?",
         "it is slower; for models that do not fit otherwise",
-        "Units are copied to the GPU when they are gathered, gradients back; the optimizer steps on the CPU.",
+        "Units are copied to the GPU when they are gathered, and gradients back. The optimizer steps on the CPU.",
         asked=lambda answers: not answers["use_cpu"],
     ),
     _choice(
         "fsdp_config.fsdp_auto_wrap_policy",
-        "Wrap policy: what becomes a unit that is gathered at once?",
-        "layers of a transformer are alike, and one is small beside the model",
+        "Wrap policy: which modules become units, each gathered at once?",
+        "the layers of a transformer are of the same, small size",
         tuple(zip(WRAP_POLICIES, _WRAP_MEANINGS, strict=True)),
     ),
     Question(
         MODEL,
-        "Directory or Hub id of your model, to choose from its layer classes? (Enter: skip)",
-        "it is only looked at, and no weights are read",
-        "Its config.json is read from the directory, or from the Hugging Face cache, where it must be already.",
+        "Directory or Hub id of your model, to list its layer classes? (Enter: skip)",
+        "no weights are read",
+        "Its config.json is read from the directory, or from the Hugging Face cache. Nothing is downloaded.",
         _plain(str),
         lambda answers, machine: "",
         asked=_wraps("TRANSFORMER_BASED_WRAP"),
     ),
     Question(
         LAYER_CLASSES,
-        "Layer class to wrap? (several: separated by commas)",
+        "Layer classes to wrap, separated by commas?",
         "the model's repeated blocks",
-        "The class name of the model's repeated layer, such as T5Block, BertLayer or LlamaDecoderLayer.",
+        "The class names of the model's repeated layers, such as T5Block, BertLayer or LlamaDecoderLayer.",
         lambda text, answers, machine: pick_classes(text, ()),
         lambda answers, machine: (),
         asked=_wraps("TRANSFORMER_BASED_WRAP"),
     ),
     Question(
         "fsdp_config.fsdp_min_num_params",
-        "Parameters from which on a module is a unit?",
-        "as Accelerate has it; smaller models need a smaller number",
-        "Counted are a module's parameters beside those of units inside it. 1e6 is a number too.",
-        _plain(whole(1)),
+        "Smallest number of parameters of a unit?",
+        "Accelerate's default; smaller models need a smaller number",
+        "Parameters of units inside a module are not counted. May be written 1e6.",
+        _plain(integer(1)),
         lambda answers, machine: 100_000_000,
         asked=_wraps("SIZE_BASED_WRAP"),
     ),
     _choice(
         "fsdp_config.fsdp_backward_prefetch",
         "Backward prefetch?",
-        "communication runs beside compute",
+        "communication overlaps with compute",
         tuple(zip(PREFETCHES, _PREFETCH_MEANINGS, strict=True)),
     ),
     _choice(
         "fsdp_config.fsdp_state_dict_type",
         "State-dict type of a script's own saves?",
-        "whole files load anywhere; fullshard train has its own way",
+        "full files load anywhere; not used by fullshard train",
         tuple(zip(STATE_DICT_TYPES, _STATE_DICT_MEANINGS, strict=True)),
     ),
     _switch(
         "fsdp_config.fsdp_activation_checkpointing",
         "Recompute activations in backward instead of keeping them?",
         "it costs a third more compute; for long texts or large batches",
-        "Each block's activations are thrown away after its forward and computed again before its backward.",
+        "Each block's activations are freed after its forward and recomputed before its backward.",
     ),
     _choice(
         "mixed_precision",
         "Precision?",
-        "bf16 where the GPU has it, else float32",
+        "bf16 if the GPU supports it, otherwise float32",
         _PRECISION_MEANINGS,
         default=lambda answers, machine: "bf16" if machine.bf16 and not answers["use_cpu"] else "no",
     ),
@@ -318,7 +319,7 @@ QUESTIONS: tuple[Question, ...] = (
 
 
 def default_answers(machine: Machine) -> dict[str, Any]:
-    """What Enter on every question gives."""
+    """Return the answers if every question is answered with Enter."""
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
         if question.asked(answers):

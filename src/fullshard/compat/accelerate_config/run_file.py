@@ -1,4 +1,4 @@
-"""Accelerate's configuration file as a run file of ours, with what is left to fill in."""
+"""Run files made from Accelerate's configuration files, with sections for the user to fill in."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from fullshard.compat.accelerate_config.keys import as_yaml
 from fullshard.compat.accelerate_config.translate import Translation
 
 LEFT = ("output_dir", "model", "data")
-"""Sections of the run file that Accelerate's file says nothing of, and that every run file has."""
+"""Required sections of the run file that Accelerate's file has no settings for."""
 
 _TO_FILL_IN = """\
-# To fill in: take away the # and write your own.
+# To fill in: remove the # and set your own values.
 # output_dir: runs/mine  # where the run writes its model and its records
 # model:
 #   path: google-t5/t5-small  # a directory with config.json, weights and tokenizer, or a Hub id
@@ -23,11 +23,11 @@ _TO_FILL_IN = """\
 
 
 def run_file_text(file: AccelerateFile, translation: Translation) -> str:
-    """The run file: its sections with where each setting comes from, what has no effect, and what is left to fill in.
+    """Return the run file: settings with their origin, sections to fill in, and warnings as comments.
 
     Args:
-        file: Accelerate's.
-        translation: What it means to ``fullshard train``.
+        file: Accelerate's file.
+        translation: Its translation.
     """
     lines = [f"# Made from {file.path} by `fullshard config convert`.", _TO_FILL_IN]
     section = ""
@@ -36,7 +36,7 @@ def run_file_text(file: AccelerateFile, translation: Translation) -> str:
         if home != section:
             lines.append(f"{home}:")
             section = home
-        lines.append(f"{'  ' if home else ''}{name}: {as_yaml(setting.value)}  # {setting.said}")
+        lines.append(f"{'  ' if home else ''}{name}: {as_yaml(setting.value)}  # {setting.as_written}")
     if translation.warnings:
-        lines += ["", "# What does not carry over:", *(f"# - {warning}" for warning in translation.warnings)]
+        lines += ["", "# Settings without effect:", *(f"# - {warning}" for warning in translation.warnings)]
     return "\n".join(lines) + "\n"

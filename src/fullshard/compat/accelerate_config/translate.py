@@ -1,4 +1,4 @@
-"""From a configuration file of Accelerate to the settings of our run file."""
+"""Translation of Accelerate's configuration files to settings of a run file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fullshard.compat.accelerate_config.file import AccelerateFile
 from fullshard.errors import ConfigError
 
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
-"""What Accelerate's launcher takes for SIZE_BASED_WRAP without fsdp_min_num_params."""
+"""Accelerate's default of fsdp_min_num_params with SIZE_BASED_WRAP."""
 
 _PREFETCH = {"BACKWARD_PRE": "backward_pre", "BACKWARD_POST": "backward_post", "NO_PREFETCH": "none"}
 _WRAP_KEYS = ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
@@ -21,23 +21,23 @@ class Setting:
     """One setting of the run file, and where it comes from.
 
     Attributes:
-        value: As YAML and JSON hold it.
+        value: Its value, of a type that YAML and JSON have.
         origin: The dotted key of Accelerate's file.
-        said: That key and its value there, such as ``mixed_precision: bf16``.
+        as_written: That key and its value there, such as ``mixed_precision: bf16``.
     """
 
     value: Any
     origin: str
-    said: str
+    as_written: str
 
 
 @dataclass(frozen=True)
 class Translation:
-    """What a file means to ``fullshard train``.
+    """Settings that a file has for ``fullshard train``.
 
     Attributes:
-        settings: By dotted key of the run file; keys that Accelerate's file leaves open are not there.
-        warnings: What of the file has no effect there, and why; those of the file itself too.
+        settings: Settings by dotted key of the run file, without keys that Accelerate's file does not set.
+        warnings: The file's own warnings, and one for each key that has no effect on ``fullshard train``.
     """
 
     settings: Mapping[str, Setting]
@@ -45,7 +45,7 @@ class Translation:
 
 
 def nested(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Settings by dotted key as the run file has them."""
+    """Convert settings by dotted key to the nested values of a run file."""
     values: dict[str, Any] = {}
     for key, setting in settings.items():
         section, _, name = key.rpartition(".")
@@ -54,17 +54,14 @@ def nested(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def translate(file: AccelerateFile) -> Translation:
-    """What a file means to ``fullshard train``; any process, alone.
-
-    Args:
-        file: The file.
+    """Translate a file for ``fullshard train``; any process, no communication.
 
     Raises:
-        ConfigError: The file asks for a mesh that its machines do not make.
+        ConfigError: The mesh sizes do not match the numbers of machines and ranks.
     """
     found = _Found(file)
-    if file.ranks_here is not None:
-        found.add("nproc", file.ranks_here, "num_processes")
+    if file.ranks_per_machine is not None:
+        found.add("nproc", file.ranks_per_machine, "num_processes")
     if file.mixed_precision is not None:
         origin = "mixed_precision" if "mixed_precision" in file.raw else "fp16"
         precision = "fp32" if file.mixed_precision == "no" else file.mixed_precision
@@ -76,16 +73,16 @@ def translate(file: AccelerateFile) -> Translation:
         _rest(found)
     elif file.distributed_type != "NO":
         found.warn(
-            f"{file.said('distributed_type')} in {file.where('distributed_type')}, says nothing of sharding: the run "
-            "file's sharding section counts, full_shard where it has none. Copies of the whole model on every rank, as "
-            "Accelerate makes them, are sharding.strategy: no_shard"
+            f"{file.as_written('distributed_type')} in {file.where('distributed_type')}, does not configure sharding: "
+            "the run file's sharding section is used, by default full_shard. To replicate the model on every rank, as "
+            "Accelerate does, set sharding.strategy: no_shard"
         )
     _launcher_keys(found)
     return Translation(found.settings, (*file.warnings, *found.warnings))
 
 
 class _Found:
-    """Settings and warnings as they are found."""
+    """Settings and warnings, collected while translating a file."""
 
     def __init__(self, file: AccelerateFile) -> None:
         self.file = file
@@ -93,16 +90,18 @@ class _Found:
         self.warnings: list[str] = []
 
     def add(self, key: str, value: Any, origin: str) -> None:
-        """One setting; ``origin`` is dotted."""
-        self.settings[key] = Setting(value, origin, self.file.said(origin) if origin in self.file.raw else origin)
+        """Add a setting; ``origin`` is a dotted key of Accelerate's file."""
+        self.settings[key] = Setting(value, origin, self.file.as_written(origin) if origin in self.file.raw else origin)
 
     def warn(self, text: str) -> None:
-        """What has no effect."""
+        """Add a warning."""
         self.warnings.append(text)
 
-    def idle(self, origin: str, reason: str) -> None:
-        """A given key that ``fullshard train`` has no use for."""
-        self.warn(f"{self.file.said(origin)} in {self.file.where(origin)}, has no effect on fullshard train: {reason}")
+    def no_effect(self, origin: str, reason: str) -> None:
+        """Add a warning that a key has no effect on ``fullshard train``."""
+        self.warn(
+            f"{self.file.as_written(origin)} in {self.file.where(origin)}, has no effect on fullshard train: {reason}"
+        )
 
 
 def _strategy(found: _Found) -> None:
@@ -118,33 +117,33 @@ def _strategy(found: _Found) -> None:
 
 
 def _mesh_strategy(file: AccelerateFile, replicas: int) -> str:
-    """The strategy of a file that crosses copies and shards by numbers.
+    """Return the strategy of a file that sets the sizes of replicas and shards.
 
     Raises:
-        ConfigError: The numbers are not those of the machines.
+        ConfigError: The sizes do not match the numbers of machines and ranks.
     """
     shards = file.parallelism.get("parallelism_config_dp_shard_size", 1)
     if shards == 1:
         return "NO_SHARD"
-    if replicas == file.num_machines and file.ranks_here in (None, shards):
+    if replicas == file.num_machines and file.ranks_per_machine in (None, shards):
         return "HYBRID_SHARD_ZERO2" if file.strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else "HYBRID_SHARD"
     raise ConfigError(
-        f"{file.path}: fullshard train shards inside each machine and copies across machines, so dp_replicate_size is "
-        f"the number of machines and dp_shard_size that of each one's ranks; got {replicas} and {shards} with "
-        f"num_machines: {file.num_machines}, num_processes: {file.num_processes}. A script chooses its own mesh: "
-        "fully_shard(model, mesh=…)."
+        f"{file.path}: fullshard train shards inside each machine and replicates across machines, so dp_replicate_size "
+        "must be the number of machines and dp_shard_size the number of ranks per machine; got "
+        f"{replicas} and {shards} with num_machines: {file.num_machines}, num_processes: {file.num_processes}. For "
+        "another mesh use a script: fully_shard(model, mesh=…)."
     )
 
 
 def _wrap(found: _Found) -> None:
-    """The wrap policy; a policy that is not given leaves the run file's."""
+    """Add the wrap policy, if the file sets one."""
     file = found.file
     policy, origin = file.fsdp.get("fsdp_auto_wrap_policy"), "fsdp_config.fsdp_auto_wrap_policy"
     used = {"TRANSFORMER_BASED_WRAP": _WRAP_KEYS[0], "SIZE_BASED_WRAP": _WRAP_KEYS[1]}.get(str(policy))
     for key in _WRAP_KEYS:
         if key in file.fsdp and key != used:
             needs = "TRANSFORMER_BASED_WRAP" if key == _WRAP_KEYS[0] else "SIZE_BASED_WRAP"
-            found.idle(f"fsdp_config.{key}", f"fsdp_auto_wrap_policy is not {needs}")
+            found.no_effect(f"fsdp_config.{key}", f"fsdp_auto_wrap_policy is not {needs}")
     if policy is None:
         return
     if policy == "TRANSFORMER_BASED_WRAP":
@@ -152,7 +151,7 @@ def _wrap(found: _Found) -> None:
         found.add("sharding.wrap", classes or "auto", f"fsdp_config.{_WRAP_KEYS[0]}" if classes else origin)
     elif policy == "SIZE_BASED_WRAP" and (least := file.fsdp.get(_WRAP_KEYS[1], DEFAULT_MIN_NUM_PARAMS)):
         found.add("sharding.wrap", least, f"fsdp_config.{_WRAP_KEYS[1]}" if _WRAP_KEYS[1] in file.fsdp else origin)
-    else:  # NO_WRAP; a smallest size of 0 is that too
+    else:  # NO_WRAP, or a smallest size of 0
         found.add("sharding.wrap", "none", origin)
 
 
@@ -168,24 +167,24 @@ def _rest(found: _Found) -> None:
         if key in file.fsdp:
             found.add(ours, file.fsdp[key], f"fsdp_config.{key}")
     if "fsdp_state_dict_type" in file.fsdp:
-        found.idle(
+        found.no_effect(
             "fsdp_config.fsdp_state_dict_type",
-            "checkpoints are always sharded, and the model in output_dir is always whole",
+            "checkpoints are always sharded, and the model in output_dir is always a full one",
         )
-    for key, reason in _IDLE_FSDP.items():
+    for key, reason in _SCRIPTS_ONLY.items():
         if file.fsdp.get(key):
-            found.idle(f"fsdp_config.{key}", reason)
+            found.no_effect(f"fsdp_config.{key}", reason)
 
 
-_IDLE_FSDP = {
+_SCRIPTS_ONLY = {
     "fsdp_activation_checkpointing_offload": "activations that are kept stay on the device",
-    "fsdp_ignored_modules": "every module is sharded, which changes nothing of what is computed",
+    "fsdp_ignored_modules": "every module is sharded, with the same results",
 }
-"""Keys that mean something to a script, where they are switched on."""
+"""Keys that only have an effect in scripts, and why."""
 
 
 def _dynamo(found: _Found) -> None:
-    """INDUCTOR is torch.compile as we do it; anything else of it is named."""
+    """Add torch_compile for the backend INDUCTOR, and warnings about other compile settings."""
     dynamo = found.file.dynamo
     backend = dynamo.get("dynamo_backend", "NO")
     origin = "dynamo_config.dynamo_backend"
@@ -193,25 +192,25 @@ def _dynamo(found: _Found) -> None:
     if backend == "INDUCTOR":
         found.add("training.torch_compile", True, origin)  # noqa: FBT003
     elif backend != "NO":
-        found.idle(origin, "training.torch_compile compiles with inductor")
-    ordinary: Sequence[tuple[str, Any]] = (
+        found.no_effect(origin, "training.torch_compile compiles with inductor")
+    defaults: Sequence[tuple[str, Any]] = (
         ("dynamo_mode", "default"),
         ("dynamo_use_fullgraph", False),
         ("dynamo_use_dynamic", False),
     )
-    for key, default in ordinary:
+    for key, default in defaults:
         if dynamo.get(key, default) != default:
-            found.idle(f"dynamo_config.{key}", "training.torch_compile compiles each block with torch's own choices")
+            found.no_effect(f"dynamo_config.{key}", "training.torch_compile compiles each block with torch's defaults")
 
 
 def _launcher_keys(found: _Found) -> None:
-    """Keys for Accelerate's own object or for another launcher."""
+    """Add warnings about keys for Accelerate's own object or for another launcher."""
     file = found.file
     if file.debug:
-        found.idle("debug", "ranks that part are always told, with what each was doing")
+        found.no_effect("debug", "diverged ranks always raise an error that names each rank's operation")
     if file.enable_cpu_affinity:
-        found.idle("enable_cpu_affinity", "ranks are not bound to cores")
+        found.no_effect("enable_cpu_affinity", "ranks are not bound to cores")
     if file.num_machines == 1:
         for key in ("main_process_ip", "main_process_port"):
             if key in file.raw:
-                found.idle(key, "ranks of one machine meet on a free port")
+                found.no_effect(key, "ranks of one machine connect through a free port")

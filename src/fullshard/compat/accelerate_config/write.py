@@ -1,4 +1,7 @@
-"""Answers of the questionnaire as a configuration file that Accelerate reads too, each line with what it means."""
+"""Configuration files written from the answers of the questionnaire, with a comment on every line.
+
+Accelerate reads them too.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +16,38 @@ _HEAD = """\
 """
 _GIVEN: tuple[tuple[str, Any, str], ...] = (
     ("compute_environment", "LOCAL_MACHINE", "machines that you log in to"),
-    ("distributed_type", "FSDP", "fsdp_config below counts"),
+    ("distributed_type", "FSDP", "uses fsdp_config below"),
     ("num_machines", None, ""),
     ("machine_rank", 0, "number of this machine, counted from 0"),
-    ("main_process_ip", None, "one machine: its ranks find each other"),
+    ("main_process_ip", None, "not needed with one machine"),
     ("main_process_port", None, "one machine: any free port"),
-    ("rdzv_backend", "static", "machines and ranks are those named here"),
+    ("rdzv_backend", "static", "the numbers of machines and ranks are fixed"),
     ("same_network", True, "machines reach each other directly"),
     ("num_processes", None, ""),
     ("use_cpu", None, ""),
     ("mixed_precision", None, ""),
-    ("fsdp_config.fsdp_version", 1, "the names of the keys below; the engine is fullshard's either way"),
+    ("fsdp_config.fsdp_version", 1, "names of the keys below; the engine is fullshard's either way"),
 )
-"""Keys in the order of the file, with what stands there where nothing was answered."""
+"""Keys in the order of the file, each with its value and comment if there was no answer."""
 
 _MEANINGS = {
-    "num_machines": "machines that take part",
-    "machine_rank": "number of this machine, counted from 0: the line that differs between machines",
+    "num_machines": "number of machines",
+    "machine_rank": "number of this machine, counted from 0; differs between machines",
     "main_process_ip": "address of machine 0",
-    "main_process_port": "port there where ranks meet",
-    "num_processes": "ranks on all machines together",
+    "main_process_port": "port on machine 0 that ranks connect to",
+    "num_processes": "number of ranks on all machines",
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": "each layer of these classes is a unit",
-    "fsdp_config.fsdp_min_num_params": "modules with so many parameters of their own are units",
+    "fsdp_config.fsdp_min_num_params": "modules with at least this many parameters are units",
 }
 _SWITCHES = {
-    "use_cpu": ("the CPU, even where there are GPUs", "GPUs where there are any"),
+    "use_cpu": ("the CPU, even if there are GPUs", "GPUs if there are any"),
     "fsdp_config.fsdp_offload_params": ("shards live in host memory", "shards live on the device"),
-    "fsdp_config.fsdp_activation_checkpointing": ("blocks are computed again in backward", "activations are kept"),
+    "fsdp_config.fsdp_activation_checkpointing": ("blocks are recomputed in backward", "activations are kept"),
 }
 
 
 def file_values(answers: Answers) -> dict[str, Any]:
-    """What the file holds, by dotted key, in its order."""
+    """Return the values of the file by dotted key, in its order."""
     values = {key: answers.get(key, given) for key, given, _ in _GIVEN}
     values |= {key: value for key, value in answers.items() if key.startswith("fsdp_config.")}
     values.setdefault("fsdp_config.fsdp_offload_params", False)
@@ -55,7 +58,7 @@ def file_values(answers: Answers) -> dict[str, Any]:
 
 
 def file_text(answers: Answers) -> str:
-    """The file: YAML with a comment on every line."""
+    """Return the file as YAML with a comment on every line."""
     lines = [_HEAD.rstrip()]
     for key, value in file_values(answers).items():
         section, _, name = key.rpartition(".")
@@ -76,22 +79,22 @@ def _comment(key: str, value: Any, answers: Answers) -> str:
 
 
 def meaning(file: AccelerateFile) -> list[str]:
-    """What a file means, a sentence each, for the user who has just written it."""
+    """Return a summary of a file, one sentence per item, for the user who has just created it."""
     where = "the CPU" if file.use_cpu else "a GPU each"
     machines = "this machine" if file.num_machines == 1 else f"each of {file.num_machines} machines"
-    count = file.ranks_here
-    said = [f"{count} rank{'s' if count != 1 else ''} on {machines}, on {where}, computing in {_precision(file)}."]
+    count = file.ranks_per_machine
+    lines = [f"{count} rank{'s' if count != 1 else ''} on {machines}, on {where}, computing in {_precision(file)}."]
     for question in QUESTIONS:
         value = file.fsdp.get(question.key.rpartition(".")[2])
-        told = dict(question.choices).get(str(value))
-        if told is not None:
-            said.append(f"{value}: {told}.")
+        explanation = dict(question.choices).get(str(value))
+        if explanation is not None:
+            lines.append(f"{value}: {explanation}.")
     layers = file.fsdp.get("fsdp_transformer_layer_cls_to_wrap")
     if layers:
-        said.append(f"Units are layers of class {', '.join(layers)}.")
+        lines.append(f"Units are layers of class {', '.join(layers)}.")
     if file.use_cpu:
-        said.append("On the CPU only fullshard shards: Accelerate's own launcher does it on GPUs.")
-    return said
+        lines.append("On CPUs only fullshard shards; Accelerate's own launcher shards on GPUs only.")
+    return lines
 
 
 def _precision(file: AccelerateFile) -> str:
@@ -99,7 +102,7 @@ def _precision(file: AccelerateFile) -> str:
 
 
 def next_commands(file: AccelerateFile) -> list[str]:
-    """What to type next."""
+    """Return commands that use the file."""
     launch = f"fullshard launch --config_file {file.path} script.py"
     if file.num_machines > 1:
         return [f"{launch}  # on every machine, with its own machine_rank"]
