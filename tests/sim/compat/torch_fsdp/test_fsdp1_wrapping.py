@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel`` on ranks as threads: what it computes and what its methods say."""
+"""FSDP1's wrapper on rank threads: which modules it wraps, its arguments, and training as unsharded."""
 
 import functools
 import warnings
@@ -9,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch import nn
 from torch.distributed import fsdp as theirs
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers.models.t5.modeling_t5 import T5Block
 
 from fullshard.compat.torch_fsdp import (
@@ -18,23 +17,24 @@ from fullshard.compat.torch_fsdp import (
     CustomPolicy,
     MixedPrecision,
     ModuleWrapPolicy,
-    ShardedGradScaler,
     ShardingStrategy,
-    apply_activation_checkpointing,
     enable_wrap,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
 from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP
 from fullshard.compat.torch_fsdp.wrap import wrap
-from fullshard.errors import ConfigError, MismatchError, ShardingError, WrapError
-from fullshard.layout.sharded import ShardMeta
+from fullshard.errors import ConfigError, WrapError
 from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, assert_same_run, optimizer_for, replicas, train_unsharded
 
 STEPS = 3
+
+
 BLOCKS = ModuleWrapPolicy({Block})
+
+
 T5_BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})
 
 
@@ -268,9 +268,6 @@ def test_a_custom_policy_cannot_change_what_is_the_whole_models():
     run_ranks(1, work)
 
 
-# Attributes and items
-
-
 def test_attributes_items_and_names_are_those_of_the_wrapped_module():
     _, models = replicas(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), 2)
 
@@ -323,37 +320,6 @@ def test_a_module_without_parameters_is_wrapped_and_does_nothing():
     run_ranks(1, work)
 
 
-# A step
-
-
-def test_no_sync_accumulates_as_a_larger_batch():
-    reference, models = replicas(TinyLM, 2)
-    (tokens,) = batches(1, 8)
-    (sum(lm_loss(reference, part) for part in tokens.chunk(4)) / 2).backward()
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf")).item()
-
-    def work(comm):
-        model = FSDP(models[comm.rank], comm, auto_wrap_policy=BLOCKS)
-        first, second = tokens.chunk(4)[2 * comm.rank : 2 * comm.rank + 2]
-        with model.no_sync():
-            lm_loss(model, first).backward()
-        assert all(param.grad is None for param in model.parameters())
-        lm_loss(model, second).backward()
-        with (
-            pytest.raises(ShardingError, match="no_sync\\(\\) must be called on the outermost wrapper"),
-            model.blocks[0].no_sync(),
-        ):
-            pass
-        with pytest.raises(ShardingError, match="clip_grad_norm_"):
-            model.blocks[0].clip_grad_norm_(1.0)
-        return model.clip_grad_norm_(float("inf")).item(), model.clip_grad_norm_(0.5, "inf").item()
-
-    expected = max(p.grad.abs().max().item() for p in reference.parameters() if p.grad is not None)
-    for found, largest in run_ranks(2, work):
-        assert found == pytest.approx(norm, rel=1e-5)
-        assert largest == pytest.approx(expected, rel=1e-5)
-
-
 def test_ignored_modules_and_parameters_stay_as_they_are():
     _, models = replicas(Two, 2)
 
@@ -388,233 +354,6 @@ def test_what_cannot_be_ignored_is_refused():
             FSDP(model, comm, ignored_states=[model.second[0], model.second[2].bias])
 
     run_ranks(1, work)
-
-
-def test_apply_sees_full_parameters_inner_modules_first():
-    _, models = replicas(TinyLM, 2)
-    seen = [[], []]
-
-    def work(comm):
-        model = FSDP(models[comm.rank], comm, auto_wrap_policy=BLOCKS)
-
-        def fill(module):
-            seen[comm.rank].append(type(module).__name__)
-            if isinstance(module, nn.Linear):
-                assert module.weight.shape == (module.out_features, module.in_features)
-                with torch.no_grad():
-                    module.weight.fill_(0.5)
-
-        assert model.apply(fill) is model
-        return {p.shard_meta.name for p in model.parameters() if p.numel() and bool((p == 0.5).all())}
-
-    changed = set.union(*run_ranks(2, work))
-    assert {f"blocks.{i}.{name}.weight" for i in range(4) for name in ("up", "down", "side")} <= changed
-    for names in seen:
-        assert names[0] == "Embedding"
-        assert names.index("Block") == names.index("FullyShardedDataParallel") - 1
-        assert names[-2:] == ["TinyLM", "FullyShardedDataParallel"]
-
-
-# Precision
-
-
-class Seen(nn.Module):
-    """Notes the dtypes that its parts see."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-        self.register_buffer("scale", torch.ones(4))
-        self.seen = []
-
-    def forward(self, x):
-        self.seen.append(("root", x.dtype, self.scale.dtype))
-        return self.inner(x.float())
-
-    def watch(self):
-        for module in self.inner:
-            module.forward = functools.partial(self.note, module, module.forward)
-        return self
-
-    def note(self, module, forward, x):
-        self.seen.append((type(module).__name__, x.dtype, module.weight.dtype))
-        return forward(x)
-
-
-@pytest.mark.parametrize(
-    ("changes", "root", "linear"),
-    [
-        ({}, torch.bfloat16, None),
-        ({"cast_forward_inputs": True}, torch.bfloat16, torch.bfloat16),
-        ({"cast_forward_inputs": True, "cast_root_forward_inputs": False}, torch.float32, torch.bfloat16),
-    ],
-    ids=["root", "all", "inner"],
-)
-def test_inputs_are_cast_where_torch_says(changes, root, linear):
-    _, models = replicas(Seen, 2)
-    mixed = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, **changes)
-
-    def work(comm):
-        model = FSDP(
-            models[comm.rank].watch(), comm, mixed_precision=mixed, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})
-        )
-        wrapped = {type(one.module).__name__ for one in FSDP.fsdp_modules(model)}
-        assert wrapped == {"Seen", "Sequential", "BatchNorm1d"}
-        if linear is None:
-            with pytest.raises(RuntimeError, match="dtype"):
-                model(torch.ones(4, 4))
-        else:
-            model(torch.ones(4, 4)).float().sum().backward()
-            assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
-        return model.seen
-
-    for seen in run_ranks(2, work):
-        assert seen[0] == ("root", root, torch.bfloat16)
-        assert seen[1] == ("Linear", linear or torch.float32, torch.bfloat16)
-        if linear is not None:
-            assert ("BatchNorm1d", torch.float32, torch.float32) in seen
-
-
-def test_without_a_wrap_policy_batch_norm_computes_in_the_low_dtype_as_in_torch():
-    def work(comm):
-        model = FSDP(Seen().watch(), comm, mixed_precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16))
-        model.module.forward = lambda x: model.module.inner(x)
-        model(torch.ones(4, 4))
-        return model.seen
-
-    assert ("BatchNorm1d", torch.bfloat16, torch.bfloat16) in run_ranks(1, work)[0]
-
-
-def test_low_precision_gradients_are_kept_where_that_is_asked_for():
-    _, models = replicas(TinyLM, 2)
-
-    def work(comm):
-        mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, keep_low_precision_grads=True)
-        model = FSDP(models[comm.rank], comm, mixed_precision=mixed, auto_wrap_policy=BLOCKS)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            lm_loss(model, batches(1, 2)[0]).backward()
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        assert {grad.dtype for grad in grads} == {torch.bfloat16}
-        assert model.clip_grad_norm_(1.0).isfinite()
-        before = [param.detach().clone() for param in model.parameters()]
-        optimizer.step()
-        assert all(param.dtype == torch.float32 for param in model.parameters())
-        return sum(bool((a != b).any()) for a, b in zip(before, model.parameters(), strict=True))
-
-    assert min(run_ranks(2, work)) > 5
-
-
-# First values
-
-
-def test_sync_module_states_gives_every_rank_the_values_of_rank_0():
-    def build(rank, *, meta=False):
-        with torch.random.fork_rng(), torch.device("meta" if meta else "cpu"):
-            torch.manual_seed(rank)
-            model = TinyLM(layers=2)
-            model.register_buffer("table", torch.arange(3) + rank)
-            model.register_buffer("flag", torch.tensor(rank == 0))
-        return model
-
-    models = [build(0), build(1), build(2, meta=True)]
-    expected = {name: value.clone() for name, value in models[0].state_dict().items()}
-
-    def work(comm):
-        model = FSDP(models[comm.rank], comm, auto_wrap_policy=BLOCKS, sync_module_states=True)
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-    for state in run_ranks(3, work):
-        torch.testing.assert_close(state, expected, atol=0, rtol=0)
-
-    with pytest.raises(MismatchError, match="different values"):
-        run_ranks(2, lambda comm: FSDP(build(comm.rank), comm, auto_wrap_policy=BLOCKS))
-
-
-def test_sync_module_states_tells_ranks_with_other_buffers():
-    def work(comm):
-        model = nn.Linear(2, 2)
-        model.register_buffer("table", torch.zeros(2 + comm.rank))
-        FSDP(model, comm, sync_module_states=True)
-
-    with pytest.raises(MismatchError, match="different buffers"):
-        run_ranks(2, work)
-
-
-def empty_and_reset(module):
-    module.to_empty(device="cpu", recurse=False)
-    if hasattr(module, "reset_parameters"):
-        module.reset_parameters()
-
-
-def test_param_init_fn_initialises_units_of_the_meta_device_one_at_a_time():
-    called = [[], []]
-
-    def work(comm):
-        with torch.device("meta"):
-            model = TinyLM()
-        blocks = list(model.blocks)
-        largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
-
-        def init(module):
-            called[comm.rank].append(module)
-            whole = sum(
-                p.numel()
-                for block in blocks
-                for p in block.parameters()
-                if not p.is_meta and not hasattr(p, "shard_meta")
-            )
-            assert whole <= largest  # of the unit that is initialised now
-            empty_and_reset(module)
-
-        wrapped = FSDP(model, comm, auto_wrap_policy=BLOCKS, param_init_fn=init)
-        assert model.head.weight is model.embed.weight
-        assert all(isinstance(p.shard_meta, ShardMeta) for p in wrapped.parameters())
-        lm_loss(wrapped, batches(1, 2)[0]).backward()
-        return {name: value.clone() for name, value in wrapped.state_dict().items()}
-
-    one, two = run_ranks(2, work)
-    torch.testing.assert_close(one, two, atol=0, rtol=0)
-    assert one["blocks.0.up.weight"].std() > 0.1
-    assert not torch.equal(one["blocks.0.up.weight"], one["blocks.1.up.weight"])
-    for modules in called:
-        assert len(set(modules)) == len(modules) == 25
-
-
-def test_param_init_fn_with_sync_initialises_and_rank_0_wins():
-    def work(comm):
-        torch.manual_seed(0)
-        with torch.device("meta" if comm.rank else "cpu"):
-            model = TinyLM(layers=2)
-        if comm.rank == 0:
-            with torch.no_grad():
-                for index, param in enumerate(model.parameters()):
-                    param.fill_(index)
-        wrapped = FSDP(
-            model,
-            comm,
-            auto_wrap_policy=BLOCKS,
-            sync_module_states=True,
-            param_init_fn=lambda m: m.to_empty(device="cpu", recurse=False),
-        )
-        return [value.unique().tolist() for value in wrapped.state_dict().values()]
-
-    one, two = run_ranks(2, work)
-    assert one == two
-    assert all(len(values) == 1 for values in one)
-
-
-def test_a_function_that_leaves_a_parameter_on_the_meta_device_is_told_so():
-    def work(comm):
-        with torch.device("meta"):
-            model = nn.Linear(2, 2)
-        FSDP(model, comm, param_init_fn=lambda _module: None)
-
-    with pytest.raises(WrapError, match=r"left weight as .* on meta"):
-        run_ranks(2, work)
-
-
-# The old spelling, refusals, the scaler
 
 
 def test_the_old_spelling_of_the_policy_is_taken_with_a_warning():
@@ -652,52 +391,6 @@ def test_what_cannot_be_done_is_refused_by_name():
     run_ranks(1, work)
 
 
-def test_the_scaler_takes_torchs_arguments_and_skips_on_all_ranks():
-    _, models = replicas(lambda: nn.Linear(64, 64, bias=False), 2)
-
-    def work(comm):
-        model = FSDP(models[comm.rank], comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = ShardedGradScaler("cpu", 8.0, 0.25, 3.0, 1, process_group=comm)
-        assert scaler.is_enabled()
-        scales = []
-        for spoilt in (False, True, False):
-            before = next(model.parameters()).detach().clone()
-            loss = model(torch.ones(1, 64)).sum()
-            scaler.scale(loss).backward()
-            if spoilt and comm.rank == 1:
-                next(model.parameters()).grad[0, 0] = float("inf")
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-            assert torch.equal(before, next(model.parameters())) == spoilt
-        other = ShardedGradScaler()
-        other.load_state_dict(scaler.state_dict())
-        assert other.get_scale() == scaler.get_scale()
-        return scales
-
-    assert run_ranks(2, work) == [[24.0, 6.0, 18.0]] * 2
-
-
-def test_further_ranks_of_the_scalers_group_skip_too():
-    def work(comm):
-        solo, everyone = comm.split([[0], [1]]), comm
-        torch.manual_seed(0)
-        model = FSDP(nn.Linear(2, 2), solo)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=everyone)
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-        if comm.rank == 1:
-            next(model.parameters()).grad[0, 0] = float("nan")
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.get_scale()
-
-    assert run_ranks(2, work) == [4.0, 4.0]
-
-
 def test_arguments_of_torchs_own_classes_are_taken():
     def work(comm):
         return (
@@ -720,31 +413,3 @@ def test_arguments_of_torchs_own_classes_are_taken():
         "bfloat16",
         "bfloat16",
     )
-
-
-def test_no_sync_knows_a_root_whose_module_got_a_checkpoint_wrapper_afterwards():
-    _, models = replicas(TinyLM, 2)
-
-    def work(comm):
-        model = FSDP(models[comm.rank], comm)
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, TinyLM))
-        with model.no_sync():
-            lm_loss(model, batches(1, 2)[0]).backward()
-        return all(param.grad is None for param in model.parameters())
-
-    assert run_ranks(2, work) == [True, True]
-
-
-def test_torchs_getters_are_refused_for_the_optimizers_state():
-    _, copies = replicas(lambda: nn.Linear(4, 8), 2)
-
-    def work(comm):
-        model = FSDP(copies[comm.rank], process_group=comm)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        assert optimizer.state_dict()["state"]  # this rank's, as torch's
-        with pytest.raises(ShardingError, match=r"optim_state_dict\(model, optimizer\)"):
-            get_optimizer_state_dict(model, optimizer)
-
-    run_ranks(2, work)

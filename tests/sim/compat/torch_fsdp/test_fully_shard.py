@@ -1,0 +1,172 @@
+"""FSDP2's ``fully_shard`` on rank threads: units, arguments, and training as unsharded."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+
+from fullshard import fully_shard as native_fully_shard
+from fullshard import units
+from fullshard.compat.torch_fsdp.fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from fullshard.errors import ConfigError, ShardingError, WrapError
+from fullshard.testing import RecordingComm, run_ranks
+from support.fsdp2 import SIZE, rows_of, shard, with_models
+from support.models import KINDS, Block, TinyLM, batches
+from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
+
+
+@pytest.mark.parametrize("kind", ["lm", "lm_two_forwards", "lm_checkpoint_reentrant", "lm_frozen_parts"])
+def test_bottom_up_calls_give_the_unsharded_run(kind):
+    make, loss_of = KINDS[kind]
+    reference, models = replicas(make, SIZE)
+    data = batches(2, SIZE * ROWS_PER_RANK)
+    plain = train_unsharded(reference, loss_of, data)
+
+    def work(comm):
+        return train_sharded(shard(models[comm.rank], comm), comm, loss_of, data, sharded=True)
+
+    for run in run_ranks(SIZE, work):
+        assert_same_run(run, plain)
+
+
+def test_blocks_and_root_stay_fsdp_modules_and_keep_their_units():
+    def work(comm):
+        model = shard(TinyLM(), comm)
+        assert isinstance(model, FSDPModule)
+        assert isinstance(model, TinyLM)
+        assert [isinstance(block, FSDPModule) and isinstance(block, Block) for block in model.blocks] == [True] * 4
+        assert not isinstance(model.embed, FSDPModule)
+        assert type(model.blocks[0]).__name__ == "FSDPBlock"
+        return [row.unit for row in units(model).rows]
+
+    assert run_ranks(1, work)[0] == ["(root)", *(f"blocks.{i}" for i in range(4))]
+
+
+def test_a_root_alone_is_one_unit():
+    def work(comm):
+        return len(units(fully_shard(TinyLM(), mesh=comm)).rows)
+
+    assert run_ranks(1, work) == [1]
+
+
+def test_a_list_of_modules_is_one_unit_and_a_slice_of_a_container_is_plain():
+    def work(comm):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        pair = [model[0], model[1]]
+        assert fully_shard(pair, mesh=comm) is pair
+        assert all(isinstance(one, FSDPModule) for one in pair)
+        model = fully_shard(model, mesh=comm)
+        model(torch.ones(2, 4)).sum().backward()
+        assert type(model[:2]) is nn.Sequential
+        return [row.unit for row in units(model).rows]
+
+    assert run_ranks(1, work)[0] == ["(root)", "0 + 1"]
+
+
+def test_an_embedding_of_its_own_keeps_the_engines_ways():
+    def work(comm, model):
+        ledger = RecordingComm(comm)
+        fully_shard(model[0], mesh=ledger)
+        fully_shard(model, mesh=ledger)
+        model(torch.arange(4)).sum().backward()
+        ledger.entries.clear()
+        model(torch.arange(4)).sum().backward()
+        return ledger.names.count("all_gather")
+
+    found = with_models(SIZE, work, lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4)))
+    assert found == [2, 2]  # nothing is gathered again in backward
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda m: {"shard_placement_fn": lambda p: torch.distributed.tensor.Shard(1)}, ConfigError, "Shard\\(0\\)"),
+        (lambda m: {"dp_mesh_dims": torch_fsdp.DataParallelMeshDims(shard="dp")}, ConfigError, "dp_mesh_dims"),
+        (lambda m: {"mp_policy": torch_fsdp.MixedPrecision()}, ConfigError, "mp_policy"),
+        (lambda m: {"offload_policy": torch_fsdp.CPUOffload(True)}, ConfigError, "offload_policy"),
+        (lambda m: {"reshard_after_forward": "yes"}, ConfigError, "reshard_after_forward"),
+        (lambda m: {"module": m.blocks}, WrapError, "no forward"),
+        (lambda m: {"module": []}, ConfigError, "empty"),
+        (lambda m: {"module": "model"}, ConfigError, "takes a module"),
+    ],
+)
+def test_arguments_that_cannot_be_followed_are_refused_and_nothing_has_changed(change, error, words):
+    def work(comm):
+        model = TinyLM()
+        with pytest.raises(error, match=words):
+            fully_shard(**({"module": model, "mesh": comm} | change(model)))
+        assert type(model) is TinyLM
+        fully_shard(model, mesh=comm, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0))
+        with pytest.raises(ShardingError, match="sharded already"):
+            fully_shard(model, mesh=comm)
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_policies_of_ours_and_of_torch(theirs):
+    source = torch_fsdp if theirs else None
+    precision = (source.MixedPrecisionPolicy if source else MixedPrecisionPolicy)(
+        param_dtype=torch.bfloat16, output_dtype=torch.float32
+    )
+    offload = (source.CPUOffloadPolicy if source else CPUOffloadPolicy)(pin_memory=False)
+
+    def work(comm):
+        model = fully_shard(TinyLM(), mesh=comm, mp_policy=precision, offload_policy=offload)
+        unit = model._fullshard_runtime.root
+        assert model(rows_of(comm, 1)[0]).dtype == torch.float32
+        assert unit.policy.precision.param == unit.policy.precision.reduce == "bfloat16"
+        assert unit.policy.offload.pin_memory is False
+        none = (source.OffloadPolicy if source else OffloadPolicy)()
+        return fully_shard(nn.Linear(2, 2), mesh=comm, offload_policy=none)._fullshard_runtime.root.policy.offload
+
+    assert run_ranks(1, work) == [None]
+
+
+def test_ignored_parameters_of_a_block_stay_so_in_the_roots_call():
+    def work(comm, model):
+        kept = model.blocks[0].side.weight
+        fully_shard(model.blocks[0], mesh=comm, ignored_params={kept})
+        model = fully_shard(model, mesh=comm)
+        return hasattr(kept, "shard_meta"), tuple(model.blocks[0].side.weight.shape)
+
+    assert with_models(SIZE, work) == [(False, (24, 24))] * SIZE
+
+
+def test_modules_without_parameters_are_fsdp_modules_without_a_unit():
+    def work(comm):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        fully_shard(model[1], mesh=comm)
+        fully_shard(model, mesh=comm)
+        model[1].unshard()
+        model[1].reshard()
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(1, 4)).sum().backward()
+        return isinstance(model[1], FSDPModule), len(units(model).rows)
+
+    assert run_ranks(1, work) == [(True, 1)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mp_policy": torch_fsdp.MixedPrecisionPolicy()}, {"offload_policy": torch_fsdp.CPUOffloadPolicy()}],
+)
+def test_the_native_door_names_the_compat_one_for_torchs_policies(options):
+    def work(comm):
+        with pytest.raises(ConfigError, match=r"fullshard\.compat\.torch_fsdp"):
+            native_fully_shard(TinyLM(), comm, wrap=None, **options)
+
+    run_ranks(1, work)
+
+
+def test_every_public_name_of_torchs_module_class_is_ours():
+    def public(cls):
+        return {name for name in vars(cls) if not name.startswith("_")}
+
+    assert public(torch_fsdp.FSDPModule) <= public(FSDPModule)

@@ -1,0 +1,238 @@
+"""Optimizer states of FSDP1's wrapper on rank threads."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from fullshard.compat.torch_fsdp.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictType
+from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
+from fullshard.errors import CheckpointError, ProcessGroupError, ShardingError
+from fullshard.saving.shard_tensor import ShardTensor
+from fullshard.testing import run_ranks
+from support.fsdp1 import KINDS, on_ranks
+from support.models import batches, lm_loss
+from support.parity import replicas
+
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
+
+
+def groups_of(model):
+    """Two groups, in another order than the model's."""
+    small = [p for name, p in model.named_parameters() if "norm" in name]
+    rest = [p for name, p in model.named_parameters() if "norm" not in name]
+    return [{"params": small, "lr": 3e-3}, {"params": rest, "weight_decay": 0.1}]
+
+
+def adamw(model):
+    return torch.optim.AdamW(groups_of(model), lr=1e-2)
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def adagrad(model):
+    """It has state where a rank has no rows, and counts no steps there."""
+    return torch.optim.Adagrad(model.parameters(), lr=1e-2)
+
+
+def train(model, optimizer, loss_of, seed=1):
+    for tokens in batches(2, 2, seed=seed):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(comm, model, plain, kind, optimizer_of):
+    both = [(one, optimizer_of(one)) for one in (model, plain)]
+    for one, optimizer in both:
+        train(one, optimizer, KINDS[kind][1])
+    return both[0][1], both[1][1]
+
+
+def assert_close_states(ours, theirs):
+    """State dicts by name or number."""
+    assert ours["state"].keys() == theirs["state"].keys()
+    for key, state in theirs["state"].items():
+        assert list(ours["state"][key]) == list(state)
+        for what, value in state.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(ours["state"][key][what], value, atol=1e-6, rtol=1e-4)
+            else:
+                assert ours["state"][key][what] == value
+    assert ours["param_groups"] == theirs["param_groups"]
+
+
+def by_name(optimizer, model):
+    return FSDP.rekey_optim_state_dict(optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
+
+
+def sorted_groups(state):
+    return state | {"param_groups": [g | {"params": sorted(g["params"])} for g in state["param_groups"]]}
+
+
+CASES = [
+    ("lm", adamw, 1),
+    ("lm", momentum, 4),
+    ("lm_frozen_parts", adamw, 4),
+    ("t5", adamw, 2),
+    ("normed", adamw, 4),
+    ("normed", adagrad, 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "optimizer_of", "size"), CASES)
+def test_optimizer_state_is_the_plain_optimizer_s_by_name(kind, optimizer_of, size):
+    def work(comm, model, plain):
+        optimizer, other = trained(comm, model, plain, kind, optimizer_of)
+        state = FSDP.optim_state_dict(model, optimizer)
+        expected = by_name(other, plain)
+        assert_close_states(sorted_groups(state), expected)
+        assert_close_states(sorted_groups(FSDP.optim_state_dict(model, optimizer, optimizer.state_dict())), expected)
+        legacy = FSDP.full_optim_state_dict(model, optimizer)
+        assert legacy == {} if comm.rank else legacy.keys() == state.keys()
+        plain_again = optimizer_of(plain)
+        numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain, optim=plain_again)
+        assert_close_states(numbered, other.state_dict())
+        plain_again.load_state_dict(numbered)
+        # Back, into what is there.
+        FSDP.optim_state_dict_to_load(model, optimizer, expected, load_directly=True)
+        assert_close_states(sorted_groups(FSDP.optim_state_dict(model, optimizer)), expected)
+
+    on_ranks(kind, size, work)
+
+
+def test_it_comes_back_on_another_number_of_ranks_and_the_runs_stay_together():
+    def save(comm, model, plain):
+        optimizer, _ = trained(comm, model, plain, "lm", adamw)
+        return model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+
+    weights, state = on_ranks("lm", 2, save)[0]
+
+    def load(comm, model, plain, how):
+        model.load_state_dict(weights)
+        optimizer = torch.optim.AdamW(groups_of(model), lr=0.5)
+        rank0 = state if comm.rank == 0 else None
+        cut = {
+            "to_load": lambda: FSDP.optim_state_dict_to_load(model, optimizer, state),
+            "shard": lambda: FSDP.shard_full_optim_state_dict(state, model, optim=optimizer),
+            "scatter": lambda: FSDP.scatter_full_optim_state_dict(rank0, model, optim=optimizer),
+        }[how]()
+        optimizer.load_state_dict(cut)
+        assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 1e-2]
+        train(model, optimizer, lm_loss, seed=3)
+        return model.state_dict()
+
+    runs = [
+        on_ranks("lm", size, lambda c, m, p, how=how: load(c, m, p, how))[0]
+        for size, how in ((2, "to_load"), (3, "shard"), (4, "scatter"))
+    ]
+    for other in runs[1:]:
+        for name, value in runs[0].items():
+            torch.testing.assert_close(other[name], value, atol=2e-6, rtol=1e-4)
+
+
+def test_rank0_only_gives_and_takes_it_on_rank_0():
+    def work(comm, model, plain):
+        optimizer, _ = trained(comm, model, plain, "lm", adamw)
+        FSDP.set_state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=True))
+        state = FSDP.optim_state_dict(model, optimizer)
+        assert (state == {}) is (comm.rank > 0)
+        fresh = adamw(model)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, state))
+        for ours, theirs in zip(fresh.state.values(), optimizer.state.values(), strict=True):
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+    on_ranks("lm", 3, work)
+
+
+@pytest.mark.parametrize("kind", [SHARDED, LOCAL])
+def test_sharded_and_local_optimizer_states_come_back(kind):
+    def work(comm, model, plain):
+        optimizer, _ = trained(comm, model, plain, "lm", adamw)
+        FSDP.set_state_dict_type(model, kind)
+        state = FSDP.optim_state_dict(model, optimizer)
+        assert any(isinstance(v, ShardTensor) for of in state["state"].values() for v in of.values()) is (
+            kind is SHARDED
+        )
+        fresh = adamw(model)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, state))
+        legacy = adamw(model)
+        sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+        legacy.load_state_dict(FSDP.flatten_sharded_optim_state_dict(sharded, model, legacy))
+        for one in (fresh, legacy):
+            for param, theirs in optimizer.state.items():
+                if param.numel():
+                    assert all(torch.equal(one.state[param][key], theirs[key]) for key in theirs)
+
+    on_ranks("lm", 4, work)
+
+
+def test_without_an_optimizer_numbers_are_those_of_the_parameters():
+    def work(comm, model, plain):
+        optimizer, other = trained(comm, model, plain, "lm", momentum)
+        state = FSDP.optim_state_dict(model, optimizer)
+        fresh = momentum(model)
+        fresh.load_state_dict(FSDP.shard_full_optim_state_dict(state, model))
+        for ours, theirs in zip(fresh.state.values(), optimizer.state.values(), strict=True):
+            assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
+        numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain)
+        assert_close_states(numbered, other.state_dict())
+        named = FSDP.optim_state_dict_to_load(model, optimizer, state, is_named_optimizer=True)
+        assert set(named["state"]) <= set(state["state"])
+
+    on_ranks("lm", 2, work)
+
+
+def test_states_that_do_not_fit_are_refused():
+    class Pair:
+        def size(self):
+            return 7
+
+    def work(comm, model, plain):
+        optimizer, other = trained(comm, model, plain, "lm", adamw)
+        state = FSDP.optim_state_dict(model, optimizer)
+        texts = []
+        for wrong, match in (
+            (other.state_dict(), "rekey_optim_state_dict"),
+            ({}, "rank0_only"),
+            ({**state, "state": {**state["state"], "embed.weight": {"exp_avg": torch.zeros(3, 3)}}}, "shape"),
+            ({**state, "param_groups": state["param_groups"][:1]}, "did not step"),
+        ):
+            with pytest.raises(CheckpointError, match=match) as caught:
+                FSDP.optim_state_dict_to_load(model, optimizer, wrong)
+            texts.append(str(caught.value))
+        with pytest.raises(ProcessGroupError, match="7 ranks"):
+            FSDP.optim_state_dict(model, optimizer, group=Pair())
+        with pytest.raises(CheckpointError, match="names or all numbers"):
+            FSDP.rekey_optim_state_dict(
+                {"state": {0: {}, "a": {}}, "param_groups": []}, OptimStateKeyType.PARAM_ID, plain
+            )
+        with pytest.warns(FutureWarning, match="optim_input"):
+            FSDP.rekey_optim_state_dict(
+                other.state_dict(), OptimStateKeyType.PARAM_NAME, plain, groups_of(plain), optim=other
+            )
+        return texts
+
+    first, second = on_ranks("lm", 2, work)
+    assert first == second
+
+
+def test_torchs_getters_are_refused_for_the_optimizers_state():
+    _, copies = replicas(lambda: nn.Linear(4, 8), 2)
+
+    def work(comm):
+        model = FSDP(copies[comm.rank], process_group=comm)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert optimizer.state_dict()["state"]  # this rank's, as torch's
+        with pytest.raises(ShardingError, match=r"optim_state_dict\(model, optimizer\)"):
+            get_optimizer_state_dict(model, optimizer)
+
+    run_ranks(2, work)

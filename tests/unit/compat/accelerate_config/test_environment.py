@@ -1,0 +1,144 @@
+"""Variables of Accelerate's launcher for a configuration file, compared with its own."""
+
+import os
+import warnings
+
+import pytest
+import yaml
+
+from fullshard.compat.accelerate_config.environment import launch_environment, launch_warnings
+from fullshard.compat.accelerate_config.file import read_accelerate_file
+from support.accelerate_files import VERSION_1, VERSION_2
+
+
+def launchers_environment(path, monkeypatch):
+    """What Accelerate's own launcher sets for a file."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    tools = pytest.importorskip("accelerate.utils.launch")
+    monkeypatch.setattr(tools, "is_port_in_use", lambda port: False)
+    monkeypatch.setattr(os, "environ", {})
+    parser = launch.launch_command_parser()
+    arguments = parser.parse_args(["--config_file", str(path), "script.py"])
+    arguments.nondefault = getattr(arguments, "nondefault", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        arguments, *_ = launch._validate_launch_command(arguments)
+        if arguments.use_fsdp or arguments.multi_gpu:
+            found = tools.prepare_multi_gpu_env(arguments)
+        else:
+            found = tools.prepare_simple_launcher_cmd_env(arguments)[1]
+    left_to_torchrun = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY", "KMP_BLOCKTIME")
+    return {name: value for name, value in found.items() if name not in left_to_torchrun}
+
+
+EQUAL = {
+    "version 1 words": {"fsdp": {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_backward_prefetch_policy": None}},
+    "version 1 numbers": {
+        "fsdp": {
+            "fsdp_sharding_strategy": 2,
+            "fsdp_state_dict_type": 3,
+            "fsdp_backward_prefetch": 1,
+            "fsdp_backward_prefetch_policy": None,
+        }
+    },
+    "version 1 everything": {
+        "debug": True,
+        "gpu_ids": "0,1",
+        "mixed_precision": "bf16",
+        "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_dynamic": True},
+        "dynamo_backend": None,
+        "fsdp": {
+            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+            "fsdp_min_num_params": 77,
+            "fsdp_backward_prefetch_policy": None,
+            "fsdp_forward_prefetch": True,
+            "fsdp_use_orig_params": False,
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_sync_module_states": False,
+            "fsdp_activation_checkpointing": True,
+            "fsdp_ignored_modules": ".*head",
+        },
+    },
+    "sizes of a mesh": {
+        "parallelism_config": {"parallelism_config_dp_shard_size": 2, "dp_replicate_size": 1},
+        "fsdp": {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_backward_prefetch_policy": None},
+    },
+    "copies": {"distributed_type": "MULTI_GPU", "fsdp_config": {}, "mixed_precision": "fp16"},
+    "one process": {"distributed_type": "NO", "num_processes": 1, "fsdp_config": {}},
+    "on the CPU": {"distributed_type": "MULTI_CPU", "use_cpu": True, "fsdp_config": {}},
+}
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_the_variables_are_those_of_accelerates_own_launcher(read, case, monkeypatch):
+    changes = dict(EQUAL[case])
+    if changes.get("dynamo_backend", "") is None:  # the newer files have dynamo_config in its place
+        values = yaml.safe_load(VERSION_1)
+        values.pop("dynamo_backend")
+        changes.pop("dynamo_backend")
+        values["fsdp_config"] |= changes.pop("fsdp")
+        file = read(yaml.safe_dump(values | changes))
+    else:
+        file = read(**changes)
+    assert launch_environment(file) == launchers_environment(file.path, monkeypatch)
+
+
+def test_version_2s_variables_are_those_of_accelerates_own_launcher(read, monkeypatch):
+    file = read(VERSION_2)
+    assert launch_environment(file) == launchers_environment(file.path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "name", "theirs", "ours"),
+    [
+        ({}, "FSDP_BACKWARD_PREFETCH", None, "BACKWARD_PRE"),
+        ({"fsdp_auto_wrap_policy": 2}, "FSDP_AUTO_WRAP_POLICY", "2", "SIZE_BASED_WRAP"),
+        ({"fsdp_backward_prefetch": 3}, "FSDP_BACKWARD_PREFETCH", "3", "NO_PREFETCH"),
+        (
+            {"fsdp_transformer_layer_cls_to_wrap": "A, B"},
+            "FSDP_TRANSFORMER_CLS_TO_WRAP",
+            "A, B",
+            "A,B",
+        ),
+        (
+            {"fsdp_sharding_strategy": None, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"},
+            "FSDP_SHARDING_STRATEGY",
+            "None",
+            "SHARD_GRAD_OP",
+        ),
+    ],
+)
+def test_where_accelerates_launcher_drops_what_the_file_says_the_variables_say_it(
+    read, fsdp, name, theirs, ours, monkeypatch
+):
+    file = read(fsdp=fsdp)
+    mine = launch_environment(file)
+    other = launchers_environment(file.path, monkeypatch)
+    assert (other.get(name), mine[name]) == (theirs, ours)
+    assert {key: value for key, value in mine.items() if key != name} | {"FSDP_BACKWARD_PREFETCH": ""} == {
+        key: value for key, value in other.items() if key != name
+    } | {"FSDP_BACKWARD_PREFETCH": ""}
+
+
+def test_cores_near_the_gpu_reach_the_script_though_accelerates_launcher_drops_them(read, monkeypatch):
+    file = read(enable_cpu_affinity=True)
+    assert launch_environment(file)["ACCELERATE_CPU_AFFINITY"] == "1"
+    assert "ACCELERATE_CPU_AFFINITY" not in launchers_environment(file.path, monkeypatch)
+
+
+def test_use_cpu_reaches_a_sharded_script(read):
+    assert launch_environment(read(use_cpu=True))["ACCELERATE_USE_CPU"] == "True"
+    assert "ACCELERATE_USE_CPU" not in launch_environment(read(VERSION_1))
+
+
+@pytest.mark.parametrize(
+    ("version", "strategy", "told"),
+    [(2, "HYBRID_SHARD", 1), (2, 3, 1), (2, "SHARD_GRAD_OP", 0), (1, "HYBRID_SHARD", 0)],
+)
+def test_launch_names_a_strategy_that_version_2_has_no_variable_for(tmp_path, version, strategy, told):
+    path = tmp_path / "file.yaml"
+    config = {"fsdp_version": version, "fsdp_sharding_strategy": strategy}
+    path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": config}))
+    found = launch_warnings(read_accelerate_file(path))
+    assert len(found) == told
+    assert all(f"fsdp_sharding_strategy: {strategy} in {path}, line" in text for text in found)
