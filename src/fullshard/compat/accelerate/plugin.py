@@ -48,7 +48,7 @@ _CONFIGS = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How ``Accelerator.prepare`` shards models.
+    """Settings of how ``Accelerator.prepare`` shards models.
 
     A field that is None is read from its environment variable, which ``accelerate launch`` and ``fullshard launch``
     set, and otherwise has Accelerate's default; below, both follow the description. Enum fields take a number, a word

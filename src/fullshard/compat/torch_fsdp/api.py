@@ -34,7 +34,7 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, and over which ranks.
+    """Sharding strategy: what is sharded, and over which ranks.
 
     FULL_SHARD: parameters, gradients and optimizer state; gathered unit by unit for forward and again for backward.
     SHARD_GRAD_OP: the same, but gathered parameters are kept between forward and backward.
@@ -85,7 +85,7 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Where shards live.
+    """Placement of shards.
 
     Attributes:
         offload_params: Keep shards, their gradients and thus the optimizer's state in host memory.

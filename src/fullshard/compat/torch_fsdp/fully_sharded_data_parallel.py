@@ -199,11 +199,11 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module``'s, with the unwrapped model's names (in torch: only inside ``summon_full_params``)."""
+        """Yield parameters under the unwrapped model's names (in torch: only inside ``summon_full_params``)."""
         return ((plain_name(name), param) for name, param in super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As ``nn.Module``'s, with the unwrapped model's names (in torch: only inside ``summon_full_params``)."""
+        """Yield buffers under the unwrapped model's names (in torch: only inside ``summon_full_params``)."""
         return ((plain_name(name), buffer) for name, buffer in super().named_buffers(*args, **kwargs))
 
     def named_modules(
@@ -212,7 +212,7 @@ class FullyShardedDataParallel(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As ``nn.Module``'s, with the unwrapped model's names, which peft looks up in the state dict."""
+        """Yield modules under the unwrapped model's names, which peft looks up in the state dict."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:

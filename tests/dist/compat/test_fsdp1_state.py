@@ -34,7 +34,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    script = Path(__file__).with_name("compat_state_main.py")
+    script = Path(__file__).with_name("fsdp1_state_main.py")
     return run_processes(2, script, "--directory", str(tmp_path_factory.mktemp("states")), timeout_s=110)
 
 

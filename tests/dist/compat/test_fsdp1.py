@@ -9,7 +9,7 @@ from support.processes import run_processes
 
 pytestmark = [pytest.mark.dist]
 
-SCRIPT = Path(__file__).with_name("compat_fsdp1_main.py")
+SCRIPT = Path(__file__).with_name("fsdp1_main.py")
 CASES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(), re.MULTILINE)
 
 

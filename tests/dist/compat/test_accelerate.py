@@ -13,7 +13,7 @@ from support.processes import run_processes
 
 pytestmark = [pytest.mark.dist, pytest.mark.parity, pytest.mark.timeout(300)]
 
-SCRIPT = Path(__file__).with_name("compat_accelerate_main.py")
+SCRIPT = Path(__file__).with_name("accelerate_main.py")
 TEXT = SCRIPT.read_text()
 NAMES = [
     *re.findall(r"^@check\ndef (\w+)", TEXT, re.MULTILINE),

@@ -19,7 +19,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_processes(2, Path(__file__).with_name("compat_fsdp2_main.py"), timeout_s=110)
+    return run_processes(2, Path(__file__).with_name("fsdp2_main.py"), timeout_s=110)
 
 
 @pytest.mark.parametrize("name", NAMES)
