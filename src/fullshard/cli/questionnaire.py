@@ -27,7 +27,7 @@ from fullshard.compat.accelerate_config.questions import (
     pick_classes,
     this_machine,
 )
-from fullshard.compat.accelerate_config.write import file_text, meaning, next_commands
+from fullshard.compat.accelerate_config.write import file_text, next_commands, summary
 from fullshard.errors import ConfigError, ModelError
 
 CLASSES_PROGRAM = "fullshard.compat.accelerate_config.model_classes"
@@ -109,7 +109,7 @@ def _as_dict(file: AccelerateFile) -> dict[str, Any]:
     return {
         "path": str(file.path),
         "config": yaml.safe_load(file.path.read_text(encoding="utf-8")),
-        "meaning": meaning(file),
+        "meaning": summary(file),
         "next": next_commands(file),
     }
 
@@ -118,7 +118,7 @@ def _show(console: Console, file: AccelerateFile) -> None:
     console.print(f"\n[bold]{escape(str(file.path))}[/bold]")
     console.print(file.path.read_text(encoding="utf-8"), markup=False)
     console.print("[bold]What it means[/bold]")
-    for sentence in meaning(file):
+    for sentence in summary(file):
         console.print(f"- {sentence}", markup=False)
     console.print("\n[bold]Next[/bold]")
     for command in next_commands(file):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fullshard.compat.accelerate_config.file import AccelerateFile
-
-_DEFAULT_MIN_NUM_PARAMS = 100_000_000
+from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS
 
 
 def launch_environment(file: AccelerateFile) -> dict[str, str]:
@@ -64,7 +63,7 @@ def _fsdp(file: AccelerateFile) -> dict[str, str]:
         "FSDP_SHARDING_STRATEGY": _strategy(file),
         "FSDP_RESHARD_AFTER_FORWARD": _reshard(file),
         "FSDP_OFFLOAD_PARAMS": switch("fsdp_offload_params", default=False),
-        "FSDP_MIN_NUM_PARAMS": str(given.get("fsdp_min_num_params", _DEFAULT_MIN_NUM_PARAMS)),
+        "FSDP_MIN_NUM_PARAMS": str(given.get("fsdp_min_num_params", DEFAULT_MIN_NUM_PARAMS)),
         "FSDP_FORWARD_PREFETCH": switch("fsdp_forward_prefetch", default=False),
         "FSDP_USE_ORIG_PARAMS": switch("fsdp_use_orig_params", default=True),
         "FSDP_CPU_RAM_EFFICIENT_LOADING": switch("fsdp_cpu_ram_efficient_loading", default=True),

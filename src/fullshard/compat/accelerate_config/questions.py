@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.compat.accelerate_config.keys import (
+    DEFAULT_MIN_NUM_PARAMS,
     PREFETCHES,
     STATE_DICT_TYPES,
     STRATEGIES,
@@ -287,7 +288,7 @@ QUESTIONS: tuple[Question, ...] = (
         "Accelerate's default; smaller models need a smaller number",
         "Parameters of units inside a module are not counted. May be written 1e6.",
         _plain(integer(1)),
-        lambda answers, machine: 100_000_000,
+        lambda answers, machine: DEFAULT_MIN_NUM_PARAMS,
         asked=_wraps("SIZE_BASED_WRAP"),
     ),
     _choice(

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fullshard.compat.accelerate_config.file import AccelerateFile
+from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS
 from fullshard.errors import ConfigError
 
-DEFAULT_MIN_NUM_PARAMS = 100_000_000
-"""Accelerate's default of fsdp_min_num_params with SIZE_BASED_WRAP."""
-
 _PREFETCH = {"BACKWARD_PRE": "backward_pre", "BACKWARD_POST": "backward_post", "NO_PREFETCH": "none"}
-_WRAP_KEYS = ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
+_WRAP_KEYS = {
+    "fsdp_transformer_layer_cls_to_wrap": "TRANSFORMER_BASED_WRAP",
+    "fsdp_min_num_params": "SIZE_BASED_WRAP",
+}
+"""Keys that belong to one wrap policy."""
+
+_DYNAMO_DEFAULTS = {"dynamo_mode": "default", "dynamo_use_fullgraph": False, "dynamo_use_dynamic": False}
+
+_SCRIPTS_ONLY = {
+    "fsdp_state_dict_type": "checkpoints are always sharded, and the model in output_dir is always a full one",
+    "fsdp_activation_checkpointing_offload": "activations that are kept stay on the device",
+    "fsdp_ignored_modules": "every module is sharded, with the same results",
+}
+"""Keys that only have an effect in scripts, and why."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +70,18 @@ def translate(file: AccelerateFile) -> Translation:
     Raises:
         ConfigError: The mesh sizes do not match the numbers of machines and ranks.
     """
-    found = _Found(file)
-    if file.ranks_per_machine is not None:
-        found.add("nproc", file.ranks_per_machine, "num_processes")
-    if file.mixed_precision is not None:
-        origin = "mixed_precision" if "mixed_precision" in file.raw else "fp16"
-        precision = "fp32" if file.mixed_precision == "no" else file.mixed_precision
-        found.add("training.precision", precision, origin)
-    _dynamo(found)
+    translator = _Translator(file)
+    translator.ranks_and_precision()
+    translator.dynamo_keys()
     if file.is_sharded:
-        _strategy(found)
-        _wrap(found)
-        _rest(found)
-    elif file.distributed_type != "NO":
-        found.warn(
-            f"{file.as_written('distributed_type')} in {file.where('distributed_type')}, does not configure sharding: "
-            "the run file's sharding section is used, by default full_shard. To replicate the model on every rank, as "
-            "Accelerate does, set sharding.strategy: no_shard"
-        )
-    _launcher_keys(found)
-    return Translation(found.settings, (*file.warnings, *found.warnings))
+        translator.strategy()
+        translator.wrap_policy()
+        translator.other_fsdp_keys()
+    translator.other_top_level_keys()
+    return Translation(translator.settings, (*file.warnings, *translator.warnings))
 
 
-class _Found:
+class _Translator:
     """Settings and warnings, collected while translating a file."""
 
     def __init__(self, file: AccelerateFile) -> None:
@@ -89,31 +89,107 @@ class _Found:
         self.settings: dict[str, Setting] = {}
         self.warnings: list[str] = []
 
-    def add(self, key: str, value: Any, origin: str) -> None:
+    def _add(self, key: str, value: Any, origin: str) -> None:
         """Add a setting; ``origin`` is a dotted key of Accelerate's file."""
         self.settings[key] = Setting(value, origin, self.file.as_written(origin) if origin in self.file.raw else origin)
 
-    def warn(self, text: str) -> None:
-        """Add a warning."""
-        self.warnings.append(text)
+    def _warn(self, origin: str, text: str) -> None:
+        """Add a warning about a key."""
+        self.warnings.append(f"{self.file.as_written(origin)} in {self.file.where(origin)}, {text}")
 
-    def no_effect(self, origin: str, reason: str) -> None:
+    def _no_effect(self, origin: str, reason: str) -> None:
         """Add a warning that a key has no effect on ``fullshard train``."""
-        self.warn(
-            f"{self.file.as_written(origin)} in {self.file.where(origin)}, has no effect on fullshard train: {reason}"
-        )
+        self._warn(origin, f"has no effect on fullshard train: {reason}")
 
+    def ranks_and_precision(self) -> None:
+        """Translate the number of ranks and the precision."""
+        file = self.file
+        if file.ranks_per_machine is not None:
+            self._add("nproc", file.ranks_per_machine, "num_processes")
+        if file.mixed_precision is not None:
+            origin = "mixed_precision" if "mixed_precision" in file.raw else "fp16"
+            precision = "fp32" if file.mixed_precision == "no" else file.mixed_precision
+            self._add("training.precision", precision, origin)
 
-def _strategy(found: _Found) -> None:
-    file = found.file
-    replicas = file.parallelism.get("parallelism_config_dp_replicate_size", 1)
-    strategy = file.strategy
-    origin = file.key_of("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
-    if replicas > 1:
-        strategy = _mesh_strategy(file, replicas)
-        origin = "parallelism_config.parallelism_config_dp_replicate_size"
-    if strategy is not None:
-        found.add("sharding.strategy", strategy.lower(), origin)
+    def dynamo_keys(self) -> None:
+        """Translate the backend INDUCTOR; warn about other compile settings."""
+        dynamo = self.file.dynamo
+        backend = dynamo.get("dynamo_backend", "NO")
+        origin = "dynamo_config.dynamo_backend"
+        origin = origin if origin in self.file.raw else "dynamo_backend"
+        if backend == "INDUCTOR":
+            self._add("training.torch_compile", True, origin)  # noqa: FBT003
+        elif backend != "NO":
+            self._no_effect(origin, "training.torch_compile compiles with inductor")
+        for key, default in _DYNAMO_DEFAULTS.items():
+            if dynamo.get(key, default) != default:
+                reason = "training.torch_compile compiles each block with torch's defaults"
+                self._no_effect(f"dynamo_config.{key}", reason)
+
+    def strategy(self) -> None:
+        """Translate the sharding strategy, or the sizes of replicas and shards."""
+        file = self.file
+        replicas = file.parallelism.get("parallelism_config_dp_replicate_size", 1)
+        strategy = file.strategy
+        origin = file.key_of("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+        if replicas > 1:
+            strategy = _mesh_strategy(file, replicas)
+            origin = "parallelism_config.parallelism_config_dp_replicate_size"
+        if strategy is not None:
+            self._add("sharding.strategy", strategy.lower(), origin)
+
+    def wrap_policy(self) -> None:
+        """Translate the wrap policy; warn about keys of other policies."""
+        fsdp = self.file.fsdp
+        policy = fsdp.get("fsdp_auto_wrap_policy")
+        for key, needed in _WRAP_KEYS.items():
+            if key in fsdp and policy != needed:
+                self._no_effect(f"fsdp_config.{key}", f"fsdp_auto_wrap_policy is not {needed}")
+        if policy is None:
+            return
+        wrap: Any = "none"  # NO_WRAP, or a smallest size of 0
+        key = "fsdp_auto_wrap_policy"
+        if policy == "TRANSFORMER_BASED_WRAP":
+            wrap = list(fsdp.get("fsdp_transformer_layer_cls_to_wrap", ())) or "auto"
+            key = key if wrap == "auto" else "fsdp_transformer_layer_cls_to_wrap"
+        elif policy == "SIZE_BASED_WRAP" and (least := fsdp.get("fsdp_min_num_params", DEFAULT_MIN_NUM_PARAMS)):
+            wrap = least
+            key = "fsdp_min_num_params" if "fsdp_min_num_params" in fsdp else key
+        self._add("sharding.wrap", wrap, f"fsdp_config.{key}")
+
+    def other_fsdp_keys(self) -> None:
+        """Translate the remaining keys of ``fsdp_config``; warn about those for scripts."""
+        file = self.file
+        if file.backward_prefetch is not None:
+            origin = file.key_of("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy")
+            self._add("sharding.prefetch", _PREFETCH[file.backward_prefetch], origin)
+        for key, ours in (
+            ("fsdp_offload_params", "sharding.cpu_offload"),
+            ("fsdp_activation_checkpointing", "training.gradient_checkpointing"),
+        ):
+            if key in file.fsdp:
+                self._add(ours, file.fsdp[key], f"fsdp_config.{key}")
+        for key, reason in _SCRIPTS_ONLY.items():
+            if file.fsdp.get(key):
+                self._no_effect(f"fsdp_config.{key}", reason)
+
+    def other_top_level_keys(self) -> None:
+        """Warn about keys for other launchers, for scripts, or for unsharded training."""
+        file = self.file
+        if not file.is_sharded and file.distributed_type != "NO":
+            self._warn(
+                "distributed_type",
+                "does not configure sharding: the run file's sharding section is used, by default full_shard. To "
+                "replicate the model on every rank, as Accelerate does, set sharding.strategy: no_shard",
+            )
+        if file.debug:
+            self._no_effect("debug", "diverged ranks always raise an error that names each rank's operation")
+        if file.enable_cpu_affinity:
+            self._no_effect("enable_cpu_affinity", "ranks are not bound to cores")
+        if file.num_machines == 1:
+            for key in ("main_process_ip", "main_process_port"):
+                if key in file.raw:
+                    self._no_effect(key, "ranks of one machine connect through a free port")
 
 
 def _mesh_strategy(file: AccelerateFile, replicas: int) -> str:
@@ -133,84 +209,3 @@ def _mesh_strategy(file: AccelerateFile, replicas: int) -> str:
         f"{replicas} and {shards} with num_machines: {file.num_machines}, num_processes: {file.num_processes}. For "
         "another mesh use a script: fully_shard(model, mesh=…)."
     )
-
-
-def _wrap(found: _Found) -> None:
-    """Add the wrap policy, if the file sets one."""
-    file = found.file
-    policy, origin = file.fsdp.get("fsdp_auto_wrap_policy"), "fsdp_config.fsdp_auto_wrap_policy"
-    used = {"TRANSFORMER_BASED_WRAP": _WRAP_KEYS[0], "SIZE_BASED_WRAP": _WRAP_KEYS[1]}.get(str(policy))
-    for key in _WRAP_KEYS:
-        if key in file.fsdp and key != used:
-            needs = "TRANSFORMER_BASED_WRAP" if key == _WRAP_KEYS[0] else "SIZE_BASED_WRAP"
-            found.no_effect(f"fsdp_config.{key}", f"fsdp_auto_wrap_policy is not {needs}")
-    if policy is None:
-        return
-    if policy == "TRANSFORMER_BASED_WRAP":
-        classes = list(file.fsdp.get(_WRAP_KEYS[0], ()))
-        found.add("sharding.wrap", classes or "auto", f"fsdp_config.{_WRAP_KEYS[0]}" if classes else origin)
-    elif policy == "SIZE_BASED_WRAP" and (least := file.fsdp.get(_WRAP_KEYS[1], DEFAULT_MIN_NUM_PARAMS)):
-        found.add("sharding.wrap", least, f"fsdp_config.{_WRAP_KEYS[1]}" if _WRAP_KEYS[1] in file.fsdp else origin)
-    else:  # NO_WRAP, or a smallest size of 0
-        found.add("sharding.wrap", "none", origin)
-
-
-def _rest(found: _Found) -> None:
-    file = found.file
-    if file.backward_prefetch is not None:
-        origin = file.key_of("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy")
-        found.add("sharding.prefetch", _PREFETCH[file.backward_prefetch], origin)
-    for key, ours in (
-        ("fsdp_offload_params", "sharding.cpu_offload"),
-        ("fsdp_activation_checkpointing", "training.gradient_checkpointing"),
-    ):
-        if key in file.fsdp:
-            found.add(ours, file.fsdp[key], f"fsdp_config.{key}")
-    if "fsdp_state_dict_type" in file.fsdp:
-        found.no_effect(
-            "fsdp_config.fsdp_state_dict_type",
-            "checkpoints are always sharded, and the model in output_dir is always a full one",
-        )
-    for key, reason in _SCRIPTS_ONLY.items():
-        if file.fsdp.get(key):
-            found.no_effect(f"fsdp_config.{key}", reason)
-
-
-_SCRIPTS_ONLY = {
-    "fsdp_activation_checkpointing_offload": "activations that are kept stay on the device",
-    "fsdp_ignored_modules": "every module is sharded, with the same results",
-}
-"""Keys that only have an effect in scripts, and why."""
-
-
-def _dynamo(found: _Found) -> None:
-    """Add torch_compile for the backend INDUCTOR, and warnings about other compile settings."""
-    dynamo = found.file.dynamo
-    backend = dynamo.get("dynamo_backend", "NO")
-    origin = "dynamo_config.dynamo_backend"
-    origin = origin if origin in found.file.raw else "dynamo_backend"
-    if backend == "INDUCTOR":
-        found.add("training.torch_compile", True, origin)  # noqa: FBT003
-    elif backend != "NO":
-        found.no_effect(origin, "training.torch_compile compiles with inductor")
-    defaults: Sequence[tuple[str, Any]] = (
-        ("dynamo_mode", "default"),
-        ("dynamo_use_fullgraph", False),
-        ("dynamo_use_dynamic", False),
-    )
-    for key, default in defaults:
-        if dynamo.get(key, default) != default:
-            found.no_effect(f"dynamo_config.{key}", "training.torch_compile compiles each block with torch's defaults")
-
-
-def _launcher_keys(found: _Found) -> None:
-    """Add warnings about keys for Accelerate's own object or for another launcher."""
-    file = found.file
-    if file.debug:
-        found.no_effect("debug", "diverged ranks always raise an error that names each rank's operation")
-    if file.enable_cpu_affinity:
-        found.no_effect("enable_cpu_affinity", "ranks are not bound to cores")
-    if file.num_machines == 1:
-        for key in ("main_process_ip", "main_process_port"):
-            if key in file.raw:
-                found.no_effect(key, "ranks of one machine connect through a free port")

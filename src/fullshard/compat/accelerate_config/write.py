@@ -14,7 +14,7 @@ from fullshard.compat.accelerate_config.questions import QUESTIONS, Answers
 _HEAD = """\
 # Written by `fullshard config`. Read by `fullshard train` and `fullshard launch`, and by `accelerate launch`.
 """
-_GIVEN: tuple[tuple[str, Any, str], ...] = (
+_DEFAULTS: tuple[tuple[str, Any, str], ...] = (
     ("compute_environment", "LOCAL_MACHINE", "machines that you log in to"),
     ("distributed_type", "FSDP", "uses fsdp_config below"),
     ("num_machines", None, ""),
@@ -48,7 +48,7 @@ _SWITCHES = {
 
 def file_values(answers: Answers) -> dict[str, Any]:
     """Return the values of the file by dotted key, in its order."""
-    values = {key: answers.get(key, given) for key, given, _ in _GIVEN}
+    values = {key: answers.get(key, default) for key, default, _ in _DEFAULTS}
     values |= {key: value for key, value in answers.items() if key.startswith("fsdp_config.")}
     values.setdefault("fsdp_config.fsdp_offload_params", False)
     layers = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
@@ -75,10 +75,10 @@ def _comment(key: str, value: Any, answers: Answers) -> str:
         question = next(question for question in QUESTIONS if question.key == key)
         meaning = dict(question.choices).get(value) or _MEANINGS[key]
         return "the model's own repeated blocks" if value is None else meaning
-    return next(comment for known, _, comment in _GIVEN if known == key)
+    return next(comment for known, _, comment in _DEFAULTS if known == key)
 
 
-def meaning(file: AccelerateFile) -> list[str]:
+def summary(file: AccelerateFile) -> list[str]:
     """Return a summary of a file, one sentence per item, for the user who has just created it."""
     where = "the CPU" if file.use_cpu else "a GPU each"
     machines = "this machine" if file.num_machines == 1 else f"each of {file.num_machines} machines"

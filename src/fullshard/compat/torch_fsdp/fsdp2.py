@@ -12,7 +12,6 @@ from torch import nn
 from fullshard import engine
 from fullshard.comm import as_mesh
 from fullshard.compat.torch_fsdp.api import StateDictType
-from fullshard.compat.torch_fsdp.fsdp2_optimizer import describe_state_of
 from fullshard.compat.torch_fsdp.fsdp2_policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -32,6 +31,7 @@ from fullshard.compat.torch_fsdp.fsdp_module import (
     unit_of,
 )
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
+from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_of
 from fullshard.compat.torch_fsdp.sharded_gradient import FullTensor, gradient_of
 from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
 from fullshard.engine.registry import runtime_of

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.compat.torch_fsdp.api import OptimStateKeyType, StateDictType
-from fullshard.compat.torch_fsdp.optim_in import Source, state_to_load
-from fullshard.compat.torch_fsdp.optim_out import StateDict, StateOut, group_options
+from fullshard.compat.torch_fsdp.optim_load import Source, state_to_load
+from fullshard.compat.torch_fsdp.optim_save import OptimState, StateDict, group_options
 from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
 from fullshard.engine import plain_name
 from fullshard.errors import CheckpointError
@@ -43,10 +43,10 @@ def optim_state_dict(
     """
     settings = get_state_dict_type(model)
     config = settings.optim_state_dict_config
-    out = StateOut(model, optim, optim_state_dict, group, to_host=config.offload_to_cpu)
+    state = OptimState(model, optim, optim_state_dict, group, to_host=config.offload_to_cpu)
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        return out.full(rank0_only=getattr(config, "rank0_only", False))
-    return out.sharded() if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT else out.local()
+        return state.full(rank0_only=getattr(config, "rank0_only", False))
+    return state.sharded() if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT else state.local()
 
 
 def full_optim_state_dict(
@@ -58,12 +58,12 @@ def full_optim_state_dict(
 ) -> StateDict:
     """Return the full :func:`optim_state_dict` in host memory; every rank calls it. ``optim_input`` is not needed."""
     _not_needed(optim_input)
-    return StateOut(model, optim, None, group, to_host=True).full(rank0_only=rank0_only)
+    return OptimState(model, optim, None, group, to_host=True).full(rank0_only=rank0_only)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> StateDict:
     """Return the sharded :func:`optim_state_dict` in host memory; every rank calls it."""
-    return StateOut(model, optim, None, group, to_host=True).sharded()
+    return OptimState(model, optim, None, group, to_host=True).sharded()
 
 
 def optim_state_dict_to_load(

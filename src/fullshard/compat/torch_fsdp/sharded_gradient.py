@@ -130,15 +130,15 @@ def _norms_of(gradients: Sequence[torch.Tensor], order: float, comm: Comm) -> li
     wide = [_wide(g.dtype) for g in plain]
     local = [_local_norm(g, order, dtype) for g, dtype in zip(plain, wide, strict=True)]
     widest = torch.float64 if torch.float64 in wide else torch.float32
-    together = torch.stack([norm.to(comm.device, widest) for norm in local])
+    stacked = torch.stack([norm.to(comm.device, widest) for norm in local])
     comm.announce("norms of gradients")
     if math.isinf(order):
         # The maximum over ranks may lose a nan, so a nan flag is reduced along with it.
-        both = torch.stack([together, together.isnan().to(together.dtype)])
+        both = torch.stack([stacked, stacked.isnan().to(stacked.dtype)])
         comm.all_reduce(both, "max").wait()
         norms = both[0].masked_fill(both[1] > 0, math.nan)
     else:
-        norms = together.pow(order)
+        norms = stacked.pow(order)
         comm.all_reduce(norms).wait()
         norms = norms.pow(1.0 / order)
     return [norm.to(g.device, dtype) for norm, g, dtype in zip(norms, plain, wide, strict=True)]

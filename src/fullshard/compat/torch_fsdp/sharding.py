@@ -12,7 +12,7 @@ from fullshard import policy
 from fullshard.comm import as_mesh
 from fullshard.compat.torch_fsdp import arguments
 from fullshard.compat.torch_fsdp.arguments import UnitSettings
-from fullshard.compat.torch_fsdp.fsdp2_optimizer import guard_state_of
+from fullshard.compat.torch_fsdp.optimizer_hooks import guard_state_of
 from fullshard.compat.torch_fsdp.wrap import is_wrapper, modules_to_wrap
 from fullshard.engine import FirstValues, fully_shard
 

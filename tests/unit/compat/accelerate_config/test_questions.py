@@ -14,7 +14,7 @@ from fullshard.compat.accelerate_config.questions import (
     default_answers,
     pick_classes,
 )
-from fullshard.compat.accelerate_config.write import file_text, meaning, next_commands
+from fullshard.compat.accelerate_config.write import file_text, next_commands, summary
 from fullshard.errors import ModelError
 
 CPU = Machine(gpus=0, bf16=False, name="here")
@@ -147,7 +147,7 @@ def test_the_file_holds_the_answers_explains_each_line_and_is_read_without_a_war
             continue
         found = file.fsdp[key.rpartition(".")[2]] if "." in key else getattr(file, key)
         assert found == value, key
-    assert meaning(file)
+    assert summary(file)
     assert str(path) in next_commands(file)[0]
 
 

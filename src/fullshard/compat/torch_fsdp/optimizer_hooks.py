@@ -1,4 +1,4 @@
-"""Optimizer state dicts of sharded models in the form that ``torch.distributed.checkpoint`` needs.
+"""State-dict hooks of optimizers of sharded models, for ``torch.distributed.checkpoint``.
 
 In torch's FSDP2 optimizer state consists of DTensors. Here it is plain tensors of this rank's rows. torch's checkpoints
 would treat these as full tensors that are equal on all ranks, and save those of one rank. So after its first step on
@@ -23,20 +23,20 @@ from fullshard.optim.walk import has_shape_here, part_of_saved, part_of_state
 from fullshard.saving.optimizer_state import cut
 from fullshard.saving.shard_tensor import ShardTensor, state_as_part
 
-_MARK = "_fullshard_in_fsdp2"
-_WRAPPED_MARK = "_fullshard_in_fsdp1"
-_SEEN = "_fullshard_described"
+_FSDP2 = "_fullshard_in_fsdp2"
+_FSDP1 = "_fullshard_in_fsdp1"
+_HOOKED = "_fullshard_described"
 _registered: list[object] = []
 
 
 def describe_state_of(param: nn.Parameter) -> None:
     """Make state dicts of optimizers contain the place of their state of ``param``, a shard."""
-    _mark(param, _MARK)
+    _mark(param, _FSDP2)
 
 
 def guard_state_of(param: nn.Parameter) -> None:
     """Make torch's getters raise an error for the state of ``param``, a shard inside FSDP1's wrapper."""
-    _mark(param, _WRAPPED_MARK)
+    _mark(param, _FSDP1)
 
 
 def _mark(param: nn.Parameter, mark: str) -> None:
@@ -47,13 +47,13 @@ def _mark(param: nn.Parameter, mark: str) -> None:
 
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     """Register the state-dict hooks of an optimizer after its first step: before it there is no state."""
-    if _SEEN in optimizer.__dict__:
+    if _HOOKED in optimizer.__dict__:
         return
-    optimizer.__dict__[_SEEN] = True
-    if any(hasattr(param, _MARK) for param in _params(optimizer)):
-        optimizer.register_state_dict_post_hook(_with_places)
-        optimizer.register_load_state_dict_pre_hook(_without_places)
-    if any(hasattr(param, _WRAPPED_MARK) for param in _params(optimizer)):
+    optimizer.__dict__[_HOOKED] = True
+    if any(hasattr(param, _FSDP2) for param in _params(optimizer)):
+        optimizer.register_state_dict_post_hook(_state_with_places)
+        optimizer.register_load_state_dict_pre_hook(_state_of_this_rank)
+    if any(hasattr(param, _FSDP1) for param in _params(optimizer)):
         optimizer.register_state_dict_pre_hook(_refuse_getters)
 
 
@@ -75,7 +75,7 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _state_with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     params = _params(optimizer)
     state = {number: _described(optimizer, params[number], values) for number, values in state_dict["state"].items()}
     getter = asking_getter()
@@ -88,7 +88,7 @@ def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 def _described(optimizer: Optimizer, param: nn.Parameter, values: dict[str, Any]) -> dict[str, Any]:
     meta = getattr(param, "shard_meta", None)
-    if meta is None or not hasattr(param, _MARK):
+    if meta is None or not hasattr(param, _FSDP2):
         return values
     parts = {key: part_of_state(optimizer, param, key, value, meta.name) for key, value in values.items()}
     comm: Comm = param.shard_comm  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def _described(optimizer: Optimizer, param: nn.Parameter, values: dict[str, Any]
     }
 
 
-def _without_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _state_of_this_rank(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     # By position, as in torch, whatever the keys in the saved state.
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = dict(zip(saved, _params(optimizer), strict=False))

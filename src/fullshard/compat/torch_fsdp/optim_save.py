@@ -41,7 +41,7 @@ def root_and_ranks(model: nn.Module, group: Any) -> tuple[nn.Module, Mesh]:
     return roots[0], mesh
 
 
-class StateOut:
+class OptimState:
     """State of an optimizer, to be returned as a full, sharded or local state dict; every rank creates it."""
 
     def __init__(

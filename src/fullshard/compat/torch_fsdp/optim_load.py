@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.comm import Mesh, together
-from fullshard.compat.torch_fsdp.optim_out import StateDict, root_and_ranks
+from fullshard.compat.torch_fsdp.optim_save import StateDict, root_and_ranks
 from fullshard.engine import local_tensors
 from fullshard.errors import CheckpointError, ShardingError
 from fullshard.saving.full_optimizer import group_options
