@@ -267,11 +267,7 @@ class Accelerator(_library.Accelerator):
         saving.load_state(self, input_dir, load_kwargs, kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Raise an error: LOMO is not supported.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise a ConfigError: LOMO is not supported."""
         raise ConfigError(
             "LOMO needs full gradients in backward, which a sharded model does not keep. To step the optimizer in "
             "backward use fullshard.step_in_backward(model, make_optimizer)."

@@ -315,11 +315,7 @@ class FullyShardedDataParallelPlugin:
             )
 
     def validate_mixed_precision_policy(self) -> None:
-        """Raise if the policy's class is not the version's.
-
-        Raises:
-            ConfigError: It is another class.
-        """
+        """Raise a ConfigError if the policy's class is not the version's."""
         if not isinstance(self.mixed_precision_policy, self._mixed_precision_class):
             raise ConfigError(
                 f"mixed_precision_policy must be a {self._mixed_precision_class.__name__} with fsdp_version="
@@ -348,11 +344,7 @@ class FullyShardedDataParallelPlugin:
             self.cpu_offload = CPUOffloadPolicy(pin_memory=pin) if offloads else OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
-        """Raise if the class of ``cpu_offload`` is not the version's.
-
-        Raises:
-            ConfigError: It is another class.
-        """
+        """Raise a ConfigError if the class of ``cpu_offload`` is not the version's."""
         cls = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
         if not isinstance(self.cpu_offload, cls):
             raise ConfigError(

@@ -201,16 +201,15 @@ def _set(model: nn.Module, old: torch.Tensor, value: torch.Tensor, module: nn.Mo
 
 def _ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | None) -> list[nn.Module]:
     """Return ``given`` as a list; modules whose full name matches, if it is a regular expression."""
-    if isinstance(given, str):
-        try:
-            pattern = re.compile(given)
-        except re.error as error:
-            raise ConfigError(f"ignored_modules={given!r} is not a regular expression: {error}.") from error
-        found = [module for name, module in model.named_modules() if pattern.fullmatch(plain_name(name))]
-        if not found:
-            raise ConfigError(f"ignored_modules={given!r} matches no module of {type(model).__name__}.")
-    else:
-        found = list(given or ())
+    if not isinstance(given, str):
+        return list(given or ())
+    try:
+        pattern = re.compile(given)
+    except re.error as error:
+        raise ConfigError(f"ignored_modules={given!r} is not a regular expression: {error}.") from error
+    found = [module for name, module in model.named_modules() if pattern.fullmatch(plain_name(name))]
+    if not found:
+        raise ConfigError(f"ignored_modules={given!r} matches no module of {type(model).__name__}.")
     return found
 
 

@@ -223,19 +223,11 @@ class FSDPModule:
     # Unsupported
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raise an error: custom collectives are not supported.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise a ConfigError: custom collectives are not supported."""
         _refuse_custom("set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Raise an error: custom collectives are not supported.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise a ConfigError: custom collectives are not supported."""
         _refuse_custom("set_custom_reduce_scatter")
 
     # nn.Module's methods

@@ -23,24 +23,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fullshard.compat.torch_fsdp import optim_state, state_dict_type, summon
-from fullshard.compat.torch_fsdp.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fullshard.compat.torch_fsdp import api, optim_state, state_dict_type, summon
+from fullshard.compat.torch_fsdp.api import *  # noqa: F403 (torch's module of this name exports them too)
+from fullshard.compat.torch_fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.compat.torch_fsdp.arguments import ignored_parts
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.sharding import Sharding, shard
@@ -49,24 +34,8 @@ from fullshard.engine import no_sync, on_state_dict, plain_class, plain_name, sh
 from fullshard.errors import ConfigError, ShardingError
 from fullshard.optim import clip_grad_norm_
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+__all__ = ["FullyShardedDataParallel"]
+__all__ += api.__all__
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -278,11 +247,7 @@ class FullyShardedDataParallel(nn.Module):
         return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Raise an error: custom communication hooks are not supported.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise a ConfigError: custom communication hooks are not supported."""
         raise ConfigError(
             "register_comm_hook is not supported: the engine reduces gradients in place, one lane at a time, not as "
             "one flat gradient. To reduce in 16 bits pass MixedPrecision(reduce_dtype=torch.bfloat16); to run a "
