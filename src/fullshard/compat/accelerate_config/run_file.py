@@ -38,5 +38,5 @@ def run_file_text(file: AccelerateFile, translation: Translation) -> str:
             section = home
         lines.append(f"{'  ' if home else ''}{name}: {as_yaml(setting.value)}  # {setting.as_written}")
     if translation.warnings:
-        lines += ["", "# Settings without effect:", *(f"# - {warning}" for warning in translation.warnings)]
+        lines += ["", "# Not carried over:", *(f"# - {warning}" for warning in translation.warnings)]
     return "\n".join(lines) + "\n"

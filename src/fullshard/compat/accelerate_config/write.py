@@ -80,7 +80,7 @@ def _comment(key: str, value: Any, answers: Answers) -> str:
 
 def summary(file: AccelerateFile) -> list[str]:
     """Return a summary of a file, one sentence per item, for the user who has just created it."""
-    where = "the CPU" if file.use_cpu else "a GPU each"
+    where = "the CPU" if file.use_cpu else "one GPU each"
     machines = "this machine" if file.num_machines == 1 else f"each of {file.num_machines} machines"
     count = file.ranks_per_machine
     lines = [f"{count} rank{'s' if count != 1 else ''} on {machines}, on {where}, computing in {_precision(file)}."]
