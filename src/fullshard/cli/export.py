@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     with ByteProgress("exporting") as progress:
         report = program.export(checkpoint, options.output, how, progress)
     newest = options.checkpoint in (None, "latest") and checkpoint != options.path
-    torn = program.torn_after(checkpoint) if newest else []
+    torn = program.incomplete_after(checkpoint) if newest else []
     assumed = program.assumed_of(checkpoint) if options.checkpoint == "best" else []
     for note in [*report.notes, *assumed, *(f"{name} is incomplete and was skipped" for name in torn)]:
         say(note)

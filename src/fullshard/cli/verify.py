@@ -68,9 +68,9 @@ def run(options: argparse.Namespace) -> int:
         _print(found)
     if not found.problems:
         return 0
-    damaged = sum(bool(verdict.problems) for verdict in found.verdicts)
+    damaged = sum(bool(verdict.problems) for verdict in found.results)
     print(
-        f"{CheckpointError.__name__}: {damaged} of {len(found.verdicts)} in {options.path} "
+        f"{CheckpointError.__name__}: {damaged} of {len(found.results)} in {options.path} "
         f"{'is' if damaged == 1 else 'are'} damaged or incomplete: {found.problems:,} "
         f"problem{'s' if found.problems > 1 else ''}.",
         file=sys.stderr,
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(found: Any) -> None:
-    for verdict in found.verdicts:
+    for verdict in found.results:
         size = f"{verdict.tensors:,} tensors, {format_bytes(verdict.nbytes)}"
         if verdict.problems:
             print(f"{verdict.path}: DAMAGED")

@@ -1,5 +1,6 @@
-"""Where engine, optimizer and checkpoint meet: weights in and out, and everything that a run needs to go on."""
+"""Saving and loading of models, optimizers and runs: where engine, optim and storage meet."""
 
+# Not fullshard.saving.dcp: torch's checkpoint module takes a quarter of the import time (1.5 of 5.3 s).
 from fullshard.saving.adapted import AdaptedWeights as AdaptedWeights
 from fullshard.saving.checkpoints import Checkpoints as Checkpoints
 from fullshard.saving.checkpoints import SaveReport as SaveReport

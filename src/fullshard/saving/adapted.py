@@ -1,4 +1,4 @@
-"""Weights for a model with an adapter by peft: its own from files, by shards; the adapter's from memory."""
+"""Weights for a model with a peft adapter: the base model's read from files by shards, the adapter's from memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fullshard.saving.weights import Pretrained
 
 
 class AdaptedWeights:
-    """For ``fully_shard(peft_model, weights=AdaptedWeights(Pretrained(path), values))``; every rank makes its own."""
+    """Weight source for ``fully_shard(peft_model, weights=AdaptedWeights(Pretrained(path), values))``, one per rank."""
 
     def __init__(self, base: Pretrained, values: Mapping[str, torch.Tensor]) -> None:
-        """Keep the adapter's values until this object goes.
+        """Keep the adapter's values for the life of this object.
 
         Args:
-            base: The files, with the names of the model without an adapter.
-            values: The adapter's parameters, by their names in peft's model; the same on every rank.
+            base: The files, with the tensor names of the model without an adapter.
+            values: The adapter's parameters by their names in peft's model; the same on every rank.
         """
         self._base = base
         self._values = values
@@ -30,7 +30,7 @@ class AdaptedWeights:
         """See :meth:`fullshard.engine.WeightSource.open`.
 
         Raises:
-            CheckpointError: The files do not fit the model under the adapter.
+            CheckpointError: The files do not fit the base model.
         """
         under = model.get_base_model()
         prefix = next(f"{path}." for path, module in model.named_modules() if module is under)
@@ -43,17 +43,17 @@ class AdaptedWeights:
             inside = [name.removeprefix(prefix) for name in one.names if name.startswith(prefix)]
             renamed = [name.replace(".base_layer.", ".") for name in inside]
             if not renamed:
-                raise InvariantError(f"{one.names[0]} is neither the adapter's nor the model's under it.")
+                raise InvariantError(f"{one.names[0]} belongs neither to the adapter nor to its base model.")
             plain |= dict.fromkeys(one.names, renamed[0])
             of_base.append(replace(one, names=renamed))
         return _Reader(self._base.open(under, of_base), plain, self._values)
 
 
 class _Reader:
-    """One name at a time, from where it is."""
+    """Reads each tensor from the files or from the adapter's values."""
 
     def __init__(self, base: WeightReader, plain: Mapping[str, str], values: Mapping[str, torch.Tensor]) -> None:
-        """``plain``: the name in the files of each name of the model's own."""
+        """Read from ``base`` under the names that ``plain`` gives, or from ``values``."""
         self._base = base
         self._plain = plain
         self._values = values

@@ -1,4 +1,4 @@
-"""A thread that writes what it is given, so that the ranks never wait for a disk inside a collective."""
+"""A thread that writes items, so that ranks never wait for a disk inside a collective."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fullshard.errors import CheckpointError
 
 T = TypeVar("T")
 
-LEAVE_SECONDS = 10.0
-"""How long one that gives up waits for the thread to clear away what it has written."""
+JOIN_SECONDS = 10.0
+"""How long a writer that gives up waits for its thread to delete what it has written."""
 
 
 class _GivenUpError(Exception):
-    """Nobody wants any more what the thread writes."""
+    """The caller failed and no longer needs what the thread writes."""
 
 
 class BackgroundWriter(Generic[T]):
@@ -26,16 +26,15 @@ class BackgroundWriter(Generic[T]):
 
     Attributes:
         done_bytes: Bytes written so far.
-        failure: What the thread ended with; None while it runs and when all went well.
+        failure: The exception that ended the thread; None while it runs and after success.
     """
 
     def __init__(self, opened: AbstractContextManager[Callable[[T], int]], *, most: int) -> None:
         """Prepare; the thread starts on entry.
 
         Args:
-            opened: Entered and left in the thread; gives what writes one item and returns its bytes.
-            most: Items waiting or being written with which there is still room for another: at the time of the next
-                one, all but so many of the last are written.
+            opened: Entered and exited in the thread; yields a function that writes one item and returns its bytes.
+            most: Most items that may be waiting or being written when :meth:`room` reports room for another one.
         """
         self.done_bytes = 0
         self.failure: BaseException | None = None
@@ -45,7 +44,7 @@ class BackgroundWriter(Generic[T]):
         self._given = self._finished = 0
         self._given_up = self._ended = False
         self._changed = threading.Condition()
-        # A disk that never answers shall not keep the process from ending.
+        # Daemon: a disk that never responds must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="fullshard-writer", daemon=True)
 
     def __enter__(self) -> BackgroundWriter[T]:
@@ -56,25 +55,25 @@ class BackgroundWriter(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error, Ctrl-C among them, have the thread stop and clear away what it has written."""
+        """Wait for the thread; after an error, including Ctrl-C, have it stop and delete what it has written."""
         self._given_up = kind is not None
         self.end()
-        self._thread.join(LEAVE_SECONDS)
+        self._thread.join(JOIN_SECONDS)
 
     def give(self, item: T) -> None:
-        """Hand over an item, which must not change before it is written."""
+        """Queue an item, which must not change before it is written."""
         self._given += 1
         self._queue.put(item)
 
     def end(self) -> None:
-        """Say that nothing more comes."""
+        """Signal that no more items follow."""
         self._queue.put(None)
 
     def room(self, seconds: float) -> str | None:
         """Wait for at most ``seconds`` until another item may be given.
 
         Returns:
-            ``""`` when it may; None while not; what went wrong, if the thread has failed.
+            ``""`` if it may; None if not yet; the error's text if the thread has failed.
         """
         return self._wait(lambda: self._given - self._finished <= self._most, seconds)
 
@@ -82,7 +81,7 @@ class BackgroundWriter(Generic[T]):
         """Wait for at most ``seconds`` until everything is written; only after :meth:`end`.
 
         Returns:
-            ``""`` when it is; None while not; what went wrong, if the thread has failed.
+            ``""`` if it is; None if not yet; the error's text if the thread has failed.
         """
         return self._wait(lambda: False, seconds)
 
@@ -95,7 +94,7 @@ class BackgroundWriter(Generic[T]):
         return str(self.failure) if known else f"Rank 0 could not write the model: {self.failure!r}."
 
     def _run(self) -> None:
-        """The thread."""
+        """Write items until the end; the thread's function."""
         try:
             with self._opened as write:
                 while True:

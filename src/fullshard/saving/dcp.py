@@ -1,6 +1,6 @@
-"""torch's distributed-checkpoint format (DCP): what torch's ``fully_shard`` writes and reads, written and read here.
+"""Saving and loading in torch's distributed-checkpoint format (DCP), which torch's ``fully_shard`` uses.
 
-What a rank holds of a tensor is told to DCP by :class:`fullshard.saving.shard_tensor.ShardTensor`.
+:class:`fullshard.saving.shard_tensor.ShardTensor` describes to DCP what a rank holds of a tensor.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fullshard.errors import CheckpointError
 from fullshard.optim import load_parameter_states
 from fullshard.saving.full_optimizer import named_groups
 from fullshard.saving.load_plan import LoadPlan
-from fullshard.saving.shard_tensor import part_or_whole, state_as_part
+from fullshard.saving.shard_tensor import part_or_full, state_as_part
 from fullshard.saving.stepped import Stepped, Stepping, saved_options, stepped
 from fullshard.storage import Piece, TensorSpec
 
 _MARKER = ".metadata"
-"""The file that torch writes last."""
+"""Name of the file that torch writes last."""
 
 
 def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> None:
@@ -46,20 +46,20 @@ def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> 
         torch.distributed.checkpoint.load(state, checkpoint_id=path)
 
     A tied parameter is written once and can be read under each of its names. As in torch's own checkpoints, a parameter
-    that never had a gradient has no optimizer state; where a torch run has some, it loads with
+    that never had a gradient has no optimizer state; a torch run that has state for it loads with
     ``DefaultLoadPlanner(allow_partial_load=True)``.
 
-    Unlike fullshard's own checkpoints, this is not proof against a kill in the middle, and the ranks wait for each
-    other in torch's collectives while they write.
+    Unlike with fullshard's own checkpoints, a kill during the save can leave an incomplete checkpoint, and the ranks
+    wait for each other in torch's collectives while they write.
 
     Args:
         model: A model sharded over all ranks of the default process group, or over one rank.
         optimizer: Over its parameters; None: the checkpoint has no ``optim``.
-        path: A directory that all ranks see, without a checkpoint in it.
+        path: A directory that all ranks share, without a checkpoint in it.
 
     Raises:
-        CheckpointError: It cannot be written, there is one, or the optimizer's state cannot be cut; on every rank, with
-            the same text.
+        CheckpointError: The checkpoint cannot be written, there is one already, or the optimizer's state cannot be cut;
+            on every rank, with the same text.
     """
     path, mesh = Path(path), mesh_of(model)
     _require_default_group(mesh)
@@ -67,57 +67,55 @@ def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> 
     def prepare() -> dict[str, Any]:
         if (path / _MARKER).exists():
             raise CheckpointError(
-                f"{path} holds a distributed checkpoint already. Remove it, or give another directory."
+                f"{path} already holds a distributed checkpoint. Remove it, or give another directory."
             )
         held = local_tensors(model)
         state: dict[str, Any] = {
-            "model": {one.name: part_or_whole(one.shape, one.start, one.home.detach().view(-1)) for one in held}
+            "model": {one.name: part_or_full(one.shape, one.start, one.home.detach().view(-1)) for one in held}
         }
         return state if optimizer is None else {**state, "optim": {"state": _states(stepped(held, optimizer))}}
 
     state = together(mesh, prepare)
     if optimizer is not None:
         state["optim"]["param_groups"] = named_groups(model, optimizer)
-    with _our_errors(f"The distributed checkpoint {path} cannot be written"):
+    with _as_checkpoint_error(f"The distributed checkpoint {path} cannot be written"):
         save(state, storage_writer=_Writer(path, _names(model)), no_dist=mesh.size == 1)
 
 
 def load_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> None:
-    """Fill model and optimizer from torch's distributed-checkpoint format; every rank calls it.
+    """Load model and optimizer from torch's distributed-checkpoint format; every rank calls it.
 
-    Of any number of ranks, and of any kind of model that saved ``{"model": get_model_state_dict(…), "optim":
-    get_optimizer_state_dict(…)}``: torch's ``fully_shard``, FSDP, DDP, an unsharded one, or :func:`save_dcp`. Each rank
-    reads what overlaps its shards, into its shards; a fresh optimizer is given its state, and the hyperparameters of
-    its groups (``lr``, ``betas``, …) are taken over. State of parameters that it does not step is not read.
+    The checkpoint may be of any number of ranks and of any kind of model, saved as ``{"model":
+    get_model_state_dict(…), "optim": get_optimizer_state_dict(…)}``: torch's ``fully_shard``, FSDP, DDP, an unsharded
+    model, or :func:`save_dcp`. Each rank reads what overlaps its shards, into its shards. The optimizer's state and the
+    hyperparameters of its groups (``lr``, ``betas``, …) are set. State of parameters that it does not step is not read.
 
-    The format is made of Python pickles, which can run code: load only what you trust like a program.
+    The format consists of Python pickles, which can run code: load only files that you trust.
 
     Args:
         model: A model sharded over all ranks of the default process group, or over one rank.
-        optimizer: Over its parameters, of the class that was saved; None: what was saved of one is not read.
-        path: The directory, which all ranks see.
+        optimizer: Over its parameters, of the class that was saved; None: a saved optimizer is not read.
+        path: The directory, which all ranks share.
 
     Raises:
-        CheckpointError: It cannot be read, or does not fit; on every rank, with the same text. Nothing has changed
-            then, unless reading the tensors failed halfway.
+        CheckpointError: The checkpoint cannot be read, or does not fit; on every rank, with the same text. Nothing has
+            changed then, unless reading the tensors failed midway.
     """
     _load(model, optimizer, Path(path), with_model=True)
 
 
 def save_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) -> None:
-    """Write an optimizer alone, under ``optimizer`` as Accelerate names it; else as :func:`save_dcp`, every rank."""
+    """Write an optimizer alone, under ``optimizer`` as Accelerate does; else as :func:`save_dcp`, on every rank."""
     path, mesh = Path(path), mesh_of(model)
     _require_default_group(mesh)
-    state: dict[str, Any] = together(
-        mesh, lambda: {"optimizer": {"state": _states(stepped(local_tensors(model), optimizer))}}
-    )
-    state["optimizer"]["param_groups"] = named_groups(model, optimizer)
-    with _our_errors(f"The distributed checkpoint {path} cannot be written"):
+    states = together(mesh, lambda: _states(stepped(local_tensors(model), optimizer)))
+    state = {"optimizer": {"state": states, "param_groups": named_groups(model, optimizer)}}
+    with _as_checkpoint_error(f"The distributed checkpoint {path} cannot be written"):
         save(state, storage_writer=_Writer(path, {}), no_dist=mesh.size == 1)
 
 
 def load_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) -> None:
-    """Fill an optimizer alone; otherwise as :func:`load_dcp`. Every rank calls it."""
+    """Load an optimizer alone; otherwise as :func:`load_dcp`. Every rank calls it."""
     _load(model, optimizer, Path(path), with_model=False)
 
 
@@ -132,7 +130,7 @@ def _load(model: nn.Module, optimizer: Stepping | None, path: Path, *, with_mode
         _read(mesh, path, values)
         together(mesh, lambda: saved.add_optimizer(plan, stepped(local_tensors(model), optimizer), values))
         if any(mesh.all_gather_object(bool(plan.constants))):
-            # Before anything is read into place: what must be saved as the optimizer has it.
+            # Before anything is read into place, so that a mismatch changes nothing.
             _read_pieces(mesh, path, [piece for piece, _ in plan.constants])
             together(mesh, plan.compare)
     _read_pieces(mesh, path, plan.pieces)
@@ -142,10 +140,10 @@ def _load(model: nn.Module, optimizer: Stepping | None, path: Path, *, with_mode
 
 
 class _Writer(FileSystemWriter):
-    """Writes tied tensors once, and notes the place under all their names."""
+    """Writes tied tensors once, and records their place under all their names."""
 
     def __init__(self, path: Path, names: Mapping[str, list[str]]) -> None:
-        """Write to ``path``; ``names`` gives all names of a tensor of the model by its first one."""
+        """Write to ``path``; ``names`` holds all names of each of the model's tensors by its first name."""
         super().__init__(path, overwrite=False)
         self._aliases = {f"model.{first}": others for first, (_, *others) in names.items() if others}
 
@@ -213,7 +211,7 @@ class _Saved:
                     self.unknown.append(key)
 
     def optimizer_values(self) -> dict[str, Any]:
-        """Return room for everything of the optimizer but the tensors of its state, by key.
+        """Return placeholders for everything of the optimizer but the tensors of its state, by key.
 
         Raises:
             CheckpointError: There is no optimizer's state, or not as a name, a key and a value.
@@ -228,7 +226,7 @@ class _Saved:
         nested = [key for key in self.unknown if key.startswith(("optim.", "optimizer."))]
         if nested:
             raise CheckpointError(
-                f"Optimizer state can be cut where it is a tensor or a single value for each parameter; {nested[0]} of "
+                f"Optimizer state can be cut if it is a tensor or a single value for each parameter; {nested[0]} of "
                 f"the distributed checkpoint {self.path} is nested deeper."
             )
         values = {key: None for keys in self.state.values() for key in keys.values() if key not in self._specs}
@@ -267,7 +265,7 @@ def _held(model: nn.Module) -> list[LocalTensor]:
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter and persistent buffer by the first one, as torch's ``state_dict`` has them."""
+    """Return all names of each parameter and persistent buffer in torch's ``state_dict``, by its first name."""
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -277,14 +275,14 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _states(own: Sequence[Stepped]) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter and key.
+    """Return this rank's part of the optimizer's state by parameter name and key.
 
     Raises:
-        CheckpointError: It is not known of a tensor what part of the unsharded optimizer's it is.
+        CheckpointError: It is unknown what part of the unsharded state a tensor is.
     """
     states: dict[str, dict[str, Any]] = {}
     for one in own:
-        # A rank without elements of a parameter does not count its steps.
+        # A rank without elements of a parameter does not count its steps, so its state would be stale.
         for what, value in one.state.items() if one.param.numel() else ():
             part = one.part(what, value)
             value = value if part is None else state_as_part(part, value)
@@ -294,32 +292,32 @@ def _states(own: Sequence[Stepped]) -> dict[str, dict[str, Any]]:
 
 def _read_pieces(mesh: Mesh, path: Path, pieces: Sequence[Piece]) -> None:
     """Have DCP fill ``pieces``; every rank calls it."""
-    _read(mesh, path, {one.name: part_or_whole(one.shape, one.start, one.tensor) for one in pieces})
+    _read(mesh, path, {one.name: part_or_full(one.shape, one.start, one.tensor) for one in pieces})
 
 
 def _read(mesh: Mesh, path: Path, wanted: dict[str, Any]) -> None:
     """Have DCP fill ``wanted``, by key; every rank calls it."""
-    with _our_errors(f"The distributed checkpoint {path} cannot be read"):
+    with _as_checkpoint_error(f"The distributed checkpoint {path} cannot be read"):
         load(wanted, storage_reader=FileSystemReader(path), no_dist=mesh.size == 1)
 
 
 @contextmanager
-def _our_errors(what: str) -> Iterator[None]:
-    """Say what failed on the first rank where something did, as torch has told every rank."""
+def _as_checkpoint_error(what: str) -> Iterator[None]:
+    """Raise torch's error of the first rank that failed as a CheckpointError, the same on every rank."""
     try:
         with warnings.catch_warnings():
-            # One rank needs no process group, and torch wonders.
+            # torch warns when there is no process group, which a single rank does not need.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"{what}: rank {rank} met {type(cause).__name__}: {cause}") from error
+        raise CheckpointError(f"{what}: rank {rank} raised {type(cause).__name__}: {cause}") from error
 
 
 def _require_default_group(mesh: Mesh) -> None:
     size = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.size not in (1, size):
         raise CheckpointError(
-            f"torch's distributed checkpoints are written and read by all ranks of the default process group, here "
-            f"{size}; the model is sharded over {mesh.size}. Shard it over all of them."
+            f"All ranks of the default process group write and read torch's distributed checkpoints, here {size}; the "
+            f"model is sharded over {mesh.size}. Shard it over all of them."
         )

@@ -1,4 +1,4 @@
-"""A sharded checkpoint as a Hugging Face directory, or as peft's, without ranks: a few megabytes at a time."""
+"""Export of a sharded checkpoint to a Hugging Face or peft directory, in one process, a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import torch
 
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.policy import dtype_name
-from fullshard.saving.lora import ADAPTER_CONFIG_NAME, LowRank, Part, adapter_parts, holds_adapter, merged_parts
+from fullshard.saving.lora import (
+    ADAPTER_CONFIG_NAME,
+    ExportedTensor,
+    LowRank,
+    adapter_tensors,
+    holds_adapter,
+    merged_tensors,
+)
 from fullshard.saving.pieces import MODEL
 from fullshard.storage import (
     ADAPTER_NAME,
@@ -41,11 +48,11 @@ from fullshard.storage import (
 )
 
 RUN_BYTES = 16 << 20
-"""Most bytes of a tensor that are in memory at once, in float32 where something is added to it."""
+"""Most bytes of a tensor in memory at once, in float32 if an adapter is added to it."""
 
 CONFIG_NAME = "config.json"
 _MODEL_ONLY = (CONFIG_NAME, "generation_config.json")
-"""Small files that an adapter's directory has not."""
+"""Small files that are not part of an adapter's directory."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,9 @@ class ExportOptions:
     """How a checkpoint is exported.
 
     Attributes:
-        dtype: Of floating tensors in the files, as text; None: each one's own.
-        max_shard_size: Most bytes of tensors in a file, or a text such as ``"5GB"``.
-        lora: What becomes of a LoRA adapter: merged into the model, or exported alone; None: there is none.
+        dtype: Dtype of floating tensors in the files, as text; None: each one's own.
+        max_shard_size: Most bytes of tensors in a file, or text such as ``"5GB"``.
+        lora: Whether an adapter is merged into the model or exported alone; None: there is none.
     """
 
     dtype: str | None = None
@@ -65,16 +72,16 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was exported.
+    """Result of an export.
 
     Attributes:
-        checkpoint: From which directory.
+        checkpoint: The exported checkpoint's directory.
         step: Optimizer steps taken.
-        directory: Where to.
-        tensors: How many.
-        nbytes: Of all tensors in the files.
+        directory: The directory written.
+        tensors: Number of tensors.
+        nbytes: Bytes of all tensors in the files.
         files: Names of all files.
-        notes: What the user should know.
+        notes: Notes for the user.
     """
 
     checkpoint: Path
@@ -86,7 +93,7 @@ class ExportReport:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return what ``--json`` prints."""
         return {
             "checkpoint": str(self.checkpoint),
             "step": self.step,
@@ -99,23 +106,21 @@ class ExportReport:
 
 
 def choose_checkpoint(path: Path, which: str | None = None) -> Path:
-    """The checkpoint that is meant; one process.
+    """Return the checkpoint that a path and ``--checkpoint`` select; one process.
 
     Args:
         path: A run, a directory of checkpoints, or one checkpoint.
-        which: ``latest``, ``best`` (by the metric, of equal ones the newest) or a step; None: the latest.
+        which: ``latest``, ``best`` (by the metric; among equal ones the newest) or a step; None: the latest.
 
     Raises:
         ConfigError: ``path`` is one checkpoint and ``which`` is given, or ``which`` is none of these.
-        CheckpointError: There is no such checkpoint, or none that is whole.
+        CheckpointError: There is no such checkpoint, or it is not complete.
     """
     kind = kind_of(path)
     if kind is Kind.WEIGHTS and is_shard_name(path.name):
-        raise CheckpointError(f"{path} is one rank's part of the checkpoint {path.parent}: export that.")
+        raise CheckpointError(f"{path} is one rank's part of the checkpoint {path.parent}: export the checkpoint.")
     if kind in (Kind.MODEL, Kind.WEIGHTS):
-        raise CheckpointError(
-            f"{path} holds weights as Hugging Face reads them already; only checkpoints are exported."
-        )
+        raise CheckpointError(f"{path} already has weights in Hugging Face's format; only checkpoints are exported.")
     if kind is Kind.CHECKPOINT:
         if which is not None:
             raise ConfigError(f"{path} is one checkpoint; --checkpoint {which} chooses among those of a run.")
@@ -125,26 +130,28 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
     found = {done.step: one for done, one in completions}
     if not found:
         raise CheckpointError(
-            f"There is no whole checkpoint in {directory}; `fullshard verify {path}` says what is there. A run's best/ "
-            "directory, if there is one, is a model as Hugging Face reads it and needs no export."
+            f"There is no complete checkpoint in {directory}; `fullshard verify {path}` lists what is there. A run's "
+            "best/ directory, if there is one, is already a model in Hugging Face's format and needs no export."
         )
     if which is None or which == "latest":
         return list(found.values())[-1]  # saved last
     if which == "best":
         return _best(directory, completions)
     if not which.isdecimal():
-        raise ConfigError(f"--checkpoint is latest, best or a step; got {which!r}.")
+        raise ConfigError(f"--checkpoint must be latest, best or a step; got {which!r}.")
     if int(which) not in found:
         steps = ", ".join(str(step) for step in sorted(found))
-        raise CheckpointError(f"There is no whole checkpoint of step {int(which)} in {directory}; there are {steps}.")
+        raise CheckpointError(
+            f"There is no complete checkpoint of step {int(which)} in {directory}; there are {steps}."
+        )
     return found[int(which)]
 
 
-def torn_after(checkpoint: Path) -> list[str]:
-    """Names of later checkpoints beside one that are not whole, and so were not chosen."""
-    whole = find_checkpoints(checkpoint.parent)
+def incomplete_after(checkpoint: Path) -> list[str]:
+    """Return the names of later checkpoints in the same directory that are not complete, and so were not chosen."""
+    complete = find_checkpoints(checkpoint.parent)
     later = (path for path in sorted(checkpoint.parent.glob("step-*")) if path.name > checkpoint.name)
-    return [path.name for path in later if path not in whole and path.suffix == ""]
+    return [path.name for path in later if path not in complete and path.suffix == ""]
 
 
 def _best(directory: Path, found: Sequence[tuple[Completion, Path]]) -> Path:
@@ -158,12 +165,12 @@ def _best(directory: Path, found: Sequence[tuple[Completion, Path]]) -> Path:
 
 
 def assumed_of(best: Path) -> list[str]:
-    """What was assumed when a checkpoint was chosen as the best of its directory, for people."""
+    """Return notes on what was assumed when a checkpoint was chosen as the best of its directory."""
     if rank_by_metric(find_completions(best.parent)).recorded:
         return []
     return [
-        f"{best.name} has the greatest metric; whether that is the best was not recorded by the earlier version that "
-        "saved it, and of a loss it is not: name another one with --checkpoint STEP"
+        f"{best.name} has the greatest metric. Whether greater is better was not recorded by the earlier version that "
+        "saved it; for a loss it is not: choose another one with --checkpoint STEP"
     ]
 
 
@@ -173,19 +180,19 @@ def export(
     options: ExportOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportReport:
-    """Write a checkpoint's model as ``from_pretrained`` loads it; one process, no GPU, some 64 MB of memory.
+    """Write a checkpoint's model for ``from_pretrained``; one process, no GPU, about 64 MB of memory.
 
-    Every block that is read is compared with its checksum. The directory appears at the end and at once.
+    Every block that is read is compared with its checksum. The directory appears atomically at the end.
 
     Args:
         checkpoint: One checkpoint's directory.
-        directory: Where the model shall be; empty or not there.
-        options: How.
-        progress: Called now and then with the bytes written and the bytes in all.
+        directory: The directory to write, empty or not existing.
+        options: How to export.
+        progress: Called after each run with the bytes written and the total bytes.
 
     Raises:
         ConfigError: The options do not fit the checkpoint, or ``directory`` is not empty.
-        CheckpointError: The checkpoint is damaged, or ``directory`` cannot be written; nothing appears then.
+        CheckpointError: The checkpoint is damaged, or ``directory`` cannot be written; it does not appear then.
     """
     dtype = dtype_name(options.dtype)
     max_file_bytes = parse_size(options.max_shard_size)
@@ -194,32 +201,34 @@ def export(
     _require_small_files(checkpoint)
     tensors = {name.removeprefix(MODEL): e for name, e in index.tensors.items() if name.startswith(MODEL)}
     assets = checkpoint / "model"
-    parts = _choose_parts(tensors, options.lora, assets)
-    specs = [_spec(part, index.tensors[part.source], dtype) for part in parts]
+    exported = _choose_tensors(tensors, options.lora, assets)
+    specs = [_spec(one, index.tensors[one.source], dtype) for one in exported]
     total = sum(spec.size_bytes for spec in specs)
     with atomic_directory(directory) as temporary:
         _copy_assets(assets, temporary, options.lora, dtype)
         if options.lora == "adapter":
             writer = SafetensorsWriter(temporary / ADAPTER_NAME, specs)
         else:
-            # The checkpoint does not tell buffers from parameters.
+            # The checkpoint does not distinguish buffers from parameters.
             numel = sum(spec.numel for spec in specs if spec.dtype.is_floating_point)
             writer = WeightsWriter(temporary, specs, max_file_bytes=max_file_bytes, parameters=numel)
         source = CheckpointReader(checkpoint, index)
         done = 0
         with writer:
-            for part, spec in zip(parts, specs, strict=True):
-                for start, run in _runs(source, part):
-                    writer.write_run(part.name, start, run)
+            for one, spec in zip(exported, specs, strict=True):
+                for start, run in _runs(source, one):
+                    writer.write_run(one.name, start, run)
                     done += run.numel() * spec.dtype.itemsize
                     progress(done, total)
         files = tuple(sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*") if file.is_file()))
-    notes = _notes(assets, files, options.lora)
+    notes: tuple[str, ...] = ()
+    if options.lora != "adapter" and CONFIG_NAME not in files:
+        notes = (f"{assets} has no {CONFIG_NAME}, which from_pretrained needs: only weights were written",)
     return ExportReport(checkpoint, index.step, directory, len(specs), total, files, notes)
 
 
 def _require_small_files(checkpoint: Path) -> None:
-    """What is copied beside the tensors must be as it was written, like every block of them."""
+    """Raise if a small file that is copied changed after it was written."""
     try:
         changed = list(changed_small_files(checkpoint, read_completion(checkpoint)))
     except OSError as error:
@@ -235,17 +244,19 @@ def _require_room(directory: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}.") from error
     if taken:
-        raise ConfigError(f"{directory} is not empty, and an export replaces nothing. Empty it or name another one.")
+        raise ConfigError(
+            f"{directory} is not empty, and an export replaces nothing. Empty it or choose another directory."
+        )
 
 
-def _choose_parts(tensors: Mapping[str, TensorEntry], lora: str | None, assets: Path) -> list[Part]:
-    """What is exported, in the order of the index."""
+def _choose_tensors(tensors: Mapping[str, TensorEntry], lora: str | None, assets: Path) -> list[ExportedTensor]:
+    """Return the tensors to export, in the order of the index."""
     if not tensors:
-        raise CheckpointError("The checkpoint holds no tensors of a model.")
+        raise CheckpointError("The checkpoint has no tensors of a model.")
     if not holds_adapter(tensors):
         if lora is not None:
             raise ConfigError(f"--{lora} is for a model with an adapter; this checkpoint has none. Leave it out.")
-        return [Part(name, MODEL + name) for name in tensors]
+        return [ExportedTensor(name, MODEL + name) for name in tensors]
     if lora is None:
         raise ConfigError(
             "The checkpoint's model has an adapter. Choose --merge (the base model with the adapter in it) or "
@@ -254,51 +265,50 @@ def _choose_parts(tensors: Mapping[str, TensorEntry], lora: str | None, assets: 
     config = _read_json(assets / ADAPTER_CONFIG_NAME)
     if config is None:
         raise CheckpointError(
-            f"{assets / ADAPTER_CONFIG_NAME} is missing, which says how the adapter is scaled. Checkpoints.save writes "
-            "it where `assets` is left out, and fullshard.write_assets does."
+            f"{assets / ADAPTER_CONFIG_NAME} is missing, which specifies how the adapter is scaled. Checkpoints.save "
+            "writes it if `assets` is left out, and so does fullshard.write_assets."
         )
     if lora == "adapter":
-        return adapter_parts(tensors, config)
-    return merged_parts(tensors, config, _read_json(assets / CONFIG_NAME) or {})
+        return adapter_tensors(tensors, config)
+    return merged_tensors(tensors, config, _read_json(assets / CONFIG_NAME) or {})
 
 
-def _spec(part: Part, entry: TensorEntry, dtype: str | None) -> TensorSpec:
+def _spec(exported: ExportedTensor, entry: TensorEntry, dtype: str | None) -> TensorSpec:
     own = dtype_of(entry)
-    return TensorSpec(part.name, entry.shape, getattr(torch, dtype) if dtype and own.is_floating_point else own)
+    return TensorSpec(exported.name, entry.shape, getattr(torch, dtype) if dtype and own.is_floating_point else own)
 
 
-def _runs(source: CheckpointReader, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
-    """A tensor's runs as they are exported: along the stored ones, so that each block is read once."""
-    entry = source.entry(part.source)
+def _runs(source: CheckpointReader, exported: ExportedTensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield a tensor's runs to export, cut along the stored ones so that each block is read once."""
+    entry = source.entry(exported.source)
     dtype = dtype_of(entry)
     summed = torch.promote_types(dtype, torch.float32)
-    update = None if part.update is None else _Update(source, part.update, summed)
+    update = None if exported.update is None else _Update(source, exported.update, summed)
     numel = RUN_BYTES // (dtype if update is None else summed).itemsize
     for stored in entry.pieces:
         for start in range(stored.start, stored.stop, numel):
             run = torch.empty(min(numel, stored.stop - start), dtype=dtype)
-            source.read(Piece(part.source, entry.shape, start, run))
+            source.read(Piece(exported.source, entry.shape, start, run))
             yield start, run if update is None else update.added(run, start)
 
 
 class _Update:
-    """The two factors of an update, read whole: they are small."""
+    """The two factors of a low-rank update, read completely: they are small."""
 
     def __init__(self, source: CheckpointReader, update: LowRank, dtype: torch.dtype) -> None:
-        left, right = (_whole(source, name, dtype) for name in (update.left, update.right))
+        left, right = (_read_matrix(source, name, dtype) for name in (update.left, update.right))
         self._left, self._right = (left.t(), right.t()) if update.transposed else (left, right)
         self._scaling = update.scaling
 
     def added(self, run: torch.Tensor, start: int) -> torch.Tensor:
-        """A run of the tensor with the update, in the dtype of the factors."""
+        """Return a run of the tensor with the update added, in the dtype of the factors."""
         columns = self._right.shape[1]
         first, last = start // columns, -(-(start + run.numel()) // columns)
         delta = (self._left[first:last] @ self._right).mul_(self._scaling).view(-1)
         return delta[start - first * columns :][: run.numel()].add_(run)
 
 
-def _whole(source: CheckpointReader, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A stored matrix."""
+def _read_matrix(source: CheckpointReader, name: str, dtype: torch.dtype) -> torch.Tensor:
     entry = source.entry(name)
     tensor = torch.empty(entry.numel, dtype=dtype)
     source.read(Piece(name, entry.shape, 0, tensor))
@@ -306,7 +316,7 @@ def _whole(source: CheckpointReader, name: str, dtype: torch.dtype) -> torch.Ten
 
 
 def _copy_assets(assets: Path, target: Path, lora: str | None, dtype: str | None) -> None:
-    """The small files of the checkpoint, but those that are not of this kind of export."""
+    """Copy the checkpoint's small files, except those that do not belong to this kind of export."""
     if not assets.is_dir():
         return
     left_out = {"adapter": _MODEL_ONLY, "merge": (ADAPTER_CONFIG_NAME,), None: ()}[lora]
@@ -318,7 +328,7 @@ def _copy_assets(assets: Path, target: Path, lora: str | None, dtype: str | None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is no file."""
+    """Read a JSON object; None if there is no file."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -326,11 +336,5 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object.")
+        raise CheckpointError(f"{path} is not a JSON object.")
     return content
-
-
-def _notes(assets: Path, files: tuple[str, ...], lora: str | None) -> tuple[str, ...]:
-    if lora != "adapter" and CONFIG_NAME not in files:
-        return (f"{assets} has no {CONFIG_NAME}, which from_pretrained needs: only weights were written",)
-    return ()

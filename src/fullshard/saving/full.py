@@ -29,10 +29,10 @@ from fullshard.storage import (
 )
 
 _STREAM_BYTES = RUNS_BYTES * 3 // 4
-"""Of the stream's buffers; the rest is left for casts."""
+"""Size of the stream's buffers; the rest is left for casts."""
 
 _WAITING = 2
-"""Steps that may wait or be written while the next one is gathered."""
+"""Steps that may be waiting or being written while the next one is gathered."""
 
 
 def save(
@@ -44,60 +44,59 @@ def save(
     max_shard_size: int | str = "50GB",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the whole model's weights, and of a Hugging Face model its configuration; every rank calls it.
+    """Write the full model in Hugging Face's format, for ``from_pretrained(directory)``; every rank calls it.
 
-    Of a model with an adapter by ``peft`` only the adapter is written, as peft does it: ``adapter_model.safetensors``
-    and ``adapter_config.json``, for ``PeftModel.from_pretrained(base, directory)``.
+    The files are those of ``save_pretrained``: ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
+    ``model.safetensors.index.json``, with each parameter once, under its first name, and the persistent buffers; and
+    the configuration of a Hugging Face model. Of a model with a peft adapter only the adapter is written, for
+    ``PeftModel.from_pretrained(base, directory)``.
 
-    Afterwards ``from_pretrained(directory)`` loads a Hugging Face model. The files are those of ``save_pretrained``:
-    ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``; they hold each
-    parameter once, under its first name, and the persistent buffers. Rank 0 writes, in a thread; beside its shards it
-    holds 64 MB, whatever the size of the model. The directory appears, or is replaced, at the end and at once. No
-    collective lasts as long as the disk takes.
+    Rank 0 writes in a thread, with 64 MB in addition to its shards, whatever the size of the model. The directory
+    appears, or is replaced, atomically at the end. No collective lasts as long as the disk takes.
 
     Args:
         model: The sharded model.
-        directory: Where the model shall be, on rank 0's file system.
-        tokenizer: Saved beside it by its own ``save_pretrained``, if given.
+        directory: The model's directory, on rank 0's file system.
+        tokenizer: Also saved by its own ``save_pretrained``, if given.
         dtype: Dtype of floating tensors in the files, such as ``torch.bfloat16`` or ``"bf16"``; None: the shards'.
-        max_shard_size: Most bytes of tensors in a file (a larger tensor has its own), or a text such as ``"5GB"``.
-        progress: Called now and then with the bytes written and the bytes in all, on rank 0, in this thread.
+        max_shard_size: Most bytes of tensors in a file (a larger tensor has its own), or text such as ``"5GB"``.
+        progress: Called repeatedly with the bytes written and the total bytes, on rank 0, in this thread.
 
     Raises:
         ShardingError: The model is not sharded.
-        ConfigError: ``dtype`` is no floating dtype, or ``max_shard_size`` no size.
+        ConfigError: ``dtype`` is not a floating dtype, or ``max_shard_size`` not a size.
         CheckpointError: Rank 0 could not write, or there is more than one adapter; on every rank, with the same text.
-            What was there before is untouched.
+            The directory's previous content is unchanged.
     """
     mesh = mesh_of(model)
-    plan = _plan(model, dtype, parse_size(max_shard_size))
+    content = _content(model, dtype, parse_size(max_shard_size))
     if mesh.rank != 0:
-        problem = _stream(model, mesh, plan, None, None)
+        problem = _stream(model, mesh, content, None, None)
         if problem:
             raise CheckpointError(problem)
         return
-    opened = _open_directory(model, Path(directory), tokenizer, plan)
+    opened = _open_directory(model, Path(directory), tokenizer, content)
     with BackgroundWriter(opened, most=_WAITING) as writer:
 
-        def told() -> None:
+        def report() -> None:
             if progress is not None:
-                progress(writer.done_bytes, plan.total_bytes)
+                progress(writer.done_bytes, content.total_bytes)
 
-        problem = _stream(model, mesh, plan, writer, told)
+        problem = _stream(model, mesh, content, writer, report)
     if problem:
         raise CheckpointError(problem) from writer.failure
 
 
 def write_assets(model: Any, directory: Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None) -> None:
-    """Write what ``from_pretrained`` needs beside weights: configuration, generation settings, tokenizer; on one rank.
+    """Write what ``from_pretrained`` needs besides weights: configuration, generation settings, tokenizer; on one rank.
 
-    Of a model with adapters by ``peft`` it is the base model's configuration, and ``adapter_config.json`` beside it.
+    For a model with peft adapters these are the base model's configuration and ``adapter_config.json``.
 
     Args:
-        model: The sharded model; one that is not Hugging Face's has no configuration to write.
+        model: The sharded model; one that is not from transformers has no configuration to write.
         directory: Existing directory.
         tokenizer: Saved by its own ``save_pretrained``, if given.
-        dtype: What the configuration says the weights are in; None: what the first floating parameter is kept in.
+        dtype: Dtype of the weights in the configuration; None: that of the first floating parameter.
 
     Raises:
         OSError: The file system refused. Hugging Face's writers may raise others.
@@ -105,7 +104,7 @@ def write_assets(model: Any, directory: Path, *, tokenizer: Any = None, dtype: t
     if hasattr(getattr(model, "config", None), "save_pretrained"):
         kept = (one.dtype for one in saved_tensors(model) if one.is_parameter and one.dtype.is_floating_point)
         dtype = dtype or next(kept, None)
-        # What Hugging Face's own save_pretrained records beside the weights; training may go on with the model's own.
+        # What save_pretrained records; in a copy, because training continues with the model's own configuration.
         config = copy.deepcopy(model.config)
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         config.architectures = [type(base).__name__]
@@ -126,20 +125,20 @@ def _write_adapter_config(model: Any, directory: Path) -> None:
 
 
 def _adapters(model: Any) -> list[str]:
-    """Names of the adapters in use; none of a model that is not peft's."""
+    """Return the names of the active adapters; none for a model without peft."""
     return list(model.active_adapters) if hasattr(model, "peft_config") else []
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is written.
+class _Content:
+    """Tensors of the files of a full save; complete ones, unlike the pieces of a checkpoint.
 
     Attributes:
-        specs: What is written under each tensor's first name in the model, a tied one once, with its dtype in the file.
-        adapter: Whether that is an adapter alone.
-        dtype: Of floating tensors in the files; None: each one's own.
+        specs: The stored tensor by its first name in the model, a tied one once.
+        adapter: Whether only an adapter is written.
+        dtype: Dtype of floating tensors in the files; None: each one's own.
         max_file_bytes: Most bytes of tensors in a file.
-        parameters: Elements of the model's parameters.
+        parameters: Number of elements of the model's parameters.
     """
 
     specs: dict[str, TensorSpec]
@@ -154,7 +153,7 @@ class _Plan:
         return sum(spec.size_bytes for spec in self.specs.values())
 
 
-def _plan(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -> _Plan:
+def _content(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -> _Content:
     name = dtype_name(dtype)
     wanted: torch.dtype | None = None if name is None else getattr(torch, name)
 
@@ -171,22 +170,26 @@ def _plan(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -> _
 
     parameters = sum(prod(tensor.shape) for tensor in saved if tensor.is_parameter)
     specs = {tensor.names[0]: spec(tensor) for tensor in saved}
-    return _Plan(specs, bool(adapters), wanted, max_file_bytes, parameters)
+    return _Content(specs, bool(adapters), wanted, max_file_bytes, parameters)
 
 
 @contextmanager
-def _open_directory(model: Any, directory: Path, tokenizer: Any, plan: _Plan) -> Iterator[Callable[[list[Run]], int]]:
-    """A directory that is there when this is left without an error; gives what writes runs and returns their bytes."""
-    specs, ordered = plan.specs, list(plan.specs.values())
+def _open_directory(
+    model: Any, directory: Path, tokenizer: Any, content: _Content
+) -> Iterator[Callable[[list[Run]], int]]:
+    """Create the directory on exit without an error; yields a function that writes runs and returns their bytes."""
+    specs, ordered = content.specs, list(content.specs.values())
     with atomic_directory(directory) as temporary:
-        if plan.adapter:
+        if content.adapter:
             _write_adapter_config(model, temporary)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
             files = SafetensorsWriter(temporary / ADAPTER_NAME, ordered)
         else:
-            write_assets(model, temporary, tokenizer=tokenizer, dtype=plan.dtype)
-            files = WeightsWriter(temporary, ordered, max_file_bytes=plan.max_file_bytes, parameters=plan.parameters)
+            write_assets(model, temporary, tokenizer=tokenizer, dtype=content.dtype)
+            files = WeightsWriter(
+                temporary, ordered, max_file_bytes=content.max_file_bytes, parameters=content.parameters
+            )
         with files:
 
             def write(runs: list[Run]) -> int:
@@ -201,28 +204,28 @@ def _open_directory(model: Any, directory: Path, tokenizer: Any, plan: _Plan) ->
 def _stream(
     model: nn.Module,
     mesh: Mesh,
-    plan: _Plan,
+    content: _Content,
     writer: BackgroundWriter[list[Run]] | None,
-    told: Callable[[], None] | None,
+    report: Callable[[], None] | None,
 ) -> str:
-    """Send what is planned to rank 0's ``writer``, and wait until it is on the disk.
+    """Stream the content to rank 0's ``writer``, and wait until it is on disk.
 
     Returns:
-        What went wrong on rank 0, the same on every rank; ``""`` if nothing.
+        Rank 0's error text, the same on every rank; ``""`` if there was none.
     """
 
     def agree(ask: Callable[[float], str | None] | None) -> str:
-        """Wait in short exchanges until rank 0's writer has an answer."""
+        """Wait in short exchanges until rank 0's writer has an answer, so that no collective waits for the disk."""
 
         def poll(seconds: float) -> str | None:
             answer = "" if ask is None else ask(seconds)
-            if told is not None:
-                told()
+            if report is not None:
+                report()
             return answer
 
         return await_all(mesh, poll)[0]
 
-    for runs in full_runs(model, _STREAM_BYTES, ahead=_WAITING, names=frozenset(plan.specs)):
+    for runs in full_runs(model, _STREAM_BYTES, ahead=_WAITING, names=frozenset(content.specs)):
         if writer is not None:
             writer.give(runs)
         problem = agree(writer.room if writer else None)

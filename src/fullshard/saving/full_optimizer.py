@@ -1,4 +1,4 @@
-"""A sharded optimizer's state as the unsharded optimizer has it."""
+"""A sharded optimizer's state in the form of the unsharded optimizer's."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ StateDict = dict[str, Any]
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Sequence[int] | None = None) -> StateDict:
-    """The state that the optimizer of the unsharded model would have, on rank 0; every rank calls it.
+    """Return the state that the optimizer of the unsharded model would have, on rank 0; every rank calls it.
 
-    ``optimizer_class(unsharded.parameters()).load_state_dict`` takes it, and :func:`load_optimizer_state` on any number
-    of ranks. Tensors of the parameters' shape are gathered a lane at a time, others one by one; other ranks hold
-    nothing whole.
+    ``optimizer_class(unsharded.parameters()).load_state_dict`` accepts it, and so does :func:`load_optimizer_state` on
+    any number of ranks. Tensors of the parameters' shape are gathered one lane at a time, others one by one; other
+    ranks keep no full tensor.
 
     Args:
         model: A sharded model.
         optimizer: Over its parameters, or what ``step_in_backward`` returned, of which parameters with the same
-            hyperparameters make one group.
-        groups: Which parameter groups, where the unsharded model has several optimizers: Muon's for
+            hyperparameters become one group.
+        groups: Numbers of the parameter groups to return, if the unsharded model has several optimizers: Muon's for
             ``torch.optim.Muon``, the others for its AdamW; None: all.
 
     Returns:
@@ -42,21 +42,21 @@ def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Seque
         CPU; ``{}`` on other ranks.
 
     Raises:
-        CheckpointError: State of which it is not known what part it is, a parameter that is not the model's, or other
-            parameters than on another rank; on every rank, with the same text.
+        CheckpointError: It is unknown what part of the unsharded state a tensor is, a parameter is not the model's, or
+            ranks step different parameters; on every rank, with the same text.
     """
     mesh = mesh_of(model)
     own = together(mesh, lambda: stepped(local_tensors(model), optimizer))
     named = named_groups(model, optimizer)
     chosen = named if groups is None else [named[number] for number in groups]
     numbers = {name: number for number, name in enumerate(name for group in chosen for name in group["params"])}
-    state = StatesOfAll(model, [one for one in own if one.local.name in numbers]).whole(rank0_only=True, to_host=True)
+    state = StatesOfAll(model, [one for one in own if one.local.name in numbers]).full(rank0_only=True, to_host=True)
     if mesh.rank > 0:
         return {}
     return {
         "state": {number: state[name] for name, number in numbers.items() if name in state},
         "param_groups": [
-            {key: _on_host(value) for key, value in group.items()}
+            {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             | {"params": [numbers[name] for name in group["params"]]}
             for group in chosen
         ],
@@ -64,13 +64,13 @@ def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Seque
 
 
 def named_groups(model: nn.Module, optimizer: Stepping) -> list[StateDict]:
-    """The optimizer's groups with names for parameters; every rank calls it and gets the same.
+    """Return the optimizer's groups with parameters by name, the same on every rank; every rank calls it.
 
     Optimizers that step in backward have one parameter each, of which this rank may hold nothing: those with the same
-    hyperparameters are one group, in the order of the model's parameters.
+    hyperparameters become one group, in the order of the model's parameters.
 
     Raises:
-        CheckpointError: A parameter is not the model's, or an optimizer has others on another rank; on every rank.
+        CheckpointError: A parameter is not the model's, or the groups differ between ranks; on every rank.
     """
     mesh = mesh_of(model)
     own = together(mesh, lambda: stepped(local_tensors(model), optimizer))
@@ -92,16 +92,12 @@ def named_groups(model: nn.Module, optimizer: Stepping) -> list[StateDict]:
 
 
 def group_options(group: Mapping[str, Any]) -> StateDict:
-    """A parameter group without its parameters, copied."""
+    """Return a copy of a parameter group without its parameters."""
     return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
 
 
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
 def _plain(group: Mapping[str, Any]) -> StateDict:
-    """Hyperparameters, to be compared."""
+    """Return the hyperparameters of a group in a form that can be compared."""
     return {
         key: value.tolist() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -110,26 +106,26 @@ def _plain(group: Mapping[str, Any]) -> StateDict:
 
 
 def _require_same(mesh: Mesh, names: list[list[str]]) -> None:
-    """Refuse groups that differ between ranks: nobody would know which parameter a number means."""
+    """Refuse groups that differ between ranks: a parameter's number would be ambiguous."""
     by_rank = mesh.all_gather_object(names)
     other = next((rank for rank, of_rank in enumerate(by_rank) if of_rank != by_rank[0]), None)
     if other is not None:
         sizes = [[len(group) for group in by_rank[rank]] for rank in (0, other)]
         raise CheckpointError(
-            f"The optimizer has other parameters, or another order, on rank {other} than on rank 0: groups of "
-            f"{sizes[1]} and {sizes[0]}. Build it from model.parameters() on every rank, also with those of which a "
-            "rank holds no rows."
+            f"The optimizer has different parameters, or another order, on rank {other} than on rank 0: groups of "
+            f"{sizes[1]} and {sizes[0]}. Build it from model.parameters() on every rank, including parameters of which "
+            "a rank holds no rows."
         )
 
 
 @dataclass(frozen=True)
 class Described:
-    """Stands for a tensor of a parameter's state.
+    """Placeholder for a tensor of a parameter's state.
 
     Attributes:
-        shape: In the unsharded state.
-        dtype: Of its elements.
-        by_element: Whether it has an element for each of the parameter's.
+        shape: Its shape in the unsharded state.
+        dtype: Its dtype.
+        by_element: Whether it has one element for each of the parameter's.
     """
 
     shape: tuple[int, ...]
@@ -138,7 +134,7 @@ class Described:
 
 
 class StatesOfAll:
-    """An optimizer's state by parameter name, described as all ranks together have it.
+    """An optimizer's state over all ranks, by parameter name.
 
     Attributes:
         own: This rank's parameters by name.
@@ -146,21 +142,21 @@ class StatesOfAll:
     """
 
     def __init__(self, model: nn.Module, own: Sequence[Stepped]) -> None:
-        """Ask all ranks; every rank calls it.
+        """Exchange descriptions of the state; every rank calls it.
 
         Args:
             model: A sharded model.
-            own: The parameters that an optimizer steps here.
+            own: The parameters that an optimizer steps on this rank.
 
         Raises:
-            CheckpointError: It is not known what part of the unsharded state a tensor is; on every rank.
+            CheckpointError: It is unknown what part of the unsharded state a tensor is; on every rank.
         """
         self.model, self.mesh = model, mesh_of(model)
         self.own = {one.local.name: one for one in own}
         self._locals = {local.name: local for local in local_tensors(model) if local.param is not None}
         mine = together(self.mesh, lambda: {one.local.name: _described(one) for one in own if one.param.numel()})
         found: dict[str, StateDict] = {}
-        # By name and key, which elements each of the ranks that share the parameter gives.
+        # By name and key, the elements that each of the ranks that share the parameter contributes.
         self._runs: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
         for of_rank in self.mesh.all_gather_object(mine):
             for name, (rank, state, runs) in of_rank.items():
@@ -170,11 +166,11 @@ class StatesOfAll:
                     self._runs.setdefault((name, key), {})[rank] = run
         self.states = {name: found[name] for name in self._locals if name in found}
 
-    def whole(self, *, rank0_only: bool, to_host: bool) -> dict[str, StateDict]:
-        """The state with whole tensors, which are copies; every rank calls it.
+    def full(self, *, rank0_only: bool, to_host: bool) -> dict[str, StateDict]:
+        """Return the state with full tensors, which are copies; every rank calls it.
 
         Args:
-            rank0_only: Whether rank 0 alone gets it; other ranks ``{}``.
+            rank0_only: Whether only rank 0 receives it; other ranks receive ``{}``.
             to_host: Whether the copies are on the CPU.
         """
 
@@ -187,21 +183,21 @@ class StatesOfAll:
             wanted = {name: one.dtype for name, one in described.items() if one.by_element}
             held = {name: one.state[key] for name, one in self.own.items() if name in wanted and key in one.state}
             for name, tensor in held.items():
-                if not hasattr(self.own[name].param, "shard_meta"):  # it is whole on every rank
+                if not hasattr(self.own[name].param, "shard_meta"):  # it is replicated on every rank
                     state[name][key] = copied(tensor)
             for lane in gathered(self.model, held, wanted, rank0_only=rank0_only):
                 for name, tensor in lane.items():
                     state[name][key] = copied(tensor)
             for name, one in described.items():
                 if not one.by_element:
-                    tensor = self._put_together(name, key, one, rank0_only=rank0_only)
+                    tensor = self._gather_runs(name, key, one, rank0_only=rank0_only)
                     state[name][key] = None if tensor is None else copied(tensor)
         return {} if rank0_only and self.mesh.rank > 0 else state
 
-    def _put_together(self, name: str, key: str, described: Described, *, rank0_only: bool) -> torch.Tensor | None:
-        """A whole tensor from the runs that the ranks give, which share ``name``."""
+    def _gather_runs(self, name: str, key: str, described: Described, *, rank0_only: bool) -> torch.Tensor | None:
+        """Gather a full tensor of state from the runs of the ranks that share the parameter ``name``."""
         local = self._locals[name]
-        if rank0_only and local.replica > 0:  # copies have the same to tell
+        if rank0_only and local.replica > 0:  # replicas hold the same
             return None
         comm = comm_of(cast("nn.Parameter", local.param))
         runs = self._runs[name, key]
@@ -218,13 +214,13 @@ class StatesOfAll:
         settle(work)
         if not takes[comm.rank]:
             return None
-        whole = empty(prod(described.shape))
+        full = empty(prod(described.shape))
         for rank, (start, stop) in runs.items():
-            whole[start:stop] = received[rank]
-        return whole.view(described.shape)
+            full[start:stop] = received[rank]
+        return full.view(described.shape)
 
     def _run(self, name: str, key: str, dtype: torch.dtype, comm: Comm) -> torch.Tensor:
-        """What this rank gives of a tensor, (n,)."""
+        """Return the run that this rank contributes to a tensor, (n,)."""
         one = self.own.get(name)
         value = None if one is None else one.state.get(key)
         part = None if one is None else one.part(key, value)
@@ -235,10 +231,14 @@ class StatesOfAll:
 
 
 def _described(one: Stepped) -> tuple[int, StateDict, dict[str, tuple[int, int]]]:
-    """This rank's number among those that share a parameter, its state without tensors, and the runs that it gives.
+    """Describe a parameter's state on this rank, for other ranks.
+
+    Returns:
+        The rank's number among those that share the parameter, the state with :class:`Described` for tensors, and the
+        elements that this rank contributes, by key.
 
     Raises:
-        CheckpointError: It is not known what part of the unsharded state a tensor is.
+        CheckpointError: It is unknown what part of the unsharded state a tensor is.
     """
     meta = meta_of(one.param)
     state: StateDict = {}

@@ -118,7 +118,7 @@ class _Target:
         self.plan.add_model(held, stored, "The checkpoint")
         for local in held:
             if local.param is not None:
-                self._add_gradient(local, local.param)
+                self._gradients.append((local.param, self._gradient(local, local.param)))
         if optimizer is not None:
             self._own = stepped(held, optimizer)
             self._add_optimizer()
@@ -148,13 +148,12 @@ class _Target:
         if self._average is not None:
             self._average.updates = int(self._updates)
 
-    def _add_gradient(self, local: LocalTensor, param: nn.Parameter) -> None:
-        if GRADIENT + local.name in self._specs and param.numel():
-            gradient = torch.empty_like(param, requires_grad=False)
-            self.plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start, gradient.view(-1)))
-            self._gradients.append((param, gradient))
-        else:
-            self._gradients.append((param, None))
+    def _gradient(self, local: LocalTensor, param: nn.Parameter) -> torch.Tensor | None:
+        if GRADIENT + local.name not in self._specs or not param.numel():
+            return None
+        gradient = torch.empty_like(param, requires_grad=False)
+        self.plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start, gradient.view(-1)))
+        return gradient
 
     def _add_optimizer(self) -> None:
         if not self.index.groups:

@@ -1,8 +1,8 @@
-"""peft's names: which tensors of a model are its adapter, and how LoRA's merge into the base model.
+"""peft's tensor names: which tensors of a model are its adapter, and how LoRA factors merge into the base model.
 
 A layer of ``base_model.model.decoder.q`` with LoRA is stored as ``decoder.q.base_layer.weight`` and
 ``decoder.q.lora_A.default.weight``, ``decoder.q.lora_B.default.weight``; an embedding as ``lora_embedding_A.default``;
-a module that is trained whole as ``head.original_module.weight`` and ``head.modules_to_save.default.weight``. A vector
+a fully trained module as ``head.original_module.weight`` and ``head.modules_to_save.default.weight``. A vector
 of IA3 is ``q.ia3_l.default``; those of prompt and prefix tuning, outside of the base model, are
 ``prompt_encoder.default.embedding.weight``.
 """
@@ -23,7 +23,7 @@ ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)\.(?P<adapter>[^.]+)(?P<end>\.weight|\.bias)?")
-_WHOLE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<end>.+)")
+_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<end>.+)")
 _VECTORS = re.compile(r"(?P<module>.+)\.(?P<kind>ia3_l)\.(?P<adapter>[^.]+)")
 _PROMPT = re.compile(r"prompt_encoder\.(?P<adapter>[^.]+)\.embedding\.weight")
 _ADAPTERS = {"LORA", "IA3", "PROMPT_TUNING", "PREFIX_TUNING"}
@@ -40,19 +40,19 @@ _HARMLESS = frozenset((
     "runtime_config", "target_modules", "task_type", "use_rslora",
 ))
 # fmt: on
-"""Settings with which W + scaling * B @ A is the whole story; any other that is set changes what is merged."""
+"""Settings with which merging is W + scaling * B @ A; any other that is set changes the merged weight."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to a tensor: ``scaling * left @ right``.
+    """A low-rank update of a tensor: ``scaling * left @ right``.
 
     Attributes:
         left: Stored name of the factor with the tensor's rows.
         right: Stored name of the factor with its columns.
         transposed: Whether ``left`` is stored as (rank, rows) and ``right`` as (columns, rank), as for a tensor that
             is stored as (inputs, outputs); else (rows, rank) and (rank, columns).
-        scaling: The factor.
+        scaling: The scalar factor.
     """
 
     left: str
@@ -62,13 +62,13 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Part:
+class ExportedTensor:
     """One tensor of an export.
 
     Attributes:
-        name: Its name there.
+        name: Its name in the exported files.
         source: Its name in the checkpoint.
-        update: What is added to it; None: nothing.
+        update: The update that is added to it; None: none.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Part:
 
 
 def holds_adapter(names: Iterable[str]) -> bool:
-    """Whether tensors of a model have the names that peft gives those of an adapter."""
+    """Return whether any of a model's tensors has a name that peft gives to an adapter's."""
     return any(_VECTORS.fullmatch(name) or _PROMPT.fullmatch(name) or _is_factor(name) for name in names)
 
 
@@ -86,28 +86,28 @@ def _is_factor(name: str) -> bool:
     return match is not None and match["kind"] in _FACTORS
 
 
-def adapter_parts(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> list[Part]:
-    """The adapter as peft saves it: without the base model and without the adapter's name.
+def adapter_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> list[ExportedTensor]:
+    """Return the adapter's tensors as peft saves them: without the base model and without the adapter's name.
 
     Args:
-        tensors: Of the checkpoint's model, by name, ``model/`` left out.
+        tensors: Tensors of the checkpoint's model, by name without ``model/``.
         config: The adapter's configuration.
 
     Raises:
-        CheckpointError: It is more than one adapter, or of a kind that is not exported.
+        CheckpointError: There is more than one adapter, or it is of a kind that is not exported.
     """
-    return [Part(saved, MODEL + name) for name, saved in adapter_names(tensors, config).items()]
+    return [ExportedTensor(saved, MODEL + name) for name, saved in adapter_names(tensors, config).items()]
 
 
 def adapter_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
-    """What peft calls an adapter's tensors in ``adapter_model.safetensors``, by their names in the model.
+    """Return the names of an adapter's tensors in ``adapter_model.safetensors``, by their names in the model.
 
     Args:
-        names: Of the whole model's tensors.
+        names: Names of all tensors of the model.
         config: The adapter's configuration.
 
     Raises:
-        CheckpointError: It is more than one adapter, or of a kind that is not exported.
+        CheckpointError: There is more than one adapter, or it is of a kind that is not exported.
     """
     names = list(names)
     _require_one_adapter(names, config)
@@ -120,43 +120,43 @@ def adapter_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
 
 
 def _saved_name(name: str, config: Mapping[str, Any]) -> str | None:
-    """Without the adapter's name; None: it is the base model's."""
-    lora, whole, vectors = (pattern.fullmatch(name) for pattern in (_LORA, _WHOLE, _VECTORS))
+    """Return a tensor's name without the adapter's name; None if the tensor is the base model's."""
+    lora, trained, vectors = (pattern.fullmatch(name) for pattern in (_LORA, _SAVED, _VECTORS))
     if _PROMPT.fullmatch(name):
         return "prompt_embeddings"
     if vectors is not None:
         return f"{vectors['module']}.{vectors['kind']}"
     if lora is not None:
-        # peft leaves the end out of DoRA's magnitudes.
+        # peft omits the suffix of DoRA's magnitudes.
         end = "" if lora["kind"] == "lora_magnitude_vector" else lora["end"] or ""
         return f"{lora['module']}.{lora['kind']}{end}"
-    if whole is not None:
-        return f"{whole['module']}.{whole['end']}"
+    if trained is not None:
+        return f"{trained['module']}.{trained['end']}"
     return name if name.endswith(".bias") and config.get("bias") == "all" else None
 
 
-def merged_parts(
+def merged_tensors(
     tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], model_config: Mapping[str, Any]
-) -> list[Part]:
-    """The base model with the adapter in it.
+) -> list[ExportedTensor]:
+    """Return the base model's tensors with the adapter merged into them.
 
     Args:
-        tensors: Of the checkpoint's model, by name, ``model/`` left out.
+        tensors: Tensors of the checkpoint's model, by name without ``model/``.
         config: The adapter's configuration.
-        model_config: The model's; empty where it is not known.
+        model_config: The model's configuration; empty if not known.
 
     Raises:
-        CheckpointError: Merging it takes more than adding ``scaling * B @ A``; the message says what to do.
+        CheckpointError: Merging takes more than adding ``scaling * B @ A``; the message states the remedy.
     """
     _require_one_adapter(tensors, config)
     _require_plain_lora(config)
     factors = _factors(tensors)
-    whole = {f"{m['module']}.{m['end']}": name for name in tensors if (m := _WHOLE.fullmatch(name)) is not None}
-    parts = []
+    trained = {f"{m['module']}.{m['end']}": name for name in tensors if (m := _SAVED.fullmatch(name)) is not None}
+    merged = []
     for name, entry in tensors.items():
         if _LORA.fullmatch(name) or ".original_module." in name:
             continue
-        match = _WHOLE.fullmatch(name)
+        match = _SAVED.fullmatch(name)
         module, is_base, end = name.rpartition(".base_layer.")
         plain = f"{match['module']}.{match['end']}" if match else f"{module}.{end}" if is_base else name
         update = None
@@ -164,20 +164,20 @@ def merged_parts(
             update = _low_rank(module, factors.pop(module), entry, tensors, config)
         if match is not None or update is not None:
             _require_untied(plain, entry, model_config)
-        parts.append(Part(plain.removeprefix(_PREFIX), MODEL + name, update))
+        merged.append(ExportedTensor(plain.removeprefix(_PREFIX), MODEL + name, update))
     lost = [f"{module}.weight" for module in factors] + [
-        plain for plain, name in whole.items() if _original_of(name) not in tensors
+        plain for plain, name in trained.items() if _original_of(name) not in tensors
     ]
     if lost:
         raise CheckpointError(
-            f"{lost[0]} shares its base weight with another tensor, so the model with the adapter in it has one tensor "
-            f"more than the base model: it cannot be merged here. {_REMEDY}"
+            f"{lost[0]} shares its base weight with another tensor, so the merged model would have one tensor more "
+            f"than the base model: it cannot be merged here. {_REMEDY}"
         )
-    return parts
+    return merged
 
 
 def _original_of(name: str) -> str:
-    """Name of the untrained copy of a tensor of a module that is trained whole."""
+    """Return the name of the untrained copy of a tensor of a fully trained module."""
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
 
 
@@ -189,13 +189,13 @@ def _require_one_adapter(names: Iterable[str], config: Mapping[str, Any]) -> Non
         )
     names = list(names)
     matches = [
-        match for name in names for pattern in (_LORA, _WHOLE, _VECTORS, _PROMPT) if (match := pattern.fullmatch(name))
+        match for name in names for pattern in (_LORA, _SAVED, _VECTORS, _PROMPT) if (match := pattern.fullmatch(name))
     ]
     adapters = sorted({match["adapter"] for match in matches})
     if len(adapters) != 1 or any(".token_adapter." in name for name in names):
         what = f"adapters {', '.join(adapters)}" if len(adapters) != 1 else "single trained tokens (token_adapter)"
         raise CheckpointError(
-            f"The model holds {what}; one adapter is saved. Load the checkpoint into it with "
+            f"The model has {what}; only a single adapter can be saved. Load the checkpoint into it with "
             "fullshard.load_checkpoint and save it with peft."
         )
 
@@ -214,10 +214,10 @@ def _require_plain_lora(config: Mapping[str, Any]) -> None:
 
 
 def _factors(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, str]]:
-    """Names of the factors by module and kind.
+    """Return the names of the factors by module and kind.
 
     Raises:
-        CheckpointError: A module has others than two.
+        CheckpointError: A module does not have exactly the two factors.
     """
     factors: dict[str, dict[str, str]] = {}
     for name in tensors:
@@ -226,7 +226,7 @@ def _factors(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, str]]:
             factors.setdefault(match["module"], {})[match["kind"] + (".bias" if match["end"] == ".bias" else "")] = name
     for module, found in factors.items():
         if set(found) not in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
-            raise CheckpointError(f"{module} has {', '.join(sorted(found))}; A and B are merged, no other. {_REMEDY}")
+            raise CheckpointError(f"{module} has {', '.join(sorted(found))}; only A and B can be merged. {_REMEDY}")
     return factors
 
 
@@ -237,14 +237,14 @@ def _low_rank(
     tensors: Mapping[str, TensorEntry],
     config: Mapping[str, Any],
 ) -> LowRank:
-    """How the factors of one module are added to its weight.
+    """Return the update that the factors of one module make to its weight.
 
     Raises:
-        CheckpointError: Shapes do not fit, or say otherwise than the configuration.
+        CheckpointError: Shapes do not fit, or contradict the configuration.
     """
     a, b = (found[kind] for kind in sorted(found))
     shapes = tensors[a].shape, tensors[b].shape
-    # An embedding's weight has a row for each input, as a layer's with fan_in_fan_out.
+    # An embedding's weight has a row for each input, like a layer's with fan_in_fan_out.
     transposed = a.rpartition(".lora_")[2].startswith("embedding") or bool(config.get("fan_in_fan_out"))
     fits = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][0] == shapes[1][1]
     expected = None
@@ -253,7 +253,7 @@ def _low_rank(
     if expected != base.shape:
         raise CheckpointError(
             f"{module}: A {shapes[0]} and B {shapes[1]} do not make an update of its weight {base.shape} with "
-            f"fan_in_fan_out={config.get('fan_in_fan_out')}: it is no plain linear layer or embedding. {_REMEDY}"
+            f"fan_in_fan_out={config.get('fan_in_fan_out')}: it is not a plain linear layer or embedding. {_REMEDY}"
         )
     scaling = _scaling(module.removeprefix(_PREFIX), shapes[0][0], config)
     left, right = (a, b) if transposed else (b, a)
@@ -261,7 +261,7 @@ def _low_rank(
 
 
 def _scaling(module: str, rank: int, config: Mapping[str, Any]) -> float:
-    """As peft computes it; the rank is the factors' own, whatever ``rank_pattern`` says."""
+    """Return the scaling as peft computes it; ``rank`` is that of the factors, whatever ``rank_pattern`` is."""
     patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
     alpha = next(
         (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)),
@@ -271,7 +271,7 @@ def _scaling(module: str, rank: int, config: Mapping[str, Any]) -> float:
 
 
 def _require_untied(name: str, entry: TensorEntry, model_config: Mapping[str, Any]) -> None:
-    """A trained embedding whose values the head shares would train the head as well when it is merged."""
+    """Refuse a trained embedding whose weight the head shares: merging would change the head too."""
     vocab_size = model_config.get("vocab_size")
     tied = vocab_size is not None and model_config.get("tie_word_embeddings", True)
     if tied and len(entry.shape) == 2 and entry.shape[0] == vocab_size:

@@ -1,4 +1,4 @@
-"""Reading an unsharded optimizer's state, each rank its elements, and what all foreign states have in common."""
+"""Loading of an unsharded optimizer's state: each rank reads its elements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fullshard.saving.stepped import Stepped, Stepping, saved_options, stepped
 from fullshard.storage import Piece, TensorSpec
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names that Hugging Face's Trainer (transformers 5) keeps from weight decay, in lower case."""
+"""Parameter names in lower case that Hugging Face's Trainer (transformers 5) excludes from weight decay."""
 
 _QUANTISED = "__bnb_optimizer_quant_state__"
 
@@ -35,33 +35,34 @@ def load_optimizer_state(
     *,
     names: Sequence[Sequence[str]] | None = None,
 ) -> None:
-    """Take over the state of an optimizer of the unsharded model; every rank calls it, with the same arguments.
+    """Load the state of an optimizer of the unsharded model; every rank calls it, with the same arguments.
 
-    Each rank copies what it holds: elements, and rows, columns and blocks where ``optimizer`` says so. The
-    hyperparameters of the groups (``lr``, ``betas``, …) are taken over too. A ``state_dict()`` numbers parameters;
-    which those are is known, in this order, from
+    Each rank copies what it holds: elements, or rows, columns and blocks if ``optimizer`` defines them. The
+    hyperparameters of the groups (``lr``, ``betas``, …) are loaded too. A ``state_dict()`` numbers parameters; their
+    names are taken from the first of these that applies:
 
-    - names in place of numbers, as torch's ``get_optimizer_state_dict(full_state_dict=True)`` gives;
+    - names in place of numbers, as torch's ``get_optimizer_state_dict(full_state_dict=True)`` returns;
     - ``names``;
     - the groups' ``param_names``, which torch writes for optimizers that were made from ``named_parameters()``;
     - the order of ``model.named_parameters()``, all or the trainable ones, for one group;
-    - the order of Hugging Face's Trainer, first what has weight decay, then what has none, for two groups;
+    - the order of Hugging Face's Trainer, parameters with weight decay first, for two groups;
     - the groups of ``optimizer``, and their order.
 
     State of parameters that ``optimizer`` does not step is not read.
 
     Args:
         model: A sharded model.
-        optimizer: Over its parameters, a torch optimizer of the same class, the one of :mod:`fullshard.optim` that has
-            its state, or what ``step_in_backward`` returned.
-        state: What ``state_dict()`` gave, or a file of ``torch.save`` with it, such as Trainer's ``optimizer.pt``: each
-            rank maps it into memory and reads only what it holds. Several, of optimizers whose parameters ``optimizer``
-            steps together (torch's Muon and AdamW), as a list, also one in a file: their groups follow each other.
-        names: The parameters of each group, in order.
+        optimizer: Over its parameters: a torch optimizer of the same class, the one of :mod:`fullshard.optim` with the
+            same state, or what ``step_in_backward`` returned.
+        state: What ``state_dict()`` returned, or a file of ``torch.save`` with it, such as Trainer's ``optimizer.pt``:
+            each rank maps it into memory and reads only what it holds. Or a list (also in a file) of the states of
+            several optimizers whose parameters ``optimizer`` steps together, such as torch's Muon and AdamW: their
+            groups are concatenated.
+        names: The parameter names of each group, in order.
 
     Raises:
-        CheckpointError: The file cannot be read, or names or shapes do not fit. On every rank, with the same text;
-            nothing has changed then.
+        CheckpointError: The file cannot be read, or names or shapes do not fit; on every rank, with the same text.
+            Nothing has changed then.
     """
     plan, tensors = together(mesh_of(model), lambda: _plan(model, optimizer, state, names))
     for piece in plan.pieces:
@@ -105,10 +106,10 @@ def _read_piece(piece: Piece, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _state_dicts(state: UnshardedState | Sequence[UnshardedState]) -> list[Mapping[str, Any]]:
-    """What was given, or what the files hold.
+    """Return the given state dicts, read from files where paths are given.
 
     Raises:
-        CheckpointError: It is no optimizer's state.
+        CheckpointError: One is not an optimizer's state.
     """
     saved = _read(Path(state)) if isinstance(state, (str, Path)) else state
     if isinstance(saved, (list, tuple)):
@@ -122,13 +123,13 @@ def _state_dicts(state: UnshardedState | Sequence[UnshardedState]) -> list[Mappi
 
 
 def _unnested(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A parameter's state without the box in which bitsandbytes hides quantised tensors from FSDP."""
+    """Return a parameter's state without the nested dict in which bitsandbytes hides quantized tensors from FSDP."""
     return {**{key: value for key, value in values.items() if key != _QUANTISED}, **values.get(_QUANTISED, {})}
 
 
-def cut(whole: torch.Tensor, part: StatePart) -> torch.Tensor:
-    """This rank's part of a whole tensor of state: a view."""
-    return whole.detach().reshape(-1)[slice(*part.held)].view(part.local_shape)
+def cut(full: torch.Tensor, part: StatePart) -> torch.Tensor:
+    """Return this rank's part of a full tensor of state: a view."""
+    return full.detach().reshape(-1)[slice(*part.held)].view(part.local_shape)
 
 
 def _read(path: Path) -> Any:
@@ -138,7 +139,7 @@ def _read(path: Path) -> Any:
         raise CheckpointError(f"Cannot read the optimizer state {path}: {error.strerror or error}.") from error
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"{path} is not a whole file of torch.save (since torch 1.6) that holds tensors and plain values only: "
+            f"{path} is not a complete file of torch.save (since torch 1.6) with only tensors and plain values: "
             f"{str(error).splitlines()[0]}"
         ) from error
 
@@ -149,10 +150,10 @@ def _names_of_groups(
     groups: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[str]] | None,
 ) -> Sequence[Sequence[str]]:
-    """The parameters of each group, by name, in order.
+    """Return the parameter names of each group, in order.
 
     Raises:
-        CheckpointError: They are not known, or not as many as were saved.
+        CheckpointError: They are unknown, or not as many as were saved.
     """
     sizes = [len(group["params"]) for group in groups]
     if any(isinstance(one, str) for group in groups for one in group["params"]):
@@ -164,20 +165,20 @@ def _names_of_groups(
         names = next((guess for guess in guesses if [len(one) for one in guess] == sizes), None)
     if names is None:
         raise CheckpointError(
-            f"The optimizer state has groups of {sizes} parameters without names; the model's would be "
-            f"{' or '.join(dict.fromkeys(str([len(one) for one in guess]) for guess in guesses))}. Give the "
+            f"The optimizer state has groups of {sizes} parameters without names; the model would have "
+            f"{' or '.join(dict.fromkeys(str([len(one) for one in guess]) for guess in guesses))}. Pass the "
             "names of each group's parameters: load_optimizer_state(..., names=[[...], ...])."
         )
     if [len(one) for one in names] != sizes:
         raise CheckpointError(
-            f"The optimizer state has groups of {sizes} parameters; there are names for "
-            f"{[len(one) for one in names]}. Give one list of names for each group, in the order of its parameters."
+            f"The optimizer state has groups of {sizes} parameters; names were given for "
+            f"{[len(one) for one in names]}. Pass one list of names for each group, in the order of its parameters."
         )
     return names
 
 
 def _groups_of(own: Sequence[Stepped]) -> list[list[str]]:
-    """The names of each group of the sharded optimizer; nothing is known of a group without parameters here."""
+    """Return the parameter names of each group of the sharded optimizer, except groups without parameters here."""
     groups: dict[int, list[str]] = {}
     for one in own:
         groups.setdefault(id(one.group), []).append(one.local.name)
@@ -185,7 +186,7 @@ def _groups_of(own: Sequence[Stepped]) -> list[list[str]]:
 
 
 def _guesses(model: nn.Module, count: int) -> Iterator[list[list[str]]]:
-    """The groups that are usually made, ``count`` of them."""
+    """Yield the usual ways to divide the parameters into ``count`` groups."""
     trainable = [name for name, param in model.named_parameters() if param.requires_grad]
     if count == 1:
         yield [[name for name, _ in model.named_parameters()]]
@@ -197,18 +198,18 @@ def _guesses(model: nn.Module, count: int) -> Iterator[list[list[str]]]:
 
 
 def _check(model: nn.Module, own: Sequence[Stepped], values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare all that was saved with model and optimizer, also what other ranks hold: every rank finds the same.
+    """Compare everything saved with model and optimizer, not only this rank's part: every rank raises the same error.
 
     Raises:
-        CheckpointError: A name is unknown, or a tensor does not fit its parameter's state.
+        CheckpointError: A name is unknown, or a value does not fit its parameter's state.
     """
     stepping = {name: one for one in own for name in (one.local.name, *one.local.aliases)}
     known = {name for local in local_tensors(model) if local.param is not None for name in (local.name, *local.aliases)}
     unknown = [name for name in values if name not in known]
     if unknown:
         raise CheckpointError(
-            f"The optimizer state is of {len(unknown)} parameters that the model does not have: "
-            f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}. Give the model's names with names=."
+            f"The optimizer state has {len(unknown)} parameters that the model does not have: "
+            f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}. Pass the model's names with names=."
         )
     for name, one in ((name, stepping[name]) for name in values if name in stepping):
         for key, value in values[name].items():
@@ -216,6 +217,6 @@ def _check(model: nn.Module, own: Sequence[Stepped], values: Mapping[str, Mappin
                 one.part_of_saved(key, value.shape)
             elif isinstance(value, (list, tuple, dict)):
                 raise CheckpointError(
-                    f"Optimizer state can be cut where it is a tensor or one value; {key!r} of {name} is a "
+                    f"Optimizer state can be cut if it is a tensor or a single value; {key!r} of {name} is a "
                     f"{type(value).__name__}."
                 )

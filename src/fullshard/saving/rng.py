@@ -14,10 +14,10 @@ from fullshard.errors import CheckpointError
 
 
 def rng_bytes(device: torch.device) -> torch.Tensor:
-    """This rank's random state now.
+    """Return this rank's current random state.
 
     Args:
-        device: What the rank computes on; on CUDA its generator is included.
+        device: The device the rank computes on; on CUDA its generator is included.
 
     Returns:
         JSON as uint8, (bytes,), on the CPU.
@@ -34,14 +34,14 @@ def rng_bytes(device: torch.device) -> torch.Tensor:
 
 
 def restore_rng(state: torch.Tensor, device: torch.device) -> None:
-    """Go on drawing where :func:`rng_bytes` was called.
+    """Restore the random state that :func:`rng_bytes` returned.
 
     Args:
-        state: What that returned.
-        device: What this rank computes on.
+        state: The bytes that it returned.
+        device: The device this rank computes on.
 
     Raises:
-        CheckpointError: It is not such a state.
+        CheckpointError: The bytes are not such a state.
     """
     try:
         values = json.loads(bytes(state.tolist()))
@@ -65,5 +65,5 @@ def _decode(text: str) -> torch.Tensor:
 
 
 def rng_name(rank: int) -> str:
-    """Name of a rank's random state among a checkpoint's tensors."""
+    """Return the name of a rank's random state among a checkpoint's tensors."""
     return f"rank/{rank:05d}/rng"

@@ -17,24 +17,23 @@ from fullshard.layout import Box, StatePart, boxes
 _ABOUT = frozenset(
     {"device", "dtype", "shape", "layout", "ndim", "requires_grad", "is_meta", "size", "dim", "numel", "stride"}
 )
-"""What may be asked of the whole; everything else would read memory that is not there."""
-
+"""Functions of the full tensor that are allowed; any other would read memory that is not there."""
 
 _MOVES = frozenset({"to", "cpu"})
-"""What torch's getters of state dicts do with each tensor to offload it."""
+"""Functions by which torch's state dict getters offload each tensor."""
 
 
 class ShardTensor(torch.Tensor):
-    """A tensor of the whole's shape, without its memory, that tells DCP what this rank holds of it, and where.
+    """A tensor of the full shape, without its memory, that describes to DCP which part of it this rank holds.
 
-    A shard is a run of rows or elements, uneven over ranks, which torch's DTensor cannot say. DCP asks any tensor that
-    has three methods which boxes of the whole it holds; it writes and reads the memory of ``flat``.
+    A shard is a run of rows or elements, uneven over ranks, which torch's DTensor cannot express. DCP asks any tensor
+    with three certain methods which boxes of the full tensor it holds, and writes and reads the memory of ``flat``.
 
     Attributes:
         flat: This rank's elements, 1-D, possibly none.
-        start: The first of them, counted in the flattened whole.
-        written: First and past-the-last element of the whole that this rank writes; others write what else it holds.
-        comm: The ranks that hold the whole between them, where that is known.
+        start: The first of them, counted in the flattened full tensor.
+        written: First and past-the-last element that this rank writes; other ranks write the rest of ``flat``.
+        comm: The ranks that share the tensor; None if not known.
     """
 
     flat: torch.Tensor
@@ -50,10 +49,10 @@ class ShardTensor(torch.Tensor):
         written: tuple[int, int] | None = None,
         comm: Comm | None = None,
     ) -> ShardTensor:
-        """The elements ``flat``, (numel,), from element ``start`` on, of a whole of ``shape``; all are written or some.
+        """Make one of the elements ``flat``, (numel,), from element ``start`` on, of a full tensor of ``shape``.
 
-        A run that is written but does not begin where ``flat`` does must end where it ends: its boxes are told apart
-        by where they begin.
+        All elements are written, or the run ``written``. A run that does not begin where ``flat`` does must end where
+        it ends: DCP identifies boxes by where they begin.
         """
         shard = flat.new_empty(()).expand(tuple(shape)).as_subclass(ShardTensor)
         shard.flat, shard.start, shard.comm = flat, start, comm
@@ -61,35 +60,37 @@ class ShardTensor(torch.Tensor):
         return shard
 
     def elements(self, name: str, held: tuple[int, int]) -> torch.Tensor:
-        """``flat``, where it is what a rank holds: elements ``held[0]`` to ``held[1]`` of ``name``, or it holds none.
+        """Return ``flat`` if it is what this rank holds of ``name``: elements ``held[0]`` to ``held[1]``, or none.
 
         Raises:
-            ShardingError: It is another rank's part, or one of another number of ranks.
+            ShardingError: It is another rank's part, or from another number of ranks.
         """
         stop = self.start + self.flat.numel()
         if self.flat.numel() != held[1] - held[0] or (self.flat.numel() and self.start != held[0]):
             raise ShardingError(
-                f"{name} has elements {self.start} to {stop} here where this rank holds {held[0]} to {held[1]}: a "
-                "sharded state dict of other ranks comes through torch.distributed.checkpoint.load."
+                f"{name} has elements {self.start} to {stop}, but this rank holds {held[0]} to {held[1]}. Load a "
+                "sharded state dict of other ranks by torch.distributed.checkpoint.load."
             )
         return self.flat
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole, on the device of collectives, without gradient; every rank that shares it calls it.
+        """Return the full tensor, on the device of collectives, without gradient; every rank that shares it calls it.
 
         Raises:
-            ShardingError: It is not known who shares it.
+            ShardingError: The ranks that share it are not known.
         """
         if self.comm is None:
-            raise ShardingError(f"{self!r:.60}… does not know the other ranks: take it from a sharded model's state.")
-        return gather_whole(self.comm, self.shape, self.start, self.flat)
+            raise ShardingError(
+                f"{self!r:.60}… does not know the other ranks: take the tensor from a sharded model's state."
+            )
+        return gather_full(self.comm, self.shape, self.start, self.flat)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse what reads or writes elements: the whole's are not here. ``to`` and ``cpu`` move or cast the part.
+        """Refuse functions of elements, most of which are on other ranks; ``to`` and ``cpu`` apply to ``flat``.
 
         Raises:
-            ShardingError: It is anything but a question about shape, dtype or device.
+            ShardingError: The function is not about shape, dtype or device.
         """
         name = getattr(func, "__name__", str(func))
         name = getattr(func.__self__, "__name__", name) if name == "__get__" else name
@@ -102,24 +103,24 @@ class ShardTensor(torch.Tensor):
             )
         raise ShardingError(
             f"{name} of a ShardTensor: it is one rank's part of a tensor (in .flat), for torch.distributed.checkpoint. "
-            "The whole is its full_tensor(), which every rank calls; whole models are get_model_state_dict with "
+            "Every rank can call its full_tensor(). For full models use get_model_state_dict with "
             "full_state_dict=True, StateDictType.FULL_STATE_DICT (set_state_dict_type) or fullshard.full_state_dict."
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """What of the whole it is; the elements are in ``flat``."""
+        """Show which elements of the full tensor are in ``flat``."""
         stop = self.start + self.flat.numel()
         return f"ShardTensor(elements {self.start} to {stop} of {tuple(self.shape)}, flat={self.flat})"
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled: ``torch.save`` of what looks like the whole model would keep one rank's part of it.
+        """Refuse to be pickled: ``torch.save`` of what looks like the full model would save one rank's part of it.
 
         Raises:
             ShardingError: Always.
         """
         raise ShardingError(
-            f"{self!r:.60}… is one rank's part, and pickling (torch.save) would keep that only. Write parts with "
-            "torch.distributed.checkpoint.save. For whole tensors use get_model_state_dict with full_state_dict=True, "
+            f"{self!r:.60}… is one rank's part, and pickling (torch.save) would save only that. Write parts with "
+            "torch.distributed.checkpoint.save. For full tensors use get_model_state_dict with full_state_dict=True, "
             "StateDictType.FULL_STATE_DICT (set_state_dict_type), full_tensor() of each on every rank, or "
             "fullshard.save(model, directory)."
         )
@@ -150,35 +151,35 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-class WholeTensor(torch.Tensor):
+class FullTensor(torch.Tensor):
     """A plain tensor of which this rank holds all elements, and other ranks perhaps none.
 
-    It has a ``full_tensor()``, so that every rank can call that, whoever holds what.
+    It has a ``full_tensor()`` so that every rank can call it, whichever rank holds the elements.
     """
 
     comm: Comm
-    # What is computed of it is a plain tensor.
+    # Results of operations on it are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def of(whole: torch.Tensor, comm: Comm) -> WholeTensor:
-        """``whole``, whose elements the ranks of ``comm`` share."""
-        made = whole.as_subclass(WholeTensor)
+    def of(full: torch.Tensor, comm: Comm) -> FullTensor:
+        """Return ``full`` as one that the ranks of ``comm`` share."""
+        made = full.as_subclass(FullTensor)
         made.comm = comm
         return made
 
     def full_tensor(self) -> torch.Tensor:
-        """As :meth:`ShardTensor.full_tensor`."""
+        """Return the full tensor; see :meth:`ShardTensor.full_tensor`."""
         flat = self.as_subclass(torch.Tensor).reshape(-1)
-        return gather_whole(self.comm, self.shape, 0, flat)
+        return gather_full(self.comm, self.shape, 0, flat)
 
-    def to(self, *args: Any, **kwargs: Any) -> WholeTensor:
-        """As a part's, moved or cast, so that every rank can still call ``full_tensor()``."""
-        return WholeTensor.of(self.as_subclass(torch.Tensor).to(*args, **kwargs), self.comm)
+    def to(self, *args: Any, **kwargs: Any) -> FullTensor:
+        """Move or cast it; every rank can still call ``full_tensor()``."""
+        return FullTensor.of(self.as_subclass(torch.Tensor).to(*args, **kwargs), self.comm)
 
-    def cpu(self, *args: Any, **kwargs: Any) -> WholeTensor:
-        """As :meth:`to`."""
-        return WholeTensor.of(self.as_subclass(torch.Tensor).cpu(*args, **kwargs), self.comm)
+    def cpu(self, *args: Any, **kwargs: Any) -> FullTensor:
+        """Move it to the CPU; see :meth:`to`."""
+        return FullTensor.of(self.as_subclass(torch.Tensor).cpu(*args, **kwargs), self.comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone()
@@ -188,28 +189,29 @@ class WholeTensor(torch.Tensor):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-def gather_whole(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tensor) -> torch.Tensor:
-    """A whole tensor from the runs that ranks hold of it, on the device of collectives; every rank calls it.
+def gather_full(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tensor) -> torch.Tensor:
+    """Gather a full tensor from the runs that ranks hold of it, on the device of collectives; every rank calls it.
 
-    Who holds what is asked first. Then each holder sends its run to its place: a parameter lies with few ranks.
+    The ranks first exchange which runs they hold. Then each holder broadcasts its run; few ranks hold parts of a
+    parameter.
 
     Args:
         comm: The ranks.
-        shape: Of the whole.
-        start: First element that this rank holds, counted in the flattened whole.
+        shape: Shape of the full tensor.
+        start: First element that this rank holds, counted in the flattened full tensor.
         flat: Its elements, (numel,), possibly none.
     """
     what = f"full_tensor() of shape {tuple(shape)}"
     comm.announce(what)
     runs = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
     comm.all_gather(runs, torch.tensor([start, start + flat.numel()], device=comm.device)).wait()
-    whole = torch.empty(prod(shape), dtype=flat.dtype, device=comm.device)
+    full = torch.empty(prod(shape), dtype=flat.dtype, device=comm.device)
     done = 0
     for first, stop, rank in sorted((*run, rank) for rank, run in enumerate(runs.view(-1, 2).tolist())):
         first = max(first, done)  # several ranks may hold the same
         if first >= stop:
             continue
-        piece = whole[first:stop]
+        piece = full[first:stop]
         if rank == comm.rank:
             piece.copy_(flat.detach()[first - start : stop - start])
         comm.announce(what)
@@ -217,28 +219,28 @@ def gather_whole(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tenso
         work.wait()
         settle(work)
         done = stop
-    return whole.view(tuple(shape))
+    return full.view(tuple(shape))
 
 
-def part_or_whole(
+def part_or_full(
     shape: Sequence[int],
     start: int,
     flat: torch.Tensor,
     written: tuple[int, int] | None = None,
     comm: Comm | None = None,
 ) -> torch.Tensor:
-    """What DCP is given for the elements ``flat``, (numel,), from ``start`` on: it reads and writes their memory.
+    """Return the tensor by which DCP reads and writes the memory of ``flat``, (numel,), from element ``start`` on.
 
-    With ``comm``, the ranks that hold the whole between them, it has a ``full_tensor()`` on each of them.
+    With ``comm``, the ranks that share the tensor, it has a ``full_tensor()`` on each of them.
     """
     shape = torch.Size(shape)
     if flat.numel() < shape.numel() or written not in (None, (0, flat.numel())):
         return ShardTensor.of(shape, start, flat, written, comm)
     if comm is None:
         return flat.view(shape)
-    return WholeTensor.of(flat.view(shape), comm)
+    return FullTensor.of(flat.view(shape), comm)
 
 
 def state_as_part(part: StatePart, value: torch.Tensor, comm: Comm | None = None) -> torch.Tensor:
-    """The same for a rank's part of a tensor of optimizer state."""
-    return part_or_whole(part.shape, part.held[0], value.detach().view(-1), part.written, comm)
+    """Return the same as :func:`part_or_full` for a rank's part of a tensor of optimizer state."""
+    return part_or_full(part.shape, part.held[0], value.detach().view(-1), part.written, comm)

@@ -1,4 +1,4 @@
-"""Pretrained weights into a sharded model: each rank reads its own elements of Hugging Face's files, or torch's."""
+"""Loading of pretrained weights into a sharded model: each rank reads its own elements of the files."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 class Pretrained:
     """Weights on this rank's disk, for ``fully_shard(model, weights=Pretrained(path))``; every rank makes its own.
 
-    Names are the model's; a Hugging Face model's ``base_model_prefix`` may be there or not, and a tied tensor may have
-    any of its names. What the model ignores on purpose, such as buffers that it computes, may be in the files too.
-    Safetensors are read straight to their place: a rank reads the bytes of its shards and holds 16 MiB beside them.
-    ``.bin``, ``.pt`` and ``.pth`` files are mapped into memory: pages that a rank has read count as its memory until
-    the mapping goes with this object, up to the size of its shards once more. Those from before torch 1.6 cannot be
-    mapped: every rank reads all of them, with a warning.
+    Tensor names are the model's, with or without a Hugging Face model's ``base_model_prefix``; a tied tensor may have
+    any of its names. Tensors that the model ignores on purpose, such as buffers that it computes, may also be stored.
+    Safetensors are read into place: a rank reads the bytes of its shards and needs 16 MiB in addition. ``.bin``,
+    ``.pt`` and ``.pth`` files are mapped into memory: pages that a rank has read count as its memory until this object
+    is freed, up to the size of its shards. Files from before torch 1.6 cannot be mapped: every rank reads all of them,
+    with a warning.
 
     Attributes:
-        path: Where the weights are.
+        path: The directory or file of the weights.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Name the weights; nothing is read yet.
+        """Set the path; nothing is read yet.
 
         Args:
             path: A local Hugging Face directory (safetensors first, then ``.bin``, one file or several with an index),
@@ -49,7 +49,7 @@ class Pretrained:
         return 0 if self._files is None else self._files.bytes_read
 
     def names(self) -> list[str]:
-        """Names of the stored tensors, as the files have them.
+        """Return the names of the stored tensors.
 
         Raises:
             CheckpointError: A file is missing or damaged.
@@ -68,15 +68,15 @@ class Pretrained:
         if problems:
             raise CheckpointError(
                 f"The weights in {self.path} do not fit {type(model).__name__}: {'; '.join(problems)}. Nothing was "
-                "changed. Build the model that was saved there (its config.json), or name other weights."
+                "changed. Build the model that was saved there (its config.json), or choose other weights."
             )
         return FittedWeights(files, fit.found)
 
     def misfit(self, model: nn.Module) -> str | None:
-        """Why the stored names are not the model's, or None; of shapes :meth:`open` tells. Any rank; changes nothing.
+        """Return why the stored names are not the model's, or None; shapes are compared by :meth:`open`. Any rank.
 
         Args:
-            model: Not sharded.
+            model: An unsharded model; it is not changed.
 
         Raises:
             CheckpointError: A file is missing or damaged.
@@ -94,7 +94,7 @@ class FittedWeights:
     """Stored weights under the names of one model."""
 
     def __init__(self, files: WeightFiles, found: dict[str, str]) -> None:
-        """Read from ``files``; ``found`` holds the stored name of each of the model's names."""
+        """Read from ``files``; ``found`` maps the model's names to stored ones."""
         self._files = files
         self._found = found
 
@@ -106,7 +106,7 @@ class FittedWeights:
         """See :meth:`fullshard.engine.WeightReader.read`.
 
         Raises:
-            CheckpointError: A file was changed, ends early, or cannot be read.
+            CheckpointError: A file changed, ends early, or cannot be read.
         """
         self._files.read(self._found[name], start, out)
 
@@ -114,7 +114,7 @@ class FittedWeights:
 def load(model: nn.Module, path: str | Path) -> None:
     """Replace the weights of a sharded model by pretrained ones, in place; every rank calls it.
 
-    Each rank reads its own elements into its shards, which optimizers go on knowing. See :class:`Pretrained`.
+    Each rank reads its own elements into its shards, so existing optimizers stay valid. See :class:`Pretrained`.
 
     Args:
         model: The sharded model.
@@ -122,22 +122,22 @@ def load(model: nn.Module, path: str | Path) -> None:
 
     Raises:
         ShardingError: The model is not sharded.
-        CheckpointError: The weights do not fit, and nothing was changed; or they cannot be read to their end, and part
-            of the model is new. On every rank, with the same text.
+        CheckpointError: The weights do not fit, and nothing has changed; or they cannot be read completely, and part of
+            the model has changed. On every rank, with the same text.
     """
     load_weights(model, Pretrained(path))
 
 
 @dataclass
 class _Fit:
-    """How stored tensors and a model's go together.
+    """Match between stored tensors and a model's.
 
     Attributes:
-        found: Stored name of each name of a tensor that was found.
-        missing: Names that no stored tensor has.
+        found: The stored name of each of the model's names that was found.
+        missing: The model's names that are not stored.
         unexpected: Stored names that are not the model's.
-        differing: Names that are tied in the model, and whose stored tensors differ.
-        misshapen: What has another shape, or a dtype that is not converted.
+        differing: Names that are tied in the model but whose stored tensors differ.
+        misshapen: Tensors of another shape, or of a dtype that is not converted.
     """
 
     found: dict[str, str] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class _Fit:
     misshapen: list[str] = field(default_factory=list)
 
     def name_problems(self) -> list[str]:
-        """What is wrong with names, in words."""
+        """Describe mismatches of names."""
         problems = []
         if self.missing:
             problems.append(f"{_names(self.missing)} missing")
@@ -161,7 +161,7 @@ class _Fit:
         return problems
 
     def shape_problems(self) -> list[str]:
-        """What is wrong with shapes and dtypes, in words."""
+        """Describe mismatches of shapes and dtypes."""
         return [f"{_names(self.misshapen)} of another shape or kind"] if self.misshapen else []
 
 
@@ -171,7 +171,7 @@ def _names(names: list[str]) -> str:
 
 
 def _match(files: WeightFiles, model: nn.Module, wanted: list[WantedTensor]) -> _Fit:
-    """Go through what is stored and what is wanted; reads values only where one tied tensor is stored twice."""
+    """Match stored tensors with requested ones; values are read only if one tied tensor is stored twice."""
     stored_as, unclaimed = _by_model_name(files.tensors, model, {name for one in wanted for name in one.names})
     ignored = _ignored_names(model)
     fit = _Fit(unexpected=[name for name in unclaimed if not ignored.search(name)])
@@ -192,7 +192,7 @@ def _match(files: WeightFiles, model: nn.Module, wanted: list[WantedTensor]) -> 
 
 
 def _by_model_name(stored: Iterable[str], model: nn.Module, names: set[str]) -> tuple[dict[str, str], list[str]]:
-    """The stored name of each of the model's names, with its base model's prefix or without; and what is left."""
+    """Return the stored name of each of the model's names, with or without the base model's prefix, and the rest."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     stored = list(stored)
     found = {name: name for name in stored if name in names}
@@ -209,7 +209,7 @@ def _by_model_name(stored: Iterable[str], model: nn.Module, names: set[str]) -> 
 
 
 def _misshape(files: WeightFiles, name: str, one: WantedTensor) -> str | None:
-    """Why a stored tensor cannot become the model's, if so."""
+    """Return why a stored tensor cannot be read into the model's, or None."""
     stored = files.tensors[name]
     if stored.shape != one.shape:
         return f"{name}: {stored.shape} in the file, {one.shape} in the model"
@@ -219,16 +219,16 @@ def _misshape(files: WeightFiles, name: str, one: WantedTensor) -> str | None:
 
 
 def _ignored_names(model: nn.Module) -> re.Pattern[str]:
-    """What may be stored though it is not wanted: what the class names, and buffers that are computed, where ever."""
+    """Return a pattern of names that may be stored unrequested: those the class lists, and computed buffers."""
     computed = set()
     for path, module in model.named_modules():
         owner = path.rpartition(".")[2]
         for key in module._non_persistent_buffers_set:
-            # Old checkpoints have them in every layer, where the model has one for all.
+            # Old checkpoints have them in every layer, though the model has one for all.
             computed.add(rf"(^|\.){re.escape(f'{owner}.{key}' if owner else key)}$")
     return _any_of([*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *sorted(computed)])
 
 
 def _any_of(patterns: Any) -> re.Pattern[str]:
-    """One pattern that finds what any of them finds; nothing where there are none."""
+    """Return one pattern that matches what any of ``patterns`` matches; nothing if there are none."""
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns or ()) or r"(?!)")

@@ -1,24 +1,24 @@
-"""Files that survive a kill: atomic directories, sharded checkpoints, and the Hugging Face format, streamed."""
+"""Files that survive a kill: atomic directories, sharded checkpoints, and Hugging Face's format, streamed."""
 
 from fullshard.storage.atomic import atomic_directory as atomic_directory
 from fullshard.storage.atomic import commit as commit
 from fullshard.storage.atomic import recover as recover
 from fullshard.storage.atomic import sibling as sibling
 from fullshard.storage.atomic import write_text as write_text
-from fullshard.storage.hf import SafetensorsWriter as SafetensorsWriter
-from fullshard.storage.hf import TensorSpec as TensorSpec
 from fullshard.storage.index import Index as Index
 from fullshard.storage.index import PieceEntry as PieceEntry
 from fullshard.storage.index import TensorEntry as TensorEntry
+from fullshard.storage.kinds import ADAPTER_NAME as ADAPTER_NAME
+from fullshard.storage.kinds import CHECKPOINTS_NAME as CHECKPOINTS_NAME
+from fullshard.storage.kinds import WEIGHT_SUFFIXES as WEIGHT_SUFFIXES
+from fullshard.storage.kinds import Kind as Kind
+from fullshard.storage.kinds import kind_of as kind_of
 from fullshard.storage.piece import Piece as Piece
 from fullshard.storage.piece import SavePlan as SavePlan
-from fullshard.storage.places import ADAPTER_NAME as ADAPTER_NAME
-from fullshard.storage.places import CHECKPOINTS_NAME as CHECKPOINTS_NAME
-from fullshard.storage.places import WEIGHT_SUFFIXES as WEIGHT_SUFFIXES
-from fullshard.storage.places import Kind as Kind
-from fullshard.storage.places import kind_of as kind_of
 from fullshard.storage.reader import CheckpointReader as CheckpointReader
 from fullshard.storage.reader import dtype_of as dtype_of
+from fullshard.storage.safetensors_writer import SafetensorsWriter as SafetensorsWriter
+from fullshard.storage.safetensors_writer import TensorSpec as TensorSpec
 from fullshard.storage.shard_file import is_shard_name as is_shard_name
 from fullshard.storage.store import Completion as Completion
 from fullshard.storage.store import DirectoryLock as DirectoryLock
@@ -35,10 +35,10 @@ from fullshard.storage.store import read_index as read_index
 from fullshard.storage.store import remove_checkpoint as remove_checkpoint
 from fullshard.storage.store import step_directory as step_directory
 from fullshard.storage.weight_files import WeightFiles as WeightFiles
-from fullshard.storage.weights import WeightsWriter as WeightsWriter
-from fullshard.storage.weights import holds_model as holds_model
-from fullshard.storage.weights import parse_size as parse_size
-from fullshard.storage.weights import publish_model as publish_model
+from fullshard.storage.weights_writer import WeightsWriter as WeightsWriter
+from fullshard.storage.weights_writer import holds_model as holds_model
+from fullshard.storage.weights_writer import parse_size as parse_size
+from fullshard.storage.weights_writer import publish_model as publish_model
 from fullshard.storage.writer import GIVEN_UP as GIVEN_UP
 from fullshard.storage.writer import Save as Save
 from fullshard.storage.writer import SaveJob as SaveJob

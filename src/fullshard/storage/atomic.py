@@ -1,14 +1,14 @@
-"""Directories that appear whole or not at all.
+"""Directories that appear complete or not at all.
 
 Three names, all in the same parent so that a rename moves no data::
 
-    best        the whole directory, as readers know it
-    best.tmp    being written; never whole, deleted when found
-    best.old    the directory that `best` replaces, for the moment between two renames
+    best        the complete directory that readers open
+    best.tmp    being written; never complete, deleted when found
+    best.old    the directory that `best` replaces, between the two renames
 
 A commit is: fsync everything in ``best.tmp``; rename ``best`` to ``best.old``; rename ``best.tmp`` to ``best``; delete
-``best.old``. Whatever instant the process dies at, a whole directory is found under ``best`` or, between the two
-renames only, under ``best.old``; :func:`recover` puts it back and clears the rest.
+``best.old``. Whenever the process dies, a complete directory is found under ``best`` or, between the two renames only,
+under ``best.old``; :func:`recover` puts it back and clears the rest.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fullshard.errors import CheckpointError
 
 @contextlib.contextmanager
 def atomic_directory(final: Path) -> Iterator[Path]:
-    """Write a directory that appears under its final name only when it is whole; on one rank.
+    """Write a directory that appears under its final name only when it is complete; on one rank.
 
     Args:
-        final: Where the directory shall be. What is there already is replaced at the end, never before.
+        final: Path of the directory. An existing one is replaced at the end, never before.
 
     Yields:
-        An empty directory beside ``final`` to write into.
+        An empty directory next to ``final`` to write into.
 
     Raises:
-        CheckpointError: The file system refused (disk full, no permission) or ``final`` is a file; it is as before.
+        CheckpointError: The file system refused (disk full, no permission) or ``final`` is a file, unchanged.
     """
-    # A link is followed: what it points to is replaced, on the disk that the user chose.
+    # A link is followed: the directory it points to is replaced, on the disk that the user chose.
     final = final.resolve()
     temporary = sibling(final, "tmp")
     if final.exists() and not final.is_dir():
@@ -51,17 +51,17 @@ def atomic_directory(final: Path) -> Iterator[Path]:
             recover(final)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"Could not write {final}: {error}. What was there before is untouched; free space or mend the "
-                "permissions of its parent directory, then save again."
+                f"Could not write {final}: {error}. Its previous content is unchanged. Free disk space or check that "
+                "you can write to its parent directory, then save again."
             ) from error
         raise
 
 
 def recover(final: Path) -> None:
-    """Bring back what a killed writer left under the name ``.old``, and clear its leftovers; on one rank.
+    """Restore what a killed writer left under the name ``.old``, and delete its leftovers; on one rank.
 
     Args:
-        final: The final name, of :func:`atomic_directory` with links followed. Nothing there and no leftovers is fine.
+        final: The final name as in :func:`atomic_directory`, with links followed. It need not exist.
 
     Raises:
         OSError: The file system refused.
@@ -79,7 +79,7 @@ def recover(final: Path) -> None:
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory; where it is a link to one, that link only: what it points to was put there by the user.
+    """Delete a directory; if it is a link to one, only the link: the user owns what it points to.
 
     Raises:
         OSError: The file system refused.
@@ -90,39 +90,41 @@ def delete(directory: Path) -> None:
         shutil.rmtree(directory)
 
 
-def publish(source: Path, target: Path, *, entrances: Sequence[str], parts: str) -> None:
-    """Place the files of one directory in another that holds other files too; on one rank.
+def publish(source: Path, target: Path, *, entries: Sequence[str], parts: str) -> None:
+    """Place the files of one directory in another that also holds other files; on one rank.
 
-    Each file becomes a hard link (a copy where the file system has no links). First the entrances that ``target`` has
-    are taken away, and the parts that belonged to them; the entrance of ``source`` is placed last. So a reader finds an
-    entrance with all the files that belong to it, or no entrance.
+    Each file becomes a hard link (a copy if the file system has no links). An entry file is one that a reader opens
+    first. Those of ``target`` are removed first, together with the parts they refer to; the entry file of ``source`` is
+    placed last. A reader therefore finds an entry file with everything it refers to, or no entry file.
 
     Args:
-        source: Directory of plain files, already whole on disk.
-        target: Directory that exists.
-        entrances: Names of files one of which ``source`` has, and without which its others are of no use.
-        parts: Pattern of the names of files that are of no use without an entrance.
+        source: Directory of plain files, already complete on disk.
+        target: Existing directory.
+        entries: Names of entry files, of which ``source`` has one.
+        parts: Name pattern of files that are of no use without an entry file.
 
     Raises:
-        CheckpointError: The file system refused; ``source`` is still whole.
+        CheckpointError: The file system refused; ``source`` is still complete.
     """
     try:
-        # A killed call may have left parts of a third model, also under their temporary names.
+        # A killed call may have left parts of yet another model, also under their temporary names.
         stale = [path for pattern in (parts, f"{parts}.tmp") for path in sorted(target.glob(pattern))]
-        for path in [*(target / name for name in entrances), *stale]:
+        for path in [*(target / name for name in entries), *stale]:
             path.unlink(missing_ok=True)
         names = sorted(path.name for path in source.iterdir() if path.is_file())
-        for name in sorted(names, key=lambda name: name in entrances):
-            if name in entrances:
-                fsync(target)  # the others' names are on the disk before it is
+        for name in sorted(names, key=lambda name: name in entries):
+            if name in entries:
+                fsync(target)  # the names of its parts must be on disk before the entry file's
             _place(source / name, target / name)
         fsync(target)
     except OSError as error:
-        raise CheckpointError(f"Could not place {source} in {target}: {error}. {source} is whole; use that.") from error
+        raise CheckpointError(
+            f"Could not place {source} in {target}: {error}. Use {source}, which is complete."
+        ) from error
 
 
 def _place(source: Path, target: Path) -> None:
-    """Make ``target`` the same file as ``source``, at once."""
+    """Make ``target`` the same file as ``source``, atomically."""
     temporary = target.with_name(f"{target.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -135,14 +137,14 @@ def _place(source: Path, target: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small text file whole (temporary file, fsync, rename); on one rank.
+    """Replace a small text file atomically (temporary file, fsync, rename); on one rank.
 
     Args:
         path: File to write; its directory exists.
-        text: The whole content, written as UTF-8.
+        text: The complete content, written as UTF-8.
 
     Raises:
-        CheckpointError: The file system refused; the old file is untouched.
+        CheckpointError: The file system refused; the old file is unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -157,28 +159,31 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sibling(final: Path, suffix: str) -> Path:
-    """The name beside ``final`` of what is being written (``tmp``) or replaced (``old``)."""
+    """Return the name next to ``final`` of the directory being written (``tmp``) or replaced (``old``)."""
     return final.with_name(f"{final.name}.{suffix}")
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Make ``temporary`` durable and give it the final name."""
+    """Make ``temporary`` durable and rename it to ``final``."""
+    # Everything reaches the disk before the rename: after a power failure the final name must never show empty files.
     for directory, _, files in os.walk(temporary, topdown=False):
         for name in files:
             fsync(Path(directory, name))
         fsync(Path(directory))
     old = sibling(final, "old")
+    # Rename the previous directory aside, never delete it before the commit: a kill between the two renames must leave
+    # one complete directory, which recover() finds under ``old`` (tests/dist/saving/test_kill.py).
     if final.exists():
         os.rename(final, old)
     os.rename(temporary, final)
     fsync(final.parent)
-    # The new directory is committed: what cannot be deleted now is no failure, the next writer tries again.
+    # The new directory is committed. Failing to delete the old one is no error: the next writer tries again.
     with contextlib.suppress(OSError):
         delete(old)
 
 
 def fsync(path: Path) -> None:
-    """Have the kernel put a file's bytes, or a directory's names, on the disk."""
+    """Flush a file's bytes, or a directory's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What checkpoints, models and weight files hold, told without reading any tensor."""
+"""The contents of checkpoints, models and weight files, found without reading any tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from fullshard.errors import CheckpointError
 from fullshard.storage.index import Index, TensorEntry
-from fullshard.storage.places import (
+from fullshard.storage.kinds import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
     Kind,
@@ -22,7 +22,6 @@ from fullshard.storage.places import (
     models_in,
     unfinished_in,
 )
-from fullshard.storage.safetensors_reader import StoredTensor
 from fullshard.storage.shard_file import dtype_name
 from fullshard.storage.store import check_completion, find_completions, rank_by_metric, read_index
 from fullshard.storage.weight_files import WeightFiles
@@ -30,13 +29,13 @@ from fullshard.storage.weight_files import WeightFiles
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as it is stored.
+    """One stored tensor.
 
     Attributes:
         name: Its name.
-        dtype: Its dtype's name in torch.
-        shape: Its whole shape.
-        nbytes: Its bytes.
+        dtype: Name of its dtype in torch.
+        shape: Its full shape.
+        nbytes: Its size in bytes.
     """
 
     name: str
@@ -46,19 +45,19 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
-class Group:
-    """Tensors of one purpose, such as the model or the optimizer.
+class TensorGroup:
+    """Totals of the tensors of one purpose, such as the model or the optimizer.
 
     Attributes:
-        name: What their names begin with, in a checkpoint; else ``model``.
-        tensors: How many.
-        elements: Of all.
-        nbytes: Of all.
+        name: The prefix of their names in a checkpoint; otherwise ``model``.
+        tensors: Number of tensors.
+        elements: Number of elements.
+        nbytes: Size in bytes.
         dtypes: Their dtypes, each once.
     """
 
@@ -69,7 +68,7 @@ class Group:
     dtypes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return what ``--json`` prints."""
         return {
             "tensors": self.tensors,
             "elements": self.elements,
@@ -80,14 +79,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Contents:
-    """What one checkpoint, model or file holds.
+    """The contents of one checkpoint, model or weight file.
 
     Attributes:
-        path: What was looked at.
-        kind: What it is.
-        facts: What it says about itself beside tensors, for people and programs.
-        tensors: Everything stored.
-        files: Bytes of each file, by its name.
+        path: Its path.
+        kind: Its kind.
+        facts: What is recorded in addition to tensors, by name.
+        tensors: All stored tensors.
+        files: Size in bytes of each file, by its name.
     """
 
     path: Path
@@ -97,14 +96,14 @@ class Contents:
     files: Mapping[str, int]
 
     @property
-    def groups(self) -> list[Group]:
-        """The tensors by purpose."""
+    def groups(self) -> list[TensorGroup]:
+        """Totals of the tensors by purpose."""
         split: dict[str, list[TensorInfo]] = {}
         for tensor in self.tensors:
             name = tensor.name.partition("/")[0] if self.kind is Kind.CHECKPOINT else "model"
             split.setdefault(name, []).append(tensor)
         return [
-            Group(
+            TensorGroup(
                 name,
                 len(tensors),
                 sum(tensor.numel for tensor in tensors),
@@ -115,7 +114,7 @@ class Contents:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return what ``--json`` prints."""
         return {
             "path": str(self.path),
             "kind": self.kind.value,
@@ -127,17 +126,17 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class ContentsEntry:
+class ListingEntry:
     """A checkpoint or a model in a run's directory.
 
     Attributes:
         path: Its directory.
-        kind: What it is.
-        step: Optimizer steps taken; None where it is not known.
-        metric: What the run gave; None where it gave none.
-        nbytes: Bytes of all its files.
-        problem: Why it is not whole; None where it is, as far as markers and sizes tell.
-        is_best: Whether its metric is the best of the whole ones.
+        kind: Its kind.
+        step: Optimizer steps taken; None if not known.
+        metric: The metric it was saved with; None if there is none.
+        nbytes: Size of all its files in bytes.
+        problem: Why it is not complete; None if it is, judged by markers and sizes.
+        is_best: Whether its metric is the best among the complete ones.
     """
 
     path: Path
@@ -149,7 +148,7 @@ class ContentsEntry:
     is_best: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return what ``--json`` prints."""
         return {
             "path": str(self.path),
             "kind": self.kind.value,
@@ -164,26 +163,26 @@ class ContentsEntry:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a run, or a directory of checkpoints, holds.
+    """The contents of a run or of a directory of checkpoints.
 
     Attributes:
-        path: What was looked at.
-        kind: What it is.
+        path: Its path.
+        kind: Its kind.
         entries: Checkpoints by step, then models.
-        unfinished: What is being written or was left half done.
-        greater_is_better: Which way the metrics are compared; None: there are none.
-        recorded: Whether a checkpoint says so; else it is an assumption.
+        unfinished: Directories that are being written or were left incomplete.
+        greater_is_better: Whether a greater metric is better; None: there are no metrics.
+        recorded: Whether that is recorded in a checkpoint; otherwise it is assumed.
     """
 
     path: Path
     kind: Kind
-    entries: tuple[ContentsEntry, ...]
+    entries: tuple[ListingEntry, ...]
     unfinished: tuple[Path, ...]
     greater_is_better: bool | None = None
     recorded: bool = True
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return what ``--json`` prints."""
         return {
             "path": str(self.path),
             "kind": self.kind.value,
@@ -195,10 +194,10 @@ class Listing:
 
 
 def inspect_path(path: Path) -> Contents | Listing:
-    """Look at a checkpoint, a directory of them, a run, a model's directory or a file of weights; one process.
+    """Inspect a checkpoint, a directory of checkpoints, a run, a model's directory or a weight file; one process.
 
     Raises:
-        CheckpointError: It is none of these, or it is damaged so that its contents cannot be told.
+        CheckpointError: The path is none of these, or too damaged to list its contents.
     """
     kind = kind_of(path)
     try:
@@ -220,7 +219,7 @@ def _of_checkpoint(path: Path) -> Contents:
 def _stored_run_by_run(path: Path, name: str, entry: TensorEntry) -> TensorInfo:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{path}: {name} has a dtype {entry.dtype!r} that this torch has not.")
+        raise CheckpointError(f"{path}: {name} has dtype {entry.dtype!r}, which this version of torch lacks.")
     return TensorInfo(name, entry.dtype, entry.shape, entry.numel * dtype.itemsize)
 
 
@@ -240,7 +239,10 @@ def _facts(index: Index) -> dict[str, Any]:
 def _of_weights(path: Path, kind: Kind) -> Contents:
     adapter = path / ADAPTER_NAME
     stored = WeightFiles(adapter if adapter.exists() else path).tensors
-    tensors = tuple(_info(name, tensor) for name, tensor in stored.items())
+    tensors = tuple(
+        TensorInfo(name, dtype_name(one.dtype), one.shape, prod(one.shape) * one.dtype.itemsize)
+        for name, one in stored.items()
+    )
     facts: dict[str, Any] = {}
     config = path / "config.json"
     if config.exists():
@@ -248,12 +250,8 @@ def _of_weights(path: Path, kind: Kind) -> Contents:
             values = json.loads(config.read_bytes())
             facts = {name: values[name] for name in ("model_type", "architectures", "dtype") if name in values}
         except ValueError as error:
-            raise CheckpointError(f"{config} is no JSON: {error}.") from error
+            raise CheckpointError(f"{config} is not JSON: {error}.") from error
     return Contents(path, kind, facts, tensors, _files(path))
-
-
-def _info(name: str, stored: StoredTensor) -> TensorInfo:
-    return TensorInfo(name, dtype_name(stored.dtype), stored.shape, prod(stored.shape) * stored.dtype.itemsize)
 
 
 def _list(path: Path, kind: Kind) -> Listing:
@@ -265,22 +263,20 @@ def _list(path: Path, kind: Kind) -> Listing:
     if kind is Kind.RUN:
         unfinished += unfinished_in(path)
         entries += [
-            ContentsEntry(found, Kind.MODEL, None, None, sum(_files(found).values()), _problem_of_model(found))
+            ListingEntry(found, Kind.MODEL, None, None, sum(_files(found).values()), _problem_of_model(found))
             for found in models_in(path)
         ]
     greater = ranking.greater_is_better if best else None
     return Listing(path, kind, tuple(entries), tuple(unfinished), greater, ranking.recorded)
 
 
-def _checkpoint_entry(path: Path, *, is_best: bool) -> ContentsEntry:
+def _checkpoint_entry(path: Path, *, is_best: bool) -> ListingEntry:
     nbytes = sum(_files(path).values())
     try:
         done = check_completion(path)
     except CheckpointError as error:
-        return ContentsEntry(
-            path, Kind.CHECKPOINT, int(path.name.split("-")[1].split(".")[0]), None, nbytes, str(error)
-        )
-    return ContentsEntry(path, Kind.CHECKPOINT, done.step, done.metric, nbytes, None, is_best)
+        return ListingEntry(path, Kind.CHECKPOINT, int(path.name.split("-")[1].split(".")[0]), None, nbytes, str(error))
+    return ListingEntry(path, Kind.CHECKPOINT, done.step, done.metric, nbytes, None, is_best)
 
 
 def _problem_of_model(path: Path) -> str | None:
@@ -293,7 +289,7 @@ def _problem_of_model(path: Path) -> str | None:
 
 
 def _files(path: Path) -> dict[str, int]:
-    """Bytes of a file, or of the files of a directory and, in a checkpoint, of its small ones."""
+    """Return the sizes of a file or of a directory's files, including a checkpoint's ``model/``."""
     if path.is_file():
         return {path.name: path.stat().st_size}
     found = [*path.iterdir(), *(path / "model").glob("*")]

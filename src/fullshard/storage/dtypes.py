@@ -23,7 +23,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By the name in a file's header."""
+"""The dtype of each code in a file's header."""
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-"""Names in a header, by dtype."""
+"""The code of each dtype in a file's header."""

@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: every tensor's global name, shape, dtype, and which file holds which run of it."""
+"""The index of a sharded checkpoint: each tensor's name, shape and dtype, and which file holds which run of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.errors import CheckpointError
 INDEX_NAME = "index.json"
 FORMAT = "fullshard-checkpoint"
 VERSION = 1
-"""Of the format; a reader reads this one and all before it."""
+"""Version of the format; a reader reads this one and all earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PieceEntry:
 
     Attributes:
         file: Name of the safetensors file, which holds the run as a 1-D tensor under the tensor's name.
-        start: First element, counted in the flattened whole tensor.
+        start: First element, counted in the flattened full tensor.
         stop: The element just past the run.
         crcs: CRC-32 of each block of ``BLOCK_BYTES`` of the run, the last one shorter.
     """
@@ -36,12 +36,12 @@ class PieceEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor.
+    """One tensor of a checkpoint.
 
     Attributes:
-        dtype: Its dtype's name in torch, such as ``float32``.
-        shape: Shape of the whole tensor.
-        pieces: Its runs, ascending; together they cover it exactly.
+        dtype: Name of its dtype in torch, such as ``float32``.
+        shape: Shape of the full tensor.
+        pieces: Its runs in ascending order; together they cover it exactly.
     """
 
     dtype: str
@@ -50,25 +50,25 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the full tensor."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint says about itself.
+    """The contents of a checkpoint's ``index.json``.
 
     Attributes:
         step: Optimizer steps taken.
-        world_size: Ranks that wrote it.
-        metric: What ``keep_best`` compares; None when it was not given.
-        values: What the program wants back: schedule, scaler, position in the data.
+        world_size: Number of ranks that wrote it.
+        metric: The value that ``keep_best`` compares; None if none was given.
+        values: The program's own values: schedule, scaler, position in the data.
         groups: Options of the optimizer's parameter groups, each with the names of its parameters under ``params``.
-        scalars: State of the optimizer that is no tensor, by parameter name and key.
+        scalars: State of the optimizer other than tensors, by parameter name and key.
         versions: Of fullshard, torch and Python.
-        policies: How the model was sharded, as text, for people.
-        tensors: By name.
-        greater_is_better: Whether the greater metric is the better one; None: not recorded.
+        policies: How the model was sharded, one line of text per unit.
+        tensors: All tensors by name.
+        greater_is_better: Whether a greater metric is better; None: not recorded.
     """
 
     step: int
@@ -83,13 +83,13 @@ class Index:
     greater_is_better: bool | None = None
 
     def as_json(self) -> str:
-        """The file's text."""
+        """Return the text of the file."""
         return json.dumps(
             {
                 "format": FORMAT,
                 "version": VERSION,
                 **{name: getattr(self, name) for name in (*_PLAIN, *_LATER)},
-                "tensors": {name: _tensor_as_plain(entry) for name, entry in self.tensors.items()},
+                "tensors": tensors_as_plain(self.tensors),
             },
             separators=(",", ":"),
         )
@@ -97,19 +97,14 @@ class Index:
 
 _PLAIN = ("step", "world_size", "metric", "values", "groups", "scalars", "versions", "policies")
 _LATER = ("greater_is_better",)
-"""What the first checkpoints of this version have not."""
-
-
-def _tensor_as_plain(entry: TensorEntry) -> dict[str, Any]:
-    pieces = [[piece.file, piece.start, piece.stop, list(piece.crcs)] for piece in entry.pieces]
-    return {"dtype": entry.dtype, "shape": list(entry.shape), "pieces": pieces}
+"""Fields that the first checkpoints of this version lack."""
 
 
 def tensors_from_plain(values: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """The tensors of a parsed index or of one rank's part of it.
+    """Parse the tensors of an index, or of one rank's part of it.
 
     Raises:
-        KeyError, TypeError, ValueError: It is not of this format.
+        KeyError, TypeError, ValueError: ``values`` is not of this format.
     """
     return {
         name: TensorEntry(
@@ -125,29 +120,36 @@ def tensors_from_plain(values: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 
 def tensors_as_plain(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """What :func:`tensors_from_plain` reads."""
-    return {name: _tensor_as_plain(entry) for name, entry in tensors.items()}
+    """Return ``tensors`` as JSON holds them, for :func:`tensors_from_plain`."""
+    return {
+        name: {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "pieces": [[piece.file, piece.start, piece.stop, list(piece.crcs)] for piece in entry.pieces],
+        }
+        for name, entry in tensors.items()
+    }
 
 
 def parse_index(text: str, path: Path) -> Index:
-    """Read an index.
+    """Parse an index and check that its pieces cover every tensor.
 
     Args:
         text: Content of the file.
-        path: Where it is from, for messages.
+        path: The file, for messages.
 
     Raises:
-        CheckpointError: It is not JSON, of another program or of a later version, or contradicts itself.
+        CheckpointError: The text is not JSON, of another program or a later version, or contradicts itself.
     """
     try:
         values = json.loads(text)
         if values.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} is no index of a fullshard checkpoint (its format says {values.get('format')!r})."
+                f"{path} is not the index of a fullshard checkpoint (its format is {values.get('format')!r})."
             )
         if int(values["version"]) > VERSION:
             raise CheckpointError(
-                f"{path} has format version {values['version']}; this fullshard reads up to {VERSION}: update it."
+                f"{path} has format version {values['version']}; this fullshard reads up to {VERSION}. Update it."
             )
         plain = {name: values[name] for name in _PLAIN} | {name: values.get(name) for name in _LATER}
         index = Index(**plain, tensors=tensors_from_plain(values["tensors"]))
@@ -158,10 +160,10 @@ def parse_index(text: str, path: Path) -> Index:
 
 
 def merge_tensors(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """One table from those of all ranks.
+    """Merge the tensors of all ranks into one table.
 
     Raises:
-        CheckpointError: Ranks hold tensors of one name with other shapes or dtypes.
+        CheckpointError: Ranks hold a tensor of the same name with different shapes or dtypes.
     """
     merged: dict[str, TensorEntry] = {}
     for part in parts:
@@ -171,7 +173,7 @@ def merge_tensors(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Tenso
                 merged[name] = entry
             elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
-                    f"Ranks must hold parts of one model; {name} is {known.dtype} {known.shape} on one rank and "
+                    f"All ranks must save the same model; {name} is {known.dtype} {known.shape} on one rank and "
                     f"{entry.dtype} {entry.shape} on another."
                 )
             else:
@@ -181,20 +183,20 @@ def merge_tensors(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Tenso
 
 
 def require_covered(tensors: Mapping[str, TensorEntry], where: object) -> None:
-    """Check that the pieces of each tensor cover it, each element once.
+    """Raise unless the pieces of each tensor cover it, each element once.
 
     Args:
-        tensors: The table.
-        where: For the message.
+        tensors: The tensors.
+        where: The path, for the message.
 
     Raises:
-        CheckpointError: An element is missing or there twice, or a file lies elsewhere.
+        CheckpointError: An element is missing or covered twice, or a file is outside the checkpoint.
     """
     for name, entry in tensors.items():
         reached = 0
         outside = [piece.file for piece in entry.pieces if "/" in piece.file]
         if outside:
-            raise CheckpointError(f"{where}: {name} is said to be in {outside[0]}, which is no file of the checkpoint.")
+            raise CheckpointError(f"{where}: {name} is stored in {outside[0]}, which is not a file of the checkpoint.")
         for piece in entry.pieces:
             if piece.start != reached or piece.stop <= piece.start:
                 break
@@ -202,5 +204,5 @@ def require_covered(tensors: Mapping[str, TensorEntry], where: object) -> None:
         if reached != entry.numel:
             raise CheckpointError(
                 f"{where}: the pieces of {name} {entry.shape} do not cover its {entry.numel:,} elements: "
-                f"{reached:,} in a row, then a gap or an overlap."
+                f"after {reached:,} there is a gap or an overlap."
             )

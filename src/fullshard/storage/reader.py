@@ -1,4 +1,4 @@
-"""Reading runs of tensors out of a sharded checkpoint, whatever runs the ranks that wrote it had."""
+"""Reader of runs of tensors in a sharded checkpoint, whatever runs its writers had."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fullshard.storage.store import instead_of
 class CheckpointReader:
     """Fills pieces from a checkpoint's files and checks every block it touches; on one rank, no communication.
 
-    A block that lies wholly inside the target, of the target's dtype, is read to its place; others go through one
-    block's memory.
+    A block that is entirely inside the target and of the target's dtype is read in place; others pass through a buffer
+    of one block.
     """
 
     def __init__(self, path: Path, index: Index) -> None:
@@ -28,7 +28,7 @@ class CheckpointReader:
         self._files: dict[str, SafetensorsFile] = {}
 
     def entry(self, name: str) -> TensorEntry:
-        """What the index says of a tensor.
+        """Look up a tensor in the index.
 
         Raises:
             CheckpointError: There is no such tensor.
@@ -38,21 +38,21 @@ class CheckpointReader:
         return self.index.tensors[name]
 
     def read(self, piece: Piece) -> None:
-        """Fill ``piece.tensor`` with its elements of the stored tensor, cast where the dtypes differ.
+        """Fill ``piece.tensor`` with its elements of the stored tensor, cast if the dtypes differ.
 
         Raises:
-            CheckpointError: There is no such tensor, its shape is another, or a file is damaged; ``piece.tensor`` may
-                have been written in part.
+            CheckpointError: There is no such tensor, it has another shape, or a file is damaged; ``piece.tensor`` may
+                be partly overwritten.
         """
         entry = self.entry(piece.name)
         if entry.shape != piece.shape:
-            raise CheckpointError(f"{self.path}: {piece.name} has shape {entry.shape}, asked for was {piece.shape}.")
+            raise CheckpointError(f"{self.path}: {piece.name} has shape {entry.shape}; {piece.shape} was requested.")
         for stored in entry.pieces:
             if stored.start < piece.stop and piece.start < stored.stop:
                 self._read_overlap(entry, stored, piece)
 
     def _read_overlap(self, entry: TensorEntry, stored: PieceEntry, piece: Piece) -> None:
-        """Fill what ``piece`` and ``stored`` have in common, block by block of the latter."""
+        """Fill the elements that ``piece`` and ``stored`` have in common, block by block of the latter."""
         dtype = dtype_of(entry)
         per_block = BLOCK_BYTES // dtype.itemsize
         low, high = max(stored.start, piece.start), min(stored.stop, piece.stop)
@@ -69,11 +69,11 @@ class CheckpointReader:
                 target.copy_(block[max(first, low) - first : min(last, high) - first])
 
     def _read_block(self, name: str, stored: PieceEntry, number: int, out: torch.Tensor) -> None:
-        """Read one block whole and compare its checksum."""
+        """Read one complete block and compare its checksum."""
         start = number * (BLOCK_BYTES // out.dtype.itemsize)
         file = self._file(stored.file)
         if name not in file.tensors:
-            raise self._damage(f"{file.path} lacks {name!r}, which the index says it holds: they are of two saves.")
+            raise self._damage(f"{file.path} lacks {name!r}, which the index lists in it: they are from two saves.")
         try:
             file.read(name, start, out)
         except CheckpointError as error:
@@ -84,7 +84,7 @@ class CheckpointReader:
             low, high = start * out.dtype.itemsize, (start + out.numel()) * out.dtype.itemsize
             raise self._damage(
                 f"{self.path / stored.file} is damaged: block {number} of {name} (bytes {low:,} to {high:,} of it) has "
-                f"checksum {found:08x}, written was {expected}. `fullshard verify {self.path}` lists all damage."
+                f"checksum {found:08x}, expected {expected}. `fullshard verify {self.path}` lists all damage."
             )
 
     def _file(self, name: str) -> SafetensorsFile:
@@ -96,17 +96,17 @@ class CheckpointReader:
         return self._files[name]
 
     def _damage(self, text: str) -> CheckpointError:
-        """The error, with what to use instead."""
+        """Return the error, with the checkpoint to use instead."""
         return CheckpointError(f"{text} {instead_of(self.path)}")
 
 
 def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """The dtype that a tensor is stored in.
+    """Return the dtype that a tensor is stored in.
 
     Raises:
-        CheckpointError: The index names none.
+        CheckpointError: torch has no such dtype.
     """
     found = getattr(torch, entry.dtype, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"The index names a dtype {entry.dtype!r} that this torch has not.")
+        raise CheckpointError(f"The index has a tensor of dtype {entry.dtype!r}, which this version of torch lacks.")
     return found

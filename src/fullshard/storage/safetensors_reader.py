@@ -1,7 +1,7 @@
-"""One safetensors file, read by element ranges and trusted in nothing: what its header says is checked first.
+"""Reader of one safetensors file by element ranges, which trusts nothing: the header is checked first.
 
-The library's own reader maps the file, and what a slice touches of the mapping counts as the process's memory until it
-is unmapped: twice what is wanted. Here ``preadv`` puts the bytes where they belong.
+The library's own reader maps the file, and every page of the mapping that a slice touches counts as the process's
+memory until it is unmapped: twice what is needed. Here ``preadv`` reads the bytes into place.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fullshard.errors import CheckpointError
 from fullshard.storage.dtypes import DTYPES
 
 HEADER_LIMIT_BYTES = 100_000_000
-"""Longest header that is read; the library's own limit."""
+"""Longest header that is accepted; the library's own limit."""
 
 STAGING_BYTES = 16 << 20
-"""What is converted, or goes to another device, passes through host memory in pieces of this size at most."""
+"""Largest buffer of host memory for elements that are converted or go to another device."""
 
-_REMEDY = "The file is damaged or was not copied to its end: fetch or save it again."
+_REMEDY = "The file is damaged or was not copied completely: fetch or save it again."
 # Linux reads at most 0x7ffff000 bytes a call; smaller pieces also let Ctrl-C in between.
 _READ_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file, by its header.
+    """One tensor of a file, as its header describes it.
 
     Attributes:
-        shape: Its whole shape.
+        shape: Its full shape.
         dtype: Its dtype in the file.
         offset: Its first byte, counted from the start of the file.
     """
@@ -48,20 +48,20 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """The header of one file, checked, and reads of runs of elements; any rank, each for itself.
+    """A file whose header was checked, read by runs of elements; any rank, each for itself.
 
-    The file is opened for each read, so nothing has to be closed; one that is not the same any more is noticed.
+    The file is opened for each read, so nothing has to be closed. A file that was replaced in between is detected.
 
     Attributes:
         path: The file.
-        tensors: What it holds, by name.
+        tensors: Its tensors, by name.
     """
 
     def __init__(self, path: Path) -> None:
         """Read and check the header.
 
         Raises:
-            CheckpointError: The file cannot be read, or its header cannot be true.
+            CheckpointError: The file cannot be read, or its header contradicts itself or the file's size.
         """
         self.path = path
         self._staging: torch.Tensor | None = None
@@ -71,24 +71,28 @@ class SafetensorsFile:
             self.tensors = _parse(path, *_read_header(path, descriptor, size), size)
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` with a run of the elements of a tensor, straight from the file where nothing is converted.
+        """Fill ``out`` with a run of the elements of a tensor, straight from the file if nothing is converted.
 
         Args:
-            name: Of the tensor.
+            name: Name of the tensor.
             start: First element, counted in the flattened tensor.
             out: (numel,), contiguous, on any device; of the stored dtype, or both are floating.
 
         Raises:
-            CheckpointError: The file was changed since its header was read, or ends early, or cannot be read.
+            CheckpointError: The file changed since its header was read, ends early, or cannot be read.
         """
         stored = self.tensors[name]
         position = stored.offset + start * stored.dtype.itemsize
         with self._opened() as descriptor:
             if _identity(descriptor) != self._identity:
-                raise CheckpointError(f"{self.path} was changed while it was read. Load it again when it is whole.")
+                raise CheckpointError(
+                    f"{self.path} changed while it was being read. Load it again when it is complete."
+                )
             if out.device.type == "cpu" and out.dtype == stored.dtype:
                 self._fill(descriptor, position, out.detach().view(torch.uint8))
-                torch.autograd.graph.increment_version(out)  # written past torch, which counts changes for autograd
+                torch.autograd.graph.increment_version(
+                    out
+                )  # preadv writes without torch's knowledge; autograd detects changes by version
                 return
             itemsize = stored.dtype.itemsize
             step = STAGING_BYTES // itemsize
@@ -100,27 +104,27 @@ class SafetensorsFile:
                     part.copy_(piece.view(stored.dtype))
 
     def _stage(self, nbytes: int) -> torch.Tensor:
-        """The one reused buffer's first ``nbytes``."""
+        """Return the first ``nbytes`` of the one reused buffer."""
         if self._staging is None:
             self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
         return self._staging[:nbytes]
 
     def _fill(self, descriptor: int, position: int, out: torch.Tensor) -> None:
-        """Read the bytes from ``position`` on into ``out``, uint8 on the CPU; a call may bring less than asked for."""
+        """Read bytes from ``position`` on into ``out``, uint8 on the CPU; a single system call may read less."""
         view = out.numpy().data
         done = 0
         while done < len(view):
             count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], position + done)
             if count == 0:
                 raise CheckpointError(
-                    f"{self.path} ends at byte {position + done:,}, inside a tensor that goes to byte "
+                    f"{self.path} ends at byte {position + done:,}, inside a tensor that ends at byte "
                     f"{position + len(view):,}. {_REMEDY}"
                 )
             done += count
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """A descriptor of the file; what the file system refuses is the user's to mend."""
+        """Open the file; an error of the file system becomes a CheckpointError."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
             try:
@@ -132,15 +136,17 @@ class SafetensorsFile:
 
 
 def _identity(descriptor: int) -> tuple[int, ...]:
-    """What tells one content of a path from another, as far as the file system does."""
+    """Return what distinguishes one content of a path from another, as far as the file system knows."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[bytes, int]:
-    """The header's text, and where the data starts."""
+    """Return the header's text, and where the data starts."""
     if size < 8:
-        raise CheckpointError(f"{path} has {size} bytes; a safetensors file begins with 8 that count its header's.")
+        raise CheckpointError(
+            f"{path} has {size} bytes; a safetensors file begins with 8 bytes for its header's length."
+        )
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if length > HEADER_LIMIT_BYTES:
         raise CheckpointError(
@@ -148,7 +154,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[bytes, int]:
             "Is it a safetensors file? If it is, fetch or save it again."
         )
     if 8 + length > size:
-        raise CheckpointError(f"{path} announces a header of {length:,} bytes, but has {size:,} in all. {_REMEDY}")
+        raise CheckpointError(f"{path} announces a header of {length:,} bytes, but has only {size:,} bytes. {_REMEDY}")
     text = b""
     while len(text) < length:
         more = os.pread(descriptor, length - len(text), 8 + len(text))
@@ -159,11 +165,11 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[bytes, int]:
 
 
 def _parse(path: Path, text: bytes, data_start: int, size: int) -> dict[str, StoredTensor]:
-    """The tensors of a header: together they cover the data, each once."""
+    """Parse a header; its tensors together must cover the data without overlap."""
     entries = _load_json(path, text)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise CheckpointError(f"{path}: __metadata__ in the header is no JSON object. {_REMEDY}")
+        raise CheckpointError(f"{path}: __metadata__ in the header is not a JSON object. {_REMEDY}")
     tensors = {}
     runs = []
     for name, entry in entries.items():
@@ -192,14 +198,14 @@ def _load_json(path: Path, text: bytes) -> dict[str, Any]:
     try:
         entries = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header of {len(text):,} bytes is no JSON ({error}). {_REMEDY}") from error
+        raise CheckpointError(f"{path}: the header of {len(text):,} bytes is not JSON ({error}). {_REMEDY}") from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: the header is no JSON object. {_REMEDY}")
+        raise CheckpointError(f"{path}: the header is not a JSON object. {_REMEDY}")
     return entries
 
 
 def _check_entry(path: Path, name: str, entry: object) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
-    """Dtype, shape and byte range of one tensor."""
+    """Return the dtype, shape and byte range of one tensor."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{path}: tensor {name!r} needs a dtype, a shape and data_offsets. {_REMEDY}")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -211,19 +217,21 @@ def _check_entry(path: Path, name: str, entry: object) -> tuple[torch.dtype, tup
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         # JSON's true and false are numbers to Python.
         if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
-            raise CheckpointError(f"{path}: tensor {name!r} has {what} {numbers!r}, no list of counts. {_REMEDY}")
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has {what} {numbers!r}, which is not a list of counts. {_REMEDY}"
+            )
     if len(offsets) != 2:
         raise CheckpointError(f"{path}: tensor {name!r} has data_offsets {offsets}; two are needed. {_REMEDY}")
     return DTYPES[code], tuple(shape), offsets
 
 
 def _check_cover(path: Path, runs: list[tuple[int, int, str]], data_bytes: int) -> None:
-    """Byte ranges follow each other without gap or overlap, to the end of the file."""
+    """Raise unless byte ranges follow each other without gap or overlap, to the end of the file."""
     reached, before = 0, "the header"
     for begin, end, name in runs:
         if end > data_bytes:
             raise CheckpointError(
-                f"{path}: tensor {name!r} goes to byte {end:,} of the data, which has {data_bytes:,}. {_REMEDY}"
+                f"{path}: tensor {name!r} ends at byte {end:,} of the data, which has {data_bytes:,}. {_REMEDY}"
             )
         if begin != reached:
             what = "overlaps" if begin < reached else "leaves a gap after"

@@ -1,4 +1,4 @@
-"""One rank's file of a sharded checkpoint: its runs as 1-D tensors in a safetensors file, with checksums by block."""
+"""One rank's file of a sharded checkpoint: its runs as 1-D tensors in a safetensors file, with a checksum per block."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from pathlib import Path
 
 import torch
 
-from fullshard.storage.hf import SafetensorsWriter, TensorSpec
 from fullshard.storage.index import PieceEntry, TensorEntry
 from fullshard.storage.piece import Piece
+from fullshard.storage.safetensors_writer import SafetensorsWriter, TensorSpec
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Bytes that share a checksum: read as a whole to be checked, also where a rank needs only part of them."""
+"""Bytes per checksum. A reader reads complete blocks, even if it needs only part of one: without a checksum per block
+a range of elements could not be verified without reading the full file."""
 
 
 def shard_name(rank: int, world_size: int) -> str:
-    """Name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a file's name is one that :func:`shard_name` gives."""
+    """Return whether a file's name is one that :func:`shard_name` returns."""
     return re.fullmatch(r"shard-\d{5,}-of-\d{5,}\.safetensors", name) is not None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name without its module, such as ``float32``."""
+    """Return a dtype's name without its module, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def crc_of(block: torch.Tensor) -> int:
-    """CRC-32 of the bytes of a contiguous 1-D CPU tensor."""
+    """Return the CRC-32 of the bytes of a contiguous 1-D CPU tensor."""
     return zlib.crc32(block.view(torch.uint8).numpy().data)
 
 
-def write_shard_file(path: Path, pieces: Sequence[Piece], told: Callable[[int], None]) -> dict[str, TensorEntry]:
-    """Write one rank's pieces and put them on the disk; beside them in memory there is one block.
+def write_shard_file(path: Path, pieces: Sequence[Piece], progress: Callable[[int], None]) -> dict[str, TensorEntry]:
+    """Write one rank's pieces and flush them to disk, with one block of additional memory.
 
     Args:
         path: File to create.
         pieces: Non-empty runs of tensors, each name once, on any device.
-        told: Called with the number of bytes written since the last call; may raise to give up.
+        progress: Called with the number of bytes written since the last call; may raise to give up.
 
     Returns:
         This rank's part of the index.
@@ -62,7 +63,7 @@ def write_shard_file(path: Path, pieces: Sequence[Piece], told: Callable[[int], 
                 block = piece.tensor[start : start + per_block].cpu()
                 crcs.append(crc_of(block))
                 writer.write_run(piece.name, start, block)
-                told(block.nbytes)
+                progress(block.nbytes)
             entry = PieceEntry(path.name, piece.start, piece.stop, tuple(crcs))
             entries[piece.name] = TensorEntry(dtype_name(piece.tensor.dtype), piece.shape, (entry,))
     return entries

@@ -1,12 +1,12 @@
-"""A directory of checkpoints on disk: names, which of them are whole, the lock, and which are kept.
+"""A directory of checkpoints on disk: names, completeness, the lock, and which checkpoints are kept.
 
 ::
 
     checkpoints/
-      step-00000100/            whole: complete.json is there and agrees with what lies beside it
+      step-00000100/            complete: complete.json exists and agrees with the other files
         shard-00000-of-00002.safetensors, …, index.json, model/, complete.json (written last)
-      step-00000200.tmp/        being written, or left by a killed writer; or on its way to be deleted
-      step-00000100.old/        being replaced by a new one of the same step
+      step-00000200.tmp/        being written, left by a killed writer, or being deleted
+      step-00000100.old/        being replaced by a new checkpoint of the same step
       lock                      held by the run that writes here
 """
 
@@ -32,27 +32,27 @@ COMPLETE_NAME = "complete.json"
 LOCK_NAME = "lock"
 _STEP = re.compile(r"step-(\d{8,})")
 _SMALL = "model/"
-"""Where the small files lie: whatever else an export needs beside the tensors."""
+"""Directory of the small files that an export needs in addition to tensors."""
 _LEFTOVER = re.compile(r"(step-\d{8,})\.(tmp|old)")
 
 
 def step_directory(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the directory of a step's checkpoint."""
     return directory / f"step-{step:08d}"
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What ``complete.json`` says.
+    """The contents of ``complete.json``.
 
     Attributes:
         step: Optimizer steps taken.
-        metric: What ``keep_best`` compares; None when it was not given.
-        index_sha256: Hash of the index file.
+        metric: The value that ``keep_best`` compares; None if none was given.
+        index_sha256: SHA-256 of the index file.
         files: Size in bytes of each other file, by its path inside the checkpoint.
-        serial: Its number among those saved in its directory: who goes back to an earlier step makes checkpoints that
-            are newer than those of later steps.
-        greater_is_better: Whether the greater metric is the better one; None: not recorded, by an earlier version.
+        serial: Its number in the order of saving. The step does not give that order: a run that resumed from an earlier
+            step saves checkpoints that are newer than those of later steps.
+        greater_is_better: Whether a greater metric is better; None: not recorded, by an earlier version.
         sha256: Hash of each small file, by its path inside the checkpoint; an earlier version recorded none.
     """
 
@@ -66,28 +66,28 @@ class Completion:
 
     @property
     def unhashed(self) -> list[str]:
-        """Small files of which the size only is known."""
+        """Small files of which only the size was recorded."""
         return [name for name in self.files if name.startswith(_SMALL) and name not in self.sha256]
 
 
 def parse_completion(text: str) -> Completion:
-    """What a ``complete.json`` says; facts that a later version added are left out.
+    """Parse a ``complete.json``; fields that a later version added are ignored.
 
     Raises:
-        ValueError, TypeError, AttributeError: It is not of this format.
+        ValueError, TypeError, AttributeError: The text is not of this format.
     """
     known = {one.name for one in fields(Completion)}
     return Completion(**{name: value for name, value in json.loads(text).items() if name in known})
 
 
 def write_completion(path: Path, step: int, metric: float | None, *, greater_is_better: bool | None = None) -> None:
-    """Mark a checkpoint as whole, after everything else in it is on the disk; on one rank.
+    """Mark a checkpoint as complete, after everything else in it is on disk; on one rank.
 
     Args:
-        path: Its directory while it is written, beside those that were saved before.
+        path: Its directory while it is written, next to the earlier checkpoints.
         step: Optimizer steps taken.
-        metric: What ``keep_best`` compares.
-        greater_is_better: Which way it does.
+        metric: The value that ``keep_best`` compares.
+        greater_is_better: Whether a greater metric is better.
 
     Raises:
         CheckpointError, OSError: The file system refused.
@@ -104,13 +104,13 @@ def write_completion(path: Path, step: int, metric: float | None, *, greater_is_
 
 
 def read_completion(path: Path) -> Completion:
-    """Check that a checkpoint is whole, without reading tensors; any rank.
+    """Check that a checkpoint is complete, without reading tensors; any rank.
 
     Args:
         path: The checkpoint's directory.
 
     Raises:
-        CheckpointError: It is not there or not whole; the message says what is wrong with it, and what to use instead.
+        CheckpointError: It does not exist or is not complete; the message names the problem and what to use instead.
     """
     try:
         return check_completion(path)
@@ -119,27 +119,27 @@ def read_completion(path: Path) -> Completion:
 
 
 def instead_of(path: Path) -> str:
-    """What to use where a checkpoint turned out to be damaged: a sentence with the newest other whole one; any rank."""
+    """Return a sentence that names the newest other complete checkpoint, for use instead of a damaged one; any rank."""
     others: list[Path] = []
     with contextlib.suppress(OSError):
         others = [other for other in find_checkpoints(path.parent) if other.name != path.name]
     if not others:
-        return f"There is no other whole checkpoint in {path.parent}."
+        return f"There is no other complete checkpoint in {path.parent}."
     newest = others[-1]
     return (
-        f"The newest other whole one is {newest}. To use it, give resume={newest} to fullshard train, "
+        f"The newest other complete one is {newest}. To use it, pass resume={newest} to fullshard train, "
         f"path={str(newest)!r} to Checkpoints.load or load_checkpoint, or {newest} to fullshard export."
     )
 
 
 def check_completion(path: Path) -> Completion:
-    """As :func:`read_completion`, and the message says only what is wrong.
+    """Check as :func:`read_completion` does; the message names only the problem.
 
     Raises:
-        CheckpointError: It is not there or not whole.
+        CheckpointError: It does not exist or is not complete.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no directory; a checkpoint is one, such as step-00000100.")
+        raise CheckpointError(f"{path} is not a directory; a checkpoint is a directory such as step-00000100.")
     try:
         done = parse_completion((path / COMPLETE_NAME).read_text(encoding="utf-8"))
         wrong = [
@@ -148,25 +148,25 @@ def check_completion(path: Path) -> Completion:
             if (found := size_of(path / name)) != f"{size:,}"
         ]
         if not wrong and _sha256(path / INDEX_NAME) != done.index_sha256:
-            wrong = [f"{INDEX_NAME} is not the one that was written"]
+            wrong = [f"{INDEX_NAME} was changed after it was written"]
     except FileNotFoundError as error:
         name = Path(str(error.filename)).name
         raise CheckpointError(
-            f"{path} is not a whole checkpoint: {name} is missing. It is written last: the save was cut off, or the "
-            "directory was copied in part, or it is something else."
+            f"{path} is not a complete checkpoint: {name}, which is written last, is missing. The save was "
+            "interrupted, only part of the directory was copied, or it is something else."
         ) from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / COMPLETE_NAME} cannot be read: {error}.") from error
     if wrong:
-        raise CheckpointError(f"{path} is not whole: {'; '.join(wrong[:5])}.")
+        raise CheckpointError(f"{path} is not complete: {'; '.join(wrong[:5])}.")
     return done
 
 
 def changed_small_files(path: Path, done: Completion) -> Iterator[tuple[str, str]]:
-    """The small files of a checkpoint that are not as they were written, though of their size; any rank.
+    """Find small files of a checkpoint that changed after they were written, with the same size; any rank.
 
     Yields:
-        Name, and both hashes in words. Those that are missing or of another size are :func:`check_completion`'s.
+        Name, and a text with both hashes. :func:`check_completion` finds missing files and those of another size.
 
     Raises:
         OSError: One cannot be read.
@@ -175,22 +175,22 @@ def changed_small_files(path: Path, done: Completion) -> Iterator[tuple[str, str
         if name in done.files and size_of(path / name) == f"{done.files[name]:,}":
             found = _sha256(path / name)
             if found != written:
-                yield name, f"has SHA-256 {found}; written was {written}"
+                yield name, f"has SHA-256 {found}, expected {written}"
 
 
 def size_of(path: Path) -> str:
-    """Size of a file in bytes as text, ``no`` where there is none."""
+    """Return the size of a file in bytes as text, ``no`` if there is no such file."""
     return f"{path.stat().st_size:,}" if path.is_file() else "no"
 
 
 def read_index(path: Path) -> Index:
-    """The index of a whole checkpoint; any rank.
+    """Read the index of a complete checkpoint; any rank.
 
     Args:
         path: The checkpoint's directory.
 
     Raises:
-        CheckpointError: It is not whole, or its index cannot be read.
+        CheckpointError: It is not complete, or its index cannot be read.
     """
     read_completion(path)
     try:
@@ -201,21 +201,21 @@ def read_index(path: Path) -> Index:
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoints in a directory in the order they were saved in; torn ones are left out. Any rank.
+    """Return the complete checkpoints in a directory, in the order they were saved in; any rank.
 
     Args:
-        directory: Where ``step-…`` directories lie; it need not exist.
+        directory: The directory of ``step-…`` directories; it need not exist.
     """
     return [path for _, path in find_completions(directory)]
 
 
 def find_completions(directory: Path) -> list[tuple[Completion, Path]]:
-    """As :func:`find_checkpoints`, each with what it says of itself."""
+    """Return the same as :func:`find_checkpoints`, each with its ``complete.json``."""
     found: list[tuple[int, int, Path, Completion]] = []
     if not directory.is_dir():
         return []
     for path in directory.iterdir():
-        # A writer that was killed between two renames leaves the old one under this name only.
+        # A writer killed between the two renames of a commit leaves the old checkpoint under this name only.
         name = path.name.removesuffix(".old")
         match = _STEP.fullmatch(name)
         if match is None or (name != path.name and (directory / name).exists()):
@@ -228,12 +228,12 @@ def find_completions(directory: Path) -> list[tuple[Completion, Path]]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Checkpoints by their metric.
+    """Checkpoints ordered by their metric.
 
     Attributes:
-        paths: The best first, of equal ones the later step first.
-        greater_is_better: Which way.
-        recorded: Whether one of them says so; else it is an assumption.
+        paths: The best first; among equal ones the later step first.
+        greater_is_better: Whether a greater metric is better.
+        recorded: Whether that is recorded in a checkpoint; otherwise it is assumed.
     """
 
     paths: tuple[Path, ...]
@@ -242,25 +242,25 @@ class Ranking:
 
 
 def rank_by_metric(found: Sequence[tuple[Completion, Path]], *, otherwise: bool = True) -> Ranking:
-    """Order checkpoints by their metric, those without one left out.
+    """Order checkpoints by their metric; those without one are left out.
 
-    Which way is what the newest of them says. Those that say the other way hold another metric, and are left out; those
-    of an earlier version, which say nothing, are taken with the others.
+    The newest checkpoint that records the direction determines it. Checkpoints that record the other direction have a
+    different metric and are left out; those of an earlier version, which record none, are included.
 
     Args:
-        found: In the order they were saved in.
-        otherwise: Whether the greater is the better where none of them says it.
+        found: Checkpoints in the order they were saved in.
+        otherwise: Whether a greater metric is better if no checkpoint records it.
     """
     judged = [(done, path, done.metric) for done, path in found if done.metric is not None]
-    said = [done.greater_is_better for done, _, _ in judged if done.greater_is_better is not None]
-    greater = said[-1] if said else otherwise
-    alike = [one for one in judged if one[0].greater_is_better in (None, greater)]
-    alike.sort(key=lambda one: (one[2] if greater else -one[2], one[0].step), reverse=True)
-    return Ranking(tuple(path for _, path, _ in alike), greater, bool(said))
+    recorded = [done.greater_is_better for done, _, _ in judged if done.greater_is_better is not None]
+    greater = recorded[-1] if recorded else otherwise
+    comparable = [one for one in judged if one[0].greater_is_better in (None, greater)]
+    comparable.sort(key=lambda one: (one[2] if greater else -one[2], one[0].step), reverse=True)
+    return Ranking(tuple(path for _, path, _ in comparable), greater, bool(recorded))
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Bring back what a killed writer was replacing, and delete what it was writing; on one rank, under the lock.
+    """Restore what a killed writer was replacing, and delete what it was writing; on one rank, under the lock.
 
     Raises:
         OSError: The file system refused.
@@ -272,12 +272,12 @@ def clear_leftovers(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints outlive the next one.
+    """Which checkpoints are kept after the next one is saved.
 
     Attributes:
-        last: How many of the newest; None: all.
-        best: How many of those with the best metric beside them.
-        greater_is_better: Which way metrics are compared where no checkpoint says it.
+        last: Number of newest checkpoints; None: all.
+        best: Number of checkpoints with the best metric in addition to those.
+        greater_is_better: Whether a greater metric is better if no checkpoint records it.
     """
 
     last: int | None = 2
@@ -286,12 +286,12 @@ class Keep:
 
 
 def prune(directory: Path, keep: Keep, *, newest: Path) -> None:
-    """Delete whole checkpoints that are neither among the last nor among the best; on one rank, under the lock.
+    """Delete complete checkpoints that are neither among the last nor the best; on one rank, under the lock.
 
     Args:
-        directory: Where they lie.
-        keep: How many of those saved last are kept, and of the best ones beside them.
-        newest: The one just committed, which is kept in any case.
+        directory: The directory of checkpoints.
+        keep: How many are kept.
+        newest: The one just committed, which is always kept.
 
     Raises:
         OSError: The file system refused.
@@ -300,6 +300,7 @@ def prune(directory: Path, keep: Keep, *, newest: Path) -> None:
         return
     found = find_completions(directory)
     best = rank_by_metric(found, otherwise=keep.greater_is_better).paths[: keep.best]
+    # max(0, …): with fewer checkpoints than keep.last, a negative start would drop the first ones.
     kept = {newest, *(path for _, path in found[max(0, len(found) - keep.last) :]), *best}
     for _, path in found:
         if path not in kept:
@@ -307,7 +308,7 @@ def prune(directory: Path, keep: Keep, *, newest: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint: at once no longer found, then its files; on one rank.
+    """Delete a checkpoint; on one rank. It is renamed first, so that a kill never leaves part of one under its name.
 
     Raises:
         OSError: The file system refused.
@@ -321,10 +322,10 @@ def remove_checkpoint(path: Path) -> None:
 
 
 class DirectoryLock:
-    """Keeps two runs from writing into one directory; held by one rank until it is released or the process dies."""
+    """Keeps two runs from writing into one directory; held by one rank until released or until the process dies."""
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock, making the directory.
+        """Make the directory and take the lock.
 
         Raises:
             CheckpointError: Another run holds it, or the file system refused.
@@ -335,30 +336,32 @@ class DirectoryLock:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             file = next((one for one in (directory, *directory.parents) if one.is_file()), None)
-            problem = f"{error}. Mend its permissions" if file is None else f"{file} is a file. Move it"
+            problem = f"{error}. Check that you can write to it" if file is None else f"{file} is a file. Move it"
             raise CheckpointError(
                 f"Checkpoints cannot be written to {directory}: {problem} or choose another directory."
             ) from error
+        # flock, not the file's existence, is the lock: the kernel releases it however the process dies. A forked child
+        # inherits it and keeps it until it ends, too.
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.read(self._descriptor, 4096).decode(errors="replace").strip() or "not known"
+            holder = os.read(self._descriptor, 4096).decode(errors="replace").strip() or "unknown"
             os.close(self._descriptor)
             raise CheckpointError(
-                f"Another run is writing to {directory} (process {holder}); two would delete each other's checkpoints. "
-                "Wait for its end, stop it, or choose another directory."
+                f"Another run is writing to {directory} (process {holder}); two runs would delete each other's "
+                "checkpoints. Wait until it finishes, stop it, or choose another directory."
             ) from error
         except OSError as error:
             warnings.warn(
-                f"The file system of {directory} has no locks ({error}): nothing keeps a second run from writing here.",
+                f"The file system of {directory} does not support locks ({error}): a second run could write to it too.",
                 stacklevel=2,
             )
-        with contextlib.suppress(OSError):  # for people only: a full disk must not keep a lock from being taken
+        with contextlib.suppress(OSError):  # only for the message above: a full disk must not prevent taking the lock
             os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
 
     def release(self) -> None:
-        """Let the next run in."""
+        """Release the lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

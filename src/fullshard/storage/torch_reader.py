@@ -1,7 +1,7 @@
-"""One file of ``torch.save`` (``.bin``, ``.pt``, ``.pth``), read by element ranges.
+"""Reader of one file of ``torch.save`` (``.bin``, ``.pt``, ``.pth``) by element ranges.
 
-The file is mapped into memory: what a rank reads of it counts as its memory until the mapping is let go of, on top of
-its shards, though the system may drop those pages at any time. Files from before torch 1.6 cannot be mapped.
+The file is mapped into memory: pages that a rank has read count as its memory until the mapping is released, in
+addition to its shards, though the system may drop them at any time. Files from before torch 1.6 cannot be mapped.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class TorchFile:
 
     Attributes:
         path: The file.
-        tensors: What it holds, by name.
+        tensors: Its tensors, by name.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map the file; of a legacy one, read all of it.
+        """Map the file; a legacy one is read completely.
 
         Raises:
-            CheckpointError: The file cannot be read, is damaged, holds more than tensors, or is no state dict.
+            CheckpointError: The file cannot be read, is damaged, holds more than tensors, or is not a state dict.
         """
         self.path = path
         self._values = _load(path)
@@ -41,7 +41,7 @@ class TorchFile:
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill ``out``, (numel,), on any device, with a run of the flattened elements of a tensor, from ``start`` on.
 
-        A tensor that was saved as a transposed view is copied whole to be read from.
+        A tensor that was saved as a transposed view is copied completely for each read.
         """
         flat = self._values[name].detach().reshape(-1)
         step = STAGING_BYTES // flat.dtype.itemsize
@@ -51,7 +51,7 @@ class TorchFile:
                 part.copy_(flat[start + low : start + low + part.numel()])
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two names stand for one tensor: tied parameters are saved under each of their names."""
+        """Return whether two names refer to one tensor: tied parameters are saved under each of their names."""
         a, b = self._values[one], self._values[other]
         return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
@@ -64,7 +64,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # unpickling damaged bytes can raise nearly anything
-        raise CheckpointError(_what_is_wrong(path, error)) from error
+        raise CheckpointError(_load_problem(path, error)) from error
     values = _state_dict(path, content)
     if not mapped:
         warnings.warn(
@@ -76,29 +76,28 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-def _what_is_wrong(path: Path, error: Exception) -> str:
-    # Torch puts advice to load it all the same in front.
+def _load_problem(path: Path, error: Exception) -> str:
+    # torch prepends advice to load the file unsafely.
     text = str(error).rpartition("WeightsUnpickler error: ")[2]
     if "GLOBAL" in text or "Unsupported class" in text:
         return (
-            f"{path} holds Python objects beside tensors, and to load those runs code that the file names. It was not "
-            "loaded. If you trust where it comes from, convert it once: "
+            f"{path} holds Python objects in addition to tensors; loading them would run code that the file names, so "
+            "it was not loaded. If you trust its origin, convert it once: "
             'safetensors.torch.save_file(torch.load(path, weights_only=False), "model.safetensors").'
         )
     reason = text.strip().partition("\n")[0][:200] or type(error).__name__
-    return f"{path} is no whole file of torch.save ({reason}). Fetch or save it again."
+    return f"{path} is not a complete file of torch.save ({reason}). Fetch or save it again."
 
 
 def _state_dict(path: Path, content: Any) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{path} holds a {type(content).__name__} where a state dict is needed: "
-            "torch.save(model.state_dict(), path)."
+            f"{path} holds a {type(content).__name__}; a state dict is needed: torch.save(model.state_dict(), path)."
         )
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             raise CheckpointError(
-                f"{path}: entry {name!r} is a {type(value).__name__}, and a state dict of names and strided tensors is "
+                f"{path}: entry {name!r} is a {type(value).__name__}; a state dict of names and strided tensors is "
                 "needed: torch.save(model.state_dict(), path)."
             )
     return dict(content)

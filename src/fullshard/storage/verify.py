@@ -1,10 +1,10 @@
-"""Reading everything that was written, and telling all that is wrong with it and where."""
+"""Verification of everything that was written: all problems, and where they are."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from fullshard.errors import CheckpointError
 from fullshard.storage.index import INDEX_NAME, Index, PieceEntry, TensorEntry, parse_index
-from fullshard.storage.places import (
+from fullshard.storage.kinds import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
     Kind,
@@ -27,21 +27,21 @@ from fullshard.storage.safetensors_reader import STAGING_BYTES, SafetensorsFile
 from fullshard.storage.shard_file import BLOCK_BYTES, crc_of, dtype_name, is_shard_name
 from fullshard.storage.store import COMPLETE_NAME, Completion, changed_small_files, parse_completion, size_of
 from fullshard.storage.weight_files import INDEX_SUFFIX, WeightFiles
-from fullshard.storage.weights import WEIGHTS_INDEX_NAME
+from fullshard.storage.weights_writer import WEIGHTS_INDEX_NAME
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+"""Called with the bytes read so far and the total bytes."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem that was found.
 
     Attributes:
-        file: Where, below the path that was checked.
-        text: What.
-        tensor: Name of the damaged tensor, where it is known.
-        start: First damaged byte of the file, where it is known.
+        file: The file, relative to the path that was checked.
+        text: The problem.
+        tensor: Name of the damaged tensor, if known.
+        start: First damaged byte of the file, if known.
         stop: The byte just past the damage.
     """
 
@@ -52,21 +52,21 @@ class Problem:
     stop: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return what ``--json`` prints."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found out about one checkpoint, model or file.
+class VerifyResult:
+    """Result of verifying one checkpoint, model or file.
 
     Attributes:
-        path: What was checked.
-        kind: What it is.
-        checksums: How many blocks were compared with their checksums; 0: only the structure was checked.
-        tensors: How many it holds, as far as that is known.
+        path: Its path.
+        kind: Its kind.
+        checksums: Number of blocks compared with their checksums; 0: only the structure was checked.
+        tensors: Number of tensors, as far as known.
         nbytes: Bytes of tensors that were read.
-        problems: All that is wrong.
+        problems: All problems.
         unhashed: Small files of a checkpoint of an earlier version, which recorded no checksums of them.
     """
 
@@ -79,7 +79,7 @@ class Verdict:
     unhashed: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return what ``--json`` prints."""
         return {
             "path": str(self.path),
             "kind": self.kind.value,
@@ -95,35 +95,35 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found out about a path.
+    """Results of verifying a path.
 
     Attributes:
         path: The path.
-        verdicts: On each thing there.
-        notes: What was left alone, and why.
+        results: One for each checkpoint, model or file there.
+        notes: What was not verified, and why.
     """
 
     path: Path
-    verdicts: tuple[Verdict, ...]
+    results: tuple[VerifyResult, ...]
     notes: tuple[str, ...]
 
     @property
     def problems(self) -> int:
-        """How many things are wrong."""
-        return sum(len(verdict.problems) for verdict in self.verdicts)
+        """Number of problems."""
+        return sum(len(result.problems) for result in self.results)
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
-        verdicts = [verdict.as_dict() for verdict in self.verdicts]
-        return {"path": str(self.path), "whole": not self.problems, "checked": verdicts, "notes": list(self.notes)}
+        """Return what ``--json`` prints."""
+        checked = [result.as_dict() for result in self.results]
+        return {"path": str(self.path), "whole": not self.problems, "checked": checked, "notes": list(self.notes)}
 
 
 def verify(path: Path, progress: Progress = lambda done, total: None) -> Verification:
-    """Read everything there is and compare it with what was written; one process.
+    """Read everything at a path and compare it with what was written; one process.
 
     Args:
-        path: A checkpoint, a directory of them, a run, a model's directory or a file of weights.
-        progress: Called now and then.
+        path: A checkpoint, a directory of checkpoints, a run, a model's directory or a weight file.
+        progress: Called after each block.
 
     Raises:
         CheckpointError: There is nothing to verify.
@@ -139,24 +139,24 @@ def verify(path: Path, progress: Progress = lambda done, total: None) -> Verific
             work += [(found, Kind.MODEL) for found in models_in(path)]
             unfinished += unfinished_in(path)
         if not work and not unfinished:
-            raise CheckpointError(f"{path} holds no checkpoint and no model yet: there is nothing to verify.")
+            raise CheckpointError(f"{path} has no checkpoint and no model yet: there is nothing to verify.")
     notes = [f"{found} is being written or deleted, or was left by a killed process" for found in unfinished]
     sizes = [_weight_bytes(found) for found, _ in work]
-    verdicts, done = [], 0
+    results, done = [], 0
     for (found, what), size in zip(work, sizes, strict=True):
         meter = _Meter(progress, done, sum(sizes))
-        verdict = _verify_one(found, what, meter)
-        if verdict.problems and not found.exists():
+        result = _verify_one(found, what, meter)
+        if result.problems and not found.exists():
             notes.append(f"{found} was deleted while it was being verified")
         else:
-            verdicts.append(verdict)
+            results.append(result)
         done += size
         progress(done, sum(sizes))
-    return Verification(path, tuple(verdicts), tuple(notes))
+    return Verification(path, tuple(results), tuple(notes))
 
 
 def _weight_bytes(path: Path) -> int:
-    """Bytes that will be read, nearly; a directory's own files only."""
+    """Estimate the bytes that will be read; only of a directory's own files."""
     files = path.iterdir() if path.is_dir() else [path]
     try:
         return sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
@@ -165,7 +165,7 @@ def _weight_bytes(path: Path) -> int:
 
 
 class _Meter:
-    """Counts what is read for one verdict, and passes the bytes on."""
+    """Counts what is read for one result, and reports the progress."""
 
     def __init__(self, progress: Progress, before: int, total: int) -> None:
         self.nbytes = 0
@@ -175,13 +175,13 @@ class _Meter:
         self._total = total
 
     def add(self, nbytes: int) -> None:
-        """A block was read."""
+        """Count one block."""
         self.nbytes += nbytes
         self.blocks += 1
         self._progress(min(self._before + self.nbytes, self._total), self._total)
 
 
-def _verify_one(path: Path, kind: Kind, meter: _Meter) -> Verdict:
+def _verify_one(path: Path, kind: Kind, meter: _Meter) -> VerifyResult:
     if kind is Kind.CHECKPOINT:
         return _verify_checkpoint(path, meter)
     if path.is_file() and is_shard_name(path.name) and (path.parent / INDEX_NAME).is_file():
@@ -189,56 +189,47 @@ def _verify_one(path: Path, kind: Kind, meter: _Meter) -> Verdict:
     return _verify_weights(path, kind, meter)
 
 
-def _verify_checkpoint(path: Path, meter: _Meter) -> Verdict:
-    """One sharded checkpoint: marker, sizes, index, headers, small files, and every block's checksum."""
+def _verify_checkpoint(path: Path, meter: _Meter) -> VerifyResult:
+    """Verify a sharded checkpoint: marker, sizes, index, headers, small files, and every block's checksum."""
     problems: list[Problem] = []
     done = _check_marker(path, problems)
     if done is not None:
         problems += _check_hashes(path, done)
-    told = {problem.file for problem in problems}
-    problems += [problem for problem in _check_json(path / "model", path) if problem.file not in told]
+    reported = {problem.file for problem in problems}
+    problems += [problem for problem in _check_json(path / "model", path) if problem.file not in reported]
     unhashed = () if done is None else tuple(done.unhashed)
     index = _check_index(path, done, problems)
     if index is None:
-        # What can be told without an index.
+        # Headers can be checked without an index.
         for file in sorted(path.glob("*.safetensors")):
             _open(file, path, problems)
-        return Verdict(path, Kind.CHECKPOINT, 0, 0, 0, tuple(problems), unhashed)
+        return VerifyResult(path, Kind.CHECKPOINT, 0, 0, 0, tuple(problems), unhashed)
     missing = {problem.file for problem in problems}
     names = sorted({piece.file for entry in index.tensors.values() for piece in entry.pieces})
     opened = {
         name: _open(path / name, path, problems) for name in names if (path / name).exists() or name not in missing
     }
-    for name, entry in index.tensors.items():
-        for piece in entry.pieces:
-            file = opened.get(piece.file)
-            if file is not None:
-                problems += _check_piece(file, name, entry, piece, meter)
-    for name, file in opened.items():
-        if file is not None:
-            problems += _check_named(file, name, index)
-    return Verdict(path, Kind.CHECKPOINT, meter.blocks, len(index.tensors), meter.nbytes, tuple(problems), unhashed)
+    problems += _check_files({name: file for name, file in opened.items() if file is not None}, index, meter)
+    return VerifyResult(
+        path, Kind.CHECKPOINT, meter.blocks, len(index.tensors), meter.nbytes, tuple(problems), unhashed
+    )
 
 
-def _verify_shard(path: Path, meter: _Meter) -> Verdict:
-    """One rank's file of a checkpoint, by the index beside it; of the rest of the checkpoint nothing is said."""
+def _verify_shard(path: Path, meter: _Meter) -> VerifyResult:
+    """Verify one rank's file of a checkpoint by the index next to it, and nothing else of the checkpoint."""
     top, problems = path.parent, list[Problem]()
     done = _check_marker(top, problems)
     index = _check_index(top, done, problems)
     problems = [problem for problem in problems if problem.file in (path.name, INDEX_NAME, COMPLETE_NAME)]
     file = _open(path, top, problems)
     if index is not None and file is not None:
-        for name, entry in index.tensors.items():
-            for piece in entry.pieces:
-                if piece.file == path.name:
-                    problems += _check_piece(file, name, entry, piece, meter)
-        problems += _check_named(file, path.name, index)
+        problems += _check_files({path.name: file}, index, meter)
     tensors = 0 if file is None else len(file.tensors)
-    return Verdict(path, Kind.WEIGHTS, meter.blocks, tensors, meter.nbytes, tuple(problems))
+    return VerifyResult(path, Kind.WEIGHTS, meter.blocks, tensors, meter.nbytes, tuple(problems))
 
 
 def _check_hashes(path: Path, done: Completion) -> Iterator[Problem]:
-    """The small files whose hashes were recorded."""
+    """Check the small files whose hashes were recorded."""
     try:
         for name, text in changed_small_files(path, done):
             yield Problem(name, text)
@@ -247,13 +238,15 @@ def _check_hashes(path: Path, done: Completion) -> Iterator[Problem]:
 
 
 def _check_marker(path: Path, problems: list[Problem]) -> Completion | None:
-    """The marker, and the sizes of the files it lists."""
+    """Check the marker, and the sizes of the files it lists."""
     try:
         done = parse_completion((path / COMPLETE_NAME).read_text(encoding="utf-8"))
         sizes = [(str(name), int(size)) for name, size in done.files.items()]
     except FileNotFoundError:
         problems.append(
-            Problem(COMPLETE_NAME, "is missing; it is written last: the save was cut off, or not everything was copied")
+            Problem(
+                COMPLETE_NAME, "is missing; it is written last: the save was interrupted, or not everything was copied"
+            )
         )
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -262,14 +255,14 @@ def _check_marker(path: Path, problems: list[Problem]) -> Completion | None:
     for name, size in sizes:
         found = size_of(path / name)
         if found == "no":
-            problems.append(Problem(name, f"is missing; written were {size:,} bytes"))
+            problems.append(Problem(name, f"is missing; expected {size:,} bytes"))
         elif found != f"{size:,}":
-            problems.append(Problem(name, f"has {found} bytes; written were {size:,}"))
+            problems.append(Problem(name, f"has {found} bytes, expected {size:,}"))
     return done
 
 
 def _check_index(path: Path, done: Completion | None, problems: list[Problem]) -> Index | None:
-    """The index against its hash; then whether it can be read and its pieces cover the tensors."""
+    """Check the index's hash, that it can be parsed, and that its pieces cover the tensors."""
     file = path / INDEX_NAME
     try:
         content = file.read_bytes()
@@ -279,7 +272,7 @@ def _check_index(path: Path, done: Completion | None, problems: list[Problem]) -
         return None
     found = hashlib.sha256(content).hexdigest()
     if done is not None and found != done.index_sha256:
-        problems.append(Problem(INDEX_NAME, f"has SHA-256 {found}; written was {done.index_sha256}"))
+        problems.append(Problem(INDEX_NAME, f"has SHA-256 {found}, expected {done.index_sha256}"))
     try:
         return parse_index(content.decode("utf-8"), file)
     except (CheckpointError, ValueError) as error:
@@ -288,7 +281,7 @@ def _check_index(path: Path, done: Completion | None, problems: list[Problem]) -
 
 
 def _open(file: Path, top: Path, problems: list[Problem]) -> SafetensorsFile | None:
-    """A file whose header is right."""
+    """Open a file, or add what is wrong with its header to ``problems``."""
     try:
         return SafetensorsFile(file)
     except CheckpointError as error:
@@ -296,19 +289,32 @@ def _open(file: Path, top: Path, problems: list[Problem]) -> SafetensorsFile | N
         return None
 
 
+def _check_files(files: Mapping[str, SafetensorsFile], index: Index, meter: _Meter) -> Iterator[Problem]:
+    """Check every run that the index lists in ``files``, by name, and that they contain no other tensors."""
+    for name, entry in index.tensors.items():
+        for piece in entry.pieces:
+            if piece.file in files:
+                yield from _check_piece(files[piece.file], name, entry, piece, meter)
+    for file_name, file in files.items():
+        for name in file.tensors:
+            entry = index.tensors.get(name)
+            if entry is None or all(piece.file != file_name for piece in entry.pieces):
+                yield Problem(file_name, f"contains {name}, which the index does not list in it", name)
+
+
 def _check_piece(
     file: SafetensorsFile, name: str, entry: TensorEntry, piece: PieceEntry, meter: _Meter
 ) -> Iterator[Problem]:
-    """One run of one tensor: that the file has it as the index says, and its blocks."""
+    """Check one run of one tensor: that the file has it as the index lists it, and its blocks."""
     stored = file.tensors.get(name)
     if stored is None:
-        yield Problem(piece.file, f"does not hold {name}, which the index has in it", name)
+        yield Problem(piece.file, f"does not contain {name}, which the index lists in it", name)
         return
     numel = piece.stop - piece.start
     if stored.shape != (numel,) or dtype_name(stored.dtype) != entry.dtype:
         yield Problem(
             piece.file,
-            f"holds {name} as {dtype_name(stored.dtype)} {stored.shape}; the index says {entry.dtype} ({numel},)",
+            f"contains {name} as {dtype_name(stored.dtype)} {stored.shape}; the index lists {entry.dtype} ({numel},)",
             name,
         )
         return
@@ -331,26 +337,18 @@ def _check_piece(
         meter.add(block.nbytes)
         found = crc_of(block)
         if found != written:
-            text = f"bytes {where[1]:,} to {where[2]:,} ({name}) have checksum {found:08x}; written was {written:08x}"
+            text = f"bytes {where[1]:,} to {where[2]:,} ({name}) have checksum {found:08x}, expected {written:08x}"
             yield Problem(piece.file, text, *where)
 
 
-def _check_named(file: SafetensorsFile, name: str, index: Index) -> Iterator[Problem]:
-    """What a file holds beside what the index has in it."""
-    for tensor in file.tensors:
-        entry = index.tensors.get(tensor)
-        if entry is None or all(piece.file != name for piece in entry.pieces):
-            yield Problem(name, f"holds {tensor}, which the index does not have in it", tensor)
-
-
-def _verify_weights(path: Path, kind: Kind, meter: _Meter) -> Verdict:
-    """Files without checksums: headers, the index over them, and that every byte can be read."""
+def _verify_weights(path: Path, kind: Kind, meter: _Meter) -> VerifyResult:
+    """Verify files without checksums: headers, their index, and that every byte can be read."""
     problems = list(_check_json(path, path)) if path.is_dir() else []
     adapter = path / ADAPTER_NAME
     try:
         files = WeightFiles(adapter if adapter.exists() else path)
     except CheckpointError as error:
-        return Verdict(path, kind, 0, 0, meter.nbytes, (*problems, *_every_problem(path, error)))
+        return VerifyResult(path, kind, 0, 0, meter.nbytes, (*problems, *_every_problem(path, error)))
     for name, stored in files.tensors.items():
         numel, step = prod(stored.shape), STAGING_BYTES // stored.dtype.itemsize
         try:
@@ -360,11 +358,11 @@ def _verify_weights(path: Path, kind: Kind, meter: _Meter) -> Verdict:
                 meter.add(block.nbytes)
         except CheckpointError as error:
             problems.append(Problem(path.name, _without(str(error), path), name))
-    return Verdict(path, kind, 0, len(files.tensors), meter.nbytes, tuple(problems))
+    return VerifyResult(path, kind, 0, len(files.tensors), meter.nbytes, tuple(problems))
 
 
 def _every_problem(path: Path, first: CheckpointError) -> list[Problem]:
-    """What is wrong with each file of a model, where the first thing stopped the reading."""
+    """Return the problems of each file of a model whose first problem prevented opening it."""
     top = path if path.is_dir() else path.parent
     index = path / WEIGHTS_INDEX_NAME if path.is_dir() else path
     problems: list[Problem] = []
@@ -381,7 +379,7 @@ def _every_problem(path: Path, first: CheckpointError) -> list[Problem]:
 
 
 def _named_files(index: Path) -> set[str] | None:
-    """The files that an index names; None where it cannot be told."""
+    """Return the files that an index names; None if it cannot be parsed."""
     try:
         return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -389,16 +387,16 @@ def _named_files(index: Path) -> set[str] | None:
 
 
 def _check_json(directory: Path, top: Path) -> Iterator[Problem]:
-    """The small files: whether they are JSON where their names say so."""
+    """Check that small files named ``*.json`` are JSON."""
     for file in sorted(directory.glob("*.json")):
         if file.name.endswith(INDEX_SUFFIX):
             continue  # read with the weights
         try:
             json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
-            yield Problem(str(file.relative_to(top)), f"is no JSON: {error}")
+            yield Problem(str(file.relative_to(top)), f"is not JSON: {error}")
 
 
 def _without(text: str, file: Path) -> str:
-    """A message without the path that it begins with."""
+    """Return a message without the path that it begins with."""
     return text.removeprefix(str(file)).lstrip(": /")

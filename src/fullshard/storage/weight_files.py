@@ -1,4 +1,4 @@
-"""A model's weights on disk, in one file or several, in Hugging Face's layout: one set of names, read by ranges."""
+"""A model's weights on disk, in one file or several as Hugging Face names them, read by element ranges."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ WEIGHTS_IN_DIRECTORY = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""What is looked for in a directory, in the order of preference."""
+"""Files that are looked for in a directory, in order of preference."""
 
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class WeightFiles:
-    """Every tensor of a checkpoint by its stored name; any rank, each for itself.
+    """The tensors of a model on disk, by their stored names; any rank, each for itself.
 
     Attributes:
-        path: The directory or file that was named.
-        tensors: What is stored, by name.
-        bytes_read: Bytes of tensors that were read so far.
+        path: The given directory or file.
+        tensors: All stored tensors, by name.
+        bytes_read: Bytes of tensors read so far.
     """
 
     def __init__(self, path: Path) -> None:
-        """Find the files and read what they hold, but no values.
+        """Find the files and read their headers, but no values.
 
         Args:
             path: A Hugging Face directory (safetensors first, then ``.bin``, one file or several with an index), an
                 index, or one ``.safetensors``, ``.bin``, ``.pt`` or ``.pth`` file.
 
         Raises:
-            CheckpointError: There is no such file, one is damaged, or the index does not fit the files.
+            CheckpointError: There is no such file, one is damaged, or the index does not match the files.
         """
         self.path = path
         self.bytes_read = 0
@@ -56,21 +56,21 @@ class WeightFiles:
         self.tensors: dict[str, StoredTensor] = {name: file.tensors[name] for name, file in self._file_of.items()}
 
     def _open_indexed(self, index: Path) -> None:
-        """Open every file that an index names; what they hold beside is known too, so that it can be told."""
+        """Open every file that an index names; tensors that the index omits are included, so that they are reported."""
         weight_map = _read_index(index)
         files: dict[str, SafetensorsFile | TorchFile] = {}
         for name in sorted(set(weight_map.values())):
             if not (index.parent / name).is_file():
                 raise CheckpointError(
-                    f"{index} names {name}, which is not beside it. Fetch the missing file, or save the model again."
+                    f"{index} names {name}, which is not next to it. Fetch the missing file, or save the model again."
                 )
             files[name] = _open(index.parent / name)
             self._file_of |= dict.fromkeys(files[name].tensors, files[name])
         for tensor, name in weight_map.items():
             if tensor not in files[name].tensors:
                 raise CheckpointError(
-                    f"{index} has {tensor!r} in {name}, which does not hold it. Fetch both again, or save the model "
-                    "again."
+                    f"{index} lists {tensor!r} in {name}, which does not contain it. Fetch both again, or save the "
+                    "model again."
                 )
             self._file_of[tensor] = files[name]
 
@@ -78,19 +78,19 @@ class WeightFiles:
         """Fill ``out`` with a run of the elements of a tensor.
 
         Args:
-            name: As it is stored.
+            name: Its stored name.
             start: First element, counted in the flattened tensor.
             out: (numel,), contiguous, on any device; of the stored dtype, or both are floating.
 
         Raises:
-            CheckpointError: The file was changed, ends early, or cannot be read.
+            CheckpointError: The file changed, ends early, or cannot be read.
         """
         if out.numel():
             self._file_of[name].read(name, start, out)
             self.bytes_read += out.numel() * self.tensors[name].dtype.itemsize
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two stored tensors hold the same; they are read through once, unless they are one by construction.
+        """Return whether two stored tensors are equal; both are read once, unless they are known to be one tensor.
 
         Raises:
             CheckpointError: A file cannot be read.
@@ -117,7 +117,7 @@ def _open(path: Path) -> SafetensorsFile | TorchFile:
 
 
 def _find(path: Path) -> Path:
-    """The file to begin with."""
+    """Return the file to open first."""
     if path.is_dir():
         for name in WEIGHTS_IN_DIRECTORY:
             if (path / name).is_file():
@@ -127,24 +127,23 @@ def _find(path: Path) -> Path:
         raise CheckpointError(f"There is no {path}. Weights are read from a local directory or file.")
     if path.suffix not in (".safetensors", *_TORCH_SUFFIXES) and not path.name.endswith(INDEX_SUFFIX):
         raise CheckpointError(
-            f"{path} is none of the files that weights are read from: .safetensors, {', '.join(_TORCH_SUFFIXES)} or "
-            f"an index, *{INDEX_SUFFIX}."
+            f"{path} is not a weight file: .safetensors, {', '.join(_TORCH_SUFFIXES)} or an index, *{INDEX_SUFFIX}."
         )
     return path
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Which file holds each tensor."""
+    """Return the name of the file that holds each tensor."""
     try:
         content: Any = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON ({error}). Fetch or save it again.") from error
+        raise CheckpointError(f"{path} is not JSON ({error}). Fetch or save it again.") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} holds no weight_map from tensors to files. Fetch or save it again.")
+        raise CheckpointError(f"{path} has no weight_map from tensors to files. Fetch or save it again.")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{path} has {tensor!r} in {name!r}, which is no name of a file beside it.")
+            raise CheckpointError(f"{path} lists {tensor!r} in {name!r}, which is not the name of a file next to it.")
     return weight_map

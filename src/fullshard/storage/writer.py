@@ -1,8 +1,8 @@
 """The save of one checkpoint on one rank, in a thread of its own.
 
-Every rank writes its file and, when that is on the disk, a small part of the index beside it. Rank 0 waits for all
-parts by looking at the directory, not by a collective: training may go on, and a slow disk holds nobody up in one.
-Then it writes the index, marks the checkpoint as whole, renames it to its name and deletes what is not to be kept.
+Every rank writes its file and, when that is on disk, its part of the index next to it. Rank 0 waits for all parts by
+polling the directory, not in a collective: training may continue, and a slow disk blocks no other rank. Then it writes
+the index, marks the checkpoint as complete, renames it to its final name and deletes the checkpoints not to be kept.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fullshard.storage.store import Keep, clear_leftovers, prune, step_directory
 _log = logging.getLogger("fullshard")
 
 GIVEN_UP = "given up, because another rank could not write its part"
-"""The outcome of a rank that is not the cause."""
+"""The outcome on a rank that did not cause the failure."""
 
 _LOOK_SECONDS = 0.02
-"""How often rank 0 looks for the other ranks' parts at first; later up to twenty times as long."""
+"""Rank 0's first polling interval for other ranks' parts; later up to twenty times as long."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class SaveJob:
     """One rank's share of the save of one checkpoint.
 
     Attributes:
-        directory: Where the checkpoints lie.
+        directory: The directory of checkpoints.
         rank: This rank.
-        index: What is known before the tensors are written: everything but ``tensors``, ``groups`` and ``scalars``.
+        index: The index without ``tensors``, ``groups`` and ``scalars``, which are known only after writing.
         plan: What this rank writes; the pieces must not change before the save is finished.
-        keep: Which checkpoints outlive this one.
-        ready: Returns when the pieces may be read.
-        timeout_s: Longest time for the whole save.
+        keep: Which checkpoints are kept.
+        ready: Called in the thread; returns when the pieces may be read.
+        timeout_s: Longest time for the complete save, in seconds.
     """
 
     directory: Path
@@ -66,7 +66,7 @@ class SaveJob:
 
     @property
     def temporary(self) -> Path:
-        """Where the checkpoint is while it is written."""
+        """The checkpoint's directory while it is written."""
         return sibling(step_directory(self.directory, self.index.step), "tmp")
 
 
@@ -78,7 +78,7 @@ def begin(directory: Path, step: int) -> None:
     """
     final = step_directory(directory, step)
     try:
-        clear_leftovers(directory)  # also of a save that has failed: they may be what fills the disk
+        clear_leftovers(directory)  # including those of a failed save, which may be what fills the disk
         sibling(final, "tmp").mkdir()
     except OSError as error:
         raise _refused(final, error) from error
@@ -89,10 +89,10 @@ class Save:
 
     Attributes:
         job: What is written, and where.
-        done_bytes: Written so far.
-        total_bytes: To be written by this rank.
-        seconds: How long it took, when it is finished.
-        reported: Whether somebody was told that it is committed.
+        done_bytes: Bytes written so far.
+        total_bytes: Bytes that this rank writes.
+        seconds: Duration, once it is finished.
+        reported: Whether its commit was reported to the caller.
     """
 
     def __init__(self, job: SaveJob) -> None:
@@ -110,28 +110,28 @@ class Save:
 
     @property
     def final(self) -> Path:
-        """Where the checkpoint is when it is whole."""
+        """The checkpoint's directory when it is complete."""
         return step_directory(self.job.directory, self.job.index.step)
 
     def poll(self, seconds: float) -> str | None:
         """Wait for at most ``seconds``.
 
         Returns:
-            None while it is under way; ``""`` when it is done, on rank 0 that is committed; else what went wrong.
+            None while it is under way; ``""`` when it is finished, which on rank 0 means committed; else the error.
         """
         self._thread.join(seconds)
         if not self._thread.is_alive():
             return self._problem or ""
         if time.monotonic() - self._started > self.job.timeout_s + 10:
-            return f"{self.final}: the disk has not answered for {self.job.timeout_s:g} s (rank {self.job.rank})."
+            return f"{self.final}: the disk has not responded for {self.job.timeout_s:g} s (rank {self.job.rank})."
         return None
 
     def cancel(self) -> None:
-        """Give up: another rank has failed."""
+        """Give up, because another rank has failed."""
         self._cancelled.set()
 
     def _run(self) -> None:
-        """The thread."""
+        """Run the save; the thread's function."""
         try:
             self._write_mine()
             if self.job.rank == 0:
@@ -141,13 +141,14 @@ class Save:
         except CheckpointError as error:
             self._problem = str(error)
         except BaseException as error:
+            # Any error at all: one that ended this thread unreported would leave the other ranks waiting.
             self._problem = f"{self.final}: rank {self.job.rank} could not write its part: {error!r}"
         self.seconds = time.monotonic() - self._started
         if self._problem is not None:
             self._withdraw()
 
     def _write_mine(self) -> None:
-        """This rank's file, then its part of the index, which says that the file is on the disk."""
+        """Write this rank's file, then its part of the index, which signals rank 0 that the file is on disk."""
         job = self.job
         job.ready()
         name = shard_name(job.rank, job.index.world_size)
@@ -156,13 +157,13 @@ class Save:
         write_text(_part_path(job, job.rank), json.dumps(part))
 
     def _count(self, nbytes: int) -> None:
-        """Keep count, and give up where another rank has."""
+        """Count written bytes, and give up if another rank failed."""
         self.done_bytes += nbytes
         if self._cancelled.is_set():
             raise CheckpointError(GIVEN_UP)
 
     def _commit(self) -> None:
-        """Rank 0: from all ranks' parts to a whole checkpoint under its name."""
+        """Make a complete checkpoint under its final name from all ranks' parts; on rank 0."""
         job = self.job
         parts = [self._wait_for_part(rank) for rank in range(job.index.world_size)]
         tensors = merge_tensors(tensors_from_plain(part["tensors"]) for part in parts)
@@ -170,6 +171,8 @@ class Save:
         scalars = {name: values for part in parts for name, values in part["scalars"].items()}
         index = replace(job.index, tensors=tensors, groups=merge_groups([p["groups"] for p in parts]), scalars=scalars)
         write_text(job.temporary / INDEX_NAME, index.as_json())
+        # The marker comes after everything that it vouches for, and the deletion of old checkpoints after the commit:
+        # whenever the process is killed, the previous checkpoint or this one is complete.
         for rank in range(job.index.world_size):
             os.unlink(_part_path(job, rank))
         write_completion(job.temporary, index.step, index.metric, greater_is_better=index.greater_is_better)
@@ -180,10 +183,10 @@ class Save:
             _log.warning("%s is committed, but older checkpoints could not be deleted: %s", self.final, error)
 
     def _wait_for_part(self, rank: int) -> dict[str, Any]:
-        """A rank's part of the index, as soon as it is there.
+        """Return a rank's part of the index, as soon as it exists.
 
         Raises:
-            CheckpointError: The rank has failed, or needs too long.
+            CheckpointError: The rank has failed, or takes too long.
         """
         path, seconds = _part_path(self.job, rank), _LOOK_SECONDS
         while not path.exists():
@@ -191,21 +194,21 @@ class Save:
             if time.monotonic() - self._started > self.job.timeout_s:
                 raise CheckpointError(
                     f"{self.final}: rank {rank} has not written its part within {self.job.timeout_s:g} s, or rank 0 "
-                    "does not see it. All ranks must write to one shared file system; a slow disk needs more timeout_s."
+                    "does not see it. All ranks must write to a shared file system; for a slow disk raise timeout_s."
                 )
             self._cancelled.wait(seconds)
             seconds = min(20 * _LOOK_SECONDS, 1.5 * seconds)
         return json.loads(path.read_text(encoding="utf-8"))
 
     def _withdraw(self) -> None:
-        """After a failure: rank 0 clears what it can; what is left is cleared by the next save."""
+        """Delete what was written, after a failure; on rank 0. The next save deletes what is left."""
         if self.job.rank == 0:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.job.temporary)
 
 
 def merge_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Parameter groups of all ranks; a rank lists the parameters of which it holds rows. Alike groups become one."""
+    """Merge all ranks' parameter groups, those with equal options into one; a rank lists parameters it has rows of."""
     merged: dict[str, dict[str, Any]] = {}
     for groups in by_rank:
         for group in groups:
@@ -221,6 +224,6 @@ def _part_path(job: SaveJob, rank: int) -> Path:
 
 def _refused(final: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"Could not write checkpoint {final}: {error}. The checkpoints before it are untouched; free space or mend the "
-        "permissions, then save again."
+        f"Could not write checkpoint {final}: {error}. Earlier checkpoints are unchanged. Free disk space or check "
+        "that you can write to the directory, then save again."
     )

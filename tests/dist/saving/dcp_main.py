@@ -298,7 +298,7 @@ def misfits(directory):
     """One clear error on every rank, and nothing has changed."""
     model, optimizer = ours()
     before = gathered(model, optimizer)
-    refused(lambda: save_dcp(model, optimizer, directory / "ours"), "a distributed checkpoint already")
+    refused(lambda: save_dcp(model, optimizer, directory / "ours"), "already holds a distributed checkpoint")
     refused(lambda: load_dcp(model, optimizer, directory / "none"), ".metadata")
     refused(lambda: load_dcp(model, optimizer, directory / "odd"), "missing", "not in the model", "conv.weight")
     save_dcp(model, None, directory / "bare")

@@ -193,7 +193,7 @@ def run(scenario, directory, rank, at, halfway):  # noqa: C901 (two processes in
 
 def check(directory, expected, steps):
     """A resume finds a whole checkpoint with the bits of its step, and leaves nothing torn behind."""
-    assert find_checkpoints(directory), "no whole checkpoint"
+    assert find_checkpoints(directory), "no complete checkpoint"
     model, optimizer = make(SoloComm(CPU))
     with Checkpoints(directory, ranks=SoloComm(CPU)) as checkpoints:
         restored = checkpoints.load(model, optimizer)

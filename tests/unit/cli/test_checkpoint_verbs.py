@@ -261,7 +261,7 @@ def test_a_letter_changed_in_a_small_file_is_found(run, tmp_path, capsys):
     code, _, err = call(capsys, "export", run, "-o", tmp_path / "exported")
     assert code == 9
     assert f"{config} is damaged: it has SHA-256 " in err
-    assert f"The newest other whole one is {run / 'checkpoints' / 'step-00000010'}." in err
+    assert f"The newest other complete one is {run / 'checkpoints' / 'step-00000010'}." in err
     assert not (tmp_path / "exported").exists()
 
 
@@ -279,7 +279,7 @@ def test_a_file_in_a_directorys_place_and_a_directory_in_a_files(run, tmp_path, 
     assert f"it is in {checkpoint}, a checkpoint." in err
     code, _, err = call(capsys, "export", next(checkpoint.glob("shard-*")), "-o", tmp_path / "exported")
     assert code == 9
-    assert f"is one rank's part of the checkpoint {checkpoint}: export that." in err
+    assert f"is one rank's part of the checkpoint {checkpoint}: export the checkpoint." in err
     (tmp_path / "rows").mkdir()
     for verb in (["train"], ["config", "check"], ["evaluate", "--data", "x"]):
         code, _, err = call(capsys, *verb, tmp_path / "rows")

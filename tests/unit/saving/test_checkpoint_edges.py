@@ -149,7 +149,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path):
         hashed = {"index_sha256": hashlib.sha256(text.encode()).hexdigest(), "files": {"index.json": len(text)}}
         done = json.loads((path / "complete.json").read_text()) | hashed
         (path / "complete.json").write_text(json.dumps(done))
-        with pytest.raises(CheckpointError, match=r"other\.safetensors, which is no file of the checkpoint"):
+        with pytest.raises(CheckpointError, match=r"other\.safetensors, which is not a file of the checkpoint"):
             load_checkpoint(model, None, path)
 
     on_ranks(1, work)
@@ -287,7 +287,7 @@ def test_damage_names_the_newest_other_whole_checkpoint_and_what_to_type(damage,
 
     first, second = on_ranks(2, work)
     assert first == second
-    assert f"The newest other whole one is {other}." in first
+    assert f"The newest other complete one is {other}." in first
     assert f"resume={other} to fullshard train, path='{other}' to Checkpoints.load" in first
 
 
@@ -297,7 +297,7 @@ def test_without_another_whole_checkpoint_that_is_said(tmp_path):
             checkpoints.save(model, step=1)
         (tmp_path / "step-00000001" / "index.json").unlink()
         (tmp_path / "step-00000002").mkdir()  # torn as well
-        with pytest.raises(CheckpointError, match="There is no other whole checkpoint in "):
+        with pytest.raises(CheckpointError, match="There is no other complete checkpoint in "):
             load_checkpoint(model, None, tmp_path / "step-00000001")
 
     on_ranks(1, work)

@@ -145,7 +145,7 @@ def test_no_checkpoint_to_choose(tmp_path):
     with pytest.raises(CheckpointError, match="There is no"):
         choose_checkpoint(tmp_path / "none")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         choose_checkpoint(tmp_path / "run")
     save_checkpoint(1, t5, tmp_path / "run" / "checkpoints", assets=None, steps=(4,))
     with pytest.raises(CheckpointError, match=r"None of the 1 checkpoints .* metric"):

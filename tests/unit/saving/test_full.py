@@ -220,7 +220,7 @@ def test_a_disk_that_refuses_at_the_end_or_the_beginning(operation, old, monkeyp
     monkeypatch.setattr(os, operation, refuse)
     text = failing_save(models, old)
     assert "Read-only file system" in text
-    assert "What was there before is untouched" in text
+    assert "Its previous content is unchanged" in text
 
 
 def test_a_file_in_the_way_is_refused(tmp_path):

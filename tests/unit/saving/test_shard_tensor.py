@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import ShardingError
-from fullshard.saving.shard_tensor import ShardTensor, part_or_whole
+from fullshard.saving.shard_tensor import ShardTensor, part_or_full
 from fullshard.testing import run_ranks
 
 
@@ -56,7 +56,7 @@ def test_the_whole_of_runs_that_overlap_lie_anywhere_and_have_any_dtype():
 
     def work(comm):
         start, stop = held[comm.rank]
-        return part_or_whole((6, 4), start, whole.reshape(-1)[start:stop].clone(), comm=comm).full_tensor()
+        return part_or_full((6, 4), start, whole.reshape(-1)[start:stop].clone(), comm=comm).full_tensor()
 
     for found in run_ranks(4, work):
         assert torch.equal(found, whole)
@@ -66,7 +66,7 @@ def test_a_rank_that_holds_all_has_a_plain_tensor_that_others_may_ask_for():
     whole = torch.arange(6.0).view(2, 3)
 
     def work(comm):
-        value = part_or_whole((2, 3), 0, whole.reshape(-1)[: 0 if comm.rank else 6].clone(), comm=comm)
+        value = part_or_full((2, 3), 0, whole.reshape(-1)[: 0 if comm.rank else 6].clone(), comm=comm)
         assert torch.equal(value.full_tensor(), whole)
         if comm.rank == 0:
             assert type(value * 2) is torch.Tensor

@@ -498,8 +498,8 @@ FAULTS = {
     "misshapen": r"1 tensor \(encoder\.final_layer_norm\.weight: \(3,\) in the file, \(32,\) in the model\) is of",
     "integers": r"torch\.int64 in the file, torch\.float32 in the model\) is of another shape or kind",
     "untied": r"1 tensor \(shared\.weight = lm_head\.weight\) is tied in the model but differently stored",
-    "truncated": "goes to byte .* of the data, which has",
-    "header": "is no JSON",
+    "truncated": "ends at byte .* of the data, which has",
+    "header": "is not JSON",
     "no file": "holds no weights: none of model.safetensors",
 }
 
@@ -589,7 +589,7 @@ def test_an_index_that_names_a_file_which_is_gone(tmp_path):
     (model,) = skeletons(t5, 1)
 
     def work(comm):
-        with pytest.raises(CheckpointError, match=rf"names {gone}, which is not beside it\. Fetch the missing"):
+        with pytest.raises(CheckpointError, match=rf"names {gone}, which is not next to it\. Fetch the missing"):
             fully_shard(model, comm, weights=Pretrained(tmp_path))
 
     run_ranks(1, work)

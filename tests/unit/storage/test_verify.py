@@ -10,7 +10,7 @@ from torch import nn
 from fullshard import Checkpoints, fully_shard
 from fullshard.errors import CheckpointError
 from fullshard.storage import read_index, shard_file, verify
-from fullshard.storage.places import Kind
+from fullshard.storage.kinds import Kind
 from fullshard.storage.store import write_completion
 from fullshard.storage.verify import verify as verify_path
 from fullshard.testing import run_ranks
@@ -55,8 +55,8 @@ def checkpoint(written, tmp_path, monkeypatch):
 
 
 def problems_of(path):
-    (verdict,) = verify_path(path).verdicts
-    return verdict.problems
+    (result,) = verify_path(path).results
+    return result.problems
 
 
 def flip(file, position):
@@ -68,14 +68,14 @@ def flip(file, position):
 def test_a_whole_checkpoint_is_read_to_its_last_byte(checkpoint):
     told = []
     found = verify_path(checkpoint, lambda done, total: told.append((done, total)))
-    (verdict,) = found.verdicts
+    (result,) = found.results
     index = read_index(checkpoint)
     assert found.problems == 0
-    assert (verdict.kind, verdict.tensors) == (Kind.CHECKPOINT, len(index.tensors))
+    assert (result.kind, result.tensors) == (Kind.CHECKPOINT, len(index.tensors))
     pieces = [piece for entry in index.tensors.values() for piece in entry.pieces]
-    assert verdict.checksums == sum(len(piece.crcs) for piece in pieces)
+    assert result.checksums == sum(len(piece.crcs) for piece in pieces)
     itemsizes = {"float32": 4, "uint8": 1}
-    assert verdict.nbytes == sum(entry.numel * itemsizes[entry.dtype] for entry in index.tensors.values())
+    assert result.nbytes == sum(entry.numel * itemsizes[entry.dtype] for entry in index.tensors.values())
     assert told == sorted(told)
     assert told[-1] == (told[-1][1], sum((checkpoint / name).stat().st_size for name in (FIRST, SECOND)))
 
@@ -125,7 +125,7 @@ def test_a_truncated_file_is_told_by_size_and_header(checkpoint):
     with (checkpoint / FIRST).open("r+b") as file:
         file.truncate(3000)
     texts = [problem.text for problem in problems_of(checkpoint) if problem.file == FIRST]
-    assert "has 3,000 bytes; written were" in texts[0]
+    assert "has 3,000 bytes, expected" in texts[0]
     assert len(texts) == 2
 
 
@@ -153,11 +153,11 @@ def rewrite_index(checkpoint, change):
     ("change", "file", "text"),
     [
         (lambda t: t["model/0.weight"]["pieces"].pop(), "index.json", "do not cover its 3,072 elements"),
-        (lambda t: t["model/0.weight"].update(dtype="float64"), FIRST, "the index says float64"),
+        (lambda t: t["model/0.weight"].update(dtype="float64"), FIRST, "the index lists float64"),
         (lambda t: t["model/0.weight"]["pieces"][0][3].pop(), "index.json", "checksums for the"),
-        (lambda t: t["model/0.weight"]["pieces"][0].__setitem__(0, SECOND), SECOND, "holds model/0.weight as"),
-        (lambda t: t.update(other=t.pop("model/0.bias")), FIRST, "does not hold other"),
-        (lambda t: t.pop("model/0.bias"), FIRST, "holds model/0.bias, which the index does not have"),
+        (lambda t: t["model/0.weight"]["pieces"][0].__setitem__(0, SECOND), SECOND, "contains model/0.weight as"),
+        (lambda t: t.update(other=t.pop("model/0.bias")), FIRST, "does not contain other"),
+        (lambda t: t.pop("model/0.bias"), FIRST, "contains model/0.bias, which the index does not list"),
     ],
     ids=["gap", "dtype", "checksums", "file", "name", "extra"],
 )
@@ -178,16 +178,16 @@ def test_the_marker_and_the_small_files(checkpoint):
 
 
 def test_small_files_of_an_earlier_version_are_said_to_have_no_checksums(checkpoint):
-    (whole,) = verify_path(checkpoint).verdicts
+    (whole,) = verify_path(checkpoint).results
     assert whole.unhashed == ()
     values = json.loads((checkpoint / "complete.json").read_text())
     del values["sha256"]
     (checkpoint / "complete.json").write_text(json.dumps(values))
-    (verdict,) = verify_path(checkpoint).verdicts
-    assert (verdict.unhashed, verdict.problems) == (("model/config.json",), ())
-    assert verdict.as_dict()["files_without_checksums"] == ["model/config.json"]
+    (result,) = verify_path(checkpoint).results
+    assert (result.unhashed, result.problems) == (("model/config.json",), ())
+    assert result.as_dict()["files_without_checksums"] == ["model/config.json"]
     (checkpoint / "model" / "config.json").write_text("{[")
-    assert [(p.file, p.text[:10]) for p in problems_of(checkpoint)] == [("model/config.json", "is no JSON")]
+    assert [(p.file, p.text[:10]) for p in problems_of(checkpoint)] == [("model/config.json", "is not JSON")]
 
 
 def test_one_ranks_file_is_compared_with_the_index_beside_it(checkpoint):
@@ -195,9 +195,9 @@ def test_one_ranks_file_is_compared_with_the_index_beside_it(checkpoint):
         piece for entry in read_index(checkpoint).tensors.values() for piece in entry.pieces if piece.file == SECOND
     ]
     (checkpoint / FIRST).unlink()  # says nothing of the second
-    (verdict,) = verify_path(checkpoint / SECOND).verdicts
-    assert (verdict.kind, verdict.problems) == (Kind.WEIGHTS, ())
-    assert (verdict.checksums, verdict.tensors) == (sum(len(piece.crcs) for piece in pieces), len(pieces))
+    (result,) = verify_path(checkpoint / SECOND).results
+    assert (result.kind, result.problems) == (Kind.WEIGHTS, ())
+    assert (result.checksums, result.tensors) == (sum(len(piece.crcs) for piece in pieces), len(pieces))
     flip(checkpoint / SECOND, (checkpoint / SECOND).stat().st_size - 1)
     (problem,) = problems_of(checkpoint / SECOND)
     assert (problem.file, problem.stop) == (SECOND, (checkpoint / SECOND).stat().st_size)
@@ -219,7 +219,7 @@ def test_a_run_with_all_that_is_in_it(tmp_path):
     (checkpoints / "step-00000003").rename(checkpoints / "step-00000003.old")
     shutil.copytree(checkpoints / "step-00000001", checkpoints / "step-00000004.tmp")
     found = verify_path(run)
-    state = {str(verdict.path.relative_to(run)): not verdict.problems for verdict in found.verdicts}
+    state = {str(result.path.relative_to(run)): not result.problems for result in found.results}
     assert state == {
         "checkpoints/step-00000001": True,
         "checkpoints/step-00000002": False,
@@ -230,8 +230,8 @@ def test_a_run_with_all_that_is_in_it(tmp_path):
     }
     assert found.problems == 1
     assert [note.split()[0] for note in found.notes] == [str(checkpoints / "step-00000004.tmp"), str(run / "best.next")]
-    assert [verdict.path for verdict in verify_path(checkpoints).verdicts] == [v.path for v in found.verdicts[:3]]
-    kinds = {verdict.kind: verdict.checksums > 0 for verdict in found.verdicts if not verdict.problems}
+    assert [result.path for result in verify_path(checkpoints).results] == [v.path for v in found.results[:3]]
+    kinds = {result.kind: result.checksums > 0 for result in found.results if not result.problems}
     assert kinds == {Kind.CHECKPOINT: True, Kind.MODEL: False}
 
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_no_damage(tmp_path):
             shutil.rmtree(first)
 
     found = verify_path(tmp_path / "checkpoints", progress)
-    assert [verdict.path.name for verdict in found.verdicts] == ["step-00000002"]
+    assert [result.path.name for result in found.results] == ["step-00000002"]
     assert found.problems == 0
     assert found.notes == (f"{first} was deleted while it was being verified",)
 
@@ -257,10 +257,10 @@ def model_directory(tmp_path):
 
 
 def test_a_model_is_read_and_said_to_have_no_checksums(model_directory):
-    (verdict,) = verify_path(model_directory).verdicts
-    assert (verdict.kind, verdict.checksums, verdict.problems) == (Kind.MODEL, 0, ())
-    assert verdict.as_dict()["checked"] == "structure"
-    assert verdict.nbytes == sum(p.nbytes for p in t5().parameters())
+    (result,) = verify_path(model_directory).results
+    assert (result.kind, result.checksums, result.problems) == (Kind.MODEL, 0, ())
+    assert result.as_dict()["checked"] == "structure"
+    assert result.nbytes == sum(p.nbytes for p in t5().parameters())
 
 
 def test_all_files_of_a_model_that_are_damaged_are_told(model_directory):
@@ -282,7 +282,7 @@ def test_all_files_of_a_model_that_are_damaged_are_told(model_directory):
     (model_directory / "model.safetensors.index.json").write_text("{")
     found = [(problem.file, problem.text) for problem in problems_of(model_directory)]
     assert [file for file, _ in found] == ["config.json", "model", first.name, second.name]
-    assert found[1][1].startswith("model.safetensors.index.json is no JSON")
+    assert found[1][1].startswith("model.safetensors.index.json is not JSON")
 
 
 def test_one_file_and_an_index(model_directory):
@@ -300,10 +300,10 @@ def test_one_file_and_an_index(model_directory):
 def test_nothing_to_verify(tmp_path):
     with pytest.raises(CheckpointError, match="There is no"):
         verify_path(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="is none of what"):
+    with pytest.raises(CheckpointError, match="is nothing that fullshard"):
         verify_path(tmp_path)
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(CheckpointError, match="no file of weights"):
+    with pytest.raises(CheckpointError, match="is not a weight file"):
         verify_path(tmp_path / "notes.txt")
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="nothing to verify"):

@@ -91,7 +91,9 @@ class Malicious:
 def test_code_in_a_pickle_is_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Malicious()}, tmp_path / "x.bin")
-    with pytest.raises(CheckpointError, match=r"holds Python objects beside tensors.*If you trust .* convert it once"):
+    with pytest.raises(
+        CheckpointError, match=r"holds Python objects in addition to tensors.*If you trust .* convert it once"
+    ):
         WeightFiles(tmp_path / "x.bin")
     assert not (tmp_path / "ran").exists()
 
@@ -114,7 +116,7 @@ def damaged(tmp_path, damage):
 @pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "pickle"])
 def test_damaged_files_of_torch(tmp_path, damage):
     path = damaged(tmp_path, damage)
-    with pytest.raises(CheckpointError, match=r"x\.bin is no whole file of torch\.save \("):
+    with pytest.raises(CheckpointError, match=r"x\.bin is not a complete file of torch\.save \("):
         WeightFiles(path)
 
 
@@ -137,14 +139,14 @@ def test_indices_that_do_not_fit_their_files(tmp_path):
     index = split(tmp_path)
     names = {"a": "x-1.safetensors", "b": "x-2.safetensors"}
     for content, rule in (
-        ("{", "is no JSON"),
-        ("[]", "holds no weight_map"),
-        ('{"weight_map": {}}', "holds no weight_map"),
+        ("{", "is not JSON"),
+        ("[]", "has no weight_map"),
+        ('{"weight_map": {}}', "has no weight_map"),
         (
             json.dumps({"weight_map": names | {"b": "../x-2.safetensors"}}),
             r"'b' in '\.\./x-2\.safetensors', which is no",
         ),
-        (json.dumps({"weight_map": names | {"b": 3}}), "'b' in 3, which is no name"),
+        (json.dumps({"weight_map": names | {"b": 3}}), "'b' in 3, which is not the name"),
         (
             json.dumps({"weight_map": names | {"b": "x-3.safetensors"}}),
             r"names x-3\.safetensors, which is not beside it",
@@ -174,7 +176,7 @@ def test_paths_without_weights(tmp_path):
     with pytest.raises(CheckpointError, match=r"There is no .*t5-small"):
         WeightFiles(tmp_path / "t5-small")
     (tmp_path / "x.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"x\.gguf is none of the files"):
+    with pytest.raises(CheckpointError, match=r"x\.gguf is not a weight file"):
         WeightFiles(tmp_path / "x.gguf")
 
 

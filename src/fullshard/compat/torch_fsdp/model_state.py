@@ -16,7 +16,7 @@ from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
 from fullshard.compat.torch_fsdp.torch_getters import asking_getter, empty_part_of, keeps_on_rank0_only
 from fullshard.engine import StateEntry, gathered, mesh_of, plain_name, sharded_roots, state_entries
 from fullshard.errors import ShardingError
-from fullshard.saving.shard_tensor import ShardTensor, WholeTensor, part_or_whole
+from fullshard.saving.shard_tensor import FullTensor, ShardTensor, part_or_full
 
 _EXTRA = "_extra_state"
 
@@ -125,7 +125,7 @@ def _sharded(entry: StateEntry) -> torch.Tensor:
         return tensor.detach().clone()
     start, _ = entry.meta.element_range
     comm: Comm = tensor.shard_comm  # type: ignore[attr-defined]
-    return part_or_whole(entry.shape, start, tensor.detach().reshape(-1).clone(), comm=comm)
+    return part_or_full(entry.shape, start, tensor.detach().reshape(-1).clone(), comm=comm)
 
 
 def _shard_of(entry: StateEntry) -> torch.Tensor:
@@ -145,8 +145,8 @@ def _shard_of(entry: StateEntry) -> torch.Tensor:
 def _to_host(value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, ShardTensor):
         return ShardTensor.of(value.shape, value.start, value.flat.cpu(), comm=value.comm)
-    if isinstance(value, WholeTensor):
-        return part_or_whole(value.shape, 0, value.cpu().reshape(-1), comm=value.comm)
+    if isinstance(value, FullTensor):
+        return part_or_full(value.shape, 0, value.cpu().reshape(-1), comm=value.comm)
     return value.cpu()
 
 

@@ -68,7 +68,7 @@ class OptimState:
 
     def full(self, *, rank0_only: bool) -> StateDict:
         """Return full tensors; with ``rank0_only`` an empty dict on all ranks except 0."""
-        state = self.all.whole(rank0_only=rank0_only, to_host=self.to_host)
+        state = self.all.full(rank0_only=rank0_only, to_host=self.to_host)
         return {} if rank0_only and self.mesh.rank > 0 else {"state": state, "param_groups": self.groups}
 
     def sharded(self) -> StateDict:

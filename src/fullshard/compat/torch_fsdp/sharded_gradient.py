@@ -19,7 +19,7 @@ from fullshard.comm import Comm
 from fullshard.engine.step.param import ShardedParam
 from fullshard.errors import ConfigError, ShardingError
 from fullshard.layout import ShardMeta
-from fullshard.saving.shard_tensor import gather_whole
+from fullshard.saving.shard_tensor import gather_full
 
 
 class ShardedGradient(torch.Tensor):
@@ -58,7 +58,7 @@ class ShardedGradient(torch.Tensor):
         """Return the full gradient on the device of collectives; every rank that shares the parameter calls it."""
         rows = self.as_subclass(torch.Tensor)
         meta = self.shard_meta
-        return gather_whole(self.shard_comm, meta.global_shape, meta.element_range[0], rows.reshape(-1))
+        return gather_full(self.shard_comm, meta.global_shape, meta.element_range[0], rows.reshape(-1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a plain copy of these rows."""
@@ -104,7 +104,7 @@ class FullTensor:
         if param is None:
             raise ShardingError("full_tensor() of a parameter whose model was deleted. Keep a reference to the model.")
         start, _ = param.meta.element_range
-        return gather_whole(
+        return gather_full(
             param.lane.mesh.shard_group, param.meta.global_shape, start, param.sharded.detach().reshape(-1)
         )
 

@@ -201,7 +201,7 @@ def test_torn_checkpoints_alone_are_an_error_and_not_a_new_run(tmp_path):
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     path = Path(run_until_stopped(tmp_path, None).checkpoint)
     shutil.copytree(path / "model", tmp_path / "model")
-    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         run(tmp_path, resume=str(tmp_path / "model"))
 
 

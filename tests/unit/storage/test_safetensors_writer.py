@@ -114,13 +114,13 @@ A, B = ("a", 0, 2), ("b", 0, 6)
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ([A], r"1 of 2 tensors were not written whole: b \(0 of 6 elements\)"),
+        ([A], r"1 of 2 tensors were not written completely: b \(0 of 6 elements\)"),
         ([A, ("b", 0, 2), ("b", 4, 6)], r"b \(4 of 6 elements\)"),
-        ([A, B, ("a", 0, 1)], "elements 0 to 1 of tensor 'a' came a second time"),
-        ([A, ("b", 0, 4), ("b", 3, 6)], "elements 3 to 6 of tensor 'b' came a second time"),
-        ([A, ("b", 3, 4), ("b", 2, 5)], "elements 2 to 5 of tensor 'b' came a second time"),
-        ([A, ("b", 0, 2), ("b", 4, 6), ("b", 2, 5)], "elements 2 to 5 of tensor 'b' came a second time"),
-        ([A, B, ("c", 0, 1)], "'c' is none of the 2"),
+        ([A, B, ("a", 0, 1)], "elements 0 to 1 of tensor 'a' were written before"),
+        ([A, ("b", 0, 4), ("b", 3, 6)], "elements 3 to 6 of tensor 'b' were written before"),
+        ([A, ("b", 3, 4), ("b", 2, 5)], "elements 2 to 5 of tensor 'b' were written before"),
+        ([A, ("b", 0, 2), ("b", 4, 6), ("b", 2, 5)], "elements 2 to 5 of tensor 'b' were written before"),
+        ([A, B, ("c", 0, 1)], "'c' is not one of the 2"),
         ([A, ("b", 4, 7)], r"shape \(3,\) from element 4 on does not fit tensor 'b', announced with shape \(3, 2\)"),
         ([A, ("b", -1, 2)], "from element -1 on does not fit"),
     ],
@@ -141,7 +141,7 @@ def test_a_run_is_flat(tmp_path):
 
 
 def test_names_announced_twice_and_unknown_dtypes_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="announced twice"):
+    with pytest.raises(CheckpointError, match="occurs twice"):
         SafetensorsWriter(tmp_path / "m", [spec("a", W), spec("a", W)])
     with pytest.raises(CheckpointError, match=r"'a' is torch\.complex128.*view_as_real"):
         SafetensorsWriter(tmp_path / "m", [TensorSpec("a", (2,), torch.complex128)])

@@ -1,8 +1,8 @@
-"""The safetensors container, written by ourselves so that a run of a tensor's elements at a time is enough.
+"""Writer of safetensors files that needs only one run of a tensor's elements at a time.
 
 The container is 8 bytes (little-endian length of the header), a JSON header with each tensor's dtype, shape and byte
-range, and the tensors' bytes without gaps. The header needs names, shapes and dtypes only, so it goes first, and each
-run of elements is written to its place when it arrives, in any order. The library's own ``save_file`` wants all tensors
+range, and the tensors' bytes without gaps. The header needs only names, shapes and dtypes, so it is written first, and
+each run of elements goes to its place when it arrives, in any order. The library's own ``save_file`` takes all tensors
 at once.
 """
 
@@ -23,15 +23,15 @@ from fullshard.errors import CheckpointError
 from fullshard.storage.dtypes import CODES
 
 _PIECE_BYTES = 1 << 20
-"""What is cast and written at once: all the memory that writing takes; small pieces also let Ctrl-C in between."""
+"""Bytes cast and written at once: all the memory that writing takes. Small pieces also let Ctrl-C in between."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the header says about one tensor.
+    """Name, shape and dtype of one stored tensor.
 
     Attributes:
-        name: Key in the file.
+        name: Its name in the file.
         shape: Its full shape.
         dtype: Its dtype in the file.
     """
@@ -42,7 +42,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the full tensor."""
         return prod(self.shape)
 
     @property
@@ -52,13 +52,13 @@ class TensorSpec:
 
 
 class _Written:
-    """Which elements of one tensor have been written: intervals that neither overlap nor touch."""
+    """Elements of one tensor that have been written: intervals that neither overlap nor touch."""
 
     def __init__(self) -> None:
         self.edges: list[int] = []  # start, stop, start, stop, … ascending
 
     def add(self, start: int, stop: int) -> bool:
-        """Note the elements from ``start`` to ``stop``, at least one; False if one of them was there already."""
+        """Add the elements ``start`` to ``stop``, at least one; return False if one of them was written already."""
         place = bisect_right(self.edges, start)
         if place % 2 or place != bisect_left(self.edges, stop):
             return False
@@ -70,25 +70,25 @@ class _Written:
 
     @property
     def count(self) -> int:
-        """Elements written."""
+        """Number of elements written."""
         return sum(self.edges[1::2]) - sum(self.edges[::2])
 
 
 class SafetensorsWriter:
     """A safetensors file that is filled run by run; a context manager, on one rank.
 
-    On leaving without an error every element of every tensor must have been written, and the bytes are on the disk
-    (fsync). What is left behind after an error is not a whole file: write into an
+    Leaving it without an error requires that every element of every tensor was written; the bytes are then on disk
+    (fsync). After an error an incomplete file is left: write into an
     :func:`~fullshard.storage.atomic_directory`.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
-        """Create the file, give it its full length and write the header.
+        """Create the file at its full length and write the header.
 
         Args:
             path: File to create; its directory exists.
-            specs: All tensors, each name once. In the file, dtypes with larger elements come first, so that every
-                tensor is aligned to its element size.
+            specs: All tensors, each name once. Dtypes with larger elements come first in the file, so that every tensor
+                is aligned to its element size.
 
         Raises:
             CheckpointError: A name occurs twice or a dtype has no safetensors code.
@@ -113,31 +113,31 @@ class SafetensorsWriter:
         return self
 
     def write_run(self, name: str, start: int, flat: torch.Tensor) -> None:
-        """Write a run of one tensor's elements to its place, cast to the dtype the header gives it.
+        """Write a run of one tensor's elements to its place, cast to its dtype in the file.
 
         Args:
             name: One of the names in the header.
             start: First element of the run, counted in the flattened tensor.
-            flat: The elements, (run,), on any device, none of them written before; not kept. They are cast in pieces of
-                1 MiB, so that no copy of the run is made.
+            flat: The elements, (run,), on any device, none of them written before; not kept. They are cast 1 MiB at a
+                time, so no copy of the run is made.
 
         Raises:
-            CheckpointError: The name is unknown, or elements lie outside the tensor or were written before.
+            CheckpointError: The name is unknown, or elements are outside the tensor or were written before.
             OSError: The file system refused.
         """
         spec = self._specs.get(name)
         if spec is None:
-            raise CheckpointError(f"{self.path.name}: tensor {name!r} is none of the {len(self._specs)} announced.")
+            raise CheckpointError(f"{self.path.name}: tensor {name!r} is not one of the {len(self._specs)} in it.")
         stop = start + flat.numel()
         if flat.dim() != 1 or start < 0 or stop > spec.numel:
             raise CheckpointError(
                 f"{self.path.name}: a run of shape {tuple(flat.shape)} from element {start} on does not fit tensor "
-                f"{name!r}, announced with shape {spec.shape}, {spec.numel} elements."
+                f"{name!r} of shape {spec.shape} with {spec.numel} elements."
             )
         if flat.numel() and not self._written[name].add(start, stop):
             raise CheckpointError(
-                f"{self.path.name}: elements {start} to {stop} of tensor {name!r} came a second time, all or some of "
-                "them; each is written once."
+                f"{self.path.name}: some of the elements {start} to {stop} of tensor {name!r} were written before; "
+                "each must be written once."
             )
         size = spec.dtype.itemsize
         step = _PIECE_BYTES // size
@@ -148,7 +148,7 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file; without an error, first put it on the disk.
+        """Close the file; without an error, first flush it to disk.
 
         Raises:
             CheckpointError: Elements were never written.
@@ -156,12 +156,12 @@ class SafetensorsWriter:
         """
         try:
             if kind is None:
-                self._check_whole()
+                self._check_complete()
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
 
-    def _check_whole(self) -> None:
+    def _check_complete(self) -> None:
         """Raise unless every element has been written."""
         missing = [
             f"{name} ({self._written[name].count} of {spec.numel} elements)"
@@ -170,13 +170,13 @@ class SafetensorsWriter:
         ]
         if missing:
             raise CheckpointError(
-                f"{self.path.name}: {len(missing)} of {len(self._specs)} tensors were not written whole: "
+                f"{self.path.name}: {len(missing)} of {len(self._specs)} tensors were not written completely: "
                 f"{', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}."
             )
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
-    """Header bytes with the length in front, where in the file each tensor starts, and where the file ends."""
+    """Return the header with its length in front, where each tensor starts in the file, and where the file ends."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     offset = 0
@@ -184,12 +184,12 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
         code = CODES.get(spec.dtype)
         if code is None:
             raise CheckpointError(
-                f"Tensor {spec.name!r} is {spec.dtype}, which the safetensors format cannot hold; it holds "
+                f"Tensor {spec.name!r} is {spec.dtype}, which the safetensors format cannot store; it stores "
                 f"{', '.join(str(dtype).removeprefix('torch.') for dtype in CODES)}. Convert it to one of these "
                 "(complex numbers: torch.view_as_real), or leave it out: register_buffer(..., persistent=False)."
             )
         if spec.name in entries:
-            raise CheckpointError(f"Tensor {spec.name!r} is announced twice; a tied tensor is written once.")
+            raise CheckpointError(f"Tensor {spec.name!r} occurs twice; a tied tensor must be written once.")
         offsets[spec.name] = offset
         entries[spec.name] = {
             "dtype": code,
@@ -205,7 +205,7 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
 
 
 def _write_at(descriptor: int, position: int, data: memoryview) -> None:
-    """Write all of ``data`` at ``position``; a single call may write less than it was given."""
+    """Write all of ``data`` at ``position``; a single system call may write less."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], position + done)

@@ -12,29 +12,29 @@ import torch
 
 from fullshard.errors import ConfigError
 from fullshard.storage.atomic import publish
-from fullshard.storage.hf import SafetensorsWriter, TensorSpec
-from fullshard.storage.places import ADAPTER_NAME
+from fullshard.storage.kinds import ADAPTER_NAME
+from fullshard.storage.safetensors_writer import SafetensorsWriter, TensorSpec
 
 WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 _WEIGHTS = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_NAME)
-_ENTRANCES = (*_WEIGHTS, "adapter_config.json", "config.json", "generation_config.json")
-"""In the order in which they are taken away: weights first. A configuration of an adapter beside a whole model, or of a
-model beside an adapter, would be read as part of it."""
+_ENTRY_FILES = (*_WEIGHTS, "adapter_config.json", "config.json", "generation_config.json")
+"""In the order in which they are removed: weights first. An adapter's configuration left next to a complete model, or a
+model's next to an adapter, would be read as part of it."""
 
 _PARTS = "model-*-of-*.safetensors"
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a size as Hugging Face writes it; any rank.
+    """Return the bytes of a size in Hugging Face's notation; any rank.
 
     Args:
         size: Bytes, or a number and one of TB, GB, MB, KB (powers of 1,000), such as ``"5GB"``.
 
     Raises:
-        ConfigError: It is none, or less than a byte.
+        ConfigError: It is not a size, or less than one byte.
 
     Examples:
         >>> parse_size("1.5 gb"), parse_size(300)
@@ -46,19 +46,19 @@ def parse_size(size: int | str) -> int:
         with suppress(ValueError, OverflowError):
             nbytes = int(float(number) * _UNITS.get(unit, 0))
     if nbytes < 1:
-        raise ConfigError(f"A size is a number of bytes above 0, or a text such as '5GB' or '300MB'; got {size!r}.")
+        raise ConfigError(f"A size must be a number of bytes above 0, or text such as '5GB' or '300MB'; got {size!r}.")
     return nbytes
 
 
 def split_into_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Which tensors go into which file, as Hugging Face's ``save_pretrained`` has it; any rank.
+    """Assign tensors to files as Hugging Face's ``save_pretrained`` does; any rank.
 
     Args:
         specs: All tensors, in the order of the model's ``state_dict()``.
-        max_file_bytes: Most bytes of tensors in a file; a tensor that is larger has a file of its own.
+        max_file_bytes: Most bytes of tensors in a file; a larger tensor gets a file of its own.
 
     Returns:
-        The tensors of each file, by its name: one file, or several that are numbered.
+        The tensors of each file, by file name: one file, or several numbered ones.
     """
     files: list[list[TensorSpec]] = []
     current: list[TensorSpec] = []
@@ -82,7 +82,7 @@ def split_into_files(specs: Sequence[TensorSpec], max_file_bytes: int) -> dict[s
 class WeightsWriter:
     """The weight files of one model, filled run by run; a context manager, on one rank.
 
-    On leaving without an error every element must have been written, and the files are on the disk. Write into an
+    Leaving it without an error requires that every element was written; the files are then on disk. Write into an
     :func:`~fullshard.storage.atomic_directory`.
     """
 
@@ -118,13 +118,13 @@ class WeightsWriter:
         return self
 
     def write_run(self, name: str, start: int, flat: torch.Tensor) -> None:
-        """Write a run of one tensor, announced in ``specs``; see :meth:`SafetensorsWriter.write_run`."""
+        """Write a run of a tensor in ``specs``; see :meth:`SafetensorsWriter.write_run`."""
         self._writers[name].write_run(name, start, flat)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files; without an error, put them on the disk and, if there are several, write the index.
+        """Close the files; without an error, flush them to disk and, if there are several, write the index.
 
         Raises:
             CheckpointError: Elements were never written.
@@ -141,20 +141,20 @@ class WeightsWriter:
 
 
 def publish_model(source: Path, target: Path) -> None:
-    """Place a saved model in a directory that holds other files too, and take away a model that was there; on one rank.
+    """Replace the model in a directory that also holds other files by a saved one; on one rank.
 
-    Whatever moment it is killed at, a reader finds the new model in ``target``, or none.
+    Whenever it is killed, a reader finds the new model in ``target``, or none.
 
     Args:
         source: Directory that ``save`` wrote.
-        target: Directory that exists.
+        target: Existing directory.
 
     Raises:
-        CheckpointError: The file system refused; ``source`` is still whole.
+        CheckpointError: The file system refused; ``source`` is still complete.
     """
-    publish(source, target, entrances=_ENTRANCES, parts=_PARTS)
+    publish(source, target, entries=_ENTRY_FILES, parts=_PARTS)
 
 
 def holds_model(directory: Path) -> bool:
-    """Whether a directory holds a model's weights in Hugging Face's safetensors layout, or an adapter's in peft's."""
+    """Return whether a directory holds a model's weights as Hugging Face names them, or an adapter's as peft does."""
     return any((directory / name).exists() for name in _WEIGHTS)

@@ -1,4 +1,4 @@
-"""What a path on disk is: a checkpoint, a directory of them, a run, a model, or a file of weights."""
+"""The kinds of path on disk: a checkpoint, a directory of checkpoints, a run, a model, or a weight file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fullshard.storage.store import COMPLETE_NAME
 from fullshard.storage.weight_files import INDEX_SUFFIX, WEIGHTS_IN_DIRECTORY
 
 CHECKPOINTS_NAME = "checkpoints"
-"""Where a run has its checkpoints, in its directory."""
+"""Name of the directory of checkpoints inside a run's directory."""
 
 ADAPTER_NAME = "adapter_model.safetensors"
-"""The weights in a directory of peft's."""
+"""Name of the weight file in a directory written by peft."""
 
 MODEL_WEIGHTS = (*WEIGHTS_IN_DIRECTORY, ADAPTER_NAME)
-"""Files one of which makes a directory a model's."""
+"""A directory that holds one of these files is a model's."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", INDEX_SUFFIX)
-"""How the names of files of weights end."""
+"""Suffixes of weight files."""
 
 _CHECKPOINT = re.compile(r"step-\d{8,}(\.old)?")
 _UNFINISHED = re.compile(r"(step-\d{8,}|best.*)\.(tmp|old|next|last|lost)")
@@ -30,7 +30,7 @@ _RUN_FILES = ("metrics.jsonl", "summary.json")
 
 
 class Kind(Enum):
-    """What a path is."""
+    """The kind of a path."""
 
     CHECKPOINT = "checkpoint"
     CHECKPOINTS = "checkpoints"
@@ -40,25 +40,25 @@ class Kind(Enum):
 
 
 def kind_of(path: Path) -> Kind:
-    """What a path is, by names only; any rank.
+    """Return the kind of a path, judged by file names only; any rank.
 
     Args:
         path: Directory or file.
 
     Raises:
-        CheckpointError: It is not there, or none of these.
+        CheckpointError: The path does not exist, or is of no known kind.
     """
     if not path.exists():
         raise CheckpointError(
-            f"There is no {path}. Name a run's directory, its {CHECKPOINTS_NAME} directory, one checkpoint (step-…), a "
-            "model's directory or a file of weights."
+            f"There is no {path}. Give a run's directory, its {CHECKPOINTS_NAME} directory, one checkpoint (step-…), a "
+            "model's directory or a weight file."
         )
     if path.is_file():
         if path.name.endswith(WEIGHT_SUFFIXES):
             return Kind.WEIGHTS
         raise CheckpointError(
-            f"{path} is no file of weights: none of *{', *'.join(WEIGHT_SUFFIXES)}. Name one, or a directory: a run's, "
-            f"its {CHECKPOINTS_NAME}, one checkpoint (step-…) or a model's{_around(path)}."
+            f"{path} is not a weight file (*{', *'.join(WEIGHT_SUFFIXES)}). Give one, or a directory: a run's, its "
+            f"{CHECKPOINTS_NAME}, one checkpoint (step-…) or a model's{_around(path)}."
         )
     if re.match(r"step-\d{8,}", path.name) or (path / COMPLETE_NAME).exists() or (path / INDEX_NAME).exists():
         return Kind.CHECKPOINT
@@ -69,22 +69,22 @@ def kind_of(path: Path) -> Kind:
     if path.name == CHECKPOINTS_NAME or any(path.glob("step-*")):
         return Kind.CHECKPOINTS
     raise CheckpointError(
-        f"{path} is none of what fullshard writes or reads: it holds no {CHECKPOINTS_NAME} or step-… directory, and no "
+        f"{path} is nothing that fullshard writes or reads: it has no {CHECKPOINTS_NAME} or step-… directory, and no "
         f"weights ({', '.join(MODEL_WEIGHTS)})."
     )
 
 
 def _around(file: Path) -> str:
-    """The directory that somebody may have meant who named a file in it."""
+    """Return a hint at the directory that the user may have meant by naming a file in it."""
     with contextlib.suppress(CheckpointError):
         return f"; it is in {file.parent}, a {kind_of(file.parent).value.removesuffix('s')}"
     return ""
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Everything under a checkpoint's name, whole or not, by step; any rank.
+    """Return everything with a checkpoint's name, complete or not, by step; any rank.
 
-    What was moved aside for a moment (``.old``) is one where nothing has taken its place.
+    A directory that was moved aside (``.old``) counts if nothing has taken its place.
     """
     names = {path.name for path in directory.iterdir() if path.is_dir()} if directory.is_dir() else set()
     return [
@@ -95,14 +95,14 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 
 def models_in(run: Path) -> list[Path]:
-    """The models that a run has written: the best ones and, at its end, the one in its directory; any rank."""
+    """Return the models that a run has written: the best ones and, at its end, the one in its directory; any rank."""
     kept = sorted(path for path in run.glob("best*") if path.is_dir() and not _UNFINISHED.fullmatch(path.name))
     return [path for path in [*kept, run] if any((path / name).exists() for name in MODEL_WEIGHTS)]
 
 
 def unfinished_in(directory: Path) -> list[Path]:
-    """What is being written, replaced or deleted, or was left so by a killed process; any rank."""
+    """Return directories being written, replaced or deleted, or left so by a killed process; any rank."""
     if not directory.is_dir():
         return []
-    whole = checkpoints_in(directory)
-    return sorted(p for p in directory.iterdir() if p.is_dir() and _UNFINISHED.fullmatch(p.name) and p not in whole)
+    found = checkpoints_in(directory)
+    return sorted(p for p in directory.iterdir() if p.is_dir() and _UNFINISHED.fullmatch(p.name) and p not in found)
