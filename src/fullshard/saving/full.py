@@ -131,7 +131,7 @@ def _adapters(model: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Content:
-    """Tensors of the files of a full save; complete ones, unlike the pieces of a checkpoint.
+    """Full tensors that a save writes to files, unlike the pieces of a checkpoint.
 
     Attributes:
         specs: The stored tensor by its first name in the model, a tied one once.
