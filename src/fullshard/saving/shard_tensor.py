@@ -151,7 +151,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-class FullTensor(torch.Tensor):
+class UnsplitTensor(torch.Tensor):
     """A plain tensor of which this rank holds all elements, and other ranks perhaps none.
 
     It has a ``full_tensor()`` so that every rank can call it, whichever rank holds the elements.
@@ -162,9 +162,9 @@ class FullTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def of(full: torch.Tensor, comm: Comm) -> FullTensor:
+    def of(full: torch.Tensor, comm: Comm) -> UnsplitTensor:
         """Return ``full`` as one that the ranks of ``comm`` share."""
-        made = full.as_subclass(FullTensor)
+        made = full.as_subclass(UnsplitTensor)
         made.comm = comm
         return made
 
@@ -173,13 +173,13 @@ class FullTensor(torch.Tensor):
         flat = self.as_subclass(torch.Tensor).reshape(-1)
         return gather_full(self.comm, self.shape, 0, flat)
 
-    def to(self, *args: Any, **kwargs: Any) -> FullTensor:
+    def to(self, *args: Any, **kwargs: Any) -> UnsplitTensor:
         """Move or cast it; every rank can still call ``full_tensor()``."""
-        return FullTensor.of(self.as_subclass(torch.Tensor).to(*args, **kwargs), self.comm)
+        return UnsplitTensor.of(self.as_subclass(torch.Tensor).to(*args, **kwargs), self.comm)
 
-    def cpu(self, *args: Any, **kwargs: Any) -> FullTensor:
+    def cpu(self, *args: Any, **kwargs: Any) -> UnsplitTensor:
         """Move it to the CPU; see :meth:`to`."""
-        return FullTensor.of(self.as_subclass(torch.Tensor).cpu(*args, **kwargs), self.comm)
+        return UnsplitTensor.of(self.as_subclass(torch.Tensor).cpu(*args, **kwargs), self.comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone()
@@ -238,7 +238,7 @@ def part_or_full(
         return ShardTensor.of(shape, start, flat, written, comm)
     if comm is None:
         return flat.view(shape)
-    return FullTensor.of(flat.view(shape), comm)
+    return UnsplitTensor.of(flat.view(shape), comm)
 
 
 def state_as_part(part: StatePart, value: torch.Tensor, comm: Comm | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
 from fullshard.compat.torch_fsdp.torch_getters import asking_getter, empty_part_of, keeps_on_rank0_only
 from fullshard.engine import StateEntry, gathered, mesh_of, plain_name, sharded_roots, state_entries
 from fullshard.errors import ShardingError
-from fullshard.saving.shard_tensor import FullTensor, ShardTensor, part_or_full
+from fullshard.saving.shard_tensor import ShardTensor, UnsplitTensor, part_or_full
 
 _EXTRA = "_extra_state"
 
@@ -145,7 +145,7 @@ def _shard_of(entry: StateEntry) -> torch.Tensor:
 def _to_host(value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, ShardTensor):
         return ShardTensor.of(value.shape, value.start, value.flat.cpu(), comm=value.comm)
-    if isinstance(value, FullTensor):
+    if isinstance(value, UnsplitTensor):
         return part_or_full(value.shape, 0, value.cpu().reshape(-1), comm=value.comm)
     return value.cpu()
 

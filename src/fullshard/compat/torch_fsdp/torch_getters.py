@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from fullshard.saving.shard_tensor import FullTensor, ShardTensor
+from fullshard.saving.shard_tensor import ShardTensor, UnsplitTensor
 
 GETTERS = "torch.distributed.checkpoint.state_dict"
 
@@ -47,7 +47,7 @@ def full_for_getter(value: Any, options: StateDictOptions) -> Any:
     Returns:
         The full tensor; on ranks where torch drops it, a part without elements.
     """
-    if not isinstance(value, (ShardTensor, FullTensor)):
+    if not isinstance(value, (ShardTensor, UnsplitTensor)):
         return value
     full = value.full_tensor()
     if keeps_on_rank0_only(options) and dist.get_rank() > 0:
