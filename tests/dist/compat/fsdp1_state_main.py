@@ -342,7 +342,7 @@ def load_sharded_optimizer_state_dict(directory):
         with pytest.raises(CheckpointError, match="has no key 'optim'; it has model, optimizer"):
             load_ours(state, "optim", dcp.FileSystemReader(path))
         even = dcp.load_sharded_optimizer_state_dict(state, "optimizer", dcp.FileSystemReader(path))
-        with pytest.raises(CheckpointError, match=r"Import that name from fullshard\.compat\.torch_fsdp"):
+        with pytest.raises(CheckpointError, match=r"Import that function from fullshard\.compat\.torch_fsdp"):
             reader.fsdp.optim_state_dict_to_load(reader.model, reader.optimizer, even["optimizer"])
         same_state(writer.optim_state(), reader.optim_state())
 

@@ -28,7 +28,7 @@ def main():
         "local": [os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]],
         "error": float((mine / comm.size - alone).abs().max()),
         "losses": alone.tolist(),
-        "reads_memory": gloo._GROUPS[comm.group].link is not None,
+        "reads_memory": gloo._GROUPS[comm.group].memory is not None,
         "sent_bytes": sent_bytes(),
     }
     comm.barrier()

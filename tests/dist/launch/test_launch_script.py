@@ -150,7 +150,7 @@ def test_json_tells_ranks_code_duration_and_failure_and_keeps_stdout_free(launch
         ("sys.exit(5)", 5, "fullshard: rank 1 ended with exit code 5."),
         ("sys.exit('so be it')", 1, "[rank 1] so be it"),
         ("os._exit(3)", 3, "fullshard: rank 1 ended with exit code 3."),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL). The kernel does that when memory runs out"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL). The kernel does this when memory runs out"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal 11 (SIGSEGV). Native code crashed"),
         ("exec('1 +')", 1, "SyntaxError: invalid syntax"),
     ],

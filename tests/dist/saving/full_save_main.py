@@ -15,7 +15,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.comm import GlooComm, MemoryMeter, patience
+from fullshard.comm import GlooComm, MemoryMeter, run_together
 from fullshard.engine import full_state_dict
 from support.models import TinyLM
 from support.parity import replicas
@@ -55,11 +55,11 @@ def slower_than_the_ranks(comm):
         allowed.acquire()
         return pwrite(descriptor, data, position)
 
-    patience.PATIENCE_SECONDS, before = 0.02, patience.PATIENCE_SECONDS
+    run_together.PATIENCE_SECONDS, before = 0.02, run_together.PATIENCE_SECONDS
     comm.all_gather_object, os.pwrite = counted, late
     yield
     comm.all_gather_object, os.pwrite = exchange, pwrite
-    patience.PATIENCE_SECONDS = before
+    run_together.PATIENCE_SECONDS = before
 
 
 def memory(comm, directory):

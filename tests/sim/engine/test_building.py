@@ -57,7 +57,7 @@ def test_a_meta_module_that_cannot_initialise_itself_is_named():
     def work(comm):
         with torch.device("meta"):
             model = Bare()
-        with pytest.raises(WrapError, match=r"nothing gives scale first values: Bare has no reset_parameters"):
+        with pytest.raises(WrapError, match=r"nothing initializes scale: Bare has no reset_parameters"):
             fully_shard(model, comm, wrap=None)
 
     run_ranks(1, work)

@@ -150,7 +150,7 @@ def test_ranks_that_disagree_on_it_are_told():
 
 
 def test_weights_and_first_values_contradict_each_other():
-    with pytest.raises(ConfigError, match="drop one"):
+    with pytest.raises(ConfigError, match="pass one of them"):
         run_ranks(1, lambda comm: fully_shard(nn.Linear(2, 2), comm, weights=object(), first_values=FROM_RANK0))
 
 

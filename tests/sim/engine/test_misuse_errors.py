@@ -79,7 +79,7 @@ def test_ranks_with_different_values():
         models[1].blocks[2].up.weight += 1
 
     def work(comm):
-        with pytest.raises(MismatchError, match=r"blocks\.2.*Seed"):
+        with pytest.raises(MismatchError, match=r"blocks\.2.*same seed"):
             fully_shard(models[comm.rank], comm)
 
     run_ranks(2, work)

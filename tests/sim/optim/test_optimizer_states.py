@@ -437,7 +437,7 @@ def test_all_parameters_share_one_code_book_after_loading(way, tmp_path):
 def test_parameters_that_differ_between_ranks_are_refused():
     def work(comm, model):
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()])
-        with pytest.raises(CheckpointError, match="other parameters, or another order, on rank 1"):
+        with pytest.raises(CheckpointError, match="different parameters, or another order, on rank 1"):
             full_optimizer_state(model, optimizer)
 
     on_ranks(2, zoo(), work, **LAYOUTS["one unit"])

@@ -48,7 +48,7 @@ def test_a_run_file_in_the_place_of_accelerates_is_told(tmp_path, capsys):
     for arguments in (["config", "convert", str(run)], ["config", "check", str(run), "--config_file", str(run)]):
         assert cli.main(arguments) == 2
         said = capsys.readouterr().err
-        assert "is a run file of fullshard's own (it has output_dir," in said
+        assert "is a run file of fullshard (it has output_dir," in said
         assert f"`fullshard train {run}`" in said
         assert "unknown key" not in said
 

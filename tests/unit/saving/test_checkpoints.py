@@ -428,7 +428,7 @@ def corrupt(path, damage):
         ("missing", "00002.safetensors is missing"),
         ("cut", "bytes instead of"),
         ("index", "was changed after it was written"),
-        ("unmarked", "complete.json is missing"),
+        ("unmarked", "complete.json, which is written last, is missing"),
     ],
 )
 def test_damage_is_one_clear_error_on_every_rank(damage, words, tmp_path):

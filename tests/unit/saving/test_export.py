@@ -133,7 +133,7 @@ def test_which_checkpoint(tmp_path):
         assert choose_checkpoint(path, "best") == checkpoints / "step-00000002"
         assert choose_checkpoint(path, "1") == checkpoints / "step-00000001"
     assert choose_checkpoint(checkpoints / "step-00000002") == checkpoints / "step-00000002"
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint of step 4 in .*; there are 1, 2, 3\."):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 4 in .*; there are 1, 2, 3\."):
         choose_checkpoint(run, "4")
     with pytest.raises(ConfigError, match="is one checkpoint"):
         choose_checkpoint(checkpoints / "step-00000002", "latest")

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, save
-from fullshard.comm import patience
+from fullshard.comm import run_together
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from fullshard.models import train_tokenizer
 from fullshard.saving import full
@@ -259,7 +259,7 @@ def test_ctrl_c_leaves_what_was_there_and_no_thread(old, monkeypatch):
 @pytest.mark.usefixtures("_small_steps")
 def test_a_disk_slower_than_the_communication_timeout_trips_nothing(tmp_path, monkeypatch):
     """Nothing is written until the ranks have met so often that they would have timed out in one collective."""
-    monkeypatch.setattr(patience, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(run_together, "PATIENCE_SECONDS", 0.1)
     reference, models = replicas(t5, 2)
     answered, pwrite, met = threading.Event(), os.pwrite, []
 

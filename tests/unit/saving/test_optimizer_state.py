@@ -189,11 +189,11 @@ def rowwise(_):
 
 MISFITS = {
     "of other parameters": (swapped, {}, r"'exp_avg' of embed.weight has shape \(24,\) and the parameter \(50, 24\)"),
-    "of fewer": (shortened, {}, r"groups of \[26\] parameters without names; the model's would be \[27\]"),
+    "of fewer": (shortened, {}, r"groups of \[26\] parameters without names; the model would have \[27\]"),
     "with too few names": (lambda s: s, {"names": [["embed.weight"]]}, r"groups of \[27\] parameters; .* \[1\]"),
     "with unknown names": (lambda s: s, {"names": [["x"] * 27]}, "the model does not have: x"),
     "with lists": (nested, {}, "'history' of embed.weight is a list"),
-    "by row": (rowwise, {}, "is not by element"),
+    "by row": (rowwise, {}, "can be sharded if it is one number, has the parameter's shape"),
     "of a model": (lambda _: TinyLM().state_dict(), {}, "has the keys 'state' and 'param_groups'"),
 }
 

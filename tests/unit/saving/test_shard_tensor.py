@@ -85,7 +85,7 @@ def test_a_part_that_does_not_know_the_others_says_so():
 
 
 def test_another_ranks_part_is_refused():
-    with pytest.raises(ShardingError, match=r"w has elements 4 to 16 here where this rank holds 0 to 12"):
+    with pytest.raises(ShardingError, match=r"w has elements 4 to 16, but this rank holds 0 to 12"):
         part().elements("w", (0, 12))
     with pytest.raises(ShardingError, match="holds 0 to 0"):
         part().elements("w", (0, 0))

@@ -228,7 +228,7 @@ def test_publish_copies_where_there_are_no_links(tmp_path, monkeypatch):
 
 def test_publish_that_the_file_system_refuses_says_where_the_model_is(tmp_path):
     source = saved(tmp_path / "best", SINGLE)
-    with pytest.raises(CheckpointError, match="best is whole; use that"):
+    with pytest.raises(CheckpointError, match="best, which is complete"):
         publish_model(source, tmp_path / "nowhere")
 
 

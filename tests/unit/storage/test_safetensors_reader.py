@@ -163,7 +163,7 @@ def test_headers_that_cannot_be_true(tmp_path, fault):
     [
         (b"", "has 0 bytes; a safetensors file begins with 8"),
         (b"1234567", "has 7 bytes"),
-        (struct.pack("<Q", 20) + b"{}", r"announces a header of 20 bytes, but has 10 in all\. The file is damaged"),
+        (struct.pack("<Q", 20) + b"{}", r"announces a header of 20 bytes, but has only 10 bytes\. The file is damaged"),
         (struct.pack("<Q", 5 << 30) + b"{}", r"header of 5,368,709,120 bytes; the limit is 100,000,000\. Is it"),
         (struct.pack("<Q", (1 << 64) - 1) + b"{}", "header of 18,446,744,073,709,551,615 bytes; the limit"),
     ],

@@ -187,7 +187,7 @@ def test_small_files_of_an_earlier_version_are_said_to_have_no_checksums(checkpo
     assert (result.unhashed, result.problems) == (("model/config.json",), ())
     assert result.as_dict()["files_without_checksums"] == ["model/config.json"]
     (checkpoint / "model" / "config.json").write_text("{[")
-    assert [(p.file, p.text[:10]) for p in problems_of(checkpoint)] == [("model/config.json", "is not JSON")]
+    assert [(p.file, p.text[:11]) for p in problems_of(checkpoint)] == [("model/config.json", "is not JSON")]
 
 
 def test_one_ranks_file_is_compared_with_the_index_beside_it(checkpoint):

@@ -123,10 +123,10 @@ def test_damaged_files_of_torch(tmp_path, damage):
 @pytest.mark.parametrize(
     ("content", "rule"),
     [
-        (torch.zeros(3), "holds a Tensor where a state dict is needed"),
-        ({"epoch": 3, "model": {"a": torch.zeros(1)}}, r"entry 'epoch' is a int, and a state dict"),
+        (torch.zeros(3), "holds a Tensor; a state dict is needed"),
+        ({"epoch": 3, "model": {"a": torch.zeros(1)}}, r"entry 'epoch' is a int; a state dict"),
         ({1: torch.zeros(1)}, "entry 1 is a Tensor"),
-        ({"a": torch.zeros(3).to_sparse()}, "entry 'a' is a Tensor, and a state dict of names and strided"),
+        ({"a": torch.zeros(3).to_sparse()}, "entry 'a' is a Tensor; a state dict of names and strided"),
     ],
 )
 def test_files_that_are_no_state_dict(tmp_path, content, rule):
@@ -149,11 +149,11 @@ def test_indices_that_do_not_fit_their_files(tmp_path):
         (json.dumps({"weight_map": names | {"b": 3}}), "'b' in 3, which is not the name"),
         (
             json.dumps({"weight_map": names | {"b": "x-3.safetensors"}}),
-            r"names x-3\.safetensors, which is not beside it",
+            r"names x-3\.safetensors, which is not next to it",
         ),
         (
             json.dumps({"weight_map": names | {"c": "x-2.safetensors"}}),
-            "'c' in x-2.safetensors, which does not hold it",
+            "'c' in x-2.safetensors, which does not contain it",
         ),
     ):
         index.write_text(content)

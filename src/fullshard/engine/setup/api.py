@@ -1,4 +1,4 @@
-"""The front door: ``fully_shard`` and the functions beside it."""
+"""The library's entry point: ``fully_shard``."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class ShardedParam:
         self.bind(trainable=lane.trainable)
 
     def bind(self, *, trainable: bool) -> None:
-        """Point both Parameters at the lane's current memory; the full one is made anew."""
+        """Point both Parameters at the lane's current memory; the full one is recreated."""
         start = self.meta.placement.start
         full = self.lane.full.tensor[start : start + self.numel].view(self.meta.global_shape)
         self.full = nn.Parameter(full, requires_grad=False)

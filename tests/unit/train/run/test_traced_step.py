@@ -8,6 +8,7 @@ import torch
 from fullshard import fully_shard, memory_summary
 from fullshard.comm import SoloComm
 from fullshard.engine.setup import wrap
+from fullshard.engine.step.recorder import SILENT
 from fullshard.train.reporting.reports import StepReport
 from fullshard.train.reporting.trace import StepTrace
 from fullshard.train.run import traced_step as traced_step_module
@@ -120,5 +121,5 @@ def test_what_the_step_raises_comes_through_and_recording_ends(run):
 
     with pytest.raises(ValueError, match="no step"):
         traced_step(model, optimizer, SoloComm(torch.device("cpu")), fail)
-    assert model.__dict__["_fullshard_runtime"].recorder is None
+    assert model.__dict__["_fullshard_runtime"].recorder is SILENT
     lm_loss(model, batches(1, 2)[0]).backward()

@@ -111,7 +111,7 @@ def test_faults_are_errors_on_every_rank(saved, one_at_a_time):
     rewrite(directory, lambda tensors: tensors.pop("shared.weight"))
     assert "are missing: decoder.embed_tokens.weight" in raised(ModelError)
     (directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
-    assert "announces a header of 16 bytes, but has 10 in all" in raised(CheckpointError)
+    assert "announces a header of 16 bytes, but has only 10 bytes" in raised(CheckpointError)
     (directory / "model.safetensors").unlink()
     assert "holds no weights" in raised(CheckpointError)
 

@@ -185,7 +185,7 @@ def test_a_flipped_bit_names_another_checkpoint_that_goes_on_when_typed(tmp_path
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match="is damaged: block 0 of ") as info:
         run(tmp_path, **OFTEN)
-    other = re.search(r"give resume=(\S+) to fullshard train", str(info.value))[1]
+    other = re.search(r"pass resume=(\S+) to fullshard train", str(info.value))[1]
     memory = run(tmp_path, resume=other, **OFTEN)
     assert memory.begun[0].resumed_step == 4
     assert_same(tmp_path, uninterrupted)
