@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import MixedPrecision, fully_shard, register_forward_method, unsharded
+from fullshard.engine import full_state_dict, root_held
 from fullshard.errors import MismatchError, ShardingError
 from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss, t5
@@ -310,3 +311,18 @@ def test_generation_inference_mode_and_training_take_turns():
     for run, made in run_ranks(SIZE, work):
         assert_same_run(run, plain)
         assert torch.equal(made, expected)
+
+
+def test_changes_inside_unsharded_are_written_back_inside_root_held_too():
+    reference, models = replicas(TinyLM, SIZE)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        with root_held(model), unsharded(model), torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        return full_state_dict(model)
+
+    after = run_ranks(SIZE, work)[0]
+    for name, value in reference.state_dict().items():
+        assert torch.equal(after[name], value + 1.0), name
