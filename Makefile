@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all check docs bench clean
+.PHONY: demo test test-all check docs bench mutants gpu clean
 
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
@@ -34,6 +34,14 @@ docs: $(STAMP) $(DOCS_STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py
+
+# Small changes of the engine and the layout that the tests must notice; `--only N` runs N more of the sample.
+mutants: $(STAMP)
+	$(BIN)/python benchmarks/mutants.py
+
+# What only a GPU can tell, with the machine's own python3. STAGE=doctor,tests chooses; DRY=1: tiny shapes on the CPU.
+gpu:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry) $(if $(STAGE),--stage $(STAGE)) $(if $(OUT_DIR),--out $(OUT_DIR))
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -73,9 +73,7 @@ def sharded(_comm: Any, shapes: dict[str, int], lora: bool, offload: bool) -> di
     """Run the steps on a model and an optimizer that ``Accelerator.prepare`` shards."""
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["T5Block"],
-            cpu_offload=offload,
+            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["T5Block"], cpu_offload=offload
         )
     )
     model = make_model(shapes, lora=lora)

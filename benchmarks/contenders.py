@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import T5Config, T5ForConditionalGeneration
@@ -106,13 +105,22 @@ ENGINES: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 class Contender:
     """One engine, with its own copy of the model and its own optimizer."""
 
-    def __init__(self, name: str, model: nn.Module, inputs: dict[str, torch.Tensor], mesh: Any) -> None:
-        """Wrap ``model`` with engine ``name``; ``mesh`` is passed to fullshard only."""
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        mesh: Any,
+        *,
+        engine: Callable[[nn.Module, Any], nn.Module] | None = None,
+        **adamw: Any,
+    ) -> None:
+        """Wrap ``model`` with engine ``name``, or with ``engine``; ``adamw`` are further options of the optimizer."""
         self.name = name
-        self.model = ENGINES[name](model, mesh)
+        self.model = (engine or ENGINES[name])(model, mesh)
         self.inputs = inputs
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+        self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, **adamw)
 
     def forward(self) -> torch.Tensor:
         """Return the loss only, so that other outputs are freed."""

@@ -34,12 +34,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         except Exception as error:
             failures[name] = reason(error)
     record = interleaved(
-        contenders,
-        options["rounds"],
-        work=Contender.forward_backward,
-        tidy=_clear,
-        barrier=_nothing,
-        progress=tell,
+        contenders, options["rounds"], work=Contender.forward_backward, tidy=_clear, barrier=_nothing, progress=tell
     )
     dist.destroy_process_group()
     return {"contenders": {name: summary(r["seconds"]) for name, r in record.items()}, "failures": failures}

@@ -36,8 +36,7 @@ from measure import loopback_sent_bytes, summary
 from ranks import RankFailed, on_ranks, quiet, reason
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,8 +111,7 @@ CASES = {
     ),
     "SGD, momentum": _alike(lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)),
     "Adafactor, Hugging Face's": Case(
-        lambda model: transformers.Adafactor(model.parameters()),
-        lambda model: optim.Adafactor(model.parameters()),
+        lambda model: transformers.Adafactor(model.parameters()), lambda model: optim.Adafactor(model.parameters())
     ),
     "Adafactor, torch's": Case(
         lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),

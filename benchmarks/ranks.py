@@ -31,20 +31,35 @@ def on_two_ranks(work: Callable[..., Any], *args: Any, timeout_s: float) -> list
     return on_ranks(SIZE, work, *args, timeout_s=timeout_s)
 
 
-def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+def on_ranks(
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout_s: float,
+    start: str = "fork",
+    join_timeout_s: float | None = 60.0,
+) -> list[Any]:
     """Run ``work(comm, *args)`` on ``size`` ranks and return what each returned, in rank order.
+
+    Args:
+        size: Number of ranks.
+        work: Called on each; of a module, if ``start`` is ``"spawn"``.
+        args: Its other arguments.
+        timeout_s: Seconds for all of it.
+        start: How processes start.
+        join_timeout_s: Seconds that a rank waits for another; None: there is no process group, and ``comm`` is None.
 
     Raises:
         RankFailed: A rank failed; none is left running.
     """
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(start)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes, pipes = [], []
     for rank in range(size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, size, port, sender, work, args))
+        process = context.Process(target=_rank, args=(rank, size, port, join_timeout_s, sender, work, args))
         process.start()
         sender.close()
         processes.append(process)
@@ -86,13 +101,20 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[tuple[bool, Any]]:
     return [answers[index] for index in range(len(pipes))]
 
 
-def _rank(rank: int, size: int, port: int, sender: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    size: int,
+    port: int,
+    join_timeout_s: float | None,
+    sender: Any,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     quiet()
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    for_all = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ.update(for_all, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        comm = fullshard.init(timeout_s=60.0)
+        comm = None if join_timeout_s is None else fullshard.init(timeout_s=join_timeout_s)
         answer = (True, work(comm, *args))
     except Exception as error:
         traceback.print_exc()

@@ -1,6 +1,6 @@
 """Time of one training step: every engine and the compute floor take turns in one pair of processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -60,12 +60,29 @@ def _work(
     scenario: str,
 ) -> dict[str, Any]:
     tell = teller(scenario, options["started"], speaks=comm.rank == 0)
+    contenders, first, failures = entered(
+        names, lambda name: Contender(name, model(), task.inputs(comm.rank), comm), comm, tell
+    )
+    record = interleaved(
+        contenders, options["rounds"], work=Contender.step, tidy=_nothing, barrier=dist.barrier, progress=tell
+    )
+    return {"record": record, "first": first, "failures": failures}
+
+
+def entered(
+    names: Sequence[str], make: Callable[[str], Contender], comm: Comm, tell: Callable[[str], None]
+) -> tuple[list[Contender], dict[str, Any], dict[str, str]]:
+    """Build the contenders and take a step of each.
+
+    Returns:
+        Those that did on all ranks, each one's loss here, and why the others did not.
+    """
     contenders, first, failures = [], {}, {}
     for name in names:
         tell(f"first step of {name}")
         error = None
         try:
-            contender = Contender(name, model(), task.inputs(comm.rank), comm)
+            contender = make(name)
             first[name] = contender.step()
             contenders.append(contender)
         except Exception as caught:
@@ -75,10 +92,7 @@ def _work(
             failures[name] = errors[0]
             contenders = [c for c in contenders if c.name != name]
             first.pop(name, None)
-    record = interleaved(
-        contenders, options["rounds"], work=Contender.step, tidy=_nothing, barrier=dist.barrier, progress=tell
-    )
-    return {"record": record, "first": first, "failures": failures}
+    return contenders, first, failures
 
 
 def _nothing(contender: Contender) -> None:

@@ -15,15 +15,19 @@ import io
 import os
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from textwrap import dedent
-from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from fullshard.cli.main import main
-from fullshard.config.reference import options_page
+from fullshard.config.schema import RunConfig
+from fullshard.data.reading.columns import KNOWN_SHAPES
 
 REFERENCE = Path(__file__).parent / "reference"
 VERBS = (
@@ -38,10 +42,44 @@ MODULES = (
 )
 """Modules on the Python page, each with its names; None: those of its ``__all__``."""
 
+OPTIONS_HEAD = """\
+# Options of the run file
+
+```bash
+fullshard train run.yaml training.learning_rate=1e-4
+```
+
+Every option, its values and its default. On the command line an option is `section.key=value`, the value in YAML.
+Text with a colon or braces needs YAML's quotes inside the shell's: `'data.source_prefix="summarize: "'`.
+"""
+
+
+COLUMNS_HEAD = """\
+## Columns chosen by name
+
+Without `data.source_column`, `data.template` and `data.target_column`, the columns are those of the only pair below
+that a table has, in upper or lower case; a pair inside a larger one that the table also has does not count. Of exactly
+two columns with none of these names, the first is the source and the second the target. Each choice is printed;
+everything else is an error with the lines to paste.
+"""
+
+
+def options_page() -> str:
+    """Return the page with every option of the run file, made from its schema."""
+    return "\n".join([OPTIONS_HEAD, *_sections(RunConfig, ""), *_known_columns()]).rstrip() + "\n"
+
+
+def _known_columns() -> Iterator[str]:
+    """Yield the section with the columns that are chosen by name."""
+    yield COLUMNS_HEAD
+    yield "| `data.source_column` | `data.target_column` |\n|---|---|"
+    for sources, target in KNOWN_SHAPES:
+        yield f"| {' and '.join(f'`{name}`' for name in sources)} | `{target}` |"
+
 
 def command_line_page() -> str:
     """Return the page with the help of every verb."""
-    text = "# Command line\n\n```bash\nfullshard --help\n```\n\nThe help of every verb; the first has the exit codes.\n"
+    text = "# Command line\n\n```bash\nfullshard --help\n```\n\nThe first one lists the exit codes.\n"
     for verb in VERBS:
         text += f"\n## `{f'fullshard {verb}'.strip()}`\n\n```text\n{_help(verb)}```\n"
     return text
@@ -69,6 +107,57 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Yield the options of a section, then the sections in it."""
+    title = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
+    yield f"## {title}\n\n{_one_line(model.__doc__)}\n"
+    for name, field in model.model_fields.items():
+        if _section_of(field) is None:
+            key = f"{prefix}{field.alias or name}"
+            default = "required" if field.is_required() else f"default: {_default(field)}"
+            yield f"### `{key}`\n\n{_values(field.annotation)}; {default}\n\n{_one_line(field.description)}\n"
+    for name, field in model.model_fields.items():
+        section = _section_of(field)
+        if section is not None:
+            yield from _sections(section, f"{prefix}{field.alias or name}.")
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that a field holds; None for a plain option."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _values(annotation: Any) -> str:
+    """Return a field's type in words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _values(inner[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if kind is type(None) else _values(kind) for kind in inner)
+    if origin is Literal:
+        return ", ".join(str(value) for value in inner)
+    if origin is tuple:
+        return f"list of: {_values(inner[0])}"
+    if origin is dict:
+        return "section"
+    names = {"str": "text", "int": "whole number", "float": "number", "bool": "true, false", "Path": "path"}
+    return names.get(getattr(annotation, "__name__", ""), str(annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if value == () or value == {}:
+        return "none"
+    return f'`"{value}"`' if value == "" else f"`{value}`"
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
 def _help(verb: str) -> str:
     """Return the help of a verb, 100 columns wide."""
     os.environ["COLUMNS"] = "100"
@@ -78,7 +167,7 @@ def _help(verb: str) -> str:
     return output.getvalue()
 
 
-def _names(module: ModuleType) -> list[str]:
+def _names(module: types.ModuleType) -> list[str]:
     return sorted((name for name in module.__all__ if not name.startswith("__")), key=str.lower)
 
 

@@ -1,78 +1,36 @@
 """fullshard trains PyTorch models that do not fit on one GPU."""
 
-from fullshard.comm import init_from_env as init
-from fullshard.comm import shutdown
-from fullshard.engine import (
-    UnitTable,
-    full_state_dict,
-    full_tensors,
-    fully_shard,
-    memory_summary,
-    no_all_reduce,
-    no_sync,
-    register_forward_method,
-    reset,
-    units,
-    unsharded,
-)
-from fullshard.optim import ShardedGradScaler, StepInBackward, clip_grad_norm_, step_in_backward
-from fullshard.policy import (
-    BackwardPrefetch,
-    CPUOffload,
-    MinNumel,
-    MixedPrecision,
-    Named,
-    Prefetch,
-    ShardingStrategy,
-    TransformerBlocks,
-)
-from fullshard.saving import (
-    Checkpoints,
-    Pretrained,
-    Restored,
-    full_optimizer_state,
-    load,
-    load_checkpoint,
-    load_optimizer_state,
-    save,
-    write_assets,
-)
-from fullshard.version import __version__
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "Checkpoints",
-    "MinNumel",
-    "MixedPrecision",
-    "Named",
-    "Prefetch",
-    "Pretrained",
-    "Restored",
-    "ShardedGradScaler",
-    "ShardingStrategy",
-    "StepInBackward",
-    "TransformerBlocks",
-    "UnitTable",
-    "__version__",
-    "clip_grad_norm_",
-    "full_optimizer_state",
-    "full_state_dict",
-    "full_tensors",
-    "fully_shard",
-    "init",
-    "load",
-    "load_checkpoint",
-    "load_optimizer_state",
-    "memory_summary",
-    "no_all_reduce",
-    "no_sync",
-    "register_forward_method",
-    "reset",
-    "save",
-    "shutdown",
-    "step_in_backward",
-    "units",
-    "unsharded",
-    "write_assets",
-]
+from fullshard.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from fullshard.library import *  # noqa: F403
+
+_ROOMS = (
+    *("comm", "compat", "data", "engine", "errors", "layout", "models", "optim"),
+    *("policy", "saving", "shards", "storage"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the library with the first name of it that is used: the command line alone starts without torch.
+
+    Raises:
+        AttributeError: There is no such name.
+    """
+    if name in _ROOMS:
+        return import_module(f"fullshard.{name}")
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
+    library = import_module("fullshard.library")
+    for one in ("__all__", *library.__all__):
+        globals().setdefault(one, getattr(library, one))  # what was set in its place stays
+    if name not in globals():
+        raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("fullshard.library").__all__, *_ROOMS})

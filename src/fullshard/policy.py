@@ -128,17 +128,17 @@ class BackwardPrefetch(Enum):
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Which units are gathered ahead of the one that computes. It never changes results.
+    """Which units are gathered early, while another one computes. It never changes results.
 
     Attributes:
-        backward: When backward gathers ahead.
-        forward: Whether forward gathers ahead, in the order of the last forward.
-        ahead: Number of units gathered ahead of the one that computes; each costs the memory of a gathered unit.
-        forward_lists: For units by name, the units that are gathered ahead when their forward starts, instead of the
+        backward: When backward gathers units early.
+        forward: Whether forward gathers units early, in the order of the last forward.
+        ahead: Number of units gathered early; each costs the memory of a gathered unit.
+        forward_lists: For units by name, the units to gather when their forward starts, instead of the
             order of the last forward.
         backward_lists: The same for backward.
-        max_in_flight: Largest number of units, besides the root, that are gathered or being gathered when one more is
-            gathered ahead; None: limited by ``ahead`` or the lists only.
+        max_in_flight: Most units, besides the root, that may hold gathered memory before another one is gathered
+            early; None: limited by ``ahead`` or the lists only.
     """
 
     backward: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE

@@ -1,4 +1,4 @@
-"""The code blocks of README.md, docs/start and docs/guides run as they are printed."""
+"""The code blocks of README.md, docs/start, docs/guides and of the page on shards run as they are printed."""
 
 import subprocess
 
@@ -12,8 +12,10 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs" / "start").glob("*.md")),
     *sorted((ROOT / "docs/guides").glob("*.md")),
+    ROOT / "docs/concepts/what-a-shard-is.md",
 ]
-FAST = {"own-script.md", "report.md"}
+FAST = {"own-script.md", "report.md", "what-a-shard-is.md"}
+NEEDS = {"lightning.md": "lightning"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 
 
@@ -61,6 +63,8 @@ def test_blocks_are_valid(page, folder, monkeypatch):
     [pytest.param(page, id=name_of(page), marks=() if page.name in FAST else pytest.mark.slow) for page in PAGES],
 )
 def test_blocks_run(page, folder):
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name])
     write_given(page, folder)
     for block in blocks_of(page):
         if not block.not_run and block.language != "text":

@@ -1,10 +1,11 @@
 """A checkpoint that an earlier fullshard wrote is read for ever, on any number of ranks.
 
-``checkpoint_v1`` is of format version 1, written by two ranks. Its tensors hold what :func:`value` says, so nothing
-else is recorded. It is never written again; a new version of the format gets a directory of its own from a new
-:func:`write_golden`.
+``checkpoint_v1`` and ``checkpoint_v2`` are of format versions 1 and 2, written by two ranks. Their tensors hold what
+:func:`value` says, so nothing else is recorded. They are never written again; a new version of the format gets a
+directory of its own from a new :func:`write_golden`.
 """
 
+import json
 from math import prod
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from fullshard.storage.verify import verify
 from fullshard.testing import run_ranks
 from support.states import rank_runs, whole
 
-GOLDEN = Path(__file__).parent / "checkpoint_v1"
-CHECKPOINT = GOLDEN / "step-00000007"
+GOLDEN = Path(__file__).parent
+STEP = "step-00000007"
 NAMES = ("embed.weight", "scale", "out.weight", "out.bias", "low")
 STATE = ("exp_avg", "exp_avg_sq")
 
@@ -58,7 +59,7 @@ def make(comm):
 
 
 def write_golden(directory):
-    """What wrote ``checkpoint_v1``; run by hand."""
+    """What wrote the newest of them; run by hand."""
 
     def work(comm):
         torch.manual_seed(0)
@@ -87,10 +88,11 @@ def write_golden(directory):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_version_1_is_read_as_it_was_written(size):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_is_read_as_it_was_written(version, size):
     def work(comm):
         model, optimizer = make(comm)
-        restored = load_checkpoint(model, optimizer, CHECKPOINT)
+        restored = load_checkpoint(model, optimizer, GOLDEN / f"checkpoint_v{version}" / STEP)
         assert (restored.step, restored.world_size, restored.metric) == (7, 2, 0.5)
         assert restored.values == {"epoch": 2, "loss": 0.1, "order": [3, 1, 2], "name": "ä"}
         assert restored.rng_restored == (size == 2)
@@ -111,13 +113,19 @@ def test_version_1_is_read_as_it_was_written(size):
             assert torch.equal(found[stored], value(stored, like.numel(), like.dtype)), stored
 
 
-def test_version_1_is_whole_and_what_it_says_of_itself():
-    assert verify(GOLDEN).problems == 0
-    index = read_index(CHECKPOINT)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_is_whole_and_what_it_says_of_itself(version):
+    checkpoint = GOLDEN / f"checkpoint_v{version}" / STEP
+    assert verify(checkpoint.parent).problems == 0
+    index = read_index(checkpoint)
     assert index.versions["fullshard"] == "0.1.0"
     assert len(index.tensors["model/embed.weight"].pieces) == 2
-    assert '"version":1,' in (CHECKPOINT / "index.json").read_text()
-    assert sorted(path.name for path in CHECKPOINT.glob("shard-*")) == [
+    assert index.serial == (None if version == 1 else 1)
+    for name in ("index.json", "complete.json"):
+        content = json.loads((checkpoint / name).read_text())
+        assert ("own_sha256" in content) == (version > 1)
+        assert content.get("version", 1) == version
+    assert sorted(path.name for path in checkpoint.glob("shard-*")) == [
         "shard-00000-of-00002.safetensors",
         "shard-00001-of-00002.safetensors",
     ]

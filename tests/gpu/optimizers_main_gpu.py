@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fullshard
 from fullshard import CPUOffload, fully_shard, optim
 from support.optimizers import LAYOUTS, batches, of_rank, train, train_by_parts, update_errors, whole, zoo
-from support.rank_script import parse, print_result
+from support.rank_script import found, parse, print_result
 
 MAKERS = {
     "LaneOptimizer": lambda params: optim.LaneOptimizer(torch.optim.AdamW, params, lr=1e-3, fused=True),
@@ -61,15 +61,15 @@ def case(comm, make, **options):
 
 
 def main():
-    options = parse(MAKERS, __doc__, torch.cuda.device_count())
+    options = parse(MAKERS, __doc__, torch.cuda.device_count(), gpus=None)
     torch.backends.cuda.matmul.allow_tf32 = False
     comm = fullshard.init()
     results = {}
     for name in options.only:
         make = MAKERS[name]
         for layout, options in LAYOUTS.items():
-            results[f"{name}, {layout}"] = case(comm, make, **options)
-        results[f"{name}, offloaded"] = case(comm, make, wrap=None, offload_policy=CPUOffload())
+            results[f"{name}, {layout}"] = found(case, comm, make, **options)
+        results[f"{name}, offloaded"] = found(case, comm, make, wrap=None, offload_policy=CPUOffload())
     print_result(comm.all_gather_object(results))
     fullshard.shutdown()
 

@@ -1,7 +1,6 @@
 """Cases of the engine on CUDA devices, a rank each."""
 
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -13,8 +12,8 @@ from fullshard.comm import MemoryMeter, SoloComm
 from fullshard.engine import record
 from support.models import KINDS, batches, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, replicas, train_sharded, train_unsharded
-from support.rank_script import parse, print_result
-from support.states import rank_runs
+from support.rank_script import found, parse, print_result
+from support.saving_case import saving
 
 
 def parity(comm):
@@ -35,7 +34,7 @@ def bf16(comm):
     torch.manual_seed(0)
     policy = fullshard.MixedPrecision(param=torch.bfloat16, reduce=torch.float32)
     model = fullshard.fully_shard(t5(), comm, mp_policy=policy)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses, tokens = [], batches(1, 4)[0].to(comm.device)
     for _ in range(10):
         loss = seq2seq_loss(model, tokens)
@@ -79,7 +78,9 @@ def offload(comm):
     return {
         "gap": max(plain, pageable),
         "devices": sorted({p.device.type for p in params} | {p.grad.device.type for p in params}),
-        "pinned": all(lane.shard.is_pinned() for u in model._fullshard_runtime.units for lane in u.lanes),
+        "pinned": all(
+            lane.shard.is_pinned() or not lane.shard.numel() for u in model._fullshard_runtime.units for lane in u.lanes
+        ),
     }
 
 
@@ -166,48 +167,6 @@ def trace(comm):
     }
 
 
-def saving(comm):
-    """Whether checkpoints, written at once and in the background, and full saves give back the bits on the device."""
-    folder = Path(comm.all_gather_object(tempfile.mkdtemp())[0])
-    reference, (model,) = replicas(t5, 1)
-    reference.save_pretrained(folder / "pretrained")
-    comm.barrier()
-    with torch.device("meta"):
-        model = t5()
-    model = fullshard.fully_shard(model, comm, weights=fullshard.Pretrained(folder / "pretrained"))
-    expected = reference.state_dict()
-    state = fullshard.full_state_dict(model)
-    found = {"pretrained": all(torch.equal(value, expected[name]) for name, value in state.items())}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    with fullshard.Checkpoints(folder / "checkpoints", ranks=comm) as checkpoints:
-        for step, background in ((1, False), (2, True)):
-            for param in model.parameters():
-                param.grad = torch.full_like(param, float(step))
-            optimizer.step()
-            before = [(name, part.cpu()) for name, _, _, part in rank_runs(model, optimizer)]
-            checkpoints.save(model, optimizer, step=step, background=background)
-            for param in model.parameters():
-                param.data.mul_(3.0)  # issued while the copy to the host may be under way
-            checkpoints.load(model, optimizer)
-            after = [(name, part.cpu()) for name, _, _, part in rank_runs(model, optimizer)]
-            same = [a == b and torch.equal(x, y) for (a, x), (b, y) in zip(before, after, strict=True)]
-            found["background" if background else "checkpoint"] = all(same)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(100_000_000)  # compute is late: what is read must not come before this
-            for param in model.parameters():
-                param.data.mul_(3.0)
-            checkpoints.load(model, optimizer)
-            after = [(name, part.cpu()) for name, _, _, part in rank_runs(model, optimizer)]
-            same = [a == b and torch.equal(x, y) for (a, x), (b, y) in zip(before, after, strict=True)]
-            found["on_a_stream_of_its_own"] = all(same)
-    fullshard.save(model, folder / "full")
-    state = fullshard.full_state_dict(model)
-    if comm.rank == 0:
-        again = type(reference).from_pretrained(folder / "full").state_dict()
-        found["full"] = all(torch.equal(value, again[name]) for name, value in state.items())
-    return found
-
-
 CASES = {
     case.__name__: case
     for case in (parity, strategies, bf16, offload, fp16, wide_sum, embedding, memory, trace, saving)
@@ -215,9 +174,9 @@ CASES = {
 
 
 def main():
-    options = parse(CASES, __doc__, torch.cuda.device_count())
+    options = parse(CASES, __doc__, torch.cuda.device_count(), gpus=None)
     comm = fullshard.init()
-    results = {name: CASES[name](comm) for name in options.only}
+    results = {name: found(CASES[name], comm) for name in options.only}
     print_result(comm.all_gather_object(results))
     fullshard.shutdown()
 

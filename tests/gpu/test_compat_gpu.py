@@ -1,6 +1,5 @@
 """The example programs on CUDA devices, under ``fullshard launch``: a rank a device."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from support.processes import SOURCE
+from support.processes import environment
 from support.script_folders import write_lora, write_seq2seq
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 DATA = ("--train", "train.jsonl", "--held-out", "held_out.jsonl", "--model", "t5-base")
 
 
@@ -21,10 +20,11 @@ def launched(folder, *arguments):
     done = subprocess.run(
         [sys.executable, "-m", "fullshard.cli.main", "launch", "--nproc_per_node", "gpu", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""The engine on CUDA devices: as many ranks as there are, one is enough to check that the code runs."""
+"""The engine on CUDA devices: as many ranks as there are, of which one is enough; and two ranks on the first one."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.processes import run_processes
+from support.processes import first_gpu, run_processes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the first test of a module starts the ranks
 
 
-@pytest.fixture(scope="module")
-def ranks():
+@pytest.fixture(scope="module", params=["a GPU each", "2 ranks on a GPU"])
+def ranks(request):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    return run_processes(torch.cuda.device_count(), Path(__file__).with_name("rank_main_gpu.py"))
+    size, gpus = (torch.cuda.device_count(), None) if request.param == "a GPU each" else (2, first_gpu())
+    return run_processes(size, Path(__file__).with_name("rank_main_gpu.py"), timeout_s=280, gpus=gpus)
 
 
 def test_a_sharded_run_equals_the_unsharded_run(ranks):

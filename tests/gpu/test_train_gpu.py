@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
+from support.processes import environment
 from support.tiny_run import settings
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 RUNS = {
@@ -31,7 +32,7 @@ def test_a_run_uses_every_device_and_its_model_loads(changes, tmp_path):
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps(values))  # JSON is YAML
     command = [sys.executable, "-m", "fullshard.cli.main", "train", str(run_file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["device"] == "cuda"

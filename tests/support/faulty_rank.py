@@ -8,17 +8,17 @@ from fullshard.launch.programs import train as rank
 from fullshard.train.run import loop
 
 kind = sys.argv[1]
-real_step = loop.train_step
+real_step = loop.issue_step
 
 
-def faulty_step(model, optimizer, micro_batches, comm, spec, scaler):
+def faulty_step(model, optimizer, micro_batches, comm, spec, scaler, *, late):
     """Two good steps, then rank 1 is gone while rank 0 waits for it in a collective."""
     if comm.rank == 1 and spec.step == 3:
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("the fault of rank 1")
-    return real_step(model, optimizer, micro_batches, comm, spec, scaler)
+    return real_step(model, optimizer, micro_batches, comm, spec, scaler, late=late)
 
 
-loop.train_step = faulty_step
+loop.issue_step = faulty_step
 sys.exit(rank.main(sys.argv[2:]))

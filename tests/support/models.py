@@ -8,18 +8,22 @@ from transformers import (
     BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from support.tiny_lm import VOCAB as VOCAB
-from support.tiny_lm import Block as Block
-from support.tiny_lm import SkippingLM as SkippingLM
-from support.tiny_lm import TinyLM as TinyLM
-from support.tiny_lm import batches as batches
-from support.tiny_lm import lm_loss as lm_loss
-from support.tiny_lm import lm_with_frozen_parts as lm_with_frozen_parts
-from support.tiny_lm import two_forwards_loss as two_forwards_loss
+from support.tiny_lm import (
+    VOCAB as VOCAB,
+    Block as Block,
+    SkippingLM as SkippingLM,
+    TinyLM as TinyLM,
+    batches as batches,
+    lm_loss as lm_loss,
+    lm_with_frozen_parts as lm_with_frozen_parts,
+    two_forwards_loss as two_forwards_loss,
+)
 
 
 def seq2seq_loss(model, tokens):
@@ -96,6 +100,18 @@ def gpt2():
             eos_token_id=2,
         )
     )
+
+
+def llama():
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config)
 
 
 def t5_checkpointed(*, reentrant):

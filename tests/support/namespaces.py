@@ -44,7 +44,7 @@ def two_machines(commands, env, *, apart=True):
     machines = []
     try:
         for number, command in enumerate(commands):
-            inside = INSIDE.format(number=number, address=ADDRESSES[number], end=_ends()[number])
+            inside = INSIDE.format(number=number, address=ADDRESSES[number], end=ends()[number])
             machines.append(
                 subprocess.Popen(
                     [*UNSHARE, "sh", "-c", inside, "sh", *command] if apart else command,
@@ -66,19 +66,20 @@ def two_machines(commands, env, *, apart=True):
                 pipe.close()
 
 
-def _ends():
+def ends():
+    """The names of the cable's ends, one in each machine."""
     return [f"fs{os.getpid() % 100_000}{side}" for side in "ab"]
 
 
 def _plug(machines):
     """Lay the cable: an end in each machine, which goes on then."""
-    ends = _ends()
-    _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1]).check_returncode()
+    plugs = ends()
+    _ip("link", "add", plugs[0], "type", "veth", "peer", "name", plugs[1]).check_returncode()
     try:
-        for machine, end in zip(machines, ends, strict=True):
+        for machine, end in zip(machines, plugs, strict=True):
             _ip("link", "set", end, "netns", str(inner_pid(machine))).check_returncode()
     except BaseException:
-        _ip("link", "del", ends[0])
+        _ip("link", "del", plugs[0])
         raise
     for machine in machines:
         machine.stdin.write("plugged\n")
@@ -91,3 +92,9 @@ def inner_pid(machine):
     while not (found := children.read_text().split()):
         assert machine.poll() is None, machine.stderr.read()
     return int(found[0])
+
+
+def set_link(machines, number, state):
+    """Cut (``down``) or mend (``up``) the cable of two machines, at the end in machine ``number``."""
+    inside = ["nsenter", "--target", str(inner_pid(machines[number])), "--net"]
+    subprocess.run([*inside, "ip", "link", "set", ends()[number], state], check=True, env=os.environ | {"PATH": _PATH})

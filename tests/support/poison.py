@@ -62,6 +62,10 @@ class MisuseError(Exception):
     """A buffer of a collective was changed or released too early."""
 
 
+dropped = []
+"""Names of collectives that were waited for and let go of before other ranks had read what was given to them."""
+
+
 class LateWork:
     """A collective whose result is in a place of its own until it is waited for.
 
@@ -71,6 +75,7 @@ class LateWork:
 
     def __init__(self, name, targets, results, given=None):
         self.name = name
+        self.waited = False
         self.arriving = list(zip(targets, results, strict=True))
         for target in targets:
             poison(target)
@@ -83,6 +88,11 @@ class LateWork:
         for target, result in self.arriving:
             target.copy_(result)
         self.arriving = []
+        self.waited = True
+
+    def __del__(self):
+        if self.waited and self.given is not None:
+            dropped.append(self.name)
 
     def settle(self):
         if self.given is not None and not torch.equal(self.given.view(torch.uint8), self.before.view(torch.uint8)):

@@ -1,13 +1,19 @@
-"""Run a script as several gloo processes on this machine."""
+"""Run a script as several processes on this machine, on the CPU or on its GPUs."""
 
+import atexit
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
+TESTS = Path(__file__).parents[1]
 
 
 def free_port():
@@ -16,43 +22,117 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_ranks(size, script, *args, cwd=None, timeout_s=240):
-    """Start ``size`` ranks of ``script``, as torchrun would on one machine; what each printed on stdout and stderr."""
-    env = os.environ | {
+@functools.cache
+def rank_server(_place):
+    """A process that forks ranks, until this one ends. See ``rank_server.py``."""
+    server = subprocess.Popen(
+        [sys.executable, str(TESTS / "support" / "rank_server.py")],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.communicate)
+    return server
+
+
+def first_gpu():
+    """The first GPU that this process sees, as CUDA_VISIBLE_DEVICES has it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+
+
+def environment(**changes):
+    """This process's, for a rank that computes with one thread and is quiet."""
+    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "PYTHONPATH": path} | changes
+
+
+def run_ranks(size, script, *args, cwd=None, timeout_s=240, gpus=""):
+    """Start ``size`` ranks of ``script``, as torchrun would on one machine; what each printed on stdout and stderr.
+
+    Args:
+        size: How many.
+        script: Path of the script.
+        args: Its arguments.
+        cwd: Where it runs; this process's directory if None.
+        timeout_s: After how many seconds it is killed.
+        gpus: The GPUs that ranks see, as CUDA_VISIBLE_DEVICES has them; None: those that this process sees.
+    """
+    common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        "OMP_NUM_THREADS": "1",
-        "KINETO_LOG_LEVEL": "99",
-        "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, str(script), *args]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=env | {"RANK": str(r), "LOCAL_RANK": str(r)},
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(size)
-    ]
-    outputs = []
-    try:
-        for rank in ranks:
-            outputs.append(rank.communicate(timeout=timeout_s))
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for number, (rank, (out, err)) in enumerate(zip(ranks, outputs, strict=True)):
-        assert rank.returncode == 0, f"rank {number} ended with {rank.returncode}\n{out}\n{err}"
+    if gpus is not None:
+        common["CUDA_VISIBLE_DEVICES"] = gpus
+    with tempfile.TemporaryDirectory() as scratch:
+        ranks = [
+            {
+                "env": environment(**common, RANK=str(number), LOCAL_RANK=str(number)),
+                "out": f"{scratch}/{number}.out",
+                "err": f"{scratch}/{number}.err",
+            }
+            for number in range(size)
+        ]
+        request = {"script": str(script), "args": args, "cwd": str(cwd or os.getcwd()), "timeout_s": timeout_s}
+        # A fork of a process that has looked for GPUs cannot use them.
+        codes = _fork(request, ranks) if gpus == "" else _spawn(request, ranks)
+        outputs = [(Path(rank["out"]).read_text(), Path(rank["err"]).read_text()) for rank in ranks]
+    for number, (code, (out, err)) in enumerate(zip(codes, outputs, strict=True)):
+        how = f"was killed after {timeout_s} s" if code is None else f"ended with {code}"
+        assert code == 0, f"rank {number} {how}\n{out}\n{err}"
     return outputs
 
 
-def run_processes(size, script, *args, timeout_s=240):
+def _fork(request, ranks):
+    """Exit codes of ``ranks`` as forks of the rank servers; None for one that was killed."""
+    asked = [(rank_server(place), some) for place, some in enumerate((ranks[:1], ranks[1:])) if some]
+    for server, some in asked:
+        server.stdin.write(json.dumps(request | {"ranks": some}) + "\n")
+        server.stdin.flush()
+    return [code for server, _ in asked for code in json.loads(server.stdout.readline())]
+
+
+def _spawn(request, ranks):
+    """The same, of new interpreters."""
+    command = [sys.executable, request["script"], *request["args"]]
+    with ExitStack() as files:
+        started = [
+            subprocess.Popen(
+                command,
+                env=rank["env"],
+                cwd=request["cwd"],
+                stdin=subprocess.DEVNULL,
+                stdout=files.enter_context(open(rank["out"], "wb")),
+                stderr=files.enter_context(open(rank["err"], "wb")),
+            )
+            for rank in ranks
+        ]
+        deadline = time.monotonic() + request["timeout_s"]
+        return [_end(rank, deadline) for rank in started]
+
+
+def _end(rank, deadline):
+    try:
+        return rank.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        rank.kill()
+        rank.wait()
+        return None
+
+
+def run_processes(size, script, *args, timeout_s=240, gpus=""):
     """Start ``size`` ranks of ``script`` and return what rank 0 printed after ``RESULT``."""
-    out, _ = run_ranks(size, script, *args, timeout_s=timeout_s)[0]
+    out, _ = run_ranks(size, script, *args, timeout_s=timeout_s, gpus=gpus)[0]
     line = next(line for line in out.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    return json.loads(line.removeprefix("RESULT "), object_hook=Cases)
+
+
+class Cases(dict):
+    """Results by case; one that raised on its rank (``rank_script.found``) fails the test that looks at it."""
+
+    def __getitem__(self, name):
+        found = super().__getitem__(name)
+        assert not (isinstance(found, dict) and "failed" in found), found["failed"]
+        return found

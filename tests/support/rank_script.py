@@ -20,10 +20,11 @@ import torch.distributed as dist
 from support.processes import run_processes
 
 
-def parse(cases, description, ranks=2):
+def parse(cases, description, ranks=2, gpus=""):
     """The options of this rank: ``only``, the names of the cases to run, and ``directory``, where they write.
 
-    Without torchrun's environment it starts ``ranks`` ranks of the script, prints their result and ends the program.
+    Without torchrun's environment it starts ``ranks`` ranks of the script, which see ``gpus``, prints their result and
+    ends the program.
     """
     names = textwrap.fill(", ".join(cases), 100, initial_indent="  ", subsequent_indent="  ")
     parser = argparse.ArgumentParser(
@@ -39,7 +40,9 @@ def parse(cases, description, ranks=2):
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as scratch:
             directory = str(options.directory or scratch)
-            show(run_processes(ranks, sys.argv[0], "--only", ",".join(options.only), "--directory", directory))
+            show(
+                run_processes(ranks, sys.argv[0], "--only", ",".join(options.only), "--directory", directory, gpus=gpus)
+            )
         sys.exit()
     return options
 
@@ -69,6 +72,19 @@ def traceback_of(case, *arguments):
         print(text, file=sys.stderr, flush=True)
         return text
     return ""
+
+
+def found(case, *arguments, **options):
+    """What a case returns, or its traceback, so that the others still run; ``processes.Cases`` reads it.
+
+    One that fails on some ranks only leaves the others waiting, and is ended by the launcher.
+    """
+    try:
+        return case(*arguments, **options)
+    except Exception:
+        text = traceback.format_exc()
+        print(text, file=sys.stderr, flush=True)
+        return {"failed": text}
 
 
 def print_result(result, rank=None):

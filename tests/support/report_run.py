@@ -9,7 +9,7 @@ NASTY = "</script><script>alert('x')</script><img src=x onerror=alert(1)>"
 UNITS = ("(root)", "encoder.block.0", "encoder.block.1")
 
 
-def rank_trace(rank):
+def rank_trace(rank, seconds=1.0, mib=1 << 20):
     """Two blocks forward and back, the second gather waited for."""
     events = []
     for place, unit in enumerate(UNITS[1:]):
@@ -24,10 +24,12 @@ def rank_trace(rank):
         ]
     events += [TraceEvent("(root)", "forward", 0.05, 0.5), TraceEvent("(root)", "backward", 0.5, 0.95)]
     events.append(TraceEvent("", "optimizer", 0.96, 1.0))
-    mib = 1 << 20
+    events = [TraceEvent(e.unit, e.kind, e.start_s * seconds, e.end_s * seconds) for e in events]
     columns = [[8 * mib] * 3, [0, 4 * mib, 8 * mib], [16 * mib] * 3, [0, 2 * mib, 0], [0, 30 * mib, 0], [mib] * 3]
-    memory = MemoryTimeline((0.0, 0.5, 1.0), *map(tuple, columns))
-    return RankTrace(rank, 1.0 + 0.1 * rank, 61 * mib, tuple(sorted(events, key=lambda e: e.start_s)), memory)
+    memory = MemoryTimeline((0.0, 0.5 * seconds, seconds), *map(tuple, columns))
+    return RankTrace(
+        rank, (1.0 + 0.1 * rank) * seconds, 61 * mib, tuple(sorted(events, key=lambda e: e.start_s)), memory
+    )
 
 
 def make_trace(ranks=2):
@@ -128,3 +130,21 @@ def write_finished(directory):
         for row in range(50)
     ]
     (directory / "predictions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in predictions))
+
+
+def write_small(directory):
+    """A finished run of three steps of 2 ms, all of whose numbers are small."""
+    write_finished(directory)
+    records = []
+    for number in (1, 2, 3):
+        values = {"loss": 3e-4 + 1e-6 * number, "grad_norm": 2.4e-3, "learning_rate": 1e-5 * (1 - number / 4)}
+        values |= {"router_loss": 1e-6 * number, "mfu": 1.2e-4, "seconds": 0.002, "tokens_per_second": 3.2}
+        records.append(step(number, 3) | values)
+        metrics = {"accuracy": 0.001 * number, "perplexity": 1.0005 + 1e-5 * number}
+        records.append(evaluation(number, 0.001 * number) | {"loss": 4e-4, "metrics": metrics})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    trace = StepTrace(2, "cpu", UNITS, tuple(rank_trace(rank, 0.002, 1 << 10) for rank in range(2)))
+    (directory / "trace.json").write_text(json.dumps(trace.as_dict()))
+    memory = [{name: value >> (10 * (name != "rank")) for name, value in rank.items()} for rank in SUMMARY["memory"]]
+    losses = {"loss": 4e-4, "train_loss": 3.03e-4, "steps": 3, "tokens_per_second": 3.2, "train_seconds": 0.02}
+    (directory / "summary.json").write_text(json.dumps(SUMMARY | losses | {"memory": memory}))

@@ -4,6 +4,7 @@ import torch
 
 from fullshard.engine import local_tensors
 from fullshard.optim.walk import parameter_states, part_of_state
+from fullshard.shards import rows_of
 
 
 def rank_runs(model, optimizer=None):
@@ -14,12 +15,12 @@ def rank_runs(model, optimizer=None):
     for param, state, _ in parameter_states(optimizer) if optimizer is not None else []:
         one = by_param[id(param)]
         for key, value in state.items():
-            if not param.numel() or not isinstance(value, torch.Tensor):
+            if not param.nbytes or not isinstance(value, torch.Tensor):
                 continue
             name = f"optimizer/{one.name}/{key}"
             part = part_of_state(optimizer, param, key, value, one.name)
             shape, start = ((), 0) if part is None else (part.shape, part.held[0])
-            runs.append((name, shape, start, value.detach().reshape(-1).clone()))
+            runs.append((name, shape, start, rows_of(value).reshape(-1).clone()))
     return runs
 
 

@@ -161,6 +161,7 @@ class StreamChecker:
         self.device = CheckedDevice(self)
         self.violations = []
         self.operations = 0
+        self.over = {}  # for streams that the CPU has waited for, the time up to which: memory may be freed
         self._buffers = {}
         self._units = ()
         self._silent = False
@@ -314,7 +315,7 @@ class StreamChecker:
 
     def _check_free(self, buffer, freed):
         for (stream, writes, _, _), (time, operation) in buffer.accesses.items():
-            if not self.clocks.ordered(stream, time, buffer.home):
+            if time > self.over.get(stream, 0) and not self.clocks.ordered(stream, time, buffer.home):
                 does = f"{buffer} is {freed} on {buffer.home}"
                 self._report_unordered(does, buffer.home, stream, operation, writes)
 

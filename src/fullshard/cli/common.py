@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fullshard.config.load import HUB_ID
+from fullshard.errors import ModelError
 from fullshard.launch import Failure, launch, launched_elsewhere, rank_command
 from fullshard.launch.messages import say
 
@@ -17,7 +19,7 @@ Verb = Callable[[argparse.Namespace], Failure | int | None]
 """Runs a verb with its parsed command line; returns the exit code, or why a rank failed or the run stopped."""
 
 
-def add_verb(verbs: Any, name: str, run: Verb, *, summary: str, description: str, epilog: str, **more: Any) -> Any:
+def add_verb(verbs: Any, name: str, run: Verb, summary: str, description: str, epilog: str, **more: Any) -> Any:
     """Add a verb's parser and return it.
 
     ``verbs`` is the object returned by ``add_subparsers``, ``summary`` the line in its list of verbs, ``more`` other
@@ -44,7 +46,8 @@ def add_json(parser: argparse.ArgumentParser, **more: Any) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add the settings that override those of a run file or a finished run."""
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help=help_text)
+    # Without a default argparse lists it among the required arguments.
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=help_text)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +97,23 @@ def start_ranks(program: str, arguments: Sequence[str], nproc: int, *, saves: bo
     # The ranks print nothing before their imports are done, which takes seconds.
     say(f"starting {nproc} rank{'s' if nproc > 1 else ''}")
     return launch(rank_command(program, arguments), nproc=nproc, saves=saves)
+
+
+def require_model(name: str) -> None:
+    """Refuse the path of a model where nothing is, before ranks start or the network is asked; one process.
+
+    It is a path, not an id on the Hub, if it has no id's form or lies in a directory that exists here.
+
+    Raises:
+        ModelError: There is nothing at the path.
+    """
+    path = Path(name)
+    inside = path.parent != Path() and path.parent.is_dir()
+    if path.exists() or (HUB_ID.fullmatch(name) and not inside):
+        return
+    others = sorted(one.name for one in path.parent.iterdir() if one.is_dir()) if path.parent.is_dir() else []
+    listed = f" Directories in {path.parent}: {', '.join(others)}." if others else ""
+    raise ModelError(f"There is no {path}: give the directory of a model or of a run, or an id on the Hub.{listed}")
 
 
 def positive(text: str) -> int:

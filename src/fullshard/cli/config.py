@@ -74,9 +74,9 @@ def add_parser(verbs: Any) -> None:
         verbs,
         "config",
         run_ask,
-        summary="write a configuration file interactively, convert one, or check a run file",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        "write a configuration file interactively, convert one, or check a run file",
+        DESCRIPTION,
+        EPILOG,
     )
     parser.add_argument(
         "--config_file",
@@ -100,9 +100,9 @@ def _add_convert(actions: Any) -> None:
         actions,
         "convert",
         run_convert,
-        summary="convert Accelerate's configuration file to a run file",
-        description=CONVERT_DESCRIPTION,
-        epilog=CONVERT_EPILOG,
+        "convert Accelerate's configuration file to a run file",
+        CONVERT_DESCRIPTION,
+        CONVERT_EPILOG,
     )
     convert.add_argument("file", metavar="FILE", type=Path, help="Accelerate's configuration file (YAML)")
     convert.add_argument("-o", "--output", metavar="RUN", type=Path, help="run file to write (default: print it)")
@@ -114,9 +114,9 @@ def _add_check(actions: Any) -> None:
         actions,
         "check",
         run_check,
-        summary="check a run file; with --dry-run, do everything before the first step",
-        description=CHECK_DESCRIPTION,
-        epilog=CHECK_EPILOG,
+        "check a run file; with --dry-run, do everything before the first step",
+        CHECK_DESCRIPTION,
+        CHECK_EPILOG,
     )
     add_run_arguments(check)
     add_config_file(check)
@@ -132,9 +132,6 @@ def _add_check(actions: Any) -> None:
 def run_ask(options: argparse.Namespace) -> None:
     """Ask the questions and write the file; one process.
 
-    Args:
-        options: The parsed command line.
-
     Raises:
         ConfigError: See :func:`~fullshard.cli.questionnaire.run_questions`.
     """
@@ -144,9 +141,6 @@ def run_ask(options: argparse.Namespace) -> None:
 
 def run_convert(options: argparse.Namespace) -> None:
     """Convert Accelerate's file; one process.
-
-    Args:
-        options: The parsed command line.
 
     Raises:
         ConfigError: The file is wrong or uses an unsupported feature, or the run file exists or cannot be written.
@@ -187,9 +181,6 @@ def _refuse_misplaced(options: argparse.Namespace) -> None:
 
 def run_check(options: argparse.Namespace) -> None:
     """Check a run file; one process.
-
-    Args:
-        options: The parsed command line.
 
     Raises:
         UserError: The settings are wrong; with ``--dry-run``, the data or the model cannot be used.

@@ -52,7 +52,7 @@ def _draw_listing(console: Console, found: Any) -> None:
         for entry in found.entries
     ]
     if rows:
-        console.print(_table("checked by markers and sizes", ("directory", "step", "metric", "size", "state"), rows))
+        console.print(_table("files and sizes were checked", ("directory", "step", "metric", "size", "state"), rows))
     else:
         console.print("  no checkpoints yet")
     if found.greater_is_better is not None:
@@ -64,6 +64,9 @@ def _draw_listing(console: Console, found: Any) -> None:
         console.print(
             Text(f"note: {path} is being written or deleted, or is left over from a killed process"), soft_wrap=True
         )
+    for path in found.set_aside:
+        text = f"note: {path} was damaged and set aside by resume=previous; delete it if you do not need it"
+        console.print(Text(text), soft_wrap=True)
 
 
 def _direction(listing: Any) -> str:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_json, add_overrides, add_verb, join_other_launcher, start_ranks
+from fullshard.cli.common import add_json, add_overrides, add_verb, join_other_launcher, require_model, start_ranks
 from fullshard.config.recorded import read_run
 from fullshard.errors import ConfigError
 from fullshard.launch import Failure, choose_nproc
@@ -31,14 +31,7 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs,
-        "evaluate",
-        run,
-        summary="measure a trained model on held-out rows",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    parser = add_verb(verbs, "evaluate", run, "measure a trained model on held-out rows", DESCRIPTION, EPILOG)
     parser.add_argument("path", metavar="RUN", type=Path, help="output_dir of a finished run, or a run file")
     add_overrides(parser, "override a setting of the run, such as evaluation.metric=bleu or nproc=4")
     parser.add_argument(
@@ -59,9 +52,6 @@ def add_parser(verbs: Any) -> None:
 def run(options: argparse.Namespace) -> Failure | None:
     """Evaluate; in the launching process, or on every rank under torchrun.
 
-    Args:
-        options: The parsed command line.
-
     Returns:
         None on success, else why the first failing rank failed.
 
@@ -69,6 +59,8 @@ def run(options: argparse.Namespace) -> Failure | None:
         UserError: The settings are wrong.
         SystemExit: Under torchrun, with the rank's exit code.
     """
+    if options.model is not None:
+        require_model(options.model)
     arguments = [str(options.path), *options.overrides]
     for name in ("model", "data", "output"):
         value = getattr(options, name)

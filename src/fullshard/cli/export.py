@@ -17,9 +17,10 @@ PROGRAM = "fullshard.saving.export"
 DESCRIPTION = """\
 Write a checkpoint's model to a directory that from_pretrained loads.
 
-PATH is the output_dir of a run, a directory of checkpoints, or one checkpoint (step-…). Needs no GPU and no ranks: the
-weights are streamed through about 64 MB of memory, and each block is compared with its checksum. DIR must be new or
-empty; it appears only once it is complete.
+PATH is the output_dir of a run, a directory of checkpoints, or one checkpoint (step-…). Of a finished run that was
+evaluated it is the best step's model, the one in its output_dir; otherwise the latest checkpoint's. Needs no GPU and no
+ranks: the weights are streamed through about 64 MB of memory, and each block is compared with its checksum. DIR must be
+new or empty; it appears only once it is complete.
 """
 
 EPILOG = """\
@@ -35,20 +36,14 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs,
-        "export",
-        run,
-        summary="write a checkpoint's model for from_pretrained",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    parser = add_verb(verbs, "export", run, "write a checkpoint's model for from_pretrained", DESCRIPTION, EPILOG)
     parser.add_argument("path", metavar="PATH", type=Path, help="a run, its checkpoints, or one checkpoint")
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="directory to write")
     parser.add_argument(
         "--checkpoint",
         metavar="WHICH",
-        help="among complete checkpoints: latest (default), best (by its metric) or a step",
+        help="among complete checkpoints: latest, best (by its metric) or a step (default: of a finished run that was "
+        "evaluated the best, which is its own model; else latest)",
     )
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of floating-point weights (default: unchanged)"
@@ -77,9 +72,6 @@ def add_parser(verbs: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Export; one process.
 
-    Args:
-        options: The parsed command line.
-
     Raises:
         UserError: The options do not fit the checkpoint, it is damaged, or the directory cannot be written.
     """
@@ -88,13 +80,11 @@ def run(options: argparse.Namespace) -> None:
     checkpoint = program.choose_checkpoint(options.path, options.checkpoint)
     with ByteProgress("exporting") as progress:
         report = program.export(checkpoint, options.output, how, progress)
-    newest = options.checkpoint in (None, "latest") and checkpoint != options.path
-    torn = program.incomplete_after(checkpoint) if newest else []
     assumed = program.assumed_of(checkpoint) if options.checkpoint == "best" else []
-    for note in [*report.notes, *assumed, *(f"{name} is incomplete and was skipped" for name in torn)]:
+    for note in [*report.notes, *assumed]:
         say(note)
     if options.json:
-        print(json.dumps(report.as_dict()))
+        print(json.dumps({**report.as_dict(), "choice": program.describe_choice(checkpoint)}))
     else:
         size = f"{report.tensors:,} tensors, {format_bytes(report.nbytes)}"
-        print(f"{report.directory} written: {size}, of step {report.step:,} ({report.checkpoint})")
+        print(f"{report.directory} written: {size}, of {program.describe_choice(checkpoint)}, from {report.checkpoint}")

@@ -12,14 +12,13 @@ from fullshard.cli.contents import draw
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
-from fullshard.storage import WEIGHT_SUFFIXES
 
 UNITS_PROGRAM = "fullshard.train.dry_run"
 CONTENTS_PROGRAM = "fullshard.storage.contents"
 
 DESCRIPTION = """\
 For a run file: show how its model would be sharded (units, parameters, lanes, padding, bytes on each rank). Needs no
-GPU, no ranks and no memory for the model's weights, which are not read.
+GPU, no ranks and no memory for the weights, which are not read.
 
 For the output_dir of a run or a directory of checkpoints: list the checkpoints and show which are complete. For one
 checkpoint (step-…), a model's directory or a file of weights: show its contents. Tensors are not read; fullshard verify
@@ -41,9 +40,9 @@ def add_parser(verbs: Any) -> None:
         verbs,
         "inspect",
         run,
-        summary="show how a run's model would be sharded, or the contents of a checkpoint",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        "show how a run's model would be sharded, or the contents of a checkpoint",
+        DESCRIPTION,
+        EPILOG,
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="run file (YAML), directory or file of weights")
     add_overrides(parser, "with a run file: override a setting of the run file, such as training.learning_rate=1e-4")
@@ -59,13 +58,10 @@ def add_parser(verbs: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the table; one process.
 
-    Args:
-        options: The parsed command line.
-
     Raises:
         UserError: The settings are wrong, the model cannot be built or wrapped, or the path cannot be read.
     """
-    if options.path.is_dir() or options.path.name.endswith(WEIGHT_SUFFIXES):
+    if options.path.is_dir() or options.path.name.endswith(load_program("fullshard.storage").WEIGHT_SUFFIXES):
         _print_contents(options)
         return
     if not options.path.exists():

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from fullshard.cli.common import add_json, add_verb, load_program, positive, whole_number
-from fullshard.compat.accelerate_config.environment import launch_environment, launch_warnings
-from fullshard.compat.accelerate_config.file import AccelerateFile, read_accelerate_file
+from fullshard.compat.accelerate_config.environment import bare_environment, launch_environment, launch_warnings
+from fullshard.compat.accelerate_config.file import AccelerateFile
+from fullshard.compat.accelerate_config.options import (
+    add_options,
+    environment_of,
+    read_settings,
+    spellings,
+    warnings_of,
+)
 from fullshard.errors import ConfigError
-from fullshard.launch import choose_nproc
+from fullshard.launch import choose_nproc, gpu_count
 from fullshard.launch.messages import say
 from fullshard.launch.script.machines import (
     DYNAMIC,
@@ -38,28 +42,20 @@ failed first is printed last, and its exit code is returned (128 + n for signal 
 On several machines, start the same command on each, with its own --node_rank; they meet at machine 0 (--rdzv_endpoint).
 Under Slurm, srun --ntasks-per-node=1 fullshard launch ... needs neither option. The command line overrides the file,
 the file overrides Slurm.
+
+The options of accelerate launch work as well, before the script: --mixed_precision, --use_fsdp, --fsdp_*, --dynamo_*,
+--parallelism_config_*, --cpu, --gpu_ids, --debug, --num_cpu_threads_per_process. They override the file.
 """
 
 EPILOG = """\
 examples:
   fullshard launch script.py --epochs 3
   fullshard launch --config_file fsdp.yaml --nproc_per_node 4 script.py --epochs 3
+  fullshard launch --num_processes 4 --mixed_precision bf16 --use_fsdp --fsdp_version 2 script.py --epochs 3
   fullshard launch -m package.module --epochs 3
   fullshard launch --nnodes 2 --node_rank 0 --rdzv_endpoint node0:29500 script.py    (and --node_rank 1 on the other)
   srun --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 fullshard launch script.py
 """
-
-_OTHER_LAUNCHERS: Mapping[tuple[str, ...], str] = {
-    ("--num_processes", "--num-processes"): "--nproc_per_node, which counts the ranks of one machine",
-    ("--num_machines", "--num-machines"): "--nnodes",
-    ("--machine_rank", "--machine-rank"): "--node_rank",
-    ("--main_process_ip", "--main-process-ip", "--master_addr", "--master-addr"): "--rdzv_endpoint HOST:PORT",
-    ("--main_process_port", "--main-process-port", "--master_port", "--master-port"): "--rdzv_endpoint HOST:PORT",
-    ("--rdzv_conf", "--rdzv-conf"): "--rdzv_timeout SECONDS",
-    ("--standalone",): "not needed: on one machine a free port is chosen",
-    ("--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp"): "not needed: the script itself decides",
-}
-"""Options of torchrun and `accelerate launch` that have another name here."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -68,9 +64,9 @@ def add_parser(verbs: Any) -> None:
         verbs,
         "launch",
         run,
-        summary="run your own script as ranks, on one machine or several",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        "run your own script as ranks, on one machine or several",
+        DESCRIPTION,
+        EPILOG,
         usage="fullshard launch [options] SCRIPT [args ...]",
         allow_abbrev=False,
     )
@@ -78,9 +74,11 @@ def add_parser(verbs: Any) -> None:
         "--config_file", "--config-file", metavar="F", type=Path, help="Accelerate's configuration file"
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
-    parser.add_argument(
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument(
         "--nproc_per_node", "--nproc-per-node", metavar="N", type=_nproc, help="ranks on this machine: a number, or gpu"
     )
+    ranks.add_argument(*spellings("num_processes"), metavar="N", type=positive, help="ranks on all machines together")
     _add_machines(parser)
     parser.add_argument(
         "--max_restarts",
@@ -91,8 +89,10 @@ def add_parser(verbs: Any) -> None:
         help="how many times to restart all ranks after one has failed (default 0)",
     )
     add_json(parser, help="print the outcome as JSON; the ranks' output goes to stderr")
-    for names, here in _OTHER_LAUNCHERS.items():
-        parser.add_argument(*names, nargs="?", action=_OtherLaunchersOption, const=here, help=argparse.SUPPRESS)
+    here = "--rdzv_timeout SECONDS"
+    rdzv_conf: list[str] = spellings("rdzv_conf")
+    parser.add_argument(*rdzv_conf, nargs="?", action=_OtherLaunchersOption, const=here, help=argparse.SUPPRESS)
+    add_options(parser)
     parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
     parser.add_argument("arguments", metavar="args", nargs=argparse.REMAINDER, help="arguments of the script")
 
@@ -100,14 +100,30 @@ def add_parser(verbs: Any) -> None:
 def _add_machines(parser: argparse.ArgumentParser) -> None:
     """Add the options for several machines."""
     parser.add_argument(
-        "--nnodes", metavar="N", type=_nodes, help="number of machines (default 1); MIN:MAX with --rdzv_backend c10d"
+        "--nnodes",
+        *spellings("num_machines"),
+        metavar="N",
+        type=_nodes,
+        help="number of machines (default 1); MIN:MAX with --rdzv_backend c10d",
     )
-    parser.add_argument("--node_rank", "--node-rank", metavar="K", type=_count, help="number of this machine, from 0")
+    parser.add_argument(
+        *spellings("node_rank"),
+        *spellings("machine_rank"),
+        metavar="K",
+        type=_count,
+        help="number of this machine, from 0",
+    )
     parser.add_argument(
         "--rdzv_endpoint",
         "--rdzv-endpoint",
         metavar="HOST:PORT",
         help="where machines meet: machine 0 and a free port there (default 29500)",
+    )
+    parser.add_argument(
+        *spellings("main_process_ip"), *spellings("master_addr"), metavar="HOST", help="the same, without the port"
+    )
+    parser.add_argument(
+        *spellings("main_process_port"), *spellings("master_port"), metavar="PORT", type=_count, help="the port alone"
     )
     parser.add_argument(
         "--rdzv_backend",
@@ -140,9 +156,9 @@ def _nproc(text: str) -> int:
             return positive(text)
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}; or gpu: one rank per GPU of this machine") from None
-    if not torch.cuda.device_count():
+    if not gpu_count():
         raise argparse.ArgumentTypeError("this machine has no GPU; give a number")
-    return torch.cuda.device_count()
+    return gpu_count()
 
 
 def _nodes(text: str) -> Nodes:
@@ -160,9 +176,6 @@ def _count(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Run the script's ranks on this machine.
 
-    Args:
-        options: The parsed command line.
-
     Returns:
         The exit code of the rank that failed first, 0 if none did.
 
@@ -172,14 +185,17 @@ def run(options: argparse.Namespace) -> int:
     """
     if not options.module:
         _check_script(Path(options.script))
-    file = None if options.config_file is None else read_accelerate_file(options.config_file)
-    environment = {} if file is None else launch_environment(file)
-    for warning in () if file is None else [*file.warnings, *launch_warnings(file)]:
+    file = read_settings(options.config_file, options)
+    settings = bare_environment(os.environ) if file is None else launch_environment(file)
+    environment = environment_of(options) | settings
+    for warning in [*warnings_of(options), *(() if file is None else [*file.warnings, *launch_warnings(file)])]:
         say(warning)
+    use_cpu = file is not None and file.use_cpu
+    if use_cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # fullshard.init() takes the GPUs that a rank sees
     if "CUDA_VISIBLE_DEVICES" in environment:  # before GPUs are counted
         os.environ["CUDA_VISIBLE_DEVICES"] = environment["CUDA_VISIBLE_DEVICES"]
     sources = [_of_command_line(options), _of_file(file), slurm_settings(os.environ)]
-    use_cpu = file is not None and file.use_cpu
     plan = plan_machines([source for source in sources if source], _nproc_on_cpu if use_cpu else choose_nproc)
     if plan.backend == DYNAMIC and options.node_rank is not None:
         say(f"--node_rank has no effect with rdzv_backend {DYNAMIC}")
@@ -212,12 +228,20 @@ def _nproc_on_cpu(requested: int | None) -> int:
 
 
 def _of_command_line(options: argparse.Namespace) -> MachineSettings:
-    host, port = (None, None) if options.rdzv_endpoint is None else parse_endpoint(options.rdzv_endpoint)
+    host, port = options.main_process_ip, options.main_process_port
+    if options.rdzv_endpoint is not None:
+        if host is not None or port is not None:
+            raise ConfigError(
+                f"--rdzv_endpoint {options.rdzv_endpoint} is where machines meet, and so are --main_process_ip and "
+                "--main_process_port. Give one of them."
+            )
+        host, port = parse_endpoint(options.rdzv_endpoint)
     return MachineSettings(
         "the command line",
         nnodes=options.nnodes,
         node_rank=options.node_rank,
         nproc=options.nproc_per_node,
+        processes=options.num_processes,
         host=host,
         port=port,
         backend=options.rdzv_backend,

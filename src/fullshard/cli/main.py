@@ -8,11 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fullshard.cli import config, evaluate, export, inspect, launch, predict, train, verify
-from fullshard.cli import report as report_verb
+from fullshard.cli import config, evaluate, export, inspect, launch, predict, report as report_verb, train, verify
 from fullshard.cli.common import set_own_parsers
 from fullshard.errors import FullshardError
-from fullshard.launch import INTERRUPTED_EXIT_CODE, Failure
+from fullshard.launch import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, Failure
 from fullshard.launch.messages import say
 from fullshard.version import __version__
 
@@ -27,19 +26,13 @@ examples:
 exit codes:
   0 success, 1 unexpected error, 2 settings or command line, 3 data, 4 model, 5 wrapping, 6 sharding,
   7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 70 bug in fullshard,
-  75 stopped after saving a checkpoint to resume from, 130 interrupted
+  75 stopped after saving a checkpoint to resume from, 130 interrupted,
+  141 nothing reads the output any more, as after | head
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb.
-
-    Args:
-        arguments: Command line without the program's name; None: this process's.
-
-    Returns:
-        The exit code.
-    """
+    """Run one verb and return the exit code; ``arguments`` are without the program's name, None: this process's."""
     options = parse(arguments)
     try:
         outcome: Failure | int | None = options.run(options)
@@ -48,18 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted; nothing is left running.")
         return INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:  # as after | head: what was read is all that was wanted
+        return UNREAD_EXIT_CODE
     return report(outcome, as_json=options.json) if isinstance(outcome, Failure) else outcome or 0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line; an invalid one ends the process with exit code 2.
-
-    Args:
-        arguments: Command line without the program's name; None: this process's.
-
-    Returns:
-        The options, with the verb's function as ``run``.
-    """
+    """Parse a command line; an invalid one ends the process with exit code 2. The verb's function is ``run``."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse accepts overrides in one place only, and a user may add some after an option.
@@ -75,10 +63,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="fullshard",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="fullshard", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"fullshard {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -96,15 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def report(failure: Failure, *, as_json: bool) -> int:
-    """Print why the command ended: text on standard error, and with ``--json`` also JSON on standard output.
-
-    Args:
-        failure: What happened.
-        as_json: Whether ``--json`` was given.
-
-    Returns:
-        The exit code to end with.
-    """
+    """Print why the command ended: text on standard error, and with ``--json`` also JSON on standard output."""
     print(failure.text(), file=sys.stderr, flush=True)
     if as_json:
         print(json.dumps(failure.as_dict()), flush=True)

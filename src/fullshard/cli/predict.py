@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, join_other_launcher, positive
+from fullshard.cli.common import add_json, add_verb, join_other_launcher, positive, require_model
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
 from fullshard.launch.messages import say
@@ -19,12 +19,12 @@ PROGRAM = "fullshard.launch.programs.predict"
 
 DESCRIPTION = """\
 Predict a text for each row of FILE with a trained model. Writes one JSON line per row, with input and prediction, in
-the order of the rows.
+the order of the rows. A row that cannot be used (it is empty, not text, or has a broken cell) has the prediction null
+and the problem; one whose source was cut to data.max_source_length has truncated: true.
 
-MODEL is the output_dir of a finished run, whose prefix, lengths and beams are used, or any other model: a directory, a
-directory of a peft adapter, or a Hub id. FILE is .csv, .tsv, .jsonl, .json or .parquet, of which only the source column
-is read, or .txt with one row per line. Without FILE, or with -, lines are read from standard input. Empty lines are
-skipped.
+MODEL is the output_dir of a finished run, whose prefix, separator, lengths and beams are used, or any other model: a
+directory, a directory of a peft adapter, or a Hub id. FILE is .csv, .tsv, .jsonl, .json or .parquet, of which only the
+source column is read, or .txt with one row per line. Without FILE, or with -, lines are read from standard input.
 """
 
 EPILOG = """\
@@ -34,19 +34,12 @@ examples:
   fullshard predict google-t5/t5-small articles.txt --prefix "summarize: " --num-beams 4 --nproc 2
 """
 
-_VALUES = ("num_beams", "max_new_tokens", "batch_size", "prefix", "source_column", "output")
+_VALUES = ("num_beams", "max_new_tokens", "batch_size", "prefix", "separator", "source_column", "output")
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs,
-        "predict",
-        run,
-        summary="predict texts for new rows with a trained model",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    parser = add_verb(verbs, "predict", run, "predict texts for new rows with a trained model", DESCRIPTION, EPILOG)
     parser.add_argument("model", metavar="MODEL", help="output_dir of a run, directory or Hub id of a model")
     parser.add_argument("file", metavar="FILE", nargs="?", default="-", help="rows (default: -, standard input)")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="file to write (default: standard output)")
@@ -57,6 +50,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--batch-size", metavar="N", type=positive, help="rows per batch (default: the run's)")
     parser.add_argument("--prefix", metavar="TEXT", help="text put before each source (default: the run's)")
     parser.add_argument(
+        "--separator", metavar="TEXT", help="causal models: text put after each source (default: the run's, or none)"
+    )
+    parser.add_argument(
         "--source-column", metavar="NAME", help="column of the source (default: the run's, or chosen by its name)"
     )
     parser.add_argument("--nproc", metavar="N", type=positive, default=1, help="ranks to shard over (default: 1)")
@@ -65,9 +61,6 @@ def add_parser(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> Failure | None:
     """Predict; in the launching process, or on every rank under torchrun.
-
-    Args:
-        options: The parsed command line.
 
     Returns:
         None on success, else why the first failing rank failed.
@@ -78,6 +71,7 @@ def run(options: argparse.Namespace) -> Failure | None:
     """
     if options.output is not None and options.file != "-" and options.output.resolve() == Path(options.file).resolve():
         raise ConfigError(f"{options.output} would replace the rows it is made from: give -o another file.")
+    require_model(options.model)
     flags: list[str] = []
     for name in _VALUES:
         value = getattr(options, name)
@@ -106,9 +100,6 @@ def _file_of_rows(name: str) -> Iterator[Path]:
         say("reading lines; end with Ctrl-D")
     with tempfile.TemporaryDirectory(prefix="fullshard-") as directory:
         file = Path(directory, "standard_input.txt")
-        try:
-            text = sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise DataError(f"Standard input is not {sys.stdin.encoding}: {error}.") from error
-        file.write_text(text, encoding="utf-8", newline="")
+        # As it is: a line that is not text is one row that cannot be used.
+        file.write_bytes(sys.stdin.buffer.read())
         yield file

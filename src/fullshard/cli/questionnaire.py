@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from rich.console import Console
 from rich.markup import escape
@@ -29,6 +28,7 @@ from fullshard.compat.accelerate_config.questions import (
 )
 from fullshard.compat.accelerate_config.write import file_text, next_commands, summary
 from fullshard.errors import ConfigError, ModelError
+from fullshard.launch import gpu_count
 
 CLASSES_PROGRAM = "fullshard.compat.accelerate_config.model_classes"
 DEFAULT_PATH = Path("fsdp_config.yaml")
@@ -70,8 +70,8 @@ def run_questions(path: Path, *, ask: bool, as_json: bool) -> None:
 
 
 def _machine() -> Machine:
-    gpus = torch.cuda.device_count()
-    return this_machine(gpus, bf16=gpus > 0 and torch.cuda.is_bf16_supported())
+    gpus = gpu_count()
+    return this_machine(gpus, bf16=gpus > 0 and load_program("torch").cuda.is_bf16_supported())
 
 
 def _require_terminal() -> None:

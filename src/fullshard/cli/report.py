@@ -29,9 +29,7 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs, "report", run, summary="write an HTML page about a run", description=DESCRIPTION, epilog=EPILOG
-    )
+    parser = add_verb(verbs, "report", run, "write an HTML page about a run", DESCRIPTION, EPILOG)
     parser.add_argument("directory", metavar="RUN", type=Path, help="output_dir of the run")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="file to write (default: RUN/report.html)")
     add_json(parser, help="print path and headline as JSON on standard output")
@@ -39,9 +37,6 @@ def add_parser(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the report; one process.
-
-    Args:
-        options: The parsed command line.
 
     Raises:
         CheckpointError: There is no run, or the page cannot be written.

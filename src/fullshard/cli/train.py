@@ -37,18 +37,13 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs, "train", run, summary="fine-tune a model as set in a run file", description=DESCRIPTION, epilog=EPILOG
-    )
+    parser = add_verb(verbs, "train", run, "fine-tune a model as set in a run file", DESCRIPTION, EPILOG)
     add_run_arguments(parser)
     add_config_file(parser)
 
 
 def run(options: argparse.Namespace) -> Failure | None:
     """Train; in the launching process, or on every rank under torchrun.
-
-    Args:
-        options: The parsed command line.
 
     Returns:
         None on success, else why the first failing rank failed, or that the run was stopped.

@@ -34,14 +34,7 @@ examples:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
-    parser = add_verb(
-        verbs,
-        "verify",
-        run,
-        summary="check that checkpoints and models are complete",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+    parser = add_verb(verbs, "verify", run, "check that checkpoints and models are complete", DESCRIPTION, EPILOG)
     parser.add_argument(
         "path", metavar="PATH", type=Path, help="a run, its checkpoints, one checkpoint, a model or a file of weights"
     )
@@ -50,9 +43,6 @@ def add_parser(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Verify; one process.
-
-    Args:
-        options: The parsed command line.
 
     Returns:
         The exit code.
@@ -86,7 +76,7 @@ def _print(found: Any) -> None:
         elif verdict.checksums:
             print(f"{verdict.path}: complete; {size}, {verdict.checksums:,} checksums match{_unhashed(verdict)}")
         else:
-            print(f"{verdict.path}: its structure is complete, it has no checksums; {size}")
+            print(f"{verdict.path}: complete, but without checksums, so the bytes were not checked; {size}")
         for problem in verdict.problems:
             print(f"  {problem.file}: {problem.text}")
     for note in found.notes:

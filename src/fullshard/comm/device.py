@@ -71,6 +71,15 @@ class Device(Protocol):
         """
         ...
 
+    @property
+    def queues(self) -> bool:
+        """Whether operations are queued, so that reading a number waits for everything issued before it."""
+        ...
+
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a host tensor on the device, for the compute stream, without waiting for it."""
+        ...
+
     def host_ready(self) -> None:
         """Return when the CPU may read what ``on_side_stream("offload", …)`` has copied to host memory."""
         ...
@@ -144,6 +153,15 @@ class CpuDevice:
     def host_ready(self) -> None:
         """See :meth:`Device.host_ready`: nothing."""
 
+    @property
+    def queues(self) -> bool:
+        """See :meth:`Device.queues`."""
+        return False
+
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Device.from_host`."""
+        return tensor.to(self.device)
+
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`Device.pin`: ``tensor`` itself."""
         return tensor
@@ -175,7 +193,7 @@ class _DeferredWork:
     """A function that is called when it is waited for."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        """Call ``work``, once."""
+        """Keep ``work`` for the first :meth:`wait`, which calls it."""
         self._work: Callable[[], None] | None = work
 
     def wait(self) -> None:
@@ -228,6 +246,16 @@ class CudaDevice:
         done = torch.cuda.Event()
         done.record(side)
         return _SideWork(self.device, done, work)
+
+    @property
+    def queues(self) -> bool:
+        """See :meth:`Device.queues`."""
+        return True
+
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Device.from_host`."""
+        # The allocator of page-locked memory keeps this copy until the stream has read it.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def host_ready(self) -> None:
         """See :meth:`Device.host_ready`."""

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.peer_memory import PeerMemory
+from fullshard.comm.board import Board
+from fullshard.comm.flight_recorder import Collective, FlightRecorder
+from fullshard.comm.peer_memory import OTHER_MACHINE, PeerMemory
 from fullshard.comm.protocol import DONE, ReduceOp, Work
-from fullshard.comm.watchdog import WATCHDOG, Board, Collective, FlightRecorder, GroupWatch
+from fullshard.comm.watchdog import WATCHDOG, GroupWatch
 
 # A message's tag is 31 bits: a code of the collective, then its number. Two in flight never share the number, and two
 # that differ never share the code, so they cannot exchange buffers: gloo ends the process if sizes differ, and delivers
@@ -85,10 +87,14 @@ class GlooWork:
         started = time.monotonic()
         peer = None
         try:
+            if (
+                self._watch.broken
+            ):  # gloo would wait again for a message that has failed, as long as the group's timeout
+                raise RuntimeError("waits were broken")
             for peer, message in self._messages:  # noqa: B007
                 message.wait()
         except RuntimeError as error:
-            raise self._watch.failure(self._call, error, time.monotonic() - started, peer) from error
+            raise self._watch.failure(self._call, error, time.monotonic() - started, peer) from None
         finally:
             recorder.waiting = None
         self._messages = ()
@@ -156,13 +162,19 @@ class GlooComm:
     collectives.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Communicate with the ranks of ``group`` with CPU tensors."""
+    def __init__(self, group: dist.ProcessGroup, *, direct: bool = True) -> None:
+        """Communicate with the ranks of ``group`` with CPU tensors.
+
+        Args:
+            group: The group; this process belongs to it.
+            direct: Whether ranks of one machine read each other's memory, if they can; the same on every rank.
+        """
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.device = torch.device("cpu")
         self._announced = ""
+        self._direct = direct
         self._timeout_s = group._get_backend(self.device).options._timeout.total_seconds()
         self._watch = _watch_of(group)
         # Starting with the next rank spreads the first messages over all pairs of ranks.
@@ -302,19 +314,20 @@ class GlooComm:
 
         The first call asks all ranks, which all make it: it is part of a collective.
         """
-        if full.nbytes < _DIRECT_BYTES or self.size == 1:
+        if not self._direct or full.nbytes < _DIRECT_BYTES or self.size == 1:
             return None
         group = _GROUPS.setdefault(self.group, _Group())
         if not group.asked:
             group.asked = True
             memory = PeerMemory()
             cards = self.all_gather_object(memory.card())
-            if all(self.all_gather_object(memory.can_read(cards))):
+            obstacle = next(filter(None, self.all_gather_object(memory.obstacle(cards))), None)
+            if obstacle is None:
                 group.memory = memory
-            elif len({host for host, _, _ in cards}) == 1 and self.rank == 0:
-                logging.getLogger("fullshard").warning(
-                    "The system does not allow the ranks of this host to read each other's memory (process_vm_readv), "
-                    "so they communicate through sockets, which takes several times as long."
+            elif obstacle != OTHER_MACHINE and self.rank == 0:
+                _say_once(
+                    f"The ranks of this machine do not read each other's memory: {obstacle}. They communicate through "
+                    "sockets, which takes several times as long."
                 )
         return group.memory
 
@@ -342,7 +355,7 @@ class GlooComm:
             yield poll
         except (RuntimeError, OSError) as error:
             waited = time.monotonic() - started
-            raise self._watch.failure(call, RuntimeError(str(error)), waited, peer_now) from error
+            raise self._watch.failure(call, RuntimeError(str(error)), waited, peer_now) from None
         finally:
             recorder.waiting = None
 
@@ -350,7 +363,7 @@ class GlooComm:
         """Return the next collective; ``about`` has the same size and dtype on every rank."""
         numel, dtype = (0, torch.uint8) if about is None else (about.numel(), about.dtype)
         call = self._watch.recorder.issue(kind, numel, dtype, self._announced, bound=bound)
-        if self._watch.broken:  # ranks have diverged: the group is unusable, even before its connections are closed
+        if self._watch.must_fail(call):  # the group is unusable, even before its connections are closed
             raise self._watch.failure(call, RuntimeError("waits were broken"), 0.0, None)
         return call
 
@@ -368,14 +381,23 @@ class GlooComm:
         tag = code << _SEQ_BITS | call.seq % (1 << _SEQ_BITS)
         # Not dist.irecv and dist.isend: they repeat checks and double a small message's time.
         start_receive, start_send = self.group.recv, self.group.send
+        messages: list[tuple[int, dist.Work]] = []
+        peer: int | None = None
         try:
-            messages = [(peer, start_receive([tensor], peer, tag)) for peer, tensor in receive]
-            messages += [(peer, start_send([tensor], peer, tag)) for peer, tensor in send]
+            for peer, tensor in receive:
+                messages.append((peer, start_receive([tensor], peer, tag)))
+            for peer, tensor in send:
+                messages.append((peer, start_send([tensor], peer, tag)))
         except RuntimeError as error:
             if not any(mark in str(error) for mark in _TRANSPORT):
                 raise  # not a transport error: the tensors are wrong
-            raise self._watch.failure(call, error, 0.0, None) from error
+            raise self._watch.failure(call, error, 0.0, peer) from None
         return GlooWork(self._watch, call, messages, finish)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logging.getLogger("fullshard").warning("%s", text)
 
 
 def _to(peers: Iterable[int], tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -411,13 +433,15 @@ def _watch_of(group: dist.ProcessGroup) -> GroupWatch:
 def _break_waits(group: dist.ProcessGroup | None) -> None:
     """Make every pending message of ``group`` fail on this rank; the group is unusable afterwards.
 
-    A receive that times out does that: gloo then closes all connections of its context. torch makes a context for each
-    network interface and selects one by tag.
+    A receive that times out does that: gloo then closes all connections of its context. One from a rank whose
+    connection is closed already does not time out, so all ranks are tried. torch makes a context for each network
+    interface and selects one by tag.
     """
     if group is None:
         return
-    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
     contexts = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
-    for tag in range(_SPARE_TAG, _SPARE_TAG + contexts):
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, tag).wait(datetime.timedelta(milliseconds=1))
+    for peer in range(dist.get_world_size(group)):
+        if peer != dist.get_rank(group):
+            for tag in range(_SPARE_TAG, _SPARE_TAG + contexts):
+                with contextlib.suppress(RuntimeError):
+                    group.recv([torch.empty(1)], peer, tag).wait(datetime.timedelta(milliseconds=1))

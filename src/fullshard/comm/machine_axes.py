@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import os
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,13 +15,15 @@ import torch.distributed as dist
 from fullshard.comm.mesh import SoloComm
 from fullshard.comm.process import TIMEOUT_S, comm_of_group
 from fullshard.comm.protocol import Comm
+from fullshard.comm.whereabouts import MACHINE_VARIABLE
 from fullshard.errors import ProcessGroupError
 
 
 def machine_axes(comm: Comm, ranks_each: int | None = None) -> tuple[Comm, Comm]:
     """Split the ranks of a run into shard groups (each machine) and replica groups (across machines).
 
-    Every rank calls it. The number of ranks of a machine is ``LOCAL_WORLD_SIZE``, which launchers set.
+    Every rank calls it. The number of ranks of a machine is ``LOCAL_WORLD_SIZE``, which launchers set, or that of
+    ranks with the same ``FULLSHARD_MACHINE``.
 
     Args:
         comm: All ranks, numbered machine by machine, as launchers number them.
@@ -32,7 +36,7 @@ def machine_axes(comm: Comm, ranks_each: int | None = None) -> tuple[Comm, Comm]
     Raises:
         ProcessGroupError: Machines have different numbers of ranks; on every rank, with the same text.
     """
-    return _axes(comm, _ranks_here(comm, ranks_each))
+    return axes_of(comm, _ranks_here(comm, ranks_each))
 
 
 def machines_of_world(device: torch.device | None) -> tuple[Comm, Comm]:
@@ -56,13 +60,15 @@ def machines_of_world(device: torch.device | None) -> tuple[Comm, Comm]:
 @functools.lru_cache(maxsize=4)
 def _axes_once(world: Any, device: torch.device | None, here: int) -> tuple[Comm, Comm]:
     """Return the axes, cached: all units of a model must use the same groups."""
-    return _axes(comm_of_group(world, device), here)
+    return axes_of(comm_of_group(world, device), here)
 
 
 def _ranks_here(comm: Comm, ranks_each: int | None) -> int:
     """Return the number of ranks of each machine, the same on every rank."""
     here = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks_each or comm.size)), comm.size)
-    numbers = comm.all_gather_object(here)
+    numbers, names = zip(*comm.all_gather_object((here, os.environ.get(MACHINE_VARIABLE))), strict=True)
+    if any(names):
+        return _ranks_of_named(names)
     if len(set(numbers)) > 1 or comm.size % here:
         raise ProcessGroupError(
             "A hybrid strategy needs the same number of ranks on each machine; LOCAL_WORLD_SIZE (or ranks_each) is "
@@ -72,8 +78,21 @@ def _ranks_here(comm: Comm, ranks_each: int | None) -> int:
     return here
 
 
-def _axes(comm: Comm, here: int) -> tuple[Comm, Comm]:
-    """Return the replica group and the shard group of this rank, with ``here`` ranks on each machine."""
+def _ranks_of_named(names: Sequence[str | None]) -> int:
+    """Return the number of ranks of each machine, from the machines' names in rank order."""
+    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    numbers = {number for _, number in runs}
+    if len(numbers) > 1 or len({name for name, _ in runs}) < len(runs):
+        raise ProcessGroupError(
+            "A hybrid strategy needs the same number of ranks on each machine, numbered machine by machine; "
+            f"{MACHINE_VARIABLE} is, in rank order: {', '.join(name or '(not set)' for name in names)}. Set it so, or "
+            "not at all."
+        )
+    return numbers.pop()
+
+
+def axes_of(comm: Comm, here: int) -> tuple[Comm, Comm]:
+    """Return the replica group and the shard group of this rank, ``here`` consecutive ranks; every rank calls it."""
     inside = [list(range(first, first + here)) for first in range(0, comm.size, here)]
     across = [list(range(place, comm.size, here)) for place in range(here)]
     return _split(comm, across), _split(comm, inside)

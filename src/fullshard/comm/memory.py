@@ -13,6 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fullshard.comm.placement import SHARED
+
 
 def live_tensor_bytes() -> int:
     """Return the bytes of all distinct CPU storages that Python can reach: those allocated before a meter started."""
@@ -33,9 +35,9 @@ def live_tensor_bytes() -> int:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Return the memory available to a rank on ``device``: the device's, or its share of the host's."""
+    """Return the memory available to a rank on ``device``: the device's, or its share of a shared one or the host's."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.get_device_properties(device).total_memory // SHARED.ranks
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 

@@ -114,10 +114,12 @@ class Mesh:
 
 def same_ranks(one: Mesh, other: Mesh) -> bool:
     """Return whether two meshes consist of the same groups."""
-    return all(
-        _group(a) == _group(b)
-        for a, b in ((one.shard_group, other.shard_group), (one.replica_group, other.replica_group))
-    )
+    return same_group(one.shard_group, other.shard_group) and same_group(one.replica_group, other.replica_group)
+
+
+def same_group(one: Comm, other: Comm) -> bool:
+    """Return whether two communicators, perhaps of two models, are of the same ranks."""
+    return one is other or _group(one) == _group(other)
 
 
 def _group(comm: Any) -> tuple[int, int, object]:
@@ -126,6 +128,12 @@ def _group(comm: Any) -> tuple[int, int, object]:
         comm = comm.inner
     made_of = getattr(comm, "group", None) or getattr(comm, "world", None)
     return comm.size, comm.rank, made_of if comm.size > 1 else None
+
+
+def group_behind(mesh: Mesh) -> object:
+    """Return the process group or thread world of a mesh: that of its shards, or of replicas if they are not cut."""
+    comm = mesh.shard_group if mesh.shard_group.size > 1 else mesh.replica_group
+    return _group(comm)[2] or comm
 
 
 def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | None) -> Mesh:
@@ -152,6 +160,14 @@ def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | Non
     if strategy is ShardingStrategy.NO_SHARD:
         return Mesh(SoloComm(shard.device), shard)
     return Mesh(shard, replicate or SoloComm(shard.device))
+
+
+def device_mesh_of(mesh: object, device: torch.device) -> DeviceMesh | None:
+    """Return torch's DeviceMesh of what :func:`as_mesh` takes; None of Comms and of pairs."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    group = dist.group.WORLD if mesh is None else mesh
+    return DeviceMesh.from_group(group, device.type) if isinstance(group, dist.ProcessGroup) else None
 
 
 def _axes(mesh: object, device: torch.device | None) -> tuple[Comm | None, Comm]:

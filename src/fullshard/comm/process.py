@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import logging
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fullshard.comm.gloo import GlooComm
+from fullshard.comm.placement import SHARED, agree, gpu_of_rank
 from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
+from fullshard.comm.staged import Stage, StagedComm
+from fullshard.comm.staging import CudaStaging
 from fullshard.errors import ProcessGroupError
 
 # torch 2.13 renamed the flat collectives; older releases have the old names only.
@@ -25,7 +32,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class ProcessComm:
-    """A ``torch.distributed`` process group whose backend has flat collectives: NCCL, and torch's fake backend."""
+    """A NCCL group: torch's flat collectives run in place on the caller's buffers."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Communicate with the ranks of ``group`` with tensors on ``device``."""
@@ -133,26 +140,125 @@ class FakeComm(ProcessComm):
         return [value] * self.size
 
 
+class TorchComm(ProcessComm):
+    """A group of any other backend (MPI, UCC, one of a plug-in, torch's threaded test group): torch's collectives.
+
+    It asks no more of a backend than ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``all_reduce``,
+    ``broadcast`` and ``all_to_all_single``. Nothing here knows what the other ranks are doing, so ranks that diverge
+    wait until the backend gives up.
+    """
+
+    def announce(self, what: str) -> None:
+        """See :meth:`Comm.announce`: ignored; there is no watchdog to report it."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See :meth:`Comm.all_gather`; copies ``shard`` first: MPI forbids that it is a part of ``full``."""
+        sent = shard.clone()
+        return _CopyWork(super().all_gather(full, sent), sent)
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
+        """See :meth:`Comm.gather`; ranks other than the target allocate nothing."""
+        sizes = [shard.numel() if r == target else 0 for r in range(self.size)]
+        received = shard.new_empty(0) if full is None else full.view(-1)
+        return self._all_to_all(received, [received.numel() // self.size] * self.size, shard.view(-1), sizes)
+
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """See :meth:`Comm.exchange`; copies what is sent and received, because gloo and others have no lists here."""
+        out = torch.cat([part.reshape(-1) for part in sent])
+        sizes = [part.numel() for part in received]
+        into = out.new_empty(sum(sizes))
+        work = self._all_to_all(into, sizes, out, [part.numel() for part in sent])
+        return _CopyWork(work, out, list(zip(received, into.split(sizes), strict=True)))
+
+    def _all_to_all(self, into: torch.Tensor, sizes: list[int], sent: torch.Tensor, sent_sizes: list[int]) -> Work:
+        return dist.all_to_all_single(into, sent, sizes, sent_sizes, group=self.group, async_op=True)  # type: ignore[return-value]
+
+
+class _CopyWork:
+    """A collective on copies: what it sends is kept, and what it received is copied to its place."""
+
+    def __init__(
+        self, work: Work, sent: torch.Tensor, received: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    ) -> None:
+        """Keep ``sent`` until ``work`` is done; then copy to the first of each pair of ``received`` the second."""
+        self.work: Work | None = work
+        self.sent: torch.Tensor | None = sent
+        self.received = received
+
+    def wait(self) -> None:
+        """See :meth:`fullshard.comm.protocol.Work.wait`."""
+        if self.work is not None:
+            self.work.wait()
+            for target, source in self.received:
+                target.view(-1).copy_(source)
+        self.work, self.sent, self.received = None, None, ()
+
+
+_STAGES: weakref.WeakKeyDictionary[dist.ProcessGroup, Stage] = weakref.WeakKeyDictionary()
+"""Comms of one group run their collectives in one thread."""
+
+
 def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm:
-    """Return the :class:`Comm` of a process group, by its backend.
+    """Return the :class:`Comm` of a process group, by the backend that carries tensors of ``device``.
+
+    A group of another backend than NCCL, gloo and torch's fake one uses torch's collectives; rank 0 logs what it lacks.
 
     Args:
         group: The group; this process belongs to it.
-        device: Device of the tensors; None: under NCCL the current one, else CPU.
+        device: Device of the tensors; None: the current accelerator if a backend of the group is made for it, under
+            gloo the GPU that this rank shares with others, else CPU.
     """
-    backend = str(dist.get_backend(group))
-    if "nccl" in backend:
-        return ProcessComm(group, device or torch.device("cuda", torch.cuda.current_device()))
-    if "fake" in backend:  # a dry run: one process is rank 0 of a large world, nothing is sent
-        return FakeComm(group, device or torch.device("cpu"))
+    backends = dict(part.split(":", 1) for part in str(dist.get_backend_config(group)).split(","))
+    device = device or _device_for(backends)
+    backend = backends.get(device.type) or next(iter(backends.values()))
+    if backend == "nccl":
+        return ProcessComm(group, device)
+    if backend == "fake":  # a dry run: one process is rank 0 of a large world, nothing is sent
+        return FakeComm(group, device)
+    if backend != "gloo":
+        if dist.get_rank() == 0:
+            _warn_of(backend)
+        return TorchComm(group, device)
+    if device.type == "cuda":
+        # Whether a process may read another one's page-locked memory depends on the driver, so sockets carry it.
+        return StagedComm(GlooComm(group, direct=False), _stage_of(group, device))
     return GlooComm(group)
+
+
+def _device_for(backends: dict[str, str]) -> torch.device:
+    """Return the device of collectives for which none was named; ``backends`` maps a device's type to a backend."""
+    found = torch.accelerator.current_accelerator()
+    # gloo goes through host memory, MPI often cannot take memory of a device, a fake group is for dry runs.
+    if found is not None and backends.get(found.type) not in (None, "gloo", "mpi", "fake"):
+        return torch.device(found.type, torch.accelerator.current_device_index())
+    return SHARED.gpu or torch.device("cpu")
+
+
+@functools.cache
+def _warn_of(backend: str) -> None:
+    """Log, once for each backend, what a group of it lacks."""
+    logging.getLogger("fullshard").warning(
+        "The process group's backend is %s, so fullshard uses torch's own collectives on it. There is no watchdog: "
+        "when a rank ends or runs other code, no error names it, and the others wait until the backend gives up. "
+        "Direct messages between ranks are missing too, so exchanges and all-gathers copy what they send. Under NCCL "
+        "or gloo (torch.distributed.init_process_group) you have both.",
+        backend,
+    )
+
+
+def _stage_of(group: dist.ProcessGroup, device: torch.device) -> Stage:
+    if group not in _STAGES:
+        _STAGES[group] = Stage(CudaStaging(device))
+    return _STAGES[group]
 
 
 def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
     """Join the group that torchrun's environment describes; once per process, on every rank.
 
-    Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. With at least as many CUDA
-    devices as ranks on this machine the backend is NCCL, one device for each rank; else gloo on CPU.
+    Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where every rank has a GPU of
+    its own the backend is NCCL. Where there are GPUs but fewer than ranks, ranks share them and communicate through
+    host memory, over gloo, and rank 0 logs a line that says so. Where a rank sees no GPU (there is none, or
+    ``CUDA_VISIBLE_DEVICES`` is empty) all ranks compute on the CPU, over gloo.
 
     Args:
         timeout_s: Seconds after which a collective that other ranks never joined is an error.
@@ -161,7 +267,7 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
         The :class:`Comm` of all ranks.
 
     Raises:
-        ProcessGroupError: A variable is missing in the environment.
+        ProcessGroupError: A variable is missing in the environment, or there is a process group already.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -169,16 +275,34 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
             f"There is no process group to join: {', '.join(missing)} not set. "
             "Start the script with torchrun or `fullshard train`."
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-        return comm_of_group(_world(), device)
-    dist.init_process_group("gloo", timeout=timeout)
-    return comm_of_group(_world(), torch.device("cpu"))
+    if dist.is_initialized():
+        raise ProcessGroupError(
+            "fullshard.init() makes the process group, and this process has one. Call it once, and not after "
+            "torch.distributed.init_process_group(): fully_shard also uses a group that you made yourself."
+        )
+    return _join(datetime.timedelta(seconds=timeout_s))
+
+
+def _join(timeout: datetime.timedelta) -> Comm:
+    """Meet the other ranks, agree on where all compute, and make the process group."""
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    gpu = gpu_of_rank()
+    placement = agree(store, rank, size, gpu)
+    if placement.note and rank == 0:
+        logging.getLogger("fullshard").warning("%s", placement.note)
+    # The prefix that torch gives to a rendezvous of its own.
+    meeting: dict[str, Any] = {"store": PrefixStore("default_pg", store), "rank": rank, "world_size": size}
+    if gpu is None or placement.kind == "cpu":
+        dist.init_process_group("gloo", timeout=timeout, **meeting)
+        return comm_of_group(_world(), torch.device("cpu"))
+    torch.cuda.set_device(gpu)
+    if placement.kind == "own":
+        dist.init_process_group("nccl", timeout=timeout, device_id=gpu, **meeting)
+    else:
+        dist.init_process_group("gloo", timeout=timeout, **meeting)
+        SHARED.gpu, SHARED.ranks = gpu, placement.ranks
+    return comm_of_group(_world(), gpu)
 
 
 def join_alone(device: torch.device) -> Comm:
@@ -200,5 +324,6 @@ def _world() -> dist.ProcessGroup:
 
 def shutdown() -> None:
     """Destroy the default process group, if there is one; on every rank."""
+    SHARED.gpu, SHARED.ranks = None, 1
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

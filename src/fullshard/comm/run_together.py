@@ -24,9 +24,7 @@ PATIENCE_SECONDS = 1.0
 
 
 def await_all(
-    ranks: Ranks,
-    poll: Callable[[float], T | None],
-    on_progress: Callable[[list[T | None]], None] | None = None,
+    ranks: Ranks, poll: Callable[[float], T | None], on_progress: Callable[[list[T | None]], None] | None = None
 ) -> list[T]:
     """Return when ``poll`` has returned a result on every rank; every rank calls it.
 

@@ -1,242 +1,65 @@
-"""Detection of ranks that wait for each other in different collectives, reported on every rank by name.
+"""Detection of ranks that wait for each other in vain, reported on every rank by name.
 
 Each rank keeps a flight recorder of the collectives that it issued on a group. During a long wait it publishes the
-recorder to the other ranks, through the group's store. Two recorders that differ in the collective of one number belong
-to ranks that have diverged: nothing later corrects that, so every rank raises an error that states where each of them
-is. A rank that is merely slow (it computes, or writes a file) has issued no other collective, and never counts as
-diverged.
+recorder to the other ranks, through the group's store, and those that do not wait answer with where their program is.
+Two recorders that differ in the collective of one number belong to ranks that have diverged: nothing later corrects
+that, so every rank raises an error that states where each of them is. So do ranks of which one waits in a collective of
+torch's own that the others will never join. A rank that is merely slow (it computes, or writes a file) never counts as
+diverged; one whose process is stopped, or that cannot be reached, is named in a warning, because it may come back.
+
+A rank that fails publishes why, so that the others name the failure that came first and not the one next to them.
 """
 
 from __future__ import annotations
 
 import atexit
-import datetime
-import json
 import logging
+import os
 import re
+import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from torch._C._distributed_c10d import Store
-
+from fullshard.comm.board import Board, Post, RankFailure
+from fullshard.comm.flight_recorder import Collective, FlightRecorder, divergence, divergence_text, named
+from fullshard.comm.line import LINE
+from fullshard.comm.whereabouts import Place, main_thread_place
 from fullshard.errors import MismatchError, ProcessGroupError, UserError
-
-T = TypeVar("T")
 
 WAIT_S = 2.0
 """A wait of more seconds is published to the other ranks."""
 
-TICK_S = 0.5
-"""Interval at which the thread checks this process's wait and, during a long one, the other ranks' posts."""
+TICK_S = 0.25
+"""Interval at which the thread checks this process's wait and the other ranks' posts."""
 
 GRACE_S = 2.0
 """How long diverged ranks wait for the others: to publish where they are, and to read the verdict."""
 
+ANSWER_S = 3.0
+"""A rank that has not answered another one's post after more seconds does not answer."""
+
+ASK_AGAIN_S = 10.0
+"""Interval at which a rank that waits publishes its post again, to be answered again."""
+
 WARN_S = 30.0
 """A wait of more seconds is logged as a warning, once."""
 
-HISTORY = 64
-"""Collectives in a post. Ranks are only a few apart: only sending, as in a gather, needs no answer of other ranks."""
+LOST_S = 0.3
+"""How long a rank that lost a connection waits for the other rank's own report."""
 
-_RPC_TIMEOUT_S = 5.0
+ENDED = "the end of its program"
+"""Place of a rank whose program is over without an error."""
+
+_LOST = (
+    "that rank has ended or failed, or the network to it was cut. Look for its own error; if it has none, it ran fewer "
+    "collectives than this rank."
+)
+
+_WHY_LENGTH = 500
+
 _log = logging.getLogger("fullshard")
-
-
-class Collective(NamedTuple):
-    """One collective as this rank issued it.
-
-    Attributes:
-        seq: Its number on this rank and group, from 1.
-        kind: Name of the collective.
-        numel: Number of elements; 0 if it has no meaning.
-        dtype: Their dtype.
-        announced: Its purpose, passed to :meth:`~fullshard.comm.protocol.Comm.announce`; may be empty.
-        bound: Whether ranks that announced different purposes are in different collectives.
-    """
-
-    seq: int
-    kind: str
-    numel: int
-    dtype: torch.dtype
-    announced: str
-    bound: bool
-
-    def text(self) -> str:
-        """Return the description in messages."""
-        return self._with(self.announced)
-
-    def name(self) -> str:
-        """Return the text that is equal on all ranks that are in the same collective."""
-        return self._with(self.announced if self.bound else "")
-
-    def _with(self, purpose: str) -> str:
-        size = f" of {self.numel} {str(self.dtype).removeprefix('torch.')}" if self.numel else ""
-        return f"{self.kind}{size}" + (f" ({purpose})" if purpose else "")
-
-
-class FlightRecorder:
-    """The last collectives that this rank issued on one group, and the one that it waits in.
-
-    Attributes:
-        rank: This rank's number in the group.
-        issued: The last collectives, oldest first.
-        waiting: The collective that the program waits in now. Setting it is the only cost of a wait.
-    """
-
-    def __init__(self, rank: int) -> None:
-        """Record the collectives of ``rank``."""
-        self.rank = rank
-        self.issued: deque[Collective] = deque(maxlen=HISTORY)
-        self.waiting: Collective | None = None
-        self._seq = 0
-
-    def issue(self, kind: str, numel: int, dtype: torch.dtype, announced: str, *, bound: bool) -> Collective:
-        """Number and record the next collective; the arguments are those of :class:`Collective`."""
-        self._seq += 1
-        call = Collective(self._seq, kind, numel, dtype, announced, bound)
-        self.issued.append(call)
-        return call
-
-
-class Post(NamedTuple):
-    """The state that one rank publishes to the others.
-
-    Attributes:
-        waits: Number of the collective that it waits in; None: it waited long in one of ``calls`` and has resumed.
-        calls: Its last collectives, number to name and text.
-    """
-
-    waits: int | None
-    calls: dict[int, tuple[str, str]]
-
-    def encode(self) -> str:
-        """Return the post as JSON."""
-        return json.dumps([self.waits, list(self.calls.items())])
-
-    @staticmethod
-    def decode(text: bytes) -> Post:
-        """Return the post of a JSON text."""
-        waits, calls = json.loads(text)
-        return Post(waits, {seq: (name, text) for seq, (name, text) in calls})
-
-
-class Board:
-    """The posts of a group's ranks, one for each, and at most one verdict, in a store. For use by any thread.
-
-    If the store no longer answers, the process that hosts it has ended; from then on nothing is read or written.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Share ``store``, a connection of this board's own, with the other ranks; each makes one board for a group."""
-        self.rank, self.size = rank, size
-        self._store = store
-        self._store.set_timeout(datetime.timedelta(seconds=_RPC_TIMEOUT_S))
-        self._lock = threading.Lock()
-        self._lost = False
-        # A store may outlive a group and serve the next one of the same name, whose board must be a different one.
-        self._life = store.add(f"fullshard/lives/{rank}", 1)
-        self._changes = 0
-        self._posts: dict[int, Post] = {}
-
-    def publish(self, post: Post) -> None:
-        """Replace this rank's post."""
-
-        def write(store: Store) -> None:
-            store.set(self._key(f"post/{self.rank}"), post.encode())
-            store.add(self._key("changes"), 1)
-
-        self._ask(write, None)
-
-    def posts(self) -> Mapping[int, Post]:
-        """Return the posts of the ranks that have waited long, by rank."""
-
-        def read(store: Store) -> None:
-            changes = store.add(self._key("changes"), 0)
-            if changes == self._changes:
-                return
-            for rank in range(self.size):
-                key = self._key(f"post/{rank}")
-                if rank in self._posts or store.check([key]):
-                    self._posts[rank] = Post.decode(store.get(key))
-            self._changes = changes
-
-        self._ask(read, None)
-        return self._posts
-
-    def propose(self, verdict: str) -> str:
-        """Make ``verdict`` the group's, unless it has one; return the one that it has."""
-        return self._ask(lambda store: store.compare_set(self._key("verdict"), "", verdict).decode(), verdict)
-
-    def verdict(self) -> str | None:
-        """Return the verdict, or None."""
-        key = self._key("verdict")
-        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None, None)
-
-    def acknowledge(self) -> None:
-        """Record that this rank has read the verdict; once."""
-        self._ask(lambda store: store.add(self._key("acknowledged"), 1), 0)
-
-    def all_acknowledged(self) -> bool:
-        """Return whether every rank has read the verdict, or the store is lost."""
-        return self._ask(lambda store: store.add(self._key("acknowledged"), 0), self.size) >= self.size
-
-    def _key(self, name: str) -> str:
-        return f"fullshard/{self._life}/{name}"
-
-    def _ask(self, question: Callable[[Store], T], default: T) -> T:
-        if not self._lock.acquire(timeout=2 * _RPC_TIMEOUT_S):
-            return default
-        try:
-            return default if self._lost else question(self._store)
-        except RuntimeError:
-            self._lost = True
-            return default
-        finally:
-            self._lock.release()
-
-
-def divergence(posts: Mapping[int, Post]) -> int | None:
-    """Return the number of the first collective in which two ranks' posts differ; None if all agree."""
-    first: dict[int, str] = {}
-    published = [(seq, name) for post in posts.values() for seq, (name, _) in post.calls.items()]
-    return min((seq for seq, name in published if first.setdefault(seq, name) != name), default=None)
-
-
-def divergence_text(seq: int, posts: Mapping[int, Post], ranks: Sequence[int]) -> str:
-    """Return the error text for ranks that diverged at collective ``seq``: where each is, and the remedy.
-
-    Args:
-        seq: The collective.
-        posts: The posts, by rank in the group.
-        ranks: The group's ranks, numbered as in the default group.
-    """
-    ranks_by_place: dict[str, list[int]] = {}
-    for number, rank in enumerate(ranks):
-        ranks_by_place.setdefault(_place(seq, posts.get(number)), []).append(rank)
-    places = "; ".join(f"{_named(there)}: {place}" for place, there in ranks_by_place.items())
-    return (
-        f"Ranks are in different collectives, from number {seq} of their group on: {places}. Every rank must call the "
-        "same modules in the same order; check code that depends on the rank or the data."
-    )
-
-
-def _place(seq: int, post: Post | None) -> str:
-    if post is None:
-        return "not waiting in any collective of this group"
-    _, there = post.calls.get(seq, ("", "not issued so far"))
-    if post.waits is None:
-        return f"{there}, not waiting"
-    return there if post.waits == seq else f"{there}, waiting in {post.calls[post.waits][1]}"
-
-
-def _named(ranks: Iterable[int]) -> str:
-    names = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else "no rank"
 
 
 class GroupWatch:
@@ -244,7 +67,7 @@ class GroupWatch:
 
     Attributes:
         recorder: This rank's collectives, and the one that it waits in.
-        broken: Whether ranks have diverged and every wait must fail.
+        broken: Whether the group is unusable, so that every wait must fail, at once.
     """
 
     def __init__(
@@ -259,16 +82,141 @@ class GroupWatch:
             break_waits: Makes this process's waits on the group fail.
         """
         self.recorder = recorder
+        self.broken = False
         self._board = board
         self._ranks = ranks
         self._break_waits = break_waits
-        self.broken = False
         self._call: Collective | None = None
         self._since = 0.0
-        self._published = self._warned = False
+        self._published: Collective | None = None
+        self._warned_slow = self._warned_silent = False
+        self._stamp, self._asked = 0, 0.0
+        self._answered = 0
+        self._outside: tuple[Place, float, bool] | None = None
         self._diverged_since: float | None = None
         self._verdict: str | None = None
         self._verdict_since = 0.0
+        self._error: UserError | None = None
+        self._own: RankFailure | None = None
+        self._reported = True
+
+    @property
+    def _me(self) -> int:
+        """This rank's number in the default group."""
+        return self._ranks[self.recorder.rank]
+
+    # In the program's thread
+
+    def must_fail(self, call: Collective) -> bool:
+        """Return whether ``call`` cannot complete: the group is broken, or another rank has failed before it."""
+        return self.broken or any(call.seq > failed.issued for failed in self._others().values())
+
+    def failure(self, call: Collective, error: RuntimeError, waited_s: float, peer: int | None) -> UserError:
+        """Return the exception to raise for an ``error`` of the backend in ``call``; the group is unusable from now on.
+
+        Every later failure is the first one again: what fails then, such as the clean-up, has the same cause.
+
+        Args:
+            call: The collective that failed.
+            error: The backend's error.
+            waited_s: Seconds that this rank waited.
+            peer: Rank that the failed message was from or for; None: none in particular.
+        """
+        if self._error is None:
+            what = f"Rank {self._me} waited {waited_s:.1f} s in {call.text()}"
+            self._error = self._cause(call, what, str(error), peer)
+        self.broken = True
+        return type(self._error)(str(self._error))
+
+    def _cause(self, call: Collective, what: str, error: str, peer: int | None) -> UserError:
+        self._board.look()
+        verdict = self._verdict or self._board.verdict()
+        if verdict is not None:
+            return MismatchError(verdict)
+        if "Timed out" in error:
+            silent = self._silent(call)
+            text = (
+                f"{what}, longer than the group's timeout. Not there: {named(self._absent(call))}. "
+                f"{f'{silent} ' if silent else ''}If these ranks "
+                "are only slow, set a longer timeout for the group; otherwise find out what they wait for."
+            )
+            self._report(call.seq - 1, self._me, f"ProcessGroupError: {text}")
+            return ProcessGroupError(text)
+        failed = self._wait_for_report(call, peer)
+        if failed is not None:
+            number, (_, origin, why) = failed
+            self._report(call.seq - 1, self._ranks[number] if origin == self._me else origin, why)
+            return ProcessGroupError(f"{what} and {self._reported_text(*failed)}")
+        where = "another rank" if peer is None else f"rank {self._ranks[peer]}"
+        post = self._board.posts().get(-1 if peer is None else peer)
+        if post is not None and post.place == ENDED:
+            how = "the program of that rank has ended, so it ran fewer collectives than this rank."
+        else:
+            how = _LOST
+        reason = re.sub(r"^\[.*?\] ", "", error).split(". ")[0]
+        return ProcessGroupError(f"{what} and lost its connection to {where}: {how} (gloo: {reason})")
+
+    def _wait_for_report(self, call: Collective, peer: int | None) -> tuple[int, RankFailure] | None:
+        """Return the rank whose failure explains the end of the connection to ``peer``, and the failure."""
+        deadline = time.monotonic() + LOST_S
+        while (failed := self._failed_rank(peer)) is None and peer is not None:
+            # Reported first: if only the network is cut, the other rank looks for this report meanwhile.
+            self._report(call.seq - 1, self._ranks[peer], "")
+            if self._board.is_gone(peer) or time.monotonic() > deadline:
+                break
+            time.sleep(LOST_S / 10)
+            self._board.look()
+        return failed
+
+    def _failed_rank(self, peer: int | None) -> tuple[int, RankFailure] | None:
+        """Return the failure of ``peer``; without one, or if it knows no error, that of any rank that does."""
+        others = self._others()
+        known = min((rank for rank, failed in others.items() if failed.why), default=None)
+        number = peer if known is None and peer is not None else known
+        if peer is None and known is None:
+            number = min(others, default=None)
+        return None if number is None or number not in others else (number, others[number])
+
+    def _reported_text(self, number: int, failed: RankFailure) -> str:
+        """Return the second half of an error's text, for the failure that rank ``number`` has reported."""
+        rank, origin = self._ranks[number], failed.origin
+        if failed.why:
+            return f"rank {origin} has failed first: {failed.why}"
+        both = {**self._others(), self.recorder.rank: self._own}
+        back = both.get(self._ranks.index(origin)) if origin in self._ranks else None
+        if origin == self._me or (back is not None and back.origin == rank and not back.why):
+            return (
+                f"the connection between rank {rank} and rank {origin} is lost on both sides, while both run: the "
+                "network between them was cut. Check it, and start again from the last checkpoint."
+            )
+        return f"rank {rank} lost its connection to rank {origin}: {_LOST}"
+
+    def _others(self) -> Mapping[int, RankFailure]:
+        failures = self._board.failures()
+        if self.recorder.rank not in failures:
+            return failures
+        return {rank: failed for rank, failed in failures.items() if rank != self.recorder.rank}
+
+    def _report(self, issued: int, origin: int, why: str) -> None:
+        """Publish, once, that this rank can take no further part in the group."""
+        if self._own is None:
+            self._own = RankFailure(issued, origin, why)
+            self._reported = self._board.report(self._own)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Publish that this rank's program is over, because of ``error`` if there is one."""
+        if self._board.size == 1:
+            return
+        if error is None:
+            self._board.publish(self._post(None)._replace(place=ENDED))
+        else:
+            self._report(self.recorder.last, *_origin(error, self._me))
+
+    def is_cause_of(self, error: BaseException) -> RankFailure | None:
+        """Return what this rank has reported in this group if ``error`` was raised for it, else None."""
+        return self._own if self._error is not None and str(self._error) == str(error) else None
+
+    # In the watchdog's thread
 
     def check(self, now: float) -> None:
         """Check the current wait and act on it; the thread calls it every :data:`TICK_S`.
@@ -276,83 +224,174 @@ class GroupWatch:
         Args:
             now: Seconds of a monotonic clock.
         """
+        if self._board.size == 1:
+            return
         call = self.recorder.waiting
         if call is not self._call:
-            self._call, self._since, self._warned = call, now, False
-            if self._published:
-                self._publish(None)
+            self._call, self._since = call, now
+            self._warned_slow = self._warned_silent = False
+        if self._published not in (None, call):
+            self._publish(None, now)
+        self._board.look()
+        if self._own is not None and not self._reported:
+            self._reported = self._board.report(self._own)
+        if self._diverged(now) or (call is not None and self.must_fail(call)):
+            self._end_waits(call)
         elif call is not None and now - self._since >= WAIT_S:
             self._check_others(call, now)
+        else:
+            self._answer(call, now)
 
-    def failure(self, call: Collective, error: RuntimeError, waited_s: float, peer: int | None) -> UserError:
-        """Return the exception to raise for an ``error`` of the backend in ``call``.
+    def _end_waits(self, call: Collective | None) -> None:
+        self.broken = True
+        if call is not None or self._outside is not None:
+            self._break_waits()
+        self._outside = None
 
-        Args:
-            call: The collective that failed.
-            error: The backend's error.
-            waited_s: Seconds that this rank waited.
-            peer: Rank that the failed message was from or for; None: it failed when it was issued.
-        """
-        verdict = self._verdict or self._board.verdict()
-        if verdict is not None:
-            return MismatchError(verdict)
-        what = f"Rank {self._ranks[self.recorder.rank]} waited {waited_s:.1f} s in {call.text()}"
-        if "Timed out" in str(error):
-            return ProcessGroupError(
-                f"{what}, longer than the group's timeout. Not there: {_named(self._absent(call))}. If these ranks "
-                "are only slow, set a longer timeout for the group; otherwise find out what they wait for."
-            )
-        where = "another rank" if peer is None else f"rank {self._ranks[peer]}"
-        reason = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0]
-        return ProcessGroupError(
-            f"{what} and lost its connection to {where}: that rank has ended or failed. Look for its own error; if it "
-            f"has none, it ran fewer collectives than this rank. (gloo: {reason})"
-        )
-
-    def _publish(self, call: Collective | None) -> None:
-        self._published = call is not None
+    def _post(self, call: Collective | None) -> Post:
         # The collective waited for may have been issued too long ago to be in ``issued``.
         calls = [*([call] if call else []), *tuple(self.recorder.issued)]
-        published = {issued.seq: (issued.name(), issued.text()) for issued in calls}
-        self._board.publish(Post(call.seq if call else None, published))
+        return Post(call.seq if call else None, {issued.seq: (issued.name(), issued.text()) for issued in calls})
+
+    def _publish(self, call: Collective | None, now: float, outside: Sequence[int] = ()) -> None:
+        place = main_thread_place() if call is None else None
+        post = self._post(call)._replace(place=place.text if place else "", outside=outside)
+        self._stamp = self._board.publish(post)
+        if self._stamp:  # else the store does not answer: tried again at the next check
+            self._published, self._asked = call, now
+
+    def _answer(self, call: Collective | None, now: float) -> None:
+        """Tell ranks that wait long where this one is, and look whether it waits outside of the group's collectives."""
+        asking = {
+            rank: post.stamp
+            for rank, post in self._board.posts().items()
+            if rank != self.recorder.rank and post.waits is not None
+        }
+        newest = max(asking.values(), default=0)
+        if newest > self._answered:
+            self._publish(call, now)
+            self._answered = newest if self._stamp else 0
+            if self._outside is not None:
+                self._outside = (*self._outside[:2], False)
+        if call is not None or not asking:
+            self._outside = None
+            return
+        place = main_thread_place()
+        members = [number for number, rank in enumerate(self._ranks) if place is not None and rank in place.members]
+        if place is None or not members:
+            self._outside = None
+        elif self._outside is None or self._outside[0].frames != place.frames:
+            self._outside = (place, now, False)
+        elif now - self._outside[1] >= GRACE_S and not self._outside[2]:
+            self._publish(None, now, members)
+            self._outside = (place, self._outside[1], self._stamp > 0)
+
+    def _diverged(self, now: float) -> bool:
+        """Return whether the group has a verdict and the other ranks have had time to read it.
+
+        Breaking a wait closes this rank's connections, so other ranks' waits fail too. They must have read the verdict
+        by then, or they would report a lost connection instead.
+        """
+        if self.broken:
+            return self._verdict is not None
+        if self._verdict is None:
+            self._verdict, self._verdict_since = self._board.verdict(), now
+            if self._verdict is None:
+                return False
+            if self._outside is not None:
+                _log.error("%s", self._verdict)  # the program is in torch's code, whose error cannot say it
+            self._board.acknowledge()
+        return self._board.all_acknowledged() or now - self._verdict_since >= GRACE_S
 
     def _check_others(self, call: Collective, now: float) -> None:
-        if not self._published:
-            self._publish(call)
-        posts = self._board.posts()
-        if self._verdict is None:
-            self._verdict = self._board.verdict() or self._judge(posts, now)
-            self._verdict_since = now
-            if self._verdict is not None:
-                self._board.acknowledge()
-        if self._verdict is not None:
-            # Breaking a wait closes this rank's connections, so other ranks' waits fail too. They must have read the
-            # verdict by then, or they would report a lost connection instead.
-            if self._board.all_acknowledged() or now - self._verdict_since >= GRACE_S:
-                self.broken = True
-                self._break_waits()
-        elif not self._warned and now - self._since >= WARN_S:
-            self._warned = True
+        if self._published is None or now - self._asked >= ASK_AGAIN_S:
+            self._publish(call, now)
+        posts, waited = self._board.posts(), now - self._since
+        if self._verdict is not None or self._judge(call, posts, now):
+            return
+        if not self._warned_silent and waited >= WAIT_S + ANSWER_S and now - self._asked >= ANSWER_S:
+            silent = self._silent(call)
+            if silent:
+                self._warned_silent = True
+                _log.warning("Rank %d has waited %.0f s in %s. %s", self._me, waited, call.text(), silent)
+        if not self._warned_slow and not self._warned_silent and waited >= WARN_S:
+            self._warned_slow = True
             _log.warning(
                 "Rank %d has waited %.0f s in %s. Not there so far: %s.",
-                self._ranks[self.recorder.rank], now - self._since, call.text(), _named(self._absent(call)),
+                self._me, waited, call.text(), self._absent_with_places(call),
             )  # fmt: skip
 
-    def _judge(self, posts: Mapping[int, Post], now: float) -> str | None:
+    def _judge(self, call: Collective, posts: Mapping[int, Post], now: float) -> bool:
+        """Propose a verdict if ranks have diverged; return whether they have."""
         seq = divergence(posts)
+        if seq is not None:
+            if self._diverged_since is None:
+                self._diverged_since = now
+            waiting = sum(post.waits is not None for post in posts.values())
+            if waiting < self._board.size and now - self._diverged_since < GRACE_S:
+                return False
+        elif any(self._waits_outside(post, call) for post in posts.values()):
+            seq = call.seq
         if seq is None:
-            return None
-        if self._diverged_since is None:
-            self._diverged_since = now
-        waiting = sum(post.waits is not None for post in posts.values())
-        if waiting < self._board.size and now - self._diverged_since < GRACE_S:
-            return None
-        return self._board.propose(divergence_text(seq, posts, self._ranks))
+            return False
+        self._board.propose(divergence_text(seq, posts, self._ranks))
+        return True
 
-    def _absent(self, call: Collective) -> list[int]:
+    def _waits_outside(self, post: Post, call: Collective) -> bool:
+        """Return whether a rank waits elsewhere for this one, which waits for it in ``call``; the post is an answer."""
+        return self.recorder.rank in post.outside and call.seq > post.last and post.stamp > self._stamp > 0
+
+    def _silent(self, call: Collective) -> str:
+        """Return which ranks, or the store, do not answer, and what may be the reason; empty if all do."""
+        absent = self._absent_numbers(call)
+        store_is_silent = self._board.silent_s() >= ANSWER_S / 2
+        stopped = self._board.stopped(range(self._board.size) if store_is_silent else absent)
+        if stopped:
+            return " ".join(
+                f"The process of rank {self._ranks[number]} ({pid}, on this machine) is stopped: `kill -CONT {pid}` "
+                "lets it go on."
+                for number, pid in stopped.items()
+            )
+        if store_is_silent:
+            return (
+                "The store of the ranks does not answer: the network to the process that holds it (rank 0, or the "
+                "launcher of the first machine) is cut, or that process is stopped."
+            )
+        posts = self._board.posts()
+        silent = [n for n in absent if self._stamp and (n not in posts or posts[n].stamp < self._stamp)]
+        if not silent:
+            return ""
+        who = named(self._ranks[number] for number in silent).capitalize()
+        return (
+            f"{who} {'does' if len(silent) == 1 else 'do'} not answer: the network is cut, the process is stopped, or "
+            "its Python is in one long call."
+        )
+
+    def _absent_numbers(self, call: Collective) -> list[int]:
         posts = self._board.posts()
         there = {self.recorder.rank} | {number for number, post in posts.items() if post.waits == call.seq}
-        return [rank for number, rank in enumerate(self._ranks) if number not in there]
+        return [number for number in range(self._board.size) if number not in there]
+
+    def _absent(self, call: Collective) -> list[int]:
+        return [self._ranks[number] for number in self._absent_numbers(call)]
+
+    def _absent_with_places(self, call: Collective) -> str:
+        posts, absent = self._board.posts(), self._absent_numbers(call)
+        places = [f"rank {self._ranks[n]} is at {posts[n].place}" for n in absent if n in posts and posts[n].place]
+        return named(self._ranks[n] for n in absent) + "".join(f"; {place}" for place in places)
+
+
+def _origin(error: BaseException, me: int) -> tuple[int, str]:
+    """Return the rank whose failure led to ``error`` on rank ``me``, and its error in one line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        for watch in WATCHDOG.watches():
+            known = watch.is_cause_of(cause)
+            if known is not None:
+                return known.origin, known.why
+        cause = cause.__cause__ or cause.__context__
+    first, *_ = str(error).splitlines() or [""]
+    return me, f"{type(error).__name__}{f': {first}' if first else ''}"[:_WHY_LENGTH]
 
 
 class Watchdog:
@@ -364,6 +403,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._left = False
 
     def add(self, watch: GroupWatch) -> None:
         """Check ``watch`` while it is referenced elsewhere; starts the thread if there is none."""
@@ -373,19 +413,45 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._run, name="fullshard-watchdog", daemon=True)
                 self._thread.start()
                 # If the interpreter exits while the thread is inside torch's C++ code, the process aborts.
-                atexit.register(self._end)
+                atexit.register(self._end, os.getpid())
+
+    def watches(self) -> list[GroupWatch]:
+        """Return those in use."""
+        with self._lock:
+            return list(self._watches)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Publish that this process's program is over, because of ``error`` if there is one; the first call counts."""
+        if not self._left:
+            self._left = True
+            for watch in self.watches():
+                watch.leave(error)
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
-            with self._lock:
-                watches = list(self._watches)
-            for watch in watches:
+            if not threading.main_thread().is_alive():  # other threads may keep the process for long
+                self.leave(_uncaught())
+            for watch in self.watches():
                 watch.check(time.monotonic())
 
-    def _end(self) -> None:
+    def _end(self, pid: int) -> None:
+        if os.getpid() != pid:  # a fork, without these threads
+            return
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(timeout=2 * _RPC_TIMEOUT_S)
+            self._thread.join(timeout=10.0)
+        self.leave(_uncaught())
+        LINE.close()
+
+
+def _uncaught() -> BaseException | None:
+    """Return the exception that has ended the main thread, or None."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 WATCHDOG = Watchdog()
+
+
+def announce_failure(error: BaseException) -> None:
+    """Tell the ranks of every group that this one ends because of ``error``; for programs that handle it themselves."""
+    WATCHDOG.leave(error)

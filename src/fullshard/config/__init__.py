@@ -2,15 +2,12 @@
 
 from fullshard.config.data import DataConfig as DataConfig
 from fullshard.config.evaluation import EvaluationConfig as EvaluationConfig
-from fullshard.config.load import check_run as check_run
-from fullshard.config.load import load_run as load_run
-from fullshard.config.load import require_output_dir as require_output_dir
-from fullshard.config.model import AdapterConfig as AdapterConfig
-from fullshard.config.model import ModelConfig as ModelConfig
-from fullshard.config.model import TokenizerConfig as TokenizerConfig
-from fullshard.config.recorded import SUMMARY_NAME as SUMMARY_NAME
-from fullshard.config.recorded import read_run as read_run
-from fullshard.config.recorded import recorded_run as recorded_run
-from fullshard.config.schema import RunConfig as RunConfig
-from fullshard.config.schema import ShardingConfig as ShardingConfig
+from fullshard.config.load import check_run as check_run, load_run as load_run, require_output_dir as require_output_dir
+from fullshard.config.model import (
+    AdapterConfig as AdapterConfig,
+    ModelConfig as ModelConfig,
+    TokenizerConfig as TokenizerConfig,
+)
+from fullshard.config.recorded import SUMMARY_NAME as SUMMARY_NAME, read_run as read_run, recorded_run as recorded_run
+from fullshard.config.schema import RunConfig as RunConfig, ShardingConfig as ShardingConfig
 from fullshard.config.training import TrainingConfig as TrainingConfig

@@ -91,15 +91,7 @@ _OPTIMIZERS: Mapping[str, str] = {
 
 
 def other_name(key: str, value: Any) -> str | None:
-    """Return what to write instead of an option of another program.
-
-    Args:
-        key: The dotted key as the user wrote it.
-        value: Its value.
-
-    Returns:
-        The message, or None if no other program has such an option.
-    """
+    """Return what to write instead of another program's option, a dotted key and its value; None if none has it."""
     name = key.rpartition(".")[2].lower()
     if name == "optim":
         return _optimizer_name(value)

@@ -27,17 +27,21 @@ class DataConfig(ConfigSection):
     validation_split: str | None = "validation"
     """Split of dataset_name for evaluation; null: none."""
     validation_fraction: Fraction = 0.0
-    """Share of the training rows to hold out, for data without held-out rows. Chosen by a hash of each row's source, so
-    the rows are the same in every run."""
+    """About the share of the training rows to hold out, for data without held-out rows. A hash of each row's source
+    decides for it alone, so a row keeps its side in every run, also when rows are added, and rows of the same source
+    stay together; of a few hundred rows the share may be off by half. The run says how many it is."""
     format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
     """Format of the files; auto: by their suffix. wikihow: the authors' wikihowAll.csv or wikihowSep.csv; phrasebank:
     FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines form."""
     encoding: str = "utf-8"
     """Encoding of text files; a byte-order mark is removed. phrasebank is read as ISO-8859-1 if it is not UTF-8."""
+    delimiter: str | None = None
+    """Character between the cells of CSV files; null: comma, semicolon, tab or |, found in the header and the first
+    rows."""
     source_column: str | None = None
-    """Column of the model's input text; null: chosen by its name."""
+    """Column of the model's input text; null: chosen by its name, or the first of two columns."""
     target_column: str | None = None
-    """Column of the model's target text; null: chosen by its name."""
+    """Column of the model's target text; null: chosen by its name, or the second of two columns."""
     target_lists: Literal["references", "join"] = "references"
     """Meaning of a list in the target column. references: several references, of which training uses the first; join:
     one text in pieces."""
@@ -48,6 +52,9 @@ class DataConfig(ConfigSection):
     source_column."""
     chat_template: bool | None = None
     """Causal models: whether to apply the tokenizer's chat template to the source; null: if it has one."""
+    separator: str | None = None
+    """Causal models without a chat template: text between source and target; null: a line break, unless the tokenizer
+    ends every text with a special token or the template ends with text of its own. Recorded with the run."""
     max_bad_rows: NonNegativeInt = 0
     """Maximum unusable rows per file that are skipped, counted and reported. One more is an error."""
     max_source_length: PositiveInt = 512
@@ -71,7 +78,28 @@ class DataConfig(ConfigSection):
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_file")
         if self.template is not None and self.source_column is not None:
             raise ValueError("template and source_column both set the source; give one")
+        self._fitting_delimiter()
         return self
+
+    def _fitting_delimiter(self) -> None:
+        """Check the delimiter, and that there is a CSV file to read with it.
+
+        Raises:
+            ValueError: It is not one character that can separate cells, or no file is CSV.
+        """
+        if self.delimiter is None:
+            return
+        if len(self.delimiter) != 1 or self.delimiter in ' "\r\n':
+            raise ValueError(
+                f"delimiter must be one character other than a blank, a quote or a line break; got {self.delimiter!r}. "
+                'Write it in YAML\'s quotes, such as ";" or "\\t"'
+            )
+        if self.format not in ("auto", "csv"):
+            raise ValueError(f"delimiter applies to CSV files, and format is {self.format}; leave it out")
+        files = [file for file in (self.train_file, self.validation_file) if file is not None]
+        if self.format == "auto" and not any(file.name.lower().endswith((".csv", ".csv.gz")) for file in files):
+            names = " and ".join(file.name for file in files) or "dataset_name"
+            raise ValueError(f"delimiter applies to CSV files, and {names} is none; leave it out, or set format: csv")
 
     def _no_idle_options(self) -> None:
         """Refuse options that would be ignored.
@@ -87,7 +115,7 @@ class DataConfig(ConfigSection):
             raise ValueError(f"{' and '.join(idle)} need dataset_name, which is not given")
         if self.validation_fraction and self.validation_split is not None and given("validation_split"):
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_split")
-        if self.dataset_name is not None and (idle := given("format", "encoding", "validation_file")):
+        if self.dataset_name is not None and (idle := given("format", "encoding", "delimiter", "validation_file")):
             raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
         own = ("source_column", "target_column", "template", "target_lists")
         if self.format == "wikihow" and (idle := given(*own)):

@@ -26,7 +26,7 @@ _FILE_KEYS = (("data", "train_file"), ("data", "validation_file"))
 _NAME_KEYS = (("data", "dataset_name"), ("model", "path"))
 """Keys whose value is a path, or an id on the Hub."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """As in huggingface_hub: a name, or an owner and a name."""
 
 _TEXT_WANTED = ("string_type", "path_type")
@@ -193,7 +193,7 @@ def _resolve_files(values: Mapping[str, Any], directory: Path) -> tuple[dict[str
         found = next((candidate for candidate in candidates if candidate.exists()), None)
         if found is not None:
             resolved[section] = {**settings, key: str(found)}
-        elif (section, key) in _FILE_KEYS or not _HUB_ID.fullmatch(settings[key]):
+        elif (section, key) in _FILE_KEYS or not HUB_ID.fullmatch(settings[key]):
             tried = " and ".join(str(candidate) for candidate in candidates)
             problems.append(f"{section}.{key}: {settings[key]!r} does not exist; tried {tried}")
     return resolved, problems

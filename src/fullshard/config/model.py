@@ -76,6 +76,9 @@ class ModelConfig(ConfigSection):
     attention_dropout: Fraction | None = None
     """Dropout of T5's attention weights, separate from its other dropout; null: from the model's configuration. Zero
     saves the memory of their masks, a large part of the activations."""
+    output_router_logits: bool | None = None
+    """Mixtures of experts: whether to train the routers' own loss too, times the coefficients of the model's
+    configuration, as transformers does; null: as the model's configuration says."""
     adapter: AdapterConfig | None = None
     """Train an adapter and freeze the model; null: train all parameters."""
 

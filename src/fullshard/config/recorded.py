@@ -56,4 +56,6 @@ def _recorded(directory: Path) -> Mapping[str, Any]:
     values = summary.get("config") if isinstance(summary, dict) else None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} does not contain the settings of the run. Name the run file instead.")
-    return {**values, "output_dir": str(directory)}
+    # Versions without the option put nothing between source and target.
+    data = {"separator": "", **values["data"]} if isinstance(values.get("data"), dict) else values.get("data")
+    return {**values, "data": data, "output_dir": str(directory)}

@@ -64,10 +64,11 @@ class RunConfig(ConfigSection):
     seed: NonNegativeInt = 42
     """Seed of new weights, the order of rows and dropout."""
     nproc: PositiveInt | None = None
-    """Ranks on this machine; null: one per GPU, or 2 on the CPU."""
-    resume: Literal["auto", "never"] | Path = "auto"
-    """auto: resume an unfinished run in output_dir; never: start from scratch and delete its checkpoints; or the path
-    of a checkpoint to resume from. A finished run is only replaced with never."""
+    """Ranks on this machine; null: one per GPU, or 2 on the CPU. More ranks than GPUs share the GPUs, which is slow."""
+    resume: Literal["auto", "previous", "never"] | Path = "auto"
+    """auto: resume an unfinished run in output_dir; previous: the same, but if its newest checkpoint is damaged, from
+    the one before it; never: start from scratch and delete its checkpoints; or the path of a checkpoint to resume from.
+    A finished run is only replaced with never."""
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
@@ -76,12 +77,12 @@ class RunConfig(ConfigSection):
 
     @field_validator("resume", mode="plain")
     @classmethod
-    def _auto_never_or_path(cls, value: object) -> str | Path:
-        if value in ("auto", "never"):
+    def _word_or_path(cls, value: object) -> str | Path:
+        if value in ("auto", "previous", "never"):
             return str(value)
         if isinstance(value, (str, Path)) and str(value):
             return Path(value)
-        raise ValueError(f"expected auto, never or the path of a checkpoint; got {value!r}")
+        raise ValueError(f"expected auto, previous, never or the path of a checkpoint; got {value!r}")
 
     @model_validator(mode="after")
     def _has_rows_to_evaluate(self) -> Self:

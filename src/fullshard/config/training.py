@@ -191,7 +191,7 @@ class TrainingConfig(ConfigSection):
             strategy, steps = getattr(self, f"{kind}_strategy"), getattr(self, f"{kind}_steps")
             if (strategy == "steps") != (steps is not None):
                 raise ValueError(
-                    f"{kind}_strategy: steps and {kind}_steps need each other; "
+                    f"{kind}_steps is set if, and only if, {kind}_strategy is steps; "
                     f"got {kind}_strategy: {strategy}, {kind}_steps: {steps}"
                 )
         if self.per_device_train_batch_tokens is not None and self.train_sampling_strategy == "random":

@@ -1,33 +1,53 @@
 """Data: a file's rows, their token ids, and the batches that each rank sees."""
 
 from fullshard.data.batching.budget import TokenPlan as TokenPlan
-from fullshard.data.batching.collate import IGNORED_LABEL as IGNORED_LABEL
-from fullshard.data.batching.collate import Batch as Batch
-from fullshard.data.batching.collate import CollateSpec as CollateSpec
-from fullshard.data.batching.collate import Packing as Packing
-from fullshard.data.batching.collate import RowRef as RowRef
-from fullshard.data.batching.collate import collate as collate
-from fullshard.data.batching.padding import padding_share as padding_share
-from fullshard.data.batching.padding import step_sizes as step_sizes
-from fullshard.data.batching.stream import BatchPlan as BatchPlan
-from fullshard.data.batching.stream import EpochPlan as EpochPlan
-from fullshard.data.batching.stream import batches as batches
-from fullshard.data.batching.stream import steps as steps
-from fullshard.data.examples import Example as Example
-from fullshard.data.examples import SourceSpec as SourceSpec
-from fullshard.data.examples import Split as Split
-from fullshard.data.examples import Table as Table
+from fullshard.data.batching.collate import (
+    IGNORED_LABEL as IGNORED_LABEL,
+    Batch as Batch,
+    CollateSpec as CollateSpec,
+    Packing as Packing,
+    RowRef as RowRef,
+    collate as collate,
+)
+from fullshard.data.batching.padding import padding_share as padding_share, step_sizes as step_sizes
+from fullshard.data.batching.stream import (
+    BatchPlan as BatchPlan,
+    EpochPlan as EpochPlan,
+    batches as batches,
+    steps as steps,
+)
+from fullshard.data.examples import (
+    Example as Example,
+    InputRow as InputRow,
+    InputTable as InputTable,
+    SourceSpec as SourceSpec,
+    Split as Split,
+    Table as Table,
+)
+from fullshard.data.reading.bad_rows import UnusableRowsError as UnusableRowsError
 from fullshard.data.reading.inputs import read_inputs as read_inputs
-from fullshard.data.reading.split import fingerprint as fingerprint
-from fullshard.data.reading.split import read_split as read_split
-from fullshard.data.reading.split import split_lists as split_lists
-from fullshard.data.tokenizing.cache import cached as cached
-from fullshard.data.tokenizing.cache import default_directory as default_directory
-from fullshard.data.tokenizing.cache import open_tokens as open_tokens
-from fullshard.data.tokenizing.cache import tokenize_to as tokenize_to
+from fullshard.data.reading.split import (
+    fingerprint as fingerprint,
+    read_split as read_split,
+    split_lists as split_lists,
+    with_rows_of as with_rows_of,
+)
+from fullshard.data.tokenizing.cache import (
+    cached as cached,
+    default_directory as default_directory,
+    open_tokens as open_tokens,
+    tokenize_to as tokenize_to,
+)
 from fullshard.data.tokenizing.ragged import Ragged as Ragged
-from fullshard.data.tokenizing.tokenize import LengthStats as LengthStats
-from fullshard.data.tokenizing.tokenize import TokenizedSet as TokenizedSet
-from fullshard.data.tokenizing.tokenize import TokenizeSpec as TokenizeSpec
-from fullshard.data.tokenizing.tokenize import tokenize as tokenize
-from fullshard.data.tokenizing.tokenize import writes_date as writes_date
+from fullshard.data.tokenizing.separator import (
+    choose_separator as choose_separator,
+    describe_separator as describe_separator,
+)
+from fullshard.data.tokenizing.tokenize import (
+    LengthStats as LengthStats,
+    TokenizedSet as TokenizedSet,
+    TokenizeSpec as TokenizeSpec,
+    tokenize as tokenize,
+    uses_chat_template as uses_chat_template,
+    writes_date as writes_date,
+)

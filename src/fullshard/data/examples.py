@@ -11,23 +11,35 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class Example:
-    """One row.
+    """One row."""
 
-    Attributes:
-        source: The input text as in the data, or the filled-in template; without the prefix.
-        references: Correct targets, at least one. Training uses the first.
-        line: Line of the file where the row starts, from 1 (the header of a CSV is line 1); the row's number, from 1,
-            if the data has no lines.
-    """
-
-    source: str
-    references: tuple[str, ...]
+    source: str  # the input text as in the data, or the filled-in template; without the prefix
+    references: tuple[str, ...]  # correct targets, at least one. Training uses the first
+    # line of the file where the row starts, from 1 (the header of a CSV is line 1); the row's number, from 1, if the
+    # data has no lines
     line: int
 
     @property
     def target(self) -> str:
         """The target text: the first reference."""
         return self.references[0]
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """One row to predict for."""
+
+    source: str  # as in :class:`Example`; empty where it could not be read
+    line: int  # as in :class:`Example`
+    problem: str | None = None  # why it cannot be used; None: it can
+
+
+@dataclass(frozen=True)
+class InputTable:
+    """The rows to predict for: all of them, in the order of the data."""
+
+    rows: list[InputRow]
+    notes: tuple[str, ...] = ()  # as in :class:`Table`
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class SourceSpec:
     validation_fraction: float = 0.0
     format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
     encoding: str = "utf-8"
+    delimiter: str | None = None
     source_column: str | None = None
     target_column: str | None = None
     target_lists: Literal["references", "join"] = "references"
@@ -52,12 +65,9 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one split.
+    """The rows of one split."""
 
-    Attributes:
-        examples: The examples in the order of the data.
-        notes: Messages for the user: columns chosen by name, rows that were skipped, with their lines.
-    """
-
-    examples: list[Example]
+    examples: list[Example]  # the examples in the order of the data
+    # messages for the user: columns chosen by name, rows that were skipped, with their lines
     notes: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  # a line for each skipped row, if there are more than the notes show

@@ -1,51 +1,62 @@
 """The engine: shards a model, runs its training steps and gives full parameters back."""
 
-from fullshard.engine.controls import check_wrapped as check_wrapped
-from fullshard.engine.controls import memory_summary as memory_summary
-from fullshard.engine.controls import mesh_of as mesh_of
-from fullshard.engine.controls import no_all_reduce as no_all_reduce
-from fullshard.engine.controls import no_sync as no_sync
-from fullshard.engine.controls import record as record
-from fullshard.engine.controls import reset as reset
-from fullshard.engine.controls import reshard as reshard
-from fullshard.engine.controls import units as units
-from fullshard.engine.controls import unreduced as unreduced
-from fullshard.engine.controls import unshard as unshard
-from fullshard.engine.full.model_class import on_state_dict as on_state_dict
-from fullshard.engine.full.model_class import plain_class as plain_class
-from fullshard.engine.full.model_class import register_forward_method as register_forward_method
-from fullshard.engine.full.model_class import root_held as root_held
-from fullshard.engine.full.model_class import wrap_forward_method as wrap_forward_method
-from fullshard.engine.full.state import LocalTensor as LocalTensor
-from fullshard.engine.full.state import full_tensors as full_tensors
-from fullshard.engine.full.state import local_tensors as local_tensors
-from fullshard.engine.full.state import persistent_buffers as persistent_buffers
-from fullshard.engine.full.state import unsharded as unsharded
-from fullshard.engine.full.stream import RUNS_BYTES as RUNS_BYTES
-from fullshard.engine.full.stream import Run as Run
-from fullshard.engine.full.stream import SavedTensor as SavedTensor
-from fullshard.engine.full.stream import full_runs as full_runs
-from fullshard.engine.full.stream import full_state_dict as full_state_dict
-from fullshard.engine.full.stream import saved_tensors as saved_tensors
-from fullshard.engine.full.summon import StateEntry as StateEntry
-from fullshard.engine.full.summon import gathered as gathered
-from fullshard.engine.full.summon import state_entries as state_entries
-from fullshard.engine.full.summon import summoned_parameters as summoned_parameters
-from fullshard.engine.full.table import UnitRow as UnitRow
-from fullshard.engine.full.table import UnitTable as UnitTable
+from fullshard.engine.controls import (
+    check_wrapped as check_wrapped,
+    memory_summary as memory_summary,
+    mesh_of as mesh_of,
+    no_all_reduce as no_all_reduce,
+    no_sync as no_sync,
+    record as record,
+    reset as reset,
+    reshard as reshard,
+    units as units,
+    unreduced as unreduced,
+    unshard as unshard,
+)
+from fullshard.engine.full.model_class import (
+    on_state_dict as on_state_dict,
+    plain_class as plain_class,
+    register_forward_method as register_forward_method,
+    root_held as root_held,
+    wrap_forward_method as wrap_forward_method,
+)
+from fullshard.engine.full.shared_buffers import (
+    average_ignored_gradients as average_ignored_gradients,
+    broadcast_buffers as broadcast_buffers,
+)
+from fullshard.engine.full.state import (
+    LocalTensor as LocalTensor,
+    full_tensors as full_tensors,
+    local_tensors as local_tensors,
+    persistent_buffers as persistent_buffers,
+    unsharded as unsharded,
+)
+from fullshard.engine.full.stream import (
+    RUNS_BYTES as RUNS_BYTES,
+    Run as Run,
+    SavedTensor as SavedTensor,
+    full_runs as full_runs,
+    full_state_dict as full_state_dict,
+    saved_tensors as saved_tensors,
+)
+from fullshard.engine.full.summon import (
+    StateEntry as StateEntry,
+    gathered as gathered,
+    state_entries as state_entries,
+    summoned_parameters as summoned_parameters,
+)
+from fullshard.engine.full.table import UnitRow as UnitRow, UnitTable as UnitTable
 from fullshard.engine.registry import sharded_roots as sharded_roots
 from fullshard.engine.setup.api import fully_shard as fully_shard
 from fullshard.engine.setup.fill import load_weights as load_weights
 from fullshard.engine.setup.initial import FirstValues as FirstValues
-from fullshard.engine.setup.source import WantedTensor as WantedTensor
-from fullshard.engine.setup.source import WeightReader as WeightReader
-from fullshard.engine.setup.source import WeightSource as WeightSource
-from fullshard.engine.setup.source import wanted_tensors as wanted_tensors
+from fullshard.engine.setup.source import (
+    WantedTensor as WantedTensor,
+    WeightReader as WeightReader,
+    WeightSource as WeightSource,
+    wanted_tensors as wanted_tensors,
+)
 from fullshard.engine.step.lane import LaneState as LaneState
-from fullshard.engine.step.unit import Keep as Keep
-from fullshard.engine.step.unit import Unit as Unit
-from fullshard.engine.step.unit import UnitOptions as UnitOptions
-from fullshard.engine.timeline import MemorySample as MemorySample
-from fullshard.engine.timeline import Recorder as Recorder
-from fullshard.engine.timeline import TraceEvent as TraceEvent
+from fullshard.engine.step.unit import Keep as Keep, Unit as Unit, UnitOptions as UnitOptions
+from fullshard.engine.timeline import MemorySample as MemorySample, Recorder as Recorder, TraceEvent as TraceEvent
 from fullshard.layout.names import plain_name as plain_name

@@ -19,25 +19,17 @@ FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank, or the command itself, did not finish.
+    """Why a rank, or the command itself, did not finish."""
 
-    Attributes:
-        rank: The rank, or None if no rank was running.
-        kind: Name of the exception's class.
-        message: Text of the exception.
-        trace: The traceback as Python prints it; None for a :class:`UserError`, whose message has the remedy, and for
-            a run that was stopped.
-        exit_code: Exit code of the process.
-        time_s: Unix time of the failure; the earliest failure caused the others.
-        stopped: For a run that was stopped, the step and checkpoint printed by ``--json``; None if it failed.
-    """
-
-    rank: int | None
-    kind: str
-    message: str
+    rank: int | None  # the rank, or None if no rank was running
+    kind: str  # name of the exception's class
+    message: str  # text of the exception
+    # the traceback as Python prints it; None for a :class:`UserError`, whose message has the remedy, and for a run that
+    # was stopped
     trace: str | None
-    exit_code: int
-    time_s: float
+    exit_code: int  # exit code of the process
+    time_s: float  # unix time of the failure; the earliest failure caused the others
+    # for a run that was stopped, the step and checkpoint printed by ``--json``; None if it failed
     stopped: Mapping[str, Any] | None = None
 
     @classmethod

@@ -4,7 +4,8 @@ The launcher starts every rank, waits until one fails or all have ended, and lea
 writes the reason to a file (:mod:`fullshard.launch.failure`); the launcher reports only the first failure, since it
 caused the others.
 
-The first Ctrl-C or SIGTERM is passed to the ranks, which save a checkpoint and exit with ``STOPPED_EXIT_CODE``.
+The first Ctrl-C or SIGTERM is passed to the ranks, which save a checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks
+that do not train yet, or no longer, just end.
 This may take as long as their step and the disk need. A second signal kills them.
 """
 
@@ -23,14 +24,17 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-import torch
-
-from fullshard.errors import ConfigError, RunStopped
+from fullshard.errors import RunStopped
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
+from fullshard.launch.messages import say
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
+"""Device files of GPU drivers: Nvidia's, that of Windows' Linux, AMD's, Nvidia's for embedded boards."""
 
 STOP_SECONDS = 10.0
 """Time that ranks have to exit after another one has failed, before they are killed."""
@@ -45,6 +49,9 @@ _LAUNCHER_VARIABLE = "FULLSHARD_LAUNCHER_PID"
 
 INTERRUPTED_EXIT_CODE = 130
 """Exit code in shells of a command ended by Ctrl-C: 128 + SIGINT."""
+
+UNREAD_EXIT_CODE = 141
+"""Exit code in shells of a command whose output nothing reads any more, as after ``| head``: 128 + SIGPIPE."""
 
 STOPPED_EXIT_CODE = RunStopped.exit_code
 """Exit code of a run that was stopped and has saved a checkpoint; the same command resumes from it."""
@@ -64,27 +71,20 @@ def launched_elsewhere() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def gpu_count() -> int:
+    """Return how many GPUs this process may use; torch takes seconds to import, so it is asked only with a driver."""
+    if not any(Path(device).exists() for device in _DRIVERS):
+        return 0
+    count: int = import_module("torch").cuda.device_count()
+    return count
+
+
 def choose_nproc(requested: int | None) -> int:
-    """Choose the number of ranks to start on this machine.
+    """Choose the number of ranks to start on this machine: as requested; None: one per GPU, or 2 on the CPU.
 
-    Args:
-        requested: The number the user gave; None: one per GPU, or 2 on the CPU.
-
-    Returns:
-        At least 1.
-
-    Raises:
-        ConfigError: More ranks than GPUs, on a machine that has GPUs.
+    More ranks than GPUs share the GPUs; the first one says so when they join (:func:`fullshard.init`).
     """
-    gpus = torch.cuda.device_count()
-    if requested is None:
-        return gpus or 2
-    if 0 < gpus < requested:
-        raise ConfigError(
-            f"nproc is {requested} and this machine has {gpus} GPU{'s' if gpus > 1 else ''}: each rank needs its "
-            f"own. Use nproc={gpus}, or run on the CPU by putting CUDA_VISIBLE_DEVICES= in front of the command."
-        )
-    return requested
+    return requested or gpu_count() or 2
 
 
 def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure | None:
@@ -96,18 +96,20 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure
         command: Program and arguments, the same for every rank. It must write its failure to the file of
             :mod:`fullshard.launch.failure`.
         nproc: Number of ranks, at least 1.
-        saves: Whether stopped ranks save a checkpoint first; otherwise the first Ctrl-C ends them.
+        saves: Whether ranks that train save a checkpoint when they are stopped. Only they know whether they train:
+            rank 0 says that it stops (:mod:`fullshard.launch.programs.signals`), and ranks that it ends say nothing.
 
     Returns:
         None when every rank ended with exit code 0; rank 0's report when all were stopped and have saved; else the
         first failure.
 
     Raises:
+        BrokenPipeError: Nothing reads a rank's output any more, as after ``| head``; all ranks have ended.
         KeyboardInterrupt: A second Ctrl-C or SIGTERM, or one before the ranks could save; all ranks have ended.
     """
     ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, _Interrupts(ranks, saves=saves) as interrupts:
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, _Interrupts(ranks) as interrupts:
         port = _free_port()
         try:
             for number in range(nproc):
@@ -120,7 +122,11 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure
                 first = _next(ended)
                 code = first.process.returncode
                 if interrupts.asked and code in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE):
+                    if saves:
+                        say("no step was being trained, so no checkpoint was saved now; earlier ones are untouched")
                     raise KeyboardInterrupt  # the rank was not training yet, or no longer
+                if code == UNREAD_EXIT_CODE:
+                    raise BrokenPipeError("nothing reads a rank's output")
                 if code not in (0, STOPPED_EXIT_CODE):
                     return _cause(first, ranks)
             return Failure.read(ranks[0].failure_path)
@@ -227,10 +233,9 @@ class _Interrupts:
         asked: Whether the ranks were asked to save and exit.
     """
 
-    def __init__(self, ranks: Sequence[_Rank], *, saves: bool = True) -> None:
-        """Pass signals to ``ranks``, which may still grow; ``saves``: they save before they exit."""
+    def __init__(self, ranks: Sequence[_Rank]) -> None:
+        """Pass signals to ``ranks``, which may still grow."""
         self.asked = False
-        self._saves = saves
         self._ranks = ranks
         self._before: dict[int, Any] = {}
 
@@ -252,10 +257,6 @@ class _Interrupts:
         self.asked = True
         for rank in self._ranks:
             rank.process.terminate()
-        if not self._saves:
-            return
-        text = "fullshard: stopping after this step with a checkpoint; a second signal exits at once without one\n"
-        os.write(2, text.encode())  # print() is not safe here: the signal may have interrupted it
 
 
 def _free_port() -> int:

@@ -21,12 +21,7 @@ class WorkProgress:
     """
 
     def __init__(self, what: str, *, shown: bool = True) -> None:
-        """Start without a bar.
-
-        Args:
-            what: The work, such as ``evaluating``.
-            shown: Whether this process may show a bar; of several ranks only one does.
-        """
+        """Start without a bar; of several ranks only one has it ``shown``."""
         self._what = what
         self._shown = shown and sys.stderr.isatty()
         self._started = time.monotonic()

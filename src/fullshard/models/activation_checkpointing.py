@@ -17,9 +17,6 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     ``model(..., use_cache=False)``: a recomputed block would fill the key-value cache twice. Generation in evaluation
     mode is not changed and still uses the cache.
 
-    Args:
-        model: The model.
-
     Raises:
         ModelError: The model's class does not support it.
     """

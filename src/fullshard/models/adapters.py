@@ -26,47 +26,31 @@ _MISUSE = (TypeError, ValueError, AttributeError, KeyError, RuntimeError, NotImp
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Type and options of an adapter.
+    """Type and options of an adapter."""
 
-    Attributes:
-        type: ``lora``, ``dora``, ``ia3``, ``prompt`` or ``prefix``.
-        base: Directory or id of the model, recorded in the saved adapter.
-        r: Rank of lora and dora.
-        lora_alpha: lora and dora are scaled by ``lora_alpha / r``.
-        lora_dropout: Dropout before lora and dora.
-        target_modules: Names of the modules that lora, dora and ia3 change, or ``all-linear``; None: peft's choice.
-        num_virtual_tokens: Number of vectors of prompt and prefix.
-        options: Further options of peft's configuration.
-    """
-
-    type: str
-    base: str
-    r: int = 8
-    lora_alpha: float = 16.0
-    lora_dropout: float = 0.0
+    type: str  # ``lora``, ``dora``, ``ia3``, ``prompt`` or ``prefix``
+    base: str  # directory or id of the model, recorded in the saved adapter
+    r: int = 8  # rank of lora and dora
+    lora_alpha: float = 16.0  # lora and dora are scaled by ``lora_alpha / r``
+    lora_dropout: float = 0.0  # dropout before lora and dora
+    # names of the modules that lora, dora and ia3 change, or ``all-linear``; None: peft's choice
     target_modules: tuple[str, ...] | str | None = None
-    num_virtual_tokens: int = 20
-    options: Mapping[str, Any] = field(default_factory=dict)
+    num_virtual_tokens: int = 20  # number of vectors of prompt and prefix
+    options: Mapping[str, Any] = field(default_factory=dict)  # further options of peft's configuration
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with its adapter.
+    """A model with its adapter."""
 
-    Attributes:
-        model: peft's model around the base model, which is frozen.
-        values: The adapter's initial values by their names in ``model``, if the base model is on the meta device.
-        lacking: An adapter parameter without initial values, because peft computes them from weights and the base model
-            is on the meta device; None: there is none.
-        trainable: Number of trainable elements.
-        total: Number of elements of all parameters, including the adapter's.
-    """
-
-    model: Any
+    model: Any  # peft's model around the base model, which is frozen
+    # the adapter's initial values by their names in ``model``, if the base model is on the meta device
     values: Mapping[str, Tensor]
+    # an adapter parameter without initial values, because peft computes them from weights and the base model is on the
+    # meta device; None: there is none
     lacking: str | None
-    trainable: int
-    total: int
+    trainable: int  # number of trainable elements
+    total: int  # number of elements of all parameters, including the adapter's
 
 
 def base_of(model: Any) -> PreTrainedModel:
@@ -111,14 +95,7 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> Any:
-    """Load an adapter that peft saved; any rank, alone.
-
-    Args:
-        model: The base model, with its weights.
-        directory: Directory of the adapter.
-
-    Returns:
-        peft's model around the base model.
+    """Load the adapter that peft saved in a directory, around the base model with its weights; any rank, alone.
 
     Raises:
         ModelError: peft is not installed, or the adapter does not match the model.

@@ -103,12 +103,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
     A tokenizer without a padding token (GPT-2's) pads with its end-of-sequence token; padding is masked everywhere.
 
-    Args:
-        path: The directory.
-
-    Returns:
-        The tokenizer.
-
     Raises:
         ModelError: There is no such directory or no tokenizer in it, it cannot be read, or it has no end-of-sequence
             token.
@@ -222,16 +216,8 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """Build the model of a local Hugging Face directory without its weights, on the meta device; any rank, alone.
 
-    It is the model of :func:`load_model` without memory: weights are read into the shards later.
-
-    Args:
-        path: The directory, with ``config.json``.
-        tokenizer: The tokenizer the model is used with.
-        model_class: ``seq2seq``, ``causal``, or ``auto``: by the config.
-        attention: transformers' ``attn_implementation``; None: transformers' default.
-
-    Returns:
-        The model, in training mode, its parameters fp32.
+    It is the model of :func:`load_model`, with its arguments, but without memory: weights are read into the shards
+    later. It is in training mode, its parameters are fp32.
 
     Raises:
         ModelError: There is no such directory or config, the type has no such class, or the vocabulary is smaller than

@@ -18,10 +18,7 @@ def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor") -> None
     """Compile every transformer block of a Hugging Face model, in place; every rank calls it, before sharding.
 
     Names of modules and parameters do not change. Blocks are compiled in the first forward, and again for new shapes.
-
-    Args:
-        model: The model, with its adapter if it has one.
-        backend: Backend of ``torch.compile``.
+    An adapter is added before.
 
     Raises:
         ModelError: The model has no blocks of transformers' ``GradientCheckpointingLayer``.

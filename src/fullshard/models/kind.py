@@ -42,13 +42,9 @@ def reads_one_sequence(source: Path | Mapping[str, Any], model_class: ModelClass
 
 
 def known_kind(source: str | Mapping[str, Any]) -> str | None:
-    """Return a model's type, if it is known without a network; any process, alone.
+    """Return a model's type; None if it has none, or is not on this machine. Any process, alone, without a network.
 
-    Args:
-        source: The model's local directory or id on the Hub, or its ``model_type`` and options.
-
-    Returns:
-        The type, or None if the model is not on this machine or its configuration has no type.
+    ``source`` is the model's local directory or id on the Hub, or its ``model_type`` and options.
     """
     if isinstance(source, Mapping):
         kind = source.get("model_type")

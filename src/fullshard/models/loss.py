@@ -32,15 +32,10 @@ _CHUNK_NUMEL = 1 << 23
 
 @dataclass(frozen=True)
 class Objective:
-    """Terms of the loss in addition to the plain cross-entropy.
+    """Terms of the loss in addition to the plain cross-entropy."""
 
-    Attributes:
-        label_smoothing: Share of each target's probability that is spread over the vocabulary.
-        z_loss: Weight of the squared log-partition function of the softmax.
-    """
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    label_smoothing: float = 0.0  # share of each target's probability that is spread over the vocabulary
+    z_loss: float = 0.0  # weight of the squared log-partition function of the softmax
 
 
 PLAIN = Objective()
@@ -71,10 +66,7 @@ def fuse_head(model: PreTrainedModel) -> FusedHead:
     """Make a model compute the loss in its output head, in place; every rank calls it, before adapters and sharding.
 
     Parameters, names and outputs do not change, but inside :meth:`FusedHead.loss_context` the model returns the loss
-    in place of logits.
-
-    Args:
-        model: On any device, also on the meta device.
+    in place of logits. The model may be on the meta device.
 
     Raises:
         ModelError: The head is not a plain linear layer, or the model changes logits after it, as soft-capping does.
@@ -103,7 +95,7 @@ def model_loss(
     labels_BT: Tensor,
     objective: Objective = PLAIN,
     *,
-    expected_gradient: float = 1.0,
+    expected_gradient: float | Tensor = 1.0,
 ) -> Tensor:
     """Return the loss of one forward, summed over targets; computed by the head if it is fused.
 
@@ -112,8 +104,8 @@ def model_loss(
         forward: Runs the model and returns its logits, (B, T or more, V).
         labels_BT: int64, on the model's device; labels of the last T positions, -100 where there is no target.
         objective: Label smoothing and z-loss.
-        expected_gradient: Factor that the loss is multiplied by before backward. Any other factor is correct as well,
-            but with this one a fused head rounds 16-bit gradients only once, as an unfused head does.
+        expected_gradient: Factor that the loss is multiplied by before backward, 0-d if a tensor. Any other is
+            right as well, but with this one a fused head rounds 16-bit gradients only once, as an unfused head does.
 
     Returns:
         0-d, float32 or wider.
@@ -144,7 +136,7 @@ class _LossSpec:
 
     labels_BT: Tensor
     objective: Objective
-    expected_gradient: float
+    expected_gradient: float | Tensor
 
 
 class FusedHead:
@@ -162,7 +154,9 @@ class FusedHead:
         self.bias_is_zero = False
 
     @contextmanager
-    def loss_context(self, labels_BT: Tensor, objective: Objective, expected_gradient: float = 1.0) -> Iterator[None]:
+    def loss_context(
+        self, labels_BT: Tensor, objective: Objective, expected_gradient: float | Tensor = 1.0
+    ) -> Iterator[None]:
         """Context in which the head returns the loss, summed over ``labels_BT``, in place of logits.
 
         The arguments are those of :func:`model_loss`.
@@ -251,7 +245,7 @@ class _Sums:
 
 
 def _chunk(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, factor: float
+    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, factor: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of a few rows, 0-d, and its gradient of their logits times a factor, (rows, V)."""
     logits = functional.linear(rows, weight, bias)

@@ -24,30 +24,19 @@ _ATTENTION = ("eager", "sdpa")
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packed rows. Sizes: B sequences, S source tokens (causal: source and target), T label tokens.
+    """Packed rows. Sizes: B sequences, S source tokens (causal: source and target), T label tokens."""
 
-    Attributes:
-        input_ids_BS: int64.
-        labels_BT: int64, -100 where there is no target; causal: T = S.
-        segments_BS: int64, the number of each token's row, from 1; 0 on padding.
-        target_segments_BT: The same for labels.
-        positions_BS: int64, from 0 in each row.
-    """
-
-    input_ids_BS: Tensor
-    labels_BT: Tensor
-    segments_BS: Tensor
-    target_segments_BT: Tensor
-    positions_BS: Tensor
+    input_ids_BS: Tensor  # int64
+    labels_BT: Tensor  # int64, -100 where there is no target; causal: T = S
+    segments_BS: Tensor  # int64, the number of each token's row, from 1; 0 on padding
+    target_segments_BT: Tensor  # the same for labels
+    positions_BS: Tensor  # int64, from 0 in each row
 
 
 def enable_packing(model: PreTrainedModel) -> None:
     """Make a model accept the result of :func:`packed_inputs`, in place; every rank calls it, before sharding.
 
-    Batches without packing are not affected.
-
-    Args:
-        model: On any device.
+    Batches without packing are not affected. The model may be on any device.
 
     Raises:
         ModelError: The model's type, attention implementation or sliding window is incompatible with packing.

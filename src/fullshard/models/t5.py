@@ -48,10 +48,7 @@ def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def require_fp16_fit(kind: str) -> None:
-    """Raise if a model is known to overflow in float16; any process, alone.
-
-    Args:
-        kind: The model's type.
+    """Raise if a model of this type is known to overflow in float16; any process, alone.
 
     Raises:
         ModelError: The model is of T5's family.

@@ -1,22 +1,17 @@
 """Optimizers for sharded models, and what any optimizer needs there: clipping, scaling, steps in backward, averages."""
 
-from fullshard.optim.adafactor import Adafactor as Adafactor
-from fullshard.optim.adafactor import TorchAdafactor as TorchAdafactor
+from fullshard.optim.adafactor import Adafactor as Adafactor, TorchAdafactor as TorchAdafactor
 from fullshard.optim.average import ExponentialMovingAverage as ExponentialMovingAverage
 from fullshard.optim.clip import clip_grad_norm_ as clip_grad_norm_
 from fullshard.optim.groups import decay_groups as decay_groups
-from fullshard.optim.in_backward import StepInBackward as StepInBackward
-from fullshard.optim.in_backward import step_in_backward as step_in_backward
+from fullshard.optim.guard.guard import trust as trust
+from fullshard.optim.in_backward import StepInBackward as StepInBackward, step_in_backward as step_in_backward
 from fullshard.optim.lane import LaneOptimizer as LaneOptimizer
-from fullshard.optim.lowbit import AdamW8bit as AdamW8bit
-from fullshard.optim.lowbit import AdamWBF16 as AdamWBF16
-from fullshard.optim.muon import Muon as Muon
-from fullshard.optim.muon import muon_groups as muon_groups
-from fullshard.optim.repoint import Places as Places
-from fullshard.optim.repoint import repoint as repoint
+from fullshard.optim.lowbit import AdamW8bit as AdamW8bit, AdamWBF16 as AdamWBF16
+from fullshard.optim.muon import Muon as Muon, muon_groups as muon_groups
+from fullshard.optim.repoint import Places as Places, repoint as repoint
 from fullshard.optim.scaler import ShardedGradScaler as ShardedGradScaler
-from fullshard.optim.walk import load_parameter_states as load_parameter_states
-from fullshard.optim.walk import parameter_states as parameter_states
+from fullshard.optim.walk import load_parameter_states as load_parameter_states, parameter_states as parameter_states
 
 # The public names; the others serve fullshard's own packages. Without __all__, help(fullshard.optim) lists no class.
 __all__ = [
@@ -35,4 +30,5 @@ __all__ = [
     "muon_groups",
     "repoint",
     "step_in_backward",
+    "trust",
 ]

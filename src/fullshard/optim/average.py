@@ -13,6 +13,7 @@ from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from fullshard.optim.guard.guard import refuse_equal_names
 from fullshard.optim.lane.runs import ParamRun, find_runs, local, parts
 from fullshard.optim.shards import meta_of
+from fullshard.shards import on_rows
 
 
 class ExponentialMovingAverage:
@@ -38,6 +39,7 @@ class ExponentialMovingAverage:
         updates: Number of calls of ``update()``.
     """
 
+    @on_rows
     def __init__(self, model: nn.Module, decay: float) -> None:
         """Start from the current weights; every rank, after ``fully_shard``.
 
@@ -66,6 +68,7 @@ class ExponentialMovingAverage:
         self._follow()
 
     @torch.no_grad()
+    @on_rows
     def update(self) -> None:
         """Include the current weights; after ``optimizer.step()``, or after a backward that steps.
 
@@ -118,6 +121,7 @@ class ExponentialMovingAverage:
         return {"updates": self.updates, "averages": dict(self.averages)}
 
     @torch.no_grad()
+    @on_rows
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict()`` returned on the same rank of a world of the same size.
 

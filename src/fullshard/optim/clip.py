@@ -12,10 +12,12 @@ from fullshard.comm import Comm
 from fullshard.errors import ConfigError, TrainingError
 from fullshard.optim.in_backward import refuse_steps_in_backward
 from fullshard.optim.shards import by_comm
+from fullshard.shards import on_rows
 
 _WIDE = (torch.float32, torch.float64)
 
 
+@on_rows
 def clip_grad_norm_(
     model: nn.Module | Iterable[nn.Parameter],
     max_norm: float,
@@ -71,10 +73,7 @@ def clip_grad_norm_(
 
 
 def _grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    found = (
-        p.grad.as_subclass(torch.Tensor) for p in params if p.grad is not None
-    )  # compat's gradients compute norms over ranks
-    return [grad for grad in found if grad.numel()]  # an empty tensor has no largest element
+    return [p.grad for p in params if p.grad is not None and p.grad.numel()]  # an empty tensor has no largest element
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, like: torch.Tensor) -> torch.Tensor:

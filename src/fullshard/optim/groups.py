@@ -50,10 +50,7 @@ def decay_groups(model: nn.Module, weight_decay: float, *, no_decay: NoDecay | N
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(plain_name(name))
     excluded = _chooser(names, no_decay)
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": weight_decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for param in names:
         if param.requires_grad:
             groups[excluded(param)]["params"].append(param)

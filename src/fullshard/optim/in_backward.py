@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.comm import together
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from fullshard.optim.guard.guard import refuse_equal_names, refuse_parts
-from fullshard.optim.shards import by_comm, meta_of, require_model
+from fullshard.optim.shards import by_comm, holds_rows, meta_of, require_model
 
 
 class StepInBackward:
@@ -127,8 +127,7 @@ def step_in_backward(model: nn.Module, make_optimizer: Callable[[list[nn.Paramet
         # Stored on the parameter, so that the hook refers to nothing: Python's garbage collector does not follow
         # autograd's hooks, so a reference from the hook to its parameter would never be freed.
         param.shard_optimizer = optimizers.get(param.shard_meta.name)  # type: ignore[attr-defined]
-        if param.numel():
-            handles.append(param.register_post_accumulate_grad_hook(_step))
+        handles.append(param.register_post_accumulate_grad_hook(_step))
     return StepInBackward(params, optimizers, handles)
 
 
@@ -140,14 +139,14 @@ def _made_together(
 
     def make(of_comm: Sequence[nn.Parameter]) -> None:
         for param in of_comm:
-            if param.numel():
+            if holds_rows(param):
                 optimizers[meta_of(param).name] = made = make_optimizer([param])
                 refuse_parts(made)
                 _refuse_communication(made, param)
 
     for comm, of_comm in by_comm(params):
         together(comm, partial(make, of_comm))
-    return {meta_of(param).name: optimizers[meta_of(param).name] for param in params if param.numel()}
+    return {meta_of(param).name: optimizers[meta_of(param).name] for param in params if holds_rows(param)}
 
 
 def _refuse_communication(optimizer: Optimizer, param: nn.Parameter) -> None:
@@ -164,8 +163,9 @@ def _refuse_communication(optimizer: Optimizer, param: nn.Parameter) -> None:
 
 
 def _step(param: nn.Parameter) -> None:
-    """Step a shard whose gradient is reduced, and free the gradient; called by autograd."""
-    param.shard_optimizer.step()  # type: ignore[attr-defined]
+    """Step a shard whose gradient is reduced, if rows of it are here, and free the gradient. Autograd calls it."""
+    if param.shard_optimizer is not None:  # type: ignore[attr-defined]
+        param.shard_optimizer.step()  # type: ignore[attr-defined]
     param.grad = None
 
 

@@ -19,15 +19,10 @@ from fullshard.optim.exchange import PieceExchange
 
 @dataclass(frozen=True)
 class OwnerValue:
-    """This rank's term of a value that the owners of a parameter reduce.
+    """This rank's term of a value that the owners of a parameter reduce."""
 
-    Attributes:
-        owners: The ranks that hold parts of the parameter, consecutive and at least two.
-        value: This rank's term, contiguous, on the device of the collectives; overwritten by the result.
-    """
-
-    owners: range
-    value: torch.Tensor
+    owners: range  # the ranks that hold parts of the parameter, consecutive and at least two
+    value: torch.Tensor  # this rank's term, contiguous, on the device of the collectives; overwritten by the result
 
 
 class OwnerReduce:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fullshard.errors import ConfigError
 from fullshard.layout import StatePart, elementwise
 from fullshard.optim.shards import meta_of
+from fullshard.shards import on_rows
 
 
 class Places:
@@ -43,6 +44,7 @@ class Places:
         return param if inside else None
 
 
+@on_rows
 def repoint(optimizer: Optimizer, places: Sequence[Places]) -> None:
     """Make an optimizer that was built before sharding step the shards; on every rank, after ``fully_shard``.
 

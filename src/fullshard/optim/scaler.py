@@ -12,6 +12,7 @@ from fullshard.comm import Comm
 from fullshard.errors import ConfigError
 from fullshard.optim.in_backward import refuse_steps_in_backward
 from fullshard.optim.shards import by_comm
+from fullshard.shards import on_rows
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -58,6 +59,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self._follow_gradients(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
+    @on_rows
     def _follow_gradients(self, optimizer: Optimizer) -> None:
         """Move the scale to host memory if the optimizer's shards are there (CPU offload).
 
@@ -72,6 +74,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if any(p.device.type == "cpu" for p in _params(optimizer)):
             self._scale, self._growth_tracker = scale.cpu(), growth.cpu()
 
+    @on_rows
     def _unscale_grads_(
         self,
         optimizer: Optimizer,

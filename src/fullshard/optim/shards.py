@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fullshard.comm import Comm, SoloComm
 from fullshard.errors import ConfigError, UserError
 from fullshard.layout import LaneLayout, Placement, ShardMeta
+from fullshard.shards import rows_of
 
 
 def meta_of(param: nn.Parameter) -> ShardMeta:
@@ -32,6 +33,11 @@ def comm_of(param: nn.Parameter) -> Comm:
     """Return the ranks that share a parameter; for one that is not sharded, a group of this rank alone."""
     comm: Comm | None = getattr(param, "shard_comm", None)
     return SoloComm(param.device) if comm is None else comm
+
+
+def holds_rows(param: nn.Parameter) -> bool:
+    """Return whether this rank holds any elements of a parameter."""
+    return rows_of(param).numel() > 0
 
 
 def is_split(param: nn.Parameter) -> bool:
@@ -74,7 +80,7 @@ def require_same_parameters(comm: Comm, params: Sequence[nn.Parameter], what: st
         raise ConfigError(
             f"{what} needs the same parameters in the same order on every rank, also those of which a rank holds no "
             f"rows; it has ({counts}), and number {at} is {here} on rank 0 and {there} on rank {rank}. Give it "
-            "model.parameters() on every rank, and do not filter or group by p.numel() or p.shape."
+            "model.parameters() on every rank, and do not filter or group by p.shape."
         )
 
 
@@ -105,7 +111,7 @@ def copied(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
     they were the full matrix.
     """
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        marks = {key: value for key, value in vars(param).items() if key in ("shard_meta", "shard_comm")}
+        marks = {key: value for key, value in vars(param).items() if key in ("shard_meta", "shard_comm", "cut")}
         copy.deepcopy(param, memo).__dict__.update(marks)
     made = type(optimizer).__new__(type(optimizer))
     memo[id(optimizer)] = made

@@ -14,6 +14,7 @@ from fullshard.errors import CheckpointError
 from fullshard.layout import StatePart, elementwise
 from fullshard.optim.in_backward import StepInBackward
 from fullshard.optim.shards import meta_of
+from fullshard.shards import on_rows
 
 
 def parameter_states(
@@ -40,6 +41,7 @@ def parameter_states(
     ]
 
 
+@on_rows
 def load_parameter_states(
     optimizer: Optimizer | StepInBackward, loaded: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> None:
@@ -69,6 +71,7 @@ def load_parameter_states(
         part.load_state_dict({"state": state, "param_groups": groups})
 
 
+@on_rows
 def local_state_key_is_elementwise(param: nn.Parameter, key: str, value: Any) -> bool:
     """Return whether a value of a parameter's state has one element for each of this rank's elements.
 
@@ -80,6 +83,7 @@ def local_state_key_is_elementwise(param: nn.Parameter, key: str, value: Any) ->
     return isinstance(value, torch.Tensor) and value.shape == param.shape and (value.ndim > 0 or key != "step")
 
 
+@on_rows
 def part_of_state(
     optimizer: Optimizer | StepInBackward | None, param: nn.Parameter, key: str, value: Any, name: str
 ) -> StatePart | None:
@@ -120,6 +124,7 @@ def part_of_state(
     return part
 
 
+@on_rows
 def require_same_kind(
     optimizer: Optimizer | StepInBackward | None,
     entry: tuple[nn.Parameter, Mapping[str, Any], Mapping[str, Any]],
@@ -212,12 +217,14 @@ def _kind_of_option(value: Any) -> str | None:
     return "text" if isinstance(value, str) else None
 
 
+@on_rows
 def has_shape_here(optimizer: Optimizer, param: nn.Parameter, key: str, shape: Sequence[int]) -> bool:
     """Return whether a tensor of this shape can be this rank's part of the parameter's state."""
     part = _said(optimizer, param, key)
     return tuple(shape) == (tuple(param.shape) if part is None else part.local_shape)
 
 
+@on_rows
 def part_of_saved(
     optimizer: Optimizer | StepInBackward | None, param: nn.Parameter, key: str, shape: Sequence[int], name: str
 ) -> StatePart | None:

@@ -45,8 +45,3 @@ def smooth(points: Points) -> tuple[Points, int]:
         total, weight = keep * total + value, keep * weight + 1
         smoothed.append(total / weight)
     return (xs, smoothed), over
-
-
-def shown(value: float) -> float:
-    """Round to five significant digits; more are not visible."""
-    return float(f"{value:.5g}")

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fullshard.report.curves import MOST_POINTS, Points, series, shown, smooth, thin
+from fullshard.report.curves import MOST_POINTS, Points, series, smooth, thin
 from fullshard.report.files import Record, RunFiles
+from fullshard.report.numbers import FEW_STEPS, PERCENT, WHOLE, duration, memory_unit, shown
+from fullshard.sizes import format_bytes
 from fullshard.train.evaluation.metrics import higher_is_better
 from fullshard.train.reporting.scores import Confusion
 from fullshard.train.reporting.trace import RankTrace, StepTrace
-
-MIB = 1 << 20
 
 MEMORY_PARTS = {
     "parameters": ("parameters (shards)", "var(--blue)"),
@@ -43,23 +43,14 @@ _COMPUTES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart, or several charts to choose from.
+    """A chart, or several charts to choose from."""
 
-    Attributes:
-        name: HTML id.
-        title: Heading.
-        text: Description of its content, also for users who cannot see it.
-        choices: Plotly's ``data`` and ``layout``, by label.
-        height: Height in pixels.
-        wide: Whether it has the full width of the page.
-    """
-
-    name: str
-    title: str
-    text: str
-    choices: Mapping[str, Record]
-    height: int = 260
-    wide: bool = False
+    name: str  # HTML id
+    title: str  # heading
+    text: str  # description of its content, also for users who cannot see it
+    choices: Mapping[str, Record]  # plotly's ``data`` and ``layout``, by label
+    height: int = 260  # height in pixels
+    wide: bool = False  # whether it has the full width of the page
 
 
 def safe(text: object) -> str:
@@ -76,6 +67,7 @@ def curves(files: RunFiles) -> list[Figure]:
         _loss(files),
         *_metric_curves(files),
         _curve(files, "learning_rate", "Learning rate", "learning rate", "var(--purple)"),
+        _curve(files, "router_loss", "Routers' own loss", "part of the loss", "var(--slate)", smoothed=True),
         _curve(files, "grad_norm", "Gradient norm", "norm before clipping", "var(--orange)", smoothed=True),
         _curve(files, "tokens_per_second", "Speed", "tokens / s, all ranks", "var(--teal)", smoothed=True),
         _curve(files, "mfu", "Model FLOPs utilization", "share of the devices' peak", "var(--blue)", smoothed=True),
@@ -122,7 +114,7 @@ def _metric_curves(files: RunFiles) -> list[Figure]:
         if data:
             chart = _chart(data, axis)
             if members and higher_is_better(members[0]):
-                chart["layout"]["yaxis"] |= {"tickformat": ".0%", "rangemode": "tozero"}
+                chart["layout"]["yaxis"] |= {"tickformat": PERCENT, "rangemode": "tozero"}
             figures.append(Figure(f"metric-{group}", title, ". ".join(texts) + ".", {"": chart}))
     return figures
 
@@ -176,12 +168,11 @@ def _line(
 
 
 def _chart(data: list[Record], axis: str) -> Record:
-    layout = {
-        "hovermode": "x unified",
-        "showlegend": len(data) > 1,
-        "xaxis": {"title": {"text": "step"}, "tickformat": ",d", "rangemode": "tozero"},
-        "yaxis": {"title": {"text": axis}, "exponentformat": "e"},
-    }
+    last = max((step for line in data for step in line["x"]), default=0)
+    steps: Record = {"title": {"text": "step"}, "tickformat": WHOLE, "rangemode": "tozero"}
+    if last <= FEW_STEPS:
+        steps["dtick"] = 1
+    layout = {"hovermode": "x unified", "showlegend": len(data) > 1, "xaxis": steps, "yaxis": {"title": {"text": axis}}}
     return {"data": data, "layout": layout}
 
 
@@ -191,15 +182,16 @@ def _chart(data: list[Record], axis: str) -> Record:
 def rest_memory(ranks: Sequence[Mapping[str, int]]) -> Figure:
     """Return the chart of each rank's memory between steps; ``ranks`` have ``rank`` and the bytes by part."""
     names = [f"rank {one['rank']}" for one in ranks]
+    unit, size = memory_unit(sum(one.get(part, 0) for part in MEMORY_PARTS) for one in ranks)
     data = [
         {
             "type": "bar",
             "orientation": "h",
             "name": label,
             "y": names,
-            "x": [shown(one[part] / MIB) for one in ranks],
+            "x": [shown(one[part] / size) for one in ranks],
             "marker": {"color": colour},
-            "hovertemplate": "%{y}: %{x:,.1f} MiB",
+            "hovertemplate": f"%{{y}}: %{{x:,.1f}} {unit}",
         }
         for part, (label, colour) in MEMORY_PARTS.items()
         if any(one.get(part) for one in ranks)
@@ -209,7 +201,7 @@ def rest_memory(ranks: Sequence[Mapping[str, int]]) -> Figure:
         "showlegend": True,
         "legend": {"traceorder": "normal"},
         "bargap": 0.35,
-        "xaxis": {"title": {"text": "MiB"}, "tickformat": ",d"},
+        "xaxis": {"title": {"text": unit}, "tickformat": WHOLE},
         "yaxis": {"autorange": "reversed", "showgrid": False},
     }
     text = "One stacked bar per rank; the table below the charts has the numbers."
@@ -219,11 +211,11 @@ def rest_memory(ranks: Sequence[Mapping[str, int]]) -> Figure:
 
 def memory_timeline(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
     """Return the chart of each rank's memory during the step, by part."""
-    peaks = ", ".join(f"rank {one.rank} {one.peak_bytes / MIB:,.1f} MiB" for one in ranks)
+    peaks = ", ".join(f"rank {one.rank} {format_bytes(one.peak_bytes)}" for one in ranks)
     return Figure(
         "memory-step",
         f"During step {trace.step:,}",
-        f"Stacked areas over the {ranks[0].seconds:.3f} seconds of the step. Peaks: {peaks}.",
+        f"Stacked areas over the {duration(ranks[0].seconds)} of the step. Peaks: {peaks}.",
         {f"rank {one.rank}": _stack(one) for one in ranks},
         360,
         wide=True,
@@ -231,7 +223,8 @@ def memory_timeline(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
 
 
 def _stack(rank: RankTrace) -> Record:
-    seconds = [round(at, 5) for at in rank.memory.seconds]
+    seconds = [shown(at) for at in rank.memory.seconds]
+    unit, size = memory_unit([rank.peak_bytes])
     data = [
         {
             "type": "scatter",
@@ -239,10 +232,10 @@ def _stack(rank: RankTrace) -> Record:
             "name": label,
             "stackgroup": "memory",
             "x": seconds,
-            "y": [shown(nbytes / MIB) for nbytes in getattr(rank.memory, part)],
+            "y": [shown(nbytes / size) for nbytes in getattr(rank.memory, part)],
             "line": {"width": 0, "shape": "hv", "color": colour},
             "fillcolor": colour,
-            "hovertemplate": "%{y:,.1f} MiB",
+            "hovertemplate": f"%{{y:,.1f}} {unit}",
         }
         for part, (label, colour) in MEMORY_PARTS.items()
         if any(getattr(rank.memory, part))
@@ -252,7 +245,7 @@ def _stack(rank: RankTrace) -> Record:
         "showlegend": True,
         "legend": {"traceorder": "normal"},
         "xaxis": {"title": {"text": "seconds from the start of the step"}, "range": [0, rank.seconds]},
-        "yaxis": {"title": {"text": "MiB"}, "rangemode": "tozero", "tickformat": ",d"},
+        "yaxis": {"title": {"text": unit}, "rangemode": "tozero", "tickformat": WHOLE},
     }
     return {"data": data, "layout": layout}
 
@@ -322,13 +315,13 @@ def _add_bar(
         "orientation": "h",
         "name": label,
         "marker": {"color": colour, "line": {"width": 0}},
-        "hovertemplate": "%{text}<br>%{x:.2f} ms from %{base:.2f} ms<extra></extra>",
+        "hovertemplate": "%{text}<br>%{x:,.4~r} ms from %{base:,.4~r} ms<extra></extra>",
         **{column: [] for column in ("x", "base", "y", "offset", "width", "text")},
         "textposition": "none",
     }
     bar = bars.setdefault(label, empty)
     length = (event.end_s - event.start_s) * 1e3
-    cells = (round(length, 3), round(event.start_s * 1e3, 3), 0, span[0], span[1], what)
+    cells = (shown(length), shown(event.start_s * 1e3), 0, span[0], span[1], what)
     for column, cell in zip(("x", "base", "y", "offset", "width", "text"), cells, strict=True):
         bar[column].append(cell)
 

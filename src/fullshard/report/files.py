@@ -20,29 +20,17 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of one run.
+    """The files of one run."""
 
-    Attributes:
-        directory: Its ``output_dir``.
-        steps: Records of steps in the metrics file, in order.
-        evaluations: Records of evaluations, in order.
-        checkpoints: Records of checkpoints, in order.
-        run: Facts written at the start of the run; empty if the file is missing.
-        summary: Facts written at its end; empty if the file is missing.
-        predictions: The best model's predictions on held-out rows.
-        trace: The recorded step, or None.
-        missing: For each file that is missing or unreadable, the reason.
-    """
-
-    directory: Path
-    steps: tuple[Record, ...]
-    evaluations: tuple[Record, ...]
-    checkpoints: tuple[Record, ...]
-    run: Record = field(default_factory=dict)
-    summary: Record = field(default_factory=dict)
-    predictions: tuple[Record, ...] = ()
-    trace: StepTrace | None = None
-    missing: Mapping[str, str] = field(default_factory=dict)
+    directory: Path  # its ``output_dir``
+    steps: tuple[Record, ...]  # records of steps in the metrics file, in order
+    evaluations: tuple[Record, ...]  # records of evaluations, in order
+    checkpoints: tuple[Record, ...]  # records of checkpoints, in order
+    run: Record = field(default_factory=dict)  # facts written at the start of the run; empty if the file is missing
+    summary: Record = field(default_factory=dict)  # facts written at its end; empty if the file is missing
+    predictions: tuple[Record, ...] = ()  # the best model's predictions on held-out rows
+    trace: StepTrace | None = None  # the recorded step, or None
+    missing: Mapping[str, str] = field(default_factory=dict)  # for each file that is missing or unreadable, the reason
 
     @property
     def finished(self) -> bool:

@@ -109,7 +109,7 @@ SCRIPT = """
     return value;
   };
   const axis = { gridcolor: "var(--grid)", linecolor: "var(--line)", zerolinecolor: "var(--grid)", automargin: true,
-    ticks: "", title: { font: { size: 12, color: "var(--soft)" }, standoff: 8 },
+    ticks: "", exponentformat: "e", title: { font: { size: 12, color: "var(--soft)" }, standoff: 8 },
     tickfont: { size: 11.5, color: "var(--soft)" } };
   const merge = (one, two) => {
     const both = { ...one };

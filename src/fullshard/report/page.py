@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fullshard.report.curves import MOST_POINTS, series
 from fullshard.report.figures import Figure
 from fullshard.report.files import RunFiles, read_run
 from fullshard.report.look import SCRIPT, STYLE
+from fullshard.report.numbers import duration, number, share
 from fullshard.sizes import format_bytes
 from fullshard.storage import write_text
 from fullshard.train.reporting.scores import format_metric
@@ -34,19 +36,12 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 @dataclass(frozen=True)
 class PageSection:
-    """One section of the page.
+    """One section of the page."""
 
-    Attributes:
-        name: HTML id.
-        title: Heading.
-        body: HTML.
-        figures: The charts with a placeholder in ``body``.
-    """
-
-    name: str
-    title: str
-    body: str
-    figures: tuple[Figure, ...] = ()
+    name: str  # HTML id
+    title: str  # heading
+    body: str  # HTML
+    figures: tuple[Figure, ...] = ()  # the charts with a placeholder in ``body``
 
 
 def write_report(directory: Path, target: Path | None = None) -> dict[str, Any]:
@@ -212,14 +207,18 @@ def _bar_line(name: str, part: float, value: str, kind: str) -> str:
 def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return name, value and remark of the known facts."""
     total = numbers["total_steps"]
+    # The score is of the best step, which need not be the last one.
+    last, best = f" ({numbers['steps']:,})", ""
+    if numbers["best_step"] is not None:
+        best = f", step {numbers['best_step']:,}"
     known: list[tuple[str, Any, Callable[[Any], str], str]] = [
         ("optimizer", files.fact("optimizer"), str, ""),
-        ("training loss", numbers["train_loss"], "{:.4f}".format, "per target token, last step"),
-        ("held-out loss", numbers["held_out_loss"], "{:.4f}".format, "per target token"),
+        ("training loss", numbers["train_loss"], partial(number, decimals=4), f"per target token, last step{last}"),
+        ("held-out loss", numbers["held_out_loss"], partial(number, decimals=4), f"per target token{best}"),
         ("steps", numbers["steps"], "{:,}".format, "" if total is None else f"of {total:,}"),
-        ("time", numbers["train_seconds"], tables.duration, "including evaluations and saving"),
-        ("tokens per second", numbers["tokens_per_second"], "{:,.0f}".format, "all ranks, without padding"),
-        ("padding", numbers["padding_share"], tables.share, "of the positions in training batches"),
+        ("time", numbers["train_seconds"], duration, "including evaluations and saving"),
+        ("tokens per second", numbers["tokens_per_second"], partial(number, decimals=0), "all ranks, without padding"),
+        ("padding", numbers["padding_share"], share, "of the positions in training batches"),
         ("peak memory", numbers["peak_bytes"], format_bytes, "tensors of the rank with the most"),
         ("ranks", files.fact("world_size"), "{:,}".format, str(files.fact("device") or "")),
         ("parameters", files.fact("parameters"), "{:,}".format, "sharded over the ranks"),
@@ -300,7 +299,7 @@ def _chosen_ranks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
 def _data(files: RunFiles) -> PageSection:
     padding, body = files.fact("padding_share"), ""
     if padding is not None:
-        line = _bar_line("padding, share of all positions in training batches", padding, tables.share(padding), "plain")
+        line = _bar_line("padding, share of all positions in training batches", padding, share(padding), "plain")
         body = f'<div class="beside">{line}</div>'
     rows = {"training rows": files.fact("train_rows"), "held-out rows": files.fact("validation_rows")}
     facts = [(name, f"{count:,}", "") for name, count in rows.items() if count is not None]

@@ -8,6 +8,7 @@ from typing import Any
 
 from fullshard.report.figures import MEMORY_PARTS
 from fullshard.report.files import Record
+from fullshard.report.numbers import duration, number, share
 from fullshard.sizes import format_bytes
 from fullshard.train.reporting.scores import Confusion
 from fullshard.train.reporting.trace import RankTrace
@@ -46,20 +47,6 @@ def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def duration(seconds: float) -> str:
-    """Format a duration."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def share(value: float) -> str:
-    """Format a share as a percentage."""
-    return f"{value:.1%}"
-
-
 def resting(rank: RankTrace) -> Record:
     """Return a rank's memory at the end of the recorded step, when temporary tensors are freed."""
     last = {part: getattr(rank.memory, part)[-1] for part in ("parameters", "gradients", "optimizer")}
@@ -89,7 +76,7 @@ def timeline_table(ranks: Sequence[RankTrace]) -> str:
         totals = [sum(values) for values in zip(*columns.values(), strict=True)]
         top = totals.index(max(totals))
         parts = [format_bytes(columns[part][top]) for part in MEMORY_PARTS]
-        rows.append([f"rank {rank.rank}", f"{rank.memory.seconds[top]:.3f} s", *parts, format_bytes(totals[top])])
+        rows.append([f"rank {rank.rank}", duration(rank.memory.seconds[top]), *parts, format_bytes(totals[top])])
     head = ["", "at", *MEMORY_PARTS, "total"]
     return table("Memory at the peak of the recorded step", head, rows)
 
@@ -102,7 +89,7 @@ def schedule_table(ranks: Sequence[RankTrace], root: str) -> str:
         passes = [sum(e.end_s - e.start_s for e in rank.events if (e.unit, e.kind) == (root, kind)) for kind in _PASSES]
         waited = sums["gather_wait"] + sums["reduce_wait"]
         seconds = [rank.seconds, *passes, *sums.values()]
-        rows.append([f"rank {rank.rank}", *(f"{value * 1e3:,.1f}" for value in seconds), share(waited / rank.seconds)])
+        rows.append([f"rank {rank.rank}", *(number(value * 1e3) for value in seconds), share(waited / rank.seconds)])
     head = ["", "step, ms", "forward, ms", "backward, ms", "waiting for gathers, ms", "waiting for reduces, ms"]
     caption = "Time of the recorded step; forward and backward include the waiting in them"
     return table(caption, [*head, "optimizer, ms", "waiting"], rows)
@@ -119,9 +106,7 @@ def spent(rank: RankTrace, kind: str) -> float:
 def prediction_table(predictions: Sequence[Record], *, compared: bool) -> str:
     """Return a table of predictions and references, evenly spaced over the rows, since files are often sorted.
 
-    Args:
-        predictions: At least one.
-        compared: Whether to mark the predictions that equal a reference.
+    With ``compared`` the predictions that equal a reference are marked.
     """
     count = min(SHOWN_PREDICTIONS, len(predictions))
     rows = []

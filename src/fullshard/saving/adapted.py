@@ -19,9 +19,8 @@ class AdaptedWeights:
     def __init__(self, base: Pretrained, values: Mapping[str, torch.Tensor]) -> None:
         """Keep the adapter's values for the life of this object.
 
-        Args:
-            base: The files, with the tensor names of the model without an adapter.
-            values: The adapter's parameters by their names in peft's model; the same on every rank.
+        ``base`` has the tensor names of the model without an adapter. ``values`` have those of peft's model; they are
+        the same on every rank.
         """
         self._base = base
         self._values = values

@@ -7,6 +7,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan
@@ -37,11 +38,11 @@ from fullshard.storage import (
     Save,
     SaveJob,
     SavePlan,
+    Survey,
     begin,
     clear_leftovers,
-    find_checkpoints,
-    find_completions,
-    rank_by_metric,
+    set_aside,
+    survey,
 )
 from fullshard.version import __version__
 
@@ -55,21 +56,13 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A committed checkpoint.
+    """A committed checkpoint."""
 
-    Attributes:
-        path: Its directory.
-        step: Optimizer steps taken.
-        nbytes: Bytes of tensors that this rank wrote.
-        seconds: From the start of the save to its commit; on ranks other than 0 to the end of their own file.
-        stall_seconds: How long ``save`` and ``wait`` kept this rank from training.
-    """
-
-    path: Path
-    step: int
-    nbytes: int
-    seconds: float
-    stall_seconds: float
+    path: Path  # its directory
+    step: int  # optimizer steps taken
+    nbytes: int  # bytes of tensors that this rank wrote
+    seconds: float  # from the start of the save to its commit; on ranks other than 0 to the end of their own file
+    stall_seconds: float  # how long ``save`` and ``wait`` kept this rank from training
 
 
 class Checkpoints:
@@ -146,15 +139,23 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an error without waiting for other ranks, which may not get here."""
+        """Close; after an error without waiting for other ranks, which may not get here.
+
+        A background save may still end in that case, within ``JOIN_SECONDS``; after a Ctrl-C it is given up at once.
+        """
         if error is None:
             self.close()
             return
-        if self._save is not None:
-            # Once the lock is free the next run may start: from then on nothing may be written or committed.
-            self._save.cancel()
-            self._save.poll(JOIN_SECONDS)
-        self._release()
+        save = self._save
+        # Also if one Ctrl-C follows another. Once the lock is free the next run may start: from then on nothing may be
+        # written or committed.
+        with ExitStack() as stack:
+            stack.callback(self._release)
+            if save is not None:
+                stack.callback(save.poll, JOIN_SECONDS)
+                stack.callback(save.cancel)
+                if isinstance(error, Exception):
+                    save.poll(JOIN_SECONDS)  # the other ranks' writers go on too: most often it ends
 
     def save(  # noqa: PLR0913 (what is saved, and its description)
         self,
@@ -199,10 +200,15 @@ class Checkpoints:
         job = together(self.ranks, lambda: self._job(model, plan, step, values, metric))
         together_in_background(self.ranks, lambda: self._begin(job, assets or partial(write_assets, model)))
         together(self.ranks, lambda: _require_shared(job))
-        self._save = Save(self._with_host_copies(job) if background else job)
+        save = self._save = Save(self._with_host_copies(job) if background else job)
         self._stall_seconds = time.monotonic() - started
-        if not background:
+        if background:
+            return
+        try:
             self.wait()
+        except BaseException:
+            save.cancel()  # after Ctrl-C or a lost rank the shards may change, which the thread still reads
+            raise
 
     def wait(self) -> SaveReport | None:
         """Return when the last save is committed; every rank calls it. Logs the progress every ten seconds.
@@ -213,7 +219,7 @@ class Checkpoints:
         Raises:
             CheckpointError: The save failed; on every rank, with the same text.
         """
-        save, self._save = self._save, None
+        save = self._save
         if save is None:
             return None
         started = reported = time.monotonic()
@@ -235,6 +241,7 @@ class Checkpoints:
                 )
 
         problems = [problem for problem in await_all(self.ranks, save.poll, report) if problem]
+        self._save = None  # not before: what is raised while it is under way leaves it to __exit__
         if problems:
             # A thread that is stuck in the disk may continue later: it must commit nothing, and the next save must not
             # reuse the buffers it reads.
@@ -261,20 +268,51 @@ class Checkpoints:
         return SaveReport(save.final, save.job.index.step, save.total_bytes, save.seconds, self._stall_seconds)
 
     def latest(self) -> Path | None:
-        """Return the complete checkpoint that was saved last, as rank 0 sees it; every rank calls it."""
-        on_rank_0 = self.ranks.rank == 0
-        found = together_in_background(self.ranks, lambda: find_checkpoints(self.directory) if on_rank_0 else [])
-        return self.ranks.all_gather_object(found[-1] if found else None)[0]
+        """Return the checkpoint that was saved last, as rank 0 sees it; None if there is none. Every rank calls it.
+
+        Raises:
+            CheckpointError: It is damaged, or a damaged one may be it; on every rank, with the same text.
+        """
+        return self._newest(previous=False)
+
+    def _newest(self, *, previous: bool) -> Path | None:
+        """Return the newest checkpoint; with ``previous``, rename damaged ones that may be newer, on rank 0."""
+
+        def choose() -> Path | None:
+            if self.ranks.rank != 0:
+                return None
+            found = survey(self.directory, parse_newest=True)
+            if previous and found.complete:
+                found = self._go_back(found)
+            return found.newest()
+
+        return self.ranks.all_gather_object(together_in_background(self.ranks, choose))[0]
+
+    def _go_back(self, found: Survey) -> Survey:
+        """Set the damaged checkpoints aside that may be newer than the newest complete one."""
+        newer = found.newer_damaged()
+        if newer and self._lock is None:
+            raise CheckpointError(f"{self.directory} is closed; only a run that holds its lock can go back.")
+        for one in newer:
+            try:
+                name = set_aside(one.path)
+            except OSError as error:
+                raise CheckpointError(f"{one.path} is damaged and cannot be renamed: {error}.") from error
+            _log.warning("%s The checkpoint before it is loaded; the damaged one is now %s.", one.problem, name)
+        return replace(found, damaged=tuple(one for one in found.damaged if one not in newer))
 
     def best(self) -> Path | None:
         """Return the complete checkpoint with the best metric, among equal ones the newest; every rank calls it.
 
         Whether greater is better was saved with the metrics; if that changed, those saved as the newest are compared.
+
+        Raises:
+            CheckpointError: It is damaged, or a damaged one may be it; on every rank, with the same text.
         """
 
         def judge() -> Path | None:
-            found = find_completions(self.directory) if self.ranks.rank == 0 else []
-            return next(iter(rank_by_metric(found, otherwise=self.keep.greater_is_better).paths), None)
+            on_rank_0 = self.ranks.rank == 0
+            return survey(self.directory).best(otherwise=self.keep.greater_is_better) if on_rank_0 else None
 
         return self.ranks.all_gather_object(together_in_background(self.ranks, judge))[0]
 
@@ -285,23 +323,29 @@ class Checkpoints:
         *,
         path: str | Path | None = None,
         average: ExponentialMovingAverage | None = None,
+        previous: bool = False,
     ) -> Restored | None:
         """Load a checkpoint of any world size and strategy; every rank calls it.
 
         Args:
             model: The sharded model; its shards and persistent buffers are filled in place.
             optimizer: Its state and options are set; None: they are left unchanged.
-            path: The checkpoint; None: the newest complete one.
+            path: The checkpoint; None: the newest one.
             average: The moving average of the model's weights, filled in place; None: it is not read.
+            previous: Whether to go back to the newest complete checkpoint if later ones are not complete. These are
+                renamed to ``step-….damaged``, on rank 0, with a warning. Without it they are an error.
 
         Returns:
             The contents of the checkpoint other than tensors; None if there is no checkpoint and no path was given.
 
         Raises:
-            CheckpointError: The checkpoint is damaged or of another model; on every rank, with the same text.
+            CheckpointError: The checkpoint is damaged or of another model; on every rank, with the same text. It names
+                the damaged file and the newest good checkpoint.
         """
         self.wait()
-        chosen = self.latest() if path is None else Path(path)
+        if previous and path is not None:
+            raise CheckpointError(f"previous=True chooses a checkpoint, and path={str(path)!r} does too. Pass one.")
+        chosen = self._newest(previous=previous) if path is None else Path(path)
         return None if chosen is None else load_checkpoint(model, optimizer, chosen, average=average)
 
     def close(self) -> None:
@@ -363,6 +407,8 @@ class Checkpoints:
     def _begin(self, job: SaveJob, assets: Callable[[Path], None]) -> None:
         """Make the directory and write the small files; on rank 0."""
         if self.ranks.rank == 0:
+            if self._lock is not None:
+                self._lock.require_held()
             begin(self.directory, job.index.step)
             try:
                 (job.temporary / "model").mkdir()
@@ -401,7 +447,7 @@ def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         plain = json.loads(json.dumps(dict(values)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"values must be representable in JSON: {error}.") from error
     _require_text_keys("values", values)
     return plain

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -26,17 +26,16 @@ from fullshard.comm import Mesh, together
 from fullshard.engine import LocalTensor, local_tensors, mesh_of, plain_name
 from fullshard.errors import CheckpointError
 from fullshard.optim import load_parameter_states
+from fullshard.optim.shards import holds_rows
+from fullshard.saving.dcp_reader import MARKER, DcpPlanner, DcpReader, read_metadata
 from fullshard.saving.full_optimizer import named_groups
 from fullshard.saving.load_plan import LoadPlan
 from fullshard.saving.shard_tensor import part_or_full, state_as_part
 from fullshard.saving.stepped import Stepped, Stepping, saved_options, stepped
 from fullshard.storage import Piece, TensorSpec
 
-_MARKER = ".metadata"
-"""Name of the file that torch writes last."""
 
-
-def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> None:
+def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path, *, frozen: bool = True) -> None:
     """Write model and optimizer in torch's distributed-checkpoint format; every rank calls it.
 
     The names are those of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``, so that a run of torch's
@@ -56,6 +55,7 @@ def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> 
         model: A model sharded over all ranks of the default process group, or over one rank.
         optimizer: Over its parameters; None: the checkpoint has no ``optim``.
         path: A directory that all ranks share, without a checkpoint in it.
+        frozen: Whether to write frozen parameters; False: an adapter's checkpoint, of what trains and of buffers.
 
     Raises:
         CheckpointError: The checkpoint cannot be written, there is one already, or the optimizer's state cannot be cut;
@@ -65,24 +65,24 @@ def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> 
     _require_default_group(mesh)
 
     def prepare() -> dict[str, Any]:
-        if (path / _MARKER).exists():
+        if (path / MARKER).exists():
             raise CheckpointError(
                 f"{path} already holds a distributed checkpoint. Remove it, or give another directory."
             )
         held = local_tensors(model)
-        state: dict[str, Any] = {
-            "model": {one.name: part_or_full(one.shape, one.start, one.home.detach().view(-1)) for one in held}
-        }
+        written = [one for one in held if frozen or not one.is_frozen]
+        state: dict[str, Any] = {"model": {one.name: part_or_full(one.shape, one.start, one.tensor) for one in written}}
         return state if optimizer is None else {**state, "optim": {"state": _states(stepped(held, optimizer))}}
 
     state = together(mesh, prepare)
     if optimizer is not None:
         state["optim"]["param_groups"] = named_groups(model, optimizer)
+    names = {first: others for first, others in _names(model).items() if first in state["model"]}
     with _as_checkpoint_error(f"The distributed checkpoint {path} cannot be written"):
-        save(state, storage_writer=_Writer(path, _names(model)), no_dist=mesh.size == 1)
+        save(state, storage_writer=_Writer(path, names), no_dist=mesh.size == 1)
 
 
-def load_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> None:
+def load_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path, *, frozen: bool = True) -> None:
     """Load model and optimizer from torch's distributed-checkpoint format; every rank calls it.
 
     The checkpoint may be of any number of ranks and of any kind of model, saved as ``{"model":
@@ -90,18 +90,20 @@ def load_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path) -> 
     model, or :func:`save_dcp`. Each rank reads what overlaps its shards, into its shards. The optimizer's state and the
     hyperparameters of its groups (``lr``, ``betas``, …) are set. State of parameters that it does not step is not read.
 
-    The format consists of Python pickles, which can run code: load only files that you trust.
+    The format consists of Python pickles. Only what torch's writer writes is read, by name; anything else is refused
+    before any code of it runs.
 
     Args:
         model: A model sharded over all ranks of the default process group, or over one rank.
         optimizer: Over its parameters, of the class that was saved; None: a saved optimizer is not read.
         path: The directory, which all ranks share.
+        frozen: Whether frozen parameters must be in the checkpoint; False: those that are not there keep their values.
 
     Raises:
         CheckpointError: The checkpoint cannot be read, or does not fit; on every rank, with the same text. Nothing has
             changed then, unless reading the tensors failed midway.
     """
-    _load(model, optimizer, Path(path), with_model=True)
+    _load(model, optimizer, Path(path), with_model=True, frozen=frozen)
 
 
 def save_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) -> None:
@@ -119,21 +121,24 @@ def load_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) 
     _load(model, optimizer, Path(path), with_model=False)
 
 
-def _load(model: nn.Module, optimizer: Stepping | None, path: Path, *, with_model: bool) -> None:
+def _load(model: nn.Module, optimizer: Stepping | None, path: Path, *, with_model: bool, frozen: bool = True) -> None:
     mesh, plan = mesh_of(model), LoadPlan()
     _require_default_group(mesh)
     saved = together(mesh, lambda: _Saved(path))
     if with_model:
-        together(mesh, lambda: plan.add_model(_held(model), saved.model, f"The distributed checkpoint {path}"))
+        held = [
+            one for one in _held(model) if frozen or not one.is_frozen or {one.name, *one.aliases} & saved.model.keys()
+        ]
+        together(mesh, lambda: plan.add_model(held, saved.model, f"The distributed checkpoint {path}"))
     if optimizer is not None:
         values = together(mesh, saved.optimizer_values)
-        _read(mesh, path, values)
+        _read(mesh, saved, values)
         together(mesh, lambda: saved.add_optimizer(plan, stepped(local_tensors(model), optimizer), values))
         if any(mesh.all_gather_object(bool(plan.constants))):
             # Before anything is read into place, so that a mismatch changes nothing.
-            _read_pieces(mesh, path, [piece for piece, _ in plan.constants])
+            _read_pieces(mesh, saved, [piece for piece, _ in plan.constants])
             together(mesh, plan.compare)
-    _read_pieces(mesh, path, plan.pieces)
+    _read_pieces(mesh, saved, plan.pieces)
     plan.finish()
     if optimizer is not None:
         load_parameter_states(optimizer, plan.loaded)
@@ -170,6 +175,7 @@ class _Saved:
         state: The checkpoint's key of each value of the optimizer's state, by parameter name and the state's key.
         groups: The checkpoint's key of each option of the optimizer's groups, by the group's number and the option.
         unknown: Keys of everything else.
+        metadata: What DCP itself reads the files by.
     """
 
     def __init__(self, path: Path) -> None:
@@ -178,16 +184,7 @@ class _Saved:
         Raises:
             CheckpointError: There is none, or it cannot be read.
         """
-        try:
-            metadata = FileSystemReader(path).read_metadata()
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{path} is not a complete distributed checkpoint: it has no file {_MARKER}, which is written last."
-            ) from error
-        except Exception as error:  # unpickling damaged bytes can raise nearly anything
-            raise CheckpointError(
-                f"The metadata of the distributed checkpoint {path} cannot be read: {error}."
-            ) from error
+        self.metadata = metadata = read_metadata(path)
         self.path = path
         self._specs = {
             key: TensorSpec(key, tuple(entry.size), entry.properties.dtype)
@@ -278,27 +275,28 @@ def _states(own: Sequence[Stepped]) -> dict[str, dict[str, Any]]:
     """Return this rank's part of the optimizer's state by parameter name and key.
 
     Raises:
-        CheckpointError: It is unknown what part of the unsharded state a tensor is.
+        CheckpointError: A tensor does not say which part of the unsharded state it is.
     """
     states: dict[str, dict[str, Any]] = {}
     for one in own:
         # A rank without elements of a parameter does not count its steps, so its state would be stale.
-        for what, value in one.state.items() if one.param.numel() else ():
+        for what, value in one.state.items() if holds_rows(one.param) else ():
             part = one.part(what, value)
             value = value if part is None else state_as_part(part, value)
             states.setdefault(one.local.name, {})[what] = value
     return states
 
 
-def _read_pieces(mesh: Mesh, path: Path, pieces: Sequence[Piece]) -> None:
+def _read_pieces(mesh: Mesh, saved: _Saved, pieces: Sequence[Piece]) -> None:
     """Have DCP fill ``pieces``; every rank calls it."""
-    _read(mesh, path, {one.name: part_or_full(one.shape, one.start, one.tensor) for one in pieces})
+    _read(mesh, saved, {one.name: part_or_full(one.shape, one.start, one.tensor) for one in pieces})
 
 
-def _read(mesh: Mesh, path: Path, wanted: dict[str, Any]) -> None:
+def _read(mesh: Mesh, saved: _Saved, wanted: dict[str, Any]) -> None:
     """Have DCP fill ``wanted``, by key; every rank calls it."""
-    with _as_checkpoint_error(f"The distributed checkpoint {path} cannot be read"):
-        load(wanted, storage_reader=FileSystemReader(path), no_dist=mesh.size == 1)
+    reader, planner = DcpReader(saved.path, saved.metadata), DcpPlanner(saved.path)
+    with _as_checkpoint_error(f"The distributed checkpoint {saved.path} cannot be read"):
+        load(wanted, storage_reader=reader, planner=planner, no_dist=mesh.size == 1)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,18 +25,18 @@ from fullshard.saving.pieces import MODEL
 from fullshard.storage import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
+    FINISHED_NAME,
     CheckpointReader,
-    Completion,
     Kind,
     Piece,
     SafetensorsWriter,
+    Survey,
     TensorEntry,
     TensorSpec,
     WeightsWriter,
     atomic_directory,
     changed_small_files,
     dtype_of,
-    find_checkpoints,
     find_completions,
     instead_of,
     is_shard_name,
@@ -45,52 +45,42 @@ from fullshard.storage import (
     rank_by_metric,
     read_completion,
     read_index,
+    read_json,
+    step_directory,
+    survey,
 )
 
 RUN_BYTES = 16 << 20
 """Most bytes of a tensor in memory at once, in float32 if an adapter is added to it."""
 
 CONFIG_NAME = "config.json"
+SUMMARY_NAME = "summary.json"
+"""File of a finished run with the step of its model."""
 _MODEL_ONLY = (CONFIG_NAME, "generation_config.json")
 """Small files that are not part of an adapter's directory."""
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a checkpoint is exported.
+    """How a checkpoint is exported."""
 
-    Attributes:
-        dtype: Dtype of floating tensors in the files, as text; None: each one's own.
-        max_shard_size: Most bytes of tensors in a file, or text such as ``"5GB"``.
-        lora: Whether an adapter is merged into the model or exported alone; None: there is none.
-    """
-
-    dtype: str | None = None
-    max_shard_size: int | str = "50GB"
+    dtype: str | None = None  # dtype of floating tensors in the files, as text; None: each one's own
+    max_shard_size: int | str = "50GB"  # most bytes of tensors in a file, or text such as ``"5GB"``
+    # whether an adapter is merged into the model or exported alone; None: there is none
     lora: Literal["merge", "adapter"] | None = None
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Result of an export.
+    """Result of an export."""
 
-    Attributes:
-        checkpoint: The exported checkpoint's directory.
-        step: Optimizer steps taken.
-        directory: The directory written.
-        tensors: Number of tensors.
-        nbytes: Bytes of all tensors in the files.
-        files: Names of all files.
-        notes: Notes for the user.
-    """
-
-    checkpoint: Path
-    step: int
-    directory: Path
+    checkpoint: Path  # the exported checkpoint's directory
+    step: int  # optimizer steps taken
+    directory: Path  # the directory written
     tensors: int
-    nbytes: int
-    files: tuple[str, ...]
-    notes: tuple[str, ...]
+    nbytes: int  # bytes of all tensors in the files
+    files: tuple[str, ...]  # names of all files
+    notes: tuple[str, ...]  # notes for the user
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -110,7 +100,8 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
 
     Args:
         path: A run, a directory of checkpoints, or one checkpoint.
-        which: ``latest``, ``best`` (by the metric; among equal ones the newest) or a step; None: the latest.
+        which: ``latest``, ``best`` (by the metric; among equal ones the newest) or a step; None: of a finished run that
+            was evaluated, the one of its own model, which is that of its best step; else the latest.
 
     Raises:
         ConfigError: ``path`` is one checkpoint and ``which`` is given, or ``which`` is none of these.
@@ -126,42 +117,90 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
             raise ConfigError(f"{path} is one checkpoint; --checkpoint {which} chooses among those of a run.")
         return path
     directory = path / CHECKPOINTS_NAME if kind is Kind.RUN else path
-    completions = find_completions(directory)
-    found = {done.step: one for done, one in completions}
-    if not found:
+    found = survey(directory, parse_newest=True)
+    if not found.complete and not found.damaged:
         raise CheckpointError(
-            f"There is no complete checkpoint in {directory}; `fullshard verify {path}` lists what is there. A run's "
-            "best/ directory, if there is one, is already a model in Hugging Face's format and needs no export."
+            f"There is no checkpoint in {directory}. A run's best/ directory, if there is one, is already a model in "
+            "Hugging Face's format and needs no export."
         )
+    if which is None and kind is Kind.RUN and (published := _published(path)) is not None:
+        return _of_published(found, path, *published)
     if which is None or which == "latest":
-        return list(found.values())[-1]  # saved last
+        newest = found.newest()
+        assert newest is not None, "there is one, or an error"
+        return newest
     if which == "best":
-        return _best(directory, completions)
+        return _best(found)
     if not which.isdecimal():
         raise ConfigError(f"--checkpoint must be latest, best or a step; got {which!r}.")
-    if int(which) not in found:
-        steps = ", ".join(str(step) for step in sorted(found))
-        raise CheckpointError(
-            f"There is no complete checkpoint of step {int(which)} in {directory}; there are {steps}."
-        )
-    return found[int(which)]
+    return _of_step(found, int(which))
 
 
-def incomplete_after(checkpoint: Path) -> list[str]:
-    """Return the names of later checkpoints in the same directory that are not complete, and so were not chosen."""
-    complete = find_checkpoints(checkpoint.parent)
-    later = (path for path in sorted(checkpoint.parent.glob("step-*")) if path.name > checkpoint.name)
-    return [path.name for path in later if path not in complete and path.suffix == ""]
-
-
-def _best(directory: Path, found: Sequence[tuple[Completion, Path]]) -> Path:
+def describe_choice(checkpoint: Path) -> str:
+    """Return a checkpoint's step and metric, and whether it is the best or the latest of its directory; one process."""
+    found = find_completions(checkpoint.parent)
+    done = read_completion(checkpoint)
     ranked = rank_by_metric(found).paths
-    if not ranked:
+    named = _published(checkpoint.parent.parent) if checkpoint.parent.name == CHECKPOINTS_NAME else None
+    best = ranked[0].name if ranked else None
+    if named is not None:
+        best = step_directory(checkpoint.parent, named[0]).name
+    roles = ["the best"] if best == checkpoint.name else []
+    roles += ["the latest"] if found and found[-1][1].name == checkpoint.name else []
+    text = " and ".join(roles)
+    if best is not None and best != checkpoint.name:
+        text += f"{', ' if text else ''}not the best, which is {best}"
+    value = "" if done.metric is None else f"{named[1] if named else 'metric'} {done.metric:.4g}"
+    remarks = "; ".join(part for part in (value, text) if part)
+    return f"step {done.step:,}{f' ({remarks})' if remarks else ''}"
+
+
+def _published(run: Path) -> tuple[int, str] | None:
+    """Return the step of a finished run's own model and the metric that chose it; None if it is not of the best step.
+
+    Raises:
+        CheckpointError: The run's summary cannot be read.
+    """
+    if not (run / CHECKPOINTS_NAME / FINISHED_NAME).exists():
+        return None
+    summary = _read_json(run / SUMMARY_NAME) or {}
+    if summary.get("metric") is None:
+        return None
+    return int(summary["best_step"]), str(summary["metric"])
+
+
+def _of_published(found: Survey, run: Path, step: int, metric: str) -> Path:
+    path = step_directory(found.directory, step)
+    if any(other == path for _, other in found.complete):
+        return path
+    steps = ", ".join(str(done.step) for done, _ in found.complete) or "none"
+    damaged = "".join(f" {one.problem}" for one in found.damaged if one.path == path)
+    raise CheckpointError(
+        f"{run} is finished, and its model is that of step {step}, the best by {metric}, of which there is no complete "
+        f"checkpoint; there are {steps}.{damaged} That model is in {run} itself, in Hugging Face's format. To export "
+        "another step's, give --checkpoint latest or a step."
+    )
+
+
+def _best(found: Survey) -> Path:
+    best = found.best()
+    if best is None:
         raise CheckpointError(
-            f"None of the {len(found)} checkpoints in {directory} was saved with a metric, so none is the best. Choose "
-            "one by its step. A run's best/ directory, if there is one, holds its best model."
+            f"None of the {len(found.complete)} checkpoints in {found.directory} was saved with a metric, so none is "
+            "the best. Choose one by its step. A run's best/ directory, if there is one, holds its best model."
         )
-    return ranked[0]
+    return best
+
+
+def _of_step(found: Survey, step: int) -> Path:
+    steps = {done.step: path for done, path in found.complete}
+    if step in steps:
+        return steps[step]
+    damaged = [one.problem for one in found.damaged if one.path == step_directory(found.directory, step)]
+    raise CheckpointError(
+        f"There is no complete checkpoint of step {step} in {found.directory}; there are "
+        f"{', '.join(str(step) for step in sorted(steps)) or 'none'}.{''.join(f' {problem}' for problem in damaged)}"
+    )
 
 
 def assumed_of(best: Path) -> list[str]:
@@ -330,7 +369,7 @@ def _copy_assets(assets: Path, target: Path, lora: str | None, dtype: str | None
 def _read_json(path: Path) -> dict[str, Any] | None:
     """Read a JSON object; None if there is no file."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -19,14 +19,7 @@ from fullshard.errors import CheckpointError
 from fullshard.policy import dtype_name
 from fullshard.saving.background import BackgroundWriter
 from fullshard.saving.lora import adapter_names
-from fullshard.storage import (
-    ADAPTER_NAME,
-    SafetensorsWriter,
-    TensorSpec,
-    WeightsWriter,
-    atomic_directory,
-    parse_size,
-)
+from fullshard.storage import ADAPTER_NAME, SafetensorsWriter, TensorSpec, WeightsWriter, atomic_directory, parse_size
 
 _STREAM_BYTES = RUNS_BYTES * 3 // 4
 """Size of the stream's buffers; the rest is left for casts."""
@@ -131,21 +124,13 @@ def _adapters(model: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Content:
-    """Full tensors that a save writes to files, unlike the pieces of a checkpoint.
+    """Full tensors that a save writes to files, unlike the pieces of a checkpoint."""
 
-    Attributes:
-        specs: The stored tensor by its first name in the model, a tied one once.
-        adapter: Whether only an adapter is written.
-        dtype: Dtype of floating tensors in the files; None: each one's own.
-        max_file_bytes: Most bytes of tensors in a file.
-        parameters: Number of elements of the model's parameters.
-    """
-
-    specs: dict[str, TensorSpec]
-    adapter: bool
-    dtype: torch.dtype | None
-    max_file_bytes: int
-    parameters: int
+    specs: dict[str, TensorSpec]  # the stored tensor by its first name in the model, a tied one once
+    adapter: bool  # whether only an adapter is written
+    dtype: torch.dtype | None  # dtype of floating tensors in the files; None: each one's own
+    max_file_bytes: int  # most bytes of tensors in a file
+    parameters: int  # number of elements of the model's parameters
 
     @property
     def total_bytes(self) -> int:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from fullshard.comm import Comm, Mesh, settle, together
+from fullshard.comm import Comm, Mesh, together
 from fullshard.engine import gathered, local_tensors, mesh_of, plain_name
 from fullshard.errors import CheckpointError
 from fullshard.layout import elementwise
+from fullshard.optim.exchange import PieceExchange
 from fullshard.optim.in_backward import StepInBackward
-from fullshard.optim.shards import comm_of, meta_of
+from fullshard.optim.shards import comm_of, holds_rows, meta_of
 from fullshard.saving.stepped import Stepped, Stepping, stepped
 
 StateDict = dict[str, Any]
@@ -120,17 +120,11 @@ def _require_same(mesh: Mesh, names: list[list[str]]) -> None:
 
 @dataclass(frozen=True)
 class Described:
-    """Placeholder for a tensor of a parameter's state.
+    """Placeholder for a tensor of a parameter's state."""
 
-    Attributes:
-        shape: Its shape in the unsharded state.
-        dtype: Its dtype.
-        by_element: Whether it has one element for each of the parameter's.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # its shape in the unsharded state
     dtype: torch.dtype
-    by_element: bool
+    by_element: bool  # whether it has one element for each of the parameter's
 
 
 class StatesOfAll:
@@ -142,11 +136,7 @@ class StatesOfAll:
     """
 
     def __init__(self, model: nn.Module, own: Sequence[Stepped]) -> None:
-        """Exchange descriptions of the state; every rank calls it.
-
-        Args:
-            model: A sharded model.
-            own: The parameters that an optimizer steps on this rank.
+        """Exchange descriptions of the state of ``own``, this rank's parameters; every rank calls it.
 
         Raises:
             CheckpointError: It is unknown what part of the unsharded state a tensor is; on every rank.
@@ -154,7 +144,7 @@ class StatesOfAll:
         self.model, self.mesh = model, mesh_of(model)
         self.own = {one.local.name: one for one in own}
         self._locals = {local.name: local for local in local_tensors(model) if local.param is not None}
-        mine = together(self.mesh, lambda: {one.local.name: _described(one) for one in own if one.param.numel()})
+        mine = together(self.mesh, lambda: {one.local.name: _described(one) for one in own if holds_rows(one.param)})
         found: dict[str, StateDict] = {}
         # By name and key, the elements that each of the ranks that share the parameter contributes.
         self._runs: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
@@ -169,9 +159,7 @@ class StatesOfAll:
     def full(self, *, rank0_only: bool, to_host: bool) -> dict[str, StateDict]:
         """Return the state with full tensors, which are copies; every rank calls it.
 
-        Args:
-            rank0_only: Whether only rank 0 receives it; other ranks receive ``{}``.
-            to_host: Whether the copies are on the CPU.
+        With ``rank0_only`` other ranks than 0 return ``{}``; with ``to_host`` the copies are on the CPU.
         """
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,22 +189,18 @@ class StatesOfAll:
             return None
         comm = comm_of(cast("nn.Parameter", local.param))
         runs = self._runs[name, key]
-        takes = [rank == 0 or not rank0_only for rank in range(comm.size)]
-        mine = self._run(name, key, described.dtype, comm)
-        sent = [mine if taken else mine[:0] for taken in takes]
-        empty = partial(torch.empty, dtype=described.dtype, device=comm.device)
-        received = [empty(0) for _ in takes]
-        for rank, (start, stop) in runs.items() if takes[comm.rank] else ():
-            received[rank] = empty(stop - start)
-        comm.announce(f"exchange of {key} of {name}")
-        work = comm.exchange(received, sent)
-        work.wait()
-        settle(work)
-        if not takes[comm.rank]:
+        receivers = range(1 if rank0_only else comm.size)
+        run = self._run(name, key, described.dtype, comm)
+        sent = {rank: [run] for rank in receivers}
+        awaited = {rank: {0: stop - start} for rank, (start, stop) in runs.items()} if comm.rank in receivers else {}
+        exchange = PieceExchange(comm, sent, awaited, described.dtype, f"exchange of {key} of {name}")
+        exchange.wait()
+        exchange.settle()
+        if comm.rank not in receivers:
             return None
-        full = empty(prod(described.shape))
+        full = torch.empty(prod(described.shape), dtype=described.dtype, device=comm.device)
         for rank, (start, stop) in runs.items():
-            full[start:stop] = received[rank]
+            full[start:stop] = exchange.received[rank, 0]
         return full.view(described.shape)
 
     def _run(self, name: str, key: str, dtype: torch.dtype, comm: Comm) -> torch.Tensor:

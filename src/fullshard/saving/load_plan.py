@@ -10,8 +10,10 @@ import torch
 
 from fullshard.engine import LocalTensor
 from fullshard.errors import CheckpointError
+from fullshard.optim.shards import holds_rows
 from fullshard.optim.walk import require_same_values
 from fullshard.saving.stepped import Stepped
+from fullshard.shards import rows_of
 from fullshard.storage import Piece, TensorSpec
 
 
@@ -96,7 +98,7 @@ class LoadPlan:
         parts = {key: one.part_of_saved(key, spec.shape) for key, spec in specs.items()}
         kinds = {key: specs[key].dtype if key in specs else value for key, value in saved.items()}
         constants = one.require_same_kind(options, kinds)
-        if not one.param.numel():
+        if not holds_rows(one.param):
             # A rank without elements of a parameter does not count its steps: a loaded count would differ for good.
             return dict(one.state)
         state = dict(saved)
@@ -110,7 +112,7 @@ class LoadPlan:
                 self.constants.append((Piece(spec.name, spec.shape, start, read), constants[key]))
             else:
                 state[key] = room = one.room(key, part, spec.dtype, options)
-                self.pieces.append(Piece(spec.name, spec.shape, start, room.detach().view(-1)))
+                self.pieces.append(Piece(spec.name, spec.shape, start, rows_of(room).view(-1)))
         return state
 
     def compare(self) -> None:

@@ -14,10 +14,12 @@ from fullshard.comm import device_of, together, together_in_background
 from fullshard.engine import LocalTensor, local_tensors, mesh_of
 from fullshard.errors import CheckpointError
 from fullshard.optim.average import ExponentialMovingAverage
+from fullshard.optim.shards import holds_rows
 from fullshard.saving.load_plan import LoadPlan
 from fullshard.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES
 from fullshard.saving.rng import restore_rng, rng_name
 from fullshard.saving.stepped import Stepped, Stepping, options_of, stepped
+from fullshard.shards import rows_of
 from fullshard.storage import CheckpointReader, Index, Piece, TensorSpec, dtype_of, read_index
 
 
@@ -96,11 +98,7 @@ class _Target:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Stepping | None,
-        index: Index,
-        average: ExponentialMovingAverage | None,
+        self, model: nn.Module, optimizer: Stepping | None, index: Index, average: ExponentialMovingAverage | None
     ) -> None:
         """Plan what is read; nothing changes yet.
 
@@ -149,10 +147,11 @@ class _Target:
             self._average.updates = int(self._updates)
 
     def _gradient(self, local: LocalTensor, param: nn.Parameter) -> torch.Tensor | None:
-        if GRADIENT + local.name not in self._specs or not param.numel():
+        if GRADIENT + local.name not in self._specs:
             return None
-        gradient = torch.empty_like(param, requires_grad=False)
-        self.plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start, gradient.view(-1)))
+        gradient = torch.empty_like(rows_of(param))  # a rank without rows has one too, as after backward
+        if holds_rows(param):
+            self.plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start, gradient.view(-1)))
         return gradient
 
     def _add_optimizer(self) -> None:

@@ -45,35 +45,23 @@ _HARMLESS = frozenset((
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank update of a tensor: ``scaling * left @ right``.
+    """A low-rank update of a tensor: ``scaling * left @ right``."""
 
-    Attributes:
-        left: Stored name of the factor with the tensor's rows.
-        right: Stored name of the factor with its columns.
-        transposed: Whether ``left`` is stored as (rank, rows) and ``right`` as (columns, rank), as for a tensor that
-            is stored as (inputs, outputs); else (rows, rank) and (rank, columns).
-        scaling: The scalar factor.
-    """
-
-    left: str
-    right: str
+    left: str  # stored name of the factor with the tensor's rows
+    right: str  # stored name of the factor with its columns
+    # whether ``left`` is stored as (rank, rows) and ``right`` as (columns, rank), as for a tensor that is stored as
+    # (inputs, outputs); else (rows, rank) and (rank, columns)
     transposed: bool
-    scaling: float
+    scaling: float  # the scalar factor
 
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """One tensor of an export.
+    """One tensor of an export."""
 
-    Attributes:
-        name: Its name in the exported files.
-        source: Its name in the checkpoint.
-        update: The update that is added to it; None: none.
-    """
-
-    name: str
-    source: str
-    update: LowRank | None = None
+    name: str  # its name in the exported files
+    source: str  # its name in the checkpoint
+    update: LowRank | None = None  # the update that is added to it; None: none
 
 
 def holds_adapter(names: Iterable[str]) -> bool:
@@ -89,9 +77,7 @@ def _is_factor(name: str) -> bool:
 def adapter_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> list[ExportedTensor]:
     """Return the adapter's tensors as peft saves them: without the base model and without the adapter's name.
 
-    Args:
-        tensors: Tensors of the checkpoint's model, by name without ``model/``.
-        config: The adapter's configuration.
+    ``tensors`` are those of the checkpoint's model, by name without ``model/``.
 
     Raises:
         CheckpointError: There is more than one adapter, or it is of a kind that is not exported.
@@ -101,10 +87,6 @@ def adapter_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any
 
 def adapter_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of an adapter's tensors in ``adapter_model.safetensors``, by their names in the model.
-
-    Args:
-        names: Names of all tensors of the model.
-        config: The adapter's configuration.
 
     Raises:
         CheckpointError: There is more than one adapter, or it is of a kind that is not exported.
@@ -208,8 +190,8 @@ def _require_plain_lora(config: Mapping[str, Any]) -> None:
     special = sorted(name for name, value in config.items() if value and name not in _HARMLESS)
     if special:
         raise CheckpointError(
-            f"The adapter is more than W + scaling * B @ A ({', '.join(f'{n}={config[n]!r}' for n in special)}); only "
-            f"peft merges that. {_REMEDY}"
+            f"The adapter computes more than W + scaling * B @ A ({', '.join(f'{n}={config[n]!r}' for n in special)}); "
+            f"only peft merges that. {_REMEDY}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from fullshard.layout import StatePart
 from fullshard.optim.walk import load_parameter_states
 from fullshard.saving.load_plan import LoadPlan
 from fullshard.saving.stepped import Stepped, Stepping, saved_options, stepped
-from fullshard.storage import Piece, TensorSpec
+from fullshard.storage import Piece, TensorSpec, load_plain
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameter names in lower case that Hugging Face's Trainer (transformers 5) excludes from weight decay."""
@@ -111,7 +110,7 @@ def _state_dicts(state: UnshardedState | Sequence[UnshardedState]) -> list[Mappi
     Raises:
         CheckpointError: One is not an optimizer's state.
     """
-    saved = _read(Path(state)) if isinstance(state, (str, Path)) else state
+    saved = load_plain(Path(state), mmap=True) if isinstance(state, (str, Path)) else state
     if isinstance(saved, (list, tuple)):
         return [found for one in saved for found in _state_dicts(one)]
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
@@ -132,23 +131,8 @@ def cut(full: torch.Tensor, part: StatePart) -> torch.Tensor:
     return full.detach().reshape(-1)[slice(*part.held)].view(part.local_shape)
 
 
-def _read(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise CheckpointError(f"Cannot read the optimizer state {path}: {error.strerror or error}.") from error
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete file of torch.save (since torch 1.6) with only tensors and plain values: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-
-
 def _names_of_groups(
-    model: nn.Module,
-    own: Sequence[Stepped],
-    groups: Sequence[Mapping[str, Any]],
-    names: Sequence[Sequence[str]] | None,
+    model: nn.Module, own: Sequence[Stepped], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]] | None
 ) -> Sequence[Sequence[str]]:
     """Return the parameter names of each group, in order.
 

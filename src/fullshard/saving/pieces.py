@@ -11,7 +11,9 @@ from torch import nn
 from fullshard.engine import LocalTensor, local_tensors, mesh_of
 from fullshard.errors import CheckpointError
 from fullshard.optim.average import ExponentialMovingAverage
+from fullshard.optim.shards import holds_rows
 from fullshard.saving.stepped import Stepped, Stepping, stepped
+from fullshard.shards import on_rows
 from fullshard.storage import Piece, SavePlan
 
 MODEL, OPTIMIZER, GRADIENT, AVERAGE = "model/", "optimizer/", "gradient/", "average/"
@@ -23,12 +25,9 @@ _SPLIT_NUMEL = 1 << 14
 """Elements from which on the ranks that hold copies of a tensor write a share each."""
 
 
+@on_rows
 def plan_save(
-    model: nn.Module,
-    optimizer: Stepping | None,
-    *,
-    gradients: bool,
-    average: ExponentialMovingAverage | None = None,
+    model: nn.Module, optimizer: Stepping | None, *, gradients: bool, average: ExponentialMovingAverage | None = None
 ) -> SavePlan:
     """Return what this rank writes of a training state; together the ranks write each element once. No communication.
 
@@ -61,7 +60,7 @@ def plan_save(
     if optimizer is not None:
         own = stepped(held, optimizer)
         for one in own:
-            for key, value in one.state.items() if one.param.numel() else ():
+            for key, value in one.state.items() if holds_rows(one.param) else ():
                 _add_state(plan, one, key, value)
         plan.groups += _groups_as_plain(own)
     return plan

@@ -14,14 +14,7 @@ from fullshard.errors import CheckpointError
 
 
 def rng_bytes(device: torch.device) -> torch.Tensor:
-    """Return this rank's current random state.
-
-    Args:
-        device: The device the rank computes on; on CUDA its generator is included.
-
-    Returns:
-        JSON as uint8, (bytes,), on the CPU.
-    """
+    """Return this rank's current random state, on CUDA with its generator: JSON as uint8, (bytes,), on the CPU."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     values: dict[str, Any] = {
         "torch": _encode(torch.get_rng_state()),
@@ -36,10 +29,6 @@ def rng_bytes(device: torch.device) -> torch.Tensor:
 def restore_rng(state: torch.Tensor, device: torch.device) -> None:
     """Restore the random state that :func:`rng_bytes` returned.
 
-    Args:
-        state: The bytes that it returned.
-        device: The device this rank computes on.
-
     Raises:
         CheckpointError: The bytes are not such a state.
     """
@@ -53,7 +42,10 @@ def restore_rng(state: torch.Tensor, device: torch.device) -> None:
         if device.type == "cuda" and "cuda" in values:
             torch.cuda.set_rng_state(_decode(values["cuda"]), device)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"The checkpoint's random state cannot be read: {error!r}.") from error
+        raise CheckpointError(
+            f"The checkpoint's random state cannot be read: {error!r}. Check it with `fullshard verify`, or load an "
+            "earlier checkpoint."
+        ) from error
 
 
 def _encode(state: torch.Tensor) -> str:

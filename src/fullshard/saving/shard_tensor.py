@@ -2,28 +2,76 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fullshard.comm import Comm, settle
+from fullshard.comm import Comm
 from fullshard.errors import ShardingError
 from fullshard.layout import Box, StatePart, boxes
+from fullshard.shards import gather_full, rows_of
 
 _ABOUT = frozenset(
-    {"device", "dtype", "shape", "layout", "ndim", "requires_grad", "is_meta", "size", "dim", "numel", "stride"}
+    {
+        "device",
+        "dtype",
+        "shape",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "requires_grad_",
+        "is_meta",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+    }
 )
 """Functions of the full tensor that are allowed; any other would read memory that is not there."""
 
-_MOVES = frozenset({"to", "cpu"})
-"""Functions by which torch's state dict getters offload each tensor."""
+_PICKLED = (
+    "A state dict with ShardTensors is pickled (torch.save): the file holds this rank's part only. Each rank must "
+    "write a file of its own, and reads it back as the same rank of as many ranks. One file for all: "
+    "torch.distributed.checkpoint.save, get_model_state_dict with full_state_dict=True, "
+    "StateDictType.FULL_STATE_DICT (set_state_dict_type), or fullshard.save(model, directory)."
+)
+
+_MOVES = frozenset({"to", "cpu", "detach"})
+"""Functions by which torch's state dict getters offload each tensor, and ``nn.Parameter`` takes it."""
 
 
-class ShardTensor(torch.Tensor):
+class _Ranks:
+    """The ranks that share a tensor; a copy of the tensor has the same."""
+
+    def __init__(self, comm: Comm | None) -> None:
+        self.comm = comm
+        self.described: dict[str, Any] = {}
+
+    def __deepcopy__(self, memo: object) -> _Ranks:
+        return self
+
+
+class _Described:
+    """What a DTensor says of its ranks, where :meth:`describe` was told."""
+
+    _ranks: _Ranks
+
+    def describe(self, device_mesh: Any, placements: tuple[Any, ...]) -> None:
+        """Set ``device_mesh`` and ``placements``."""
+        self._ranks.described = {"device_mesh": device_mesh, "placements": placements}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return one of the two; without them there is no such attribute."""
+        if name in ("device_mesh", "placements") and name in self._ranks.described:
+            return self._ranks.described[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+
+class ShardTensor(_Described, torch.Tensor):
     """A tensor of the full shape, without its memory, that describes to DCP which part of it this rank holds.
 
     A shard is a run of rows or elements, uneven over ranks, which torch's DTensor cannot express. DCP asks any tensor
@@ -33,13 +81,15 @@ class ShardTensor(torch.Tensor):
         flat: This rank's elements, 1-D, possibly none.
         start: The first of them, counted in the flattened full tensor.
         written: First and past-the-last element that this rank writes; other ranks write the rest of ``flat``.
-        comm: The ranks that share the tensor; None if not known.
+        place: Number of the rank whose part it is and of the ranks that share the tensor, also after it was pickled;
+            None if not known.
     """
 
     flat: torch.Tensor
     start: int
     written: tuple[int, int]
-    comm: Comm | None
+    place: tuple[int, int] | None
+    _ranks: _Ranks
 
     @staticmethod
     def of(
@@ -55,21 +105,29 @@ class ShardTensor(torch.Tensor):
         it ends: DCP identifies boxes by where they begin.
         """
         shard = flat.new_empty(()).expand(tuple(shape)).as_subclass(ShardTensor)
-        shard.flat, shard.start, shard.comm = flat, start, comm
+        shard.flat, shard.start, shard._ranks = flat, start, _Ranks(comm)
+        shard.place = None if comm is None else (comm.rank, comm.size)
         shard.written = (start, start + flat.numel()) if written is None else written
         return shard
 
-    def elements(self, name: str, held: tuple[int, int]) -> torch.Tensor:
-        """Return ``flat`` if it is what this rank holds of ``name``: elements ``held[0]`` to ``held[1]``, or none.
+    @property
+    def comm(self) -> Comm | None:
+        """The ranks that share the tensor; None if not known."""
+        return self._ranks.comm
+
+    def elements(self, name: str, held: tuple[int, int], comm: Comm | None = None) -> torch.Tensor:
+        """Return ``flat`` if it is what this rank, of ``comm``, holds of ``name``: those from ``held[0]`` on.
 
         Raises:
             ShardingError: It is another rank's part, or from another number of ranks.
         """
         stop = self.start + self.flat.numel()
         if self.flat.numel() != held[1] - held[0] or (self.flat.numel() and self.start != held[0]):
+            here = None if comm is None else (comm.rank, comm.size)
             raise ShardingError(
-                f"{name} has elements {self.start} to {stop}, but this rank holds {held[0]} to {held[1]}. Load a "
-                "sharded state dict of other ranks by torch.distributed.checkpoint.load."
+                f"{name} has elements {self.start} to {stop}{_of_rank(self.place)}, but this rank{_of_rank(here)} "
+                f"holds {held[0]} to {held[1]}. A rank's part loads on the same rank of as many ranks with the same "
+                "units. For other ranks write it with torch.distributed.checkpoint.save, and load that."
             )
         return self.flat
 
@@ -81,13 +139,17 @@ class ShardTensor(torch.Tensor):
         """
         if self.comm is None:
             raise ShardingError(
-                f"{self!r:.60}… does not know the other ranks: take the tensor from a sharded model's state."
+                f"{self!r:.60}… was loaded or copied and cannot reach the other ranks. "
+                "Take it from the sharded model's state dict."
             )
         return gather_full(self.comm, self.shape, self.start, self.flat)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions of elements, most of which are on other ranks; ``to`` and ``cpu`` apply to ``flat``.
+        """Refuse functions of elements, most of which are on other ranks; ``to``, ``cpu`` and ``detach`` use ``flat``.
+
+        ``data_ptr`` is 0 and ``new_empty`` makes one without elements: ``dcp.async_save`` copies a tensor without
+        memory by ``new_empty`` and its attributes, ``flat`` among them.
 
         Raises:
             ShardingError: The function is not about shape, dtype or device.
@@ -98,9 +160,14 @@ class ShardTensor(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         if name in _MOVES and isinstance(args[0], ShardTensor):
             part = args[0]
-            return ShardTensor.of(
-                part.shape, part.start, func(part.flat, *args[1:], **(kwargs or {})), part.written, part.comm
-            )
+            flat = func(part.flat, *args[1:], **(kwargs or {}))
+            moved = _placed(ShardTensor.of(part.shape, part.start, flat, part.written), part.place)
+            moved._ranks = part._ranks
+            return moved
+        if name == "data_ptr":
+            return 0
+        if name == "new_empty" and tuple(args[1]) == tuple(args[0].shape):
+            return ShardTensor.of(args[1], args[0].start, args[0].flat.new_empty(0, **(kwargs or {})))
         raise ShardingError(
             f"{name} of a ShardTensor: it is one rank's part of a tensor (in .flat), for torch.distributed.checkpoint. "
             "Every rank can call its full_tensor(). For full models use get_model_state_dict with "
@@ -113,17 +180,12 @@ class ShardTensor(torch.Tensor):
         return f"ShardTensor(elements {self.start} to {stop} of {tuple(self.shape)}, flat={self.flat})"
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled: ``torch.save`` of what looks like the full model would save one rank's part of it.
-
-        Raises:
-            ShardingError: Always.
-        """
-        raise ShardingError(
-            f"{self!r:.60}… is one rank's part, and pickling (torch.save) would save only that. Write parts with "
-            "torch.distributed.checkpoint.save. For full tensors use get_model_state_dict with full_state_dict=True, "
-            "StateDictType.FULL_STATE_DICT (set_state_dict_type), full_tensor() of each on every rank, or "
-            "fullshard.save(model, directory)."
-        )
+        """Pickle this rank's part and its place, but not the other ranks; rank 0 warns that it is a part."""
+        if self.place is not None and self.place[0] == 0:
+            warnings.warn(_PICKLED, stacklevel=2)
+        # A clone of a view: pickling one would write all of the memory that it is a view of.
+        flat = self.flat if self.flat.untyped_storage().nbytes() == self.flat.nbytes else self.flat.clone()
+        return unpickled_part, (tuple(self.shape), self.start, flat, tuple(self.written), self.place)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.flat)
@@ -151,13 +213,32 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-class UnsplitTensor(torch.Tensor):
+def _of_rank(place: tuple[int, int] | None) -> str:
+    return "" if place is None else f" (rank {place[0]} of {place[1]})"
+
+
+def _placed(part: ShardTensor, place: tuple[int, int] | None) -> ShardTensor:
+    part.place = place
+    return part
+
+
+def unpickled_part(
+    shape: tuple[int, ...], start: int, flat: torch.Tensor, written: tuple[int, int], place: tuple[int, int] | None
+) -> ShardTensor:
+    """Return the part that was pickled; it does not know the other ranks. Called by unpicklers."""
+    return _placed(ShardTensor.of(shape, start, flat, written), place)
+
+
+torch.serialization.add_safe_globals([unpickled_part])  # for torch.load(weights_only=True)
+
+
+class UnsplitTensor(_Described, torch.Tensor):
     """A plain tensor of which this rank holds all elements, and other ranks perhaps none.
 
     It has a ``full_tensor()`` so that every rank can call it, whichever rank holds the elements.
     """
 
-    comm: Comm
+    _ranks: _Ranks
     # Results of operations on it are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -165,8 +246,13 @@ class UnsplitTensor(torch.Tensor):
     def of(full: torch.Tensor, comm: Comm) -> UnsplitTensor:
         """Return ``full`` as one that the ranks of ``comm`` share."""
         made = full.as_subclass(UnsplitTensor)
-        made.comm = comm
+        made._ranks = _Ranks(comm)
         return made
+
+    @property
+    def comm(self) -> Any:
+        """The ranks that share the tensor."""
+        return self._ranks.comm
 
     def full_tensor(self) -> torch.Tensor:
         """Return the full tensor; see :meth:`ShardTensor.full_tensor`."""
@@ -175,11 +261,20 @@ class UnsplitTensor(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> UnsplitTensor:
         """Move or cast it; every rank can still call ``full_tensor()``."""
-        return UnsplitTensor.of(self.as_subclass(torch.Tensor).to(*args, **kwargs), self.comm)
+        return self._like(self.as_subclass(torch.Tensor).to(*args, **kwargs))
 
     def cpu(self, *args: Any, **kwargs: Any) -> UnsplitTensor:
         """Move it to the CPU; see :meth:`to`."""
-        return UnsplitTensor.of(self.as_subclass(torch.Tensor).cpu(*args, **kwargs), self.comm)
+        return self._like(self.as_subclass(torch.Tensor).cpu(*args, **kwargs))
+
+    def detach(self) -> UnsplitTensor:
+        """Detach it; see :meth:`to`."""
+        return self._like(self.as_subclass(torch.Tensor).detach())
+
+    def _like(self, full: torch.Tensor) -> UnsplitTensor:
+        made = full.as_subclass(UnsplitTensor)
+        made._ranks = self._ranks
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone()
@@ -187,39 +282,6 @@ class UnsplitTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain tensor."""
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-
-def gather_full(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tensor) -> torch.Tensor:
-    """Gather a full tensor from the runs that ranks hold of it, on the device of collectives; every rank calls it.
-
-    The ranks first exchange which runs they hold. Then each holder broadcasts its run; few ranks hold parts of a
-    parameter.
-
-    Args:
-        comm: The ranks.
-        shape: Shape of the full tensor.
-        start: First element that this rank holds, counted in the flattened full tensor.
-        flat: Its elements, (numel,), possibly none.
-    """
-    what = f"full_tensor() of shape {tuple(shape)}"
-    comm.announce(what)
-    runs = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
-    comm.all_gather(runs, torch.tensor([start, start + flat.numel()], device=comm.device)).wait()
-    full = torch.empty(prod(shape), dtype=flat.dtype, device=comm.device)
-    done = 0
-    for first, stop, rank in sorted((*run, rank) for rank, run in enumerate(runs.view(-1, 2).tolist())):
-        first = max(first, done)  # several ranks may hold the same
-        if first >= stop:
-            continue
-        piece = full[first:stop]
-        if rank == comm.rank:
-            piece.copy_(flat.detach()[first - start : stop - start])
-        comm.announce(what)
-        work = comm.broadcast(piece.view(torch.uint8), rank)
-        work.wait()
-        settle(work)
-        done = stop
-    return full.view(tuple(shape))
 
 
 def part_or_full(
@@ -233,7 +295,7 @@ def part_or_full(
 
     With ``comm``, the ranks that share the tensor, it has a ``full_tensor()`` on each of them.
     """
-    shape = torch.Size(shape)
+    shape, flat = torch.Size(shape), rows_of(flat)
     if flat.numel() < shape.numel() or written not in (None, (0, flat.numel())):
         return ShardTensor.of(shape, start, flat, written, comm)
     if comm is None:
@@ -243,4 +305,4 @@ def part_or_full(
 
 def state_as_part(part: StatePart, value: torch.Tensor, comm: Comm | None = None) -> torch.Tensor:
     """Return the same as :func:`part_or_full` for a rank's part of a tensor of optimizer state."""
-    return part_or_full(part.shape, part.held[0], value.detach().view(-1), part.written, comm)
+    return part_or_full(part.shape, part.held[0], rows_of(value).view(-1), part.written, comm)

@@ -22,21 +22,13 @@ _NOT_OPTIONS = ("params", "param_names")
 
 @dataclass(frozen=True)
 class Stepped:
-    """One parameter that an optimizer steps.
+    """One parameter that an optimizer steps."""
 
-    Attributes:
-        local: What this rank holds of the parameter.
-        param: The Parameter.
-        state: Its current state, the optimizer's own dict.
-        group: Its group, the optimizer's own dict.
-        optimizer: The optimizer; None where only a state dict is at hand.
-    """
-
-    local: LocalTensor
-    param: nn.Parameter
-    state: dict[str, Any]
-    group: dict[str, Any]
-    optimizer: Stepping | None
+    local: LocalTensor  # what this rank holds of the parameter
+    param: nn.Parameter  # the Parameter
+    state: dict[str, Any]  # its current state, the optimizer's own dict
+    group: dict[str, Any]  # its group, the optimizer's own dict
+    optimizer: Stepping | None  # the optimizer; None where only a state dict is at hand
 
     def saved_name(self, known: Mapping[str, Any]) -> str:
         """Return the first of the parameter's names that is ``known``, or its first name if none is."""

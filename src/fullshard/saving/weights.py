@@ -130,21 +130,14 @@ def load(model: nn.Module, path: str | Path) -> None:
 
 @dataclass
 class _Fit:
-    """Match between stored tensors and a model's.
+    """Match between stored tensors and a model's."""
 
-    Attributes:
-        found: The stored name of each of the model's names that was found.
-        missing: The model's names that are not stored.
-        unexpected: Stored names that are not the model's.
-        differing: Names that are tied in the model but whose stored tensors differ.
-        misshapen: Tensors of another shape, or of a dtype that is not converted.
-    """
-
-    found: dict[str, str] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    found: dict[str, str] = field(default_factory=dict)  # the stored name of each of the model's names that was found
+    missing: list[str] = field(default_factory=list)  # the model's names that are not stored
+    unexpected: list[str] = field(default_factory=list)  # stored names that are not the model's
+    # names that are tied in the model but whose stored tensors differ
     differing: list[str] = field(default_factory=list)
-    misshapen: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)  # tensors of another shape, or of a dtype that is not converted
 
     def name_problems(self) -> list[str]:
         """Describe mismatches of names."""

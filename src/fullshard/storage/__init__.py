@@ -1,45 +1,61 @@
 """Files that survive a kill: atomic directories, sharded checkpoints, and Hugging Face's format, streamed."""
 
-from fullshard.storage.atomic import atomic_directory as atomic_directory
-from fullshard.storage.atomic import commit as commit
-from fullshard.storage.atomic import recover as recover
-from fullshard.storage.atomic import sibling as sibling
-from fullshard.storage.atomic import write_text as write_text
-from fullshard.storage.index import Index as Index
-from fullshard.storage.index import PieceEntry as PieceEntry
-from fullshard.storage.index import TensorEntry as TensorEntry
-from fullshard.storage.kinds import ADAPTER_NAME as ADAPTER_NAME
-from fullshard.storage.kinds import CHECKPOINTS_NAME as CHECKPOINTS_NAME
-from fullshard.storage.kinds import WEIGHT_SUFFIXES as WEIGHT_SUFFIXES
-from fullshard.storage.kinds import Kind as Kind
-from fullshard.storage.kinds import kind_of as kind_of
-from fullshard.storage.piece import Piece as Piece
-from fullshard.storage.piece import SavePlan as SavePlan
+from fullshard.storage import rules as rules
+from fullshard.storage.atomic import (
+    atomic_directory as atomic_directory,
+    commit as commit,
+    recover as recover,
+    sibling as sibling,
+    write_text as write_text,
+)
+from fullshard.storage.completion import (
+    Completion as Completion,
+    add_small_file as add_small_file,
+    changed_small_files as changed_small_files,
+    check_completion as check_completion,
+)
+from fullshard.storage.index import Index as Index, PieceEntry as PieceEntry, TensorEntry as TensorEntry
+from fullshard.storage.json_file import (
+    parse_bounded as parse_bounded,
+    read_bounded as read_bounded,
+    read_json as read_json,
+)
+from fullshard.storage.kinds import (
+    ADAPTER_NAME as ADAPTER_NAME,
+    CHECKPOINTS_NAME as CHECKPOINTS_NAME,
+    FINISHED_NAME as FINISHED_NAME,
+    WEIGHT_SUFFIXES as WEIGHT_SUFFIXES,
+    Kind as Kind,
+    kind_of as kind_of,
+)
+from fullshard.storage.lock import DirectoryLock as DirectoryLock
+from fullshard.storage.piece import Piece as Piece, SavePlan as SavePlan
 from fullshard.storage.reader import CheckpointReader as CheckpointReader
-from fullshard.storage.reader import dtype_of as dtype_of
-from fullshard.storage.safetensors_writer import SafetensorsWriter as SafetensorsWriter
-from fullshard.storage.safetensors_writer import TensorSpec as TensorSpec
-from fullshard.storage.shard_file import is_shard_name as is_shard_name
-from fullshard.storage.store import Completion as Completion
-from fullshard.storage.store import DirectoryLock as DirectoryLock
-from fullshard.storage.store import Keep as Keep
-from fullshard.storage.store import changed_small_files as changed_small_files
-from fullshard.storage.store import check_completion as check_completion
-from fullshard.storage.store import clear_leftovers as clear_leftovers
-from fullshard.storage.store import find_checkpoints as find_checkpoints
-from fullshard.storage.store import find_completions as find_completions
-from fullshard.storage.store import instead_of as instead_of
-from fullshard.storage.store import rank_by_metric as rank_by_metric
-from fullshard.storage.store import read_completion as read_completion
-from fullshard.storage.store import read_index as read_index
-from fullshard.storage.store import remove_checkpoint as remove_checkpoint
-from fullshard.storage.store import step_directory as step_directory
+from fullshard.storage.rules import shown as shown
+from fullshard.storage.safetensors_writer import SafetensorsWriter as SafetensorsWriter, TensorSpec as TensorSpec
+from fullshard.storage.shard_file import dtype_of as dtype_of, is_shard_name as is_shard_name
+from fullshard.storage.store import (
+    Keep as Keep,
+    Survey as Survey,
+    clear_leftovers as clear_leftovers,
+    find_checkpoints as find_checkpoints,
+    find_completions as find_completions,
+    instead_of as instead_of,
+    rank_by_metric as rank_by_metric,
+    read_completion as read_completion,
+    read_index as read_index,
+    remove_checkpoint as remove_checkpoint,
+    set_aside as set_aside,
+    set_aside_name as set_aside_name,
+    step_directory as step_directory,
+    survey as survey,
+)
+from fullshard.storage.torch_reader import load_plain as load_plain, why_refused as why_refused
 from fullshard.storage.weight_files import WeightFiles as WeightFiles
-from fullshard.storage.weights_writer import WeightsWriter as WeightsWriter
-from fullshard.storage.weights_writer import holds_model as holds_model
-from fullshard.storage.weights_writer import parse_size as parse_size
-from fullshard.storage.weights_writer import publish_model as publish_model
-from fullshard.storage.writer import GIVEN_UP as GIVEN_UP
-from fullshard.storage.writer import Save as Save
-from fullshard.storage.writer import SaveJob as SaveJob
-from fullshard.storage.writer import begin as begin
+from fullshard.storage.weights_writer import (
+    WeightsWriter as WeightsWriter,
+    holds_model as holds_model,
+    parse_size as parse_size,
+    publish_model as publish_model,
+)
+from fullshard.storage.writer import GIVEN_UP as GIVEN_UP, Save as Save, SaveJob as SaveJob, begin as begin

@@ -60,8 +60,7 @@ def atomic_directory(final: Path) -> Iterator[Path]:
 def recover(final: Path) -> None:
     """Restore what a killed writer left under the name ``.old``, and delete its leftovers; on one rank.
 
-    Args:
-        final: The final name as in :func:`atomic_directory`, with links followed. It need not exist.
+    ``final`` is the name as in :func:`atomic_directory`, with links followed. It need not exist.
 
     Raises:
         OSError: The file system refused.
@@ -137,11 +136,7 @@ def _place(source: Path, target: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small text file atomically (temporary file, fsync, rename); on one rank.
-
-    Args:
-        path: File to write; its directory exists.
-        text: The complete content, written as UTF-8.
+    """Replace a small text file atomically (temporary file, fsync, rename), in UTF-8; on one rank.
 
     Raises:
         CheckpointError: The file system refused; the old file is unchanged.

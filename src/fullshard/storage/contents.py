@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fullshard.errors import CheckpointError
+from fullshard.storage import rules
+from fullshard.storage.completion import check_completion
 from fullshard.storage.index import Index, TensorEntry
+from fullshard.storage.json_file import read_json
 from fullshard.storage.kinds import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
@@ -20,28 +20,22 @@ from fullshard.storage.kinds import (
     checkpoints_in,
     kind_of,
     models_in,
+    set_aside_in,
     unfinished_in,
 )
-from fullshard.storage.shard_file import dtype_name
-from fullshard.storage.store import check_completion, find_completions, rank_by_metric, read_index
+from fullshard.storage.shard_file import dtype_name, dtype_of
+from fullshard.storage.store import find_completions, rank_by_metric, read_index
 from fullshard.storage.weight_files import WeightFiles
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One stored tensor.
-
-    Attributes:
-        name: Its name.
-        dtype: Name of its dtype in torch.
-        shape: Its full shape.
-        nbytes: Its size in bytes.
-    """
+    """One stored tensor."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    dtype: str  # name of its dtype in torch
+    shape: tuple[int, ...]  # its full shape
+    nbytes: int  # its size in bytes
 
     @property
     def numel(self) -> int:
@@ -51,49 +45,28 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Totals of the tensors of one purpose, such as the model or the optimizer.
+    """Totals of the tensors of one purpose, such as the model or the optimizer."""
 
-    Attributes:
-        name: The prefix of their names in a checkpoint; otherwise ``model``.
-        tensors: Number of tensors.
-        elements: Number of elements.
-        nbytes: Size in bytes.
-        dtypes: Their dtypes, each once.
-    """
-
-    name: str
+    name: str  # the prefix of their names in a checkpoint; otherwise ``model``
     tensors: int
     elements: int
-    nbytes: int
-    dtypes: tuple[str, ...]
+    nbytes: int  # size in bytes
+    dtypes: tuple[str, ...]  # their dtypes, each once
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
-        return {
-            "tensors": self.tensors,
-            "elements": self.elements,
-            "bytes": self.nbytes,
-            "dtypes": list(self.dtypes),
-        }
+        return {"tensors": self.tensors, "elements": self.elements, "bytes": self.nbytes, "dtypes": list(self.dtypes)}
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of one checkpoint, model or weight file.
-
-    Attributes:
-        path: Its path.
-        kind: Its kind.
-        facts: What is recorded in addition to tensors, by name.
-        tensors: All stored tensors.
-        files: Size in bytes of each file, by its name.
-    """
+    """The contents of one checkpoint, model or weight file."""
 
     path: Path
     kind: Kind
-    facts: Mapping[str, Any]
-    tensors: tuple[TensorInfo, ...]
-    files: Mapping[str, int]
+    facts: Mapping[str, Any]  # what is recorded in addition to tensors, by name
+    tensors: tuple[TensorInfo, ...]  # all stored tensors
+    files: Mapping[str, int]  # size in bytes of each file, by its name
 
     @property
     def groups(self) -> list[TensorGroup]:
@@ -127,25 +100,15 @@ class Contents:
 
 @dataclass(frozen=True)
 class ListingEntry:
-    """A checkpoint or a model in a run's directory.
+    """A checkpoint or a model in a run's directory."""
 
-    Attributes:
-        path: Its directory.
-        kind: Its kind.
-        step: Optimizer steps taken; None if not known.
-        metric: The metric it was saved with; None if there is none.
-        nbytes: Size of all its files in bytes.
-        problem: Why it is not complete; None if it is, judged by markers and sizes.
-        is_best: Whether its metric is the best among the complete ones.
-    """
-
-    path: Path
+    path: Path  # its directory
     kind: Kind
-    step: int | None
-    metric: float | None
-    nbytes: int
-    problem: str | None
-    is_best: bool = False
+    step: int | None  # optimizer steps taken; None if not known
+    metric: float | None  # the metric it was saved with; None if there is none
+    nbytes: int  # size of all its files in bytes
+    problem: str | None  # why it is not complete; None if it is, judged by markers and sizes
+    is_best: bool = False  # whether its metric is the best among the complete ones
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -163,23 +126,15 @@ class ListingEntry:
 
 @dataclass(frozen=True)
 class Listing:
-    """The contents of a run or of a directory of checkpoints.
-
-    Attributes:
-        path: Its path.
-        kind: Its kind.
-        entries: Checkpoints by step, then models.
-        unfinished: Directories that are being written or were left incomplete.
-        greater_is_better: Whether a greater metric is better; None: there are no metrics.
-        recorded: Whether that is recorded in a checkpoint; otherwise it is assumed.
-    """
+    """The contents of a run or of a directory of checkpoints."""
 
     path: Path
     kind: Kind
-    entries: tuple[ListingEntry, ...]
-    unfinished: tuple[Path, ...]
-    greater_is_better: bool | None = None
-    recorded: bool = True
+    entries: tuple[ListingEntry, ...]  # checkpoints by step, then models
+    unfinished: tuple[Path, ...]  # directories that are being written or were left incomplete
+    set_aside: tuple[Path, ...] = ()  # damaged checkpoints that were renamed when a run went back to an earlier one
+    greater_is_better: bool | None = None  # whether a greater metric is better; None: there are no metrics
+    recorded: bool = True  # whether that is recorded in a checkpoint; otherwise it is assumed
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -188,6 +143,7 @@ class Listing:
             "kind": self.kind.value,
             "entries": [entry.as_dict() for entry in self.entries],
             "unfinished": [str(path) for path in self.unfinished],
+            "set_aside": [str(path) for path in self.set_aside],
             "greater_is_better": self.greater_is_better,
             "greater_is_better_recorded": self.recorded,
         }
@@ -212,15 +168,12 @@ def inspect_path(path: Path) -> Contents | Listing:
 
 def _of_checkpoint(path: Path) -> Contents:
     index = read_index(path)
-    tensors = tuple(_stored_run_by_run(path, name, entry) for name, entry in index.tensors.items())
+    tensors = tuple(_stored_run_by_run(name, entry) for name, entry in index.tensors.items())
     return Contents(path, Kind.CHECKPOINT, _facts(index), tensors, _files(path))
 
 
-def _stored_run_by_run(path: Path, name: str, entry: TensorEntry) -> TensorInfo:
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{path}: {name} has dtype {entry.dtype!r}, which this version of torch lacks.")
-    return TensorInfo(name, entry.dtype, entry.shape, entry.numel * dtype.itemsize)
+def _stored_run_by_run(name: str, entry: TensorEntry) -> TensorInfo:
+    return TensorInfo(name, entry.dtype, entry.shape, entry.numel * dtype_of(entry).itemsize)
 
 
 def _facts(index: Index) -> dict[str, Any]:
@@ -247,10 +200,10 @@ def _of_weights(path: Path, kind: Kind) -> Contents:
     config = path / "config.json"
     if config.exists():
         try:
-            values = json.loads(config.read_bytes())
+            values = rules.mapping(read_json(config), "it")
             facts = {name: values[name] for name in ("model_type", "architectures", "dtype") if name in values}
         except ValueError as error:
-            raise CheckpointError(f"{config} is not JSON: {error}.") from error
+            raise CheckpointError(f"{config} cannot be read: {error}.") from error
     return Contents(path, kind, facts, tensors, _files(path))
 
 
@@ -267,7 +220,8 @@ def _list(path: Path, kind: Kind) -> Listing:
             for found in models_in(path)
         ]
     greater = ranking.greater_is_better if best else None
-    return Listing(path, kind, tuple(entries), tuple(unfinished), greater, ranking.recorded)
+    aside = tuple(set_aside_in(directory))
+    return Listing(path, kind, tuple(entries), tuple(unfinished), aside, greater, ranking.recorded)
 
 
 def _checkpoint_entry(path: Path, *, is_best: bool) -> ListingEntry:

@@ -1,8 +1,13 @@
-"""The index of a sharded checkpoint: each tensor's name, shape and dtype, and which file holds which run of it."""
+"""The index of a sharded checkpoint: each tensor's name, shape and dtype, and which file holds which run of it.
+
+An index is read without trusting it: it is bounded before it is parsed, its own checksum is compared, and every value
+has a rule (:mod:`fullshard.storage.rules`).
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -10,43 +15,43 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
+from fullshard.storage import rules
+from fullshard.storage.json_file import Bounds, parse_bounded, require_bounded, require_sealed, seal
 
 INDEX_NAME = "index.json"
 FORMAT = "fullshard-checkpoint"
-VERSION = 1
-"""Version of the format; a reader reads this one and all earlier ones."""
+VERSION = 2
+"""Version of the format; a reader reads this one and all earlier ones. From 2 on, ``index.json`` and ``complete.json``
+have a checksum of themselves and the index has the checkpoint's serial number."""
+
+INDEX_BOUNDS = Bounds(256 << 20, 4_000_000, 16_000_000)
+"""Names are four for each tensor; of 12 TB, checksums are three million values and 35 MB."""
+
+SHARD_NAME = re.compile(r"shard-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+"""Names of ranks' files."""
+
+_CRC_MOST = (1 << 32) - 1
+_RANKS_MOST = 1_000_000
+_DIMENSIONS_MOST = 64
 
 
 @dataclass(frozen=True)
 class PieceEntry:
-    """One run of a tensor in one file.
+    """One run of a tensor in one file."""
 
-    Attributes:
-        file: Name of the safetensors file, which holds the run as a 1-D tensor under the tensor's name.
-        start: First element, counted in the flattened full tensor.
-        stop: The element just past the run.
-        crcs: CRC-32 of each block of ``BLOCK_BYTES`` of the run, the last one shorter.
-    """
-
-    file: str
-    start: int
-    stop: int
-    crcs: tuple[int, ...]
+    file: str  # name of the safetensors file, which holds the run as a 1-D tensor under the tensor's name
+    start: int  # first element, counted in the flattened full tensor
+    stop: int  # the element just past the run
+    crcs: tuple[int, ...]  # CRC-32 of each block of ``BLOCK_BYTES`` of the run, the last one shorter
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint.
+    """One tensor of a checkpoint."""
 
-    Attributes:
-        dtype: Name of its dtype in torch, such as ``float32``.
-        shape: Shape of the full tensor.
-        pieces: Its runs in ascending order; together they cover it exactly.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[PieceEntry, ...]
+    dtype: str  # name of its dtype in torch, such as ``float32``
+    shape: tuple[int, ...]  # shape of the full tensor
+    pieces: tuple[PieceEntry, ...]  # its runs in ascending order; together they cover it exactly
 
     @property
     def numel(self) -> int:
@@ -56,67 +61,71 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """The contents of a checkpoint's ``index.json``.
+    """The contents of a checkpoint's ``index.json``."""
 
-    Attributes:
-        step: Optimizer steps taken.
-        world_size: Number of ranks that wrote it.
-        metric: The value that ``keep_best`` compares; None if none was given.
-        values: The program's own values: schedule, scaler, position in the data.
-        groups: Options of the optimizer's parameter groups, each with the names of its parameters under ``params``.
-        scalars: State of the optimizer other than tensors, by parameter name and key.
-        versions: Of fullshard, torch and Python.
-        policies: How the model was sharded, one line of text per unit.
-        tensors: All tensors by name.
-        greater_is_better: Whether a greater metric is better; None: not recorded.
-    """
-
-    step: int
-    world_size: int
-    metric: float | None
-    values: Mapping[str, Any]
+    step: int  # optimizer steps taken
+    world_size: int  # number of ranks that wrote it
+    metric: float | None  # the value that ``keep_best`` compares; None if none was given
+    values: Mapping[str, Any]  # the program's own values: schedule, scaler, position in the data
+    # options of the optimizer's parameter groups, each with the names of its parameters under ``params``
     groups: Sequence[Mapping[str, Any]]
-    scalars: Mapping[str, Mapping[str, Any]]
-    versions: Mapping[str, str]
-    policies: Sequence[str]
-    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
-    greater_is_better: bool | None = None
+    scalars: Mapping[str, Mapping[str, Any]]  # state of the optimizer other than tensors, by parameter name and key
+    versions: Mapping[str, str]  # of fullshard, torch and Python
+    policies: Sequence[str]  # how the model was sharded, one line of text per unit
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)  # all tensors by name
+    greater_is_better: bool | None = None  # whether a greater metric is better; None: not recorded
+    serial: int | None = None  # its number in the order of saving, as in ``complete.json``; None: version 1
 
     def as_json(self) -> str:
-        """Return the text of the file."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                **{name: getattr(self, name) for name in (*_PLAIN, *_LATER)},
-                "tensors": tensors_as_plain(self.tensors),
-            },
-            separators=(",", ":"),
-        )
+        """Return the text of the file.
+
+        Raises:
+            CheckpointError: It would be refused when it is read.
+        """
+        plain = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{name: getattr(self, name) for name in (*_PLAIN, *_LATER)},
+            "tensors": tensors_as_plain(self.tensors),
+        }
+        try:
+            _require_plain_rules(plain)
+            text = seal(json.dumps(plain, separators=(",", ":")))
+            require_bounded(text.encode(), INDEX_BOUNDS)
+        except ValueError as error:
+            raise CheckpointError(f"A checkpoint cannot be saved with this index, because {error}.") from error
+        return text
 
 
 _PLAIN = ("step", "world_size", "metric", "values", "groups", "scalars", "versions", "policies")
-_LATER = ("greater_is_better",)
-"""Fields that the first checkpoints of this version lack."""
+_LATER = ("greater_is_better", "serial")
+"""Fields that the first checkpoints lack."""
 
 
-def tensors_from_plain(values: Mapping[str, Any]) -> dict[str, TensorEntry]:
+def tensors_from_plain(values: Any) -> dict[str, TensorEntry]:
     """Parse the tensors of an index, or of one rank's part of it.
 
     Raises:
         KeyError, TypeError, ValueError: ``values`` is not of this format.
     """
     return {
-        name: TensorEntry(
-            str(entry["dtype"]),
-            tuple(int(size) for size in entry["shape"]),
-            tuple(
-                PieceEntry(str(file), int(start), int(stop), tuple(int(crc) for crc in crcs))
-                for file, start, stop, crcs in entry["pieces"]
-            ),
-        )
-        for name, entry in values.items()
+        rules.name(name, "the name of a tensor"): _tensor_from_plain(name, entry)
+        for name, entry in rules.mapping(values, "tensors").items()
     }
+
+
+def _tensor_from_plain(name: str, entry: Any) -> TensorEntry:
+    where = rules.shown(name)
+    shape = rules.counts(entry["shape"], f"the shape of {where}")
+    if len(shape) > _DIMENSIONS_MOST or prod(shape) > rules.MOST:
+        raise ValueError(f"the shape of {where} is {rules.shown(shape)}; no tensor has so many elements")
+    pieces = []
+    for file, start, stop, crcs in entry["pieces"]:
+        if type(file) is not str or not SHARD_NAME.fullmatch(file):
+            raise ValueError(f"{where} is stored in {rules.shown(file)}, which is not a file of the checkpoint")
+        first, last = (rules.count(bound, f"an end of a run of {where}") for bound in (start, stop))
+        pieces.append(PieceEntry(file, first, last, rules.counts(crcs, f"a checksum of {where}", _CRC_MOST)))
+    return TensorEntry(rules.name(entry["dtype"], f"the dtype of {where}"), shape, tuple(pieces))
 
 
 def tensors_as_plain(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
@@ -131,32 +140,56 @@ def tensors_as_plain(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     }
 
 
-def parse_index(text: str, path: Path) -> Index:
-    """Parse an index and check that its pieces cover every tensor.
-
-    Args:
-        text: Content of the file.
-        path: The file, for messages.
+def parse_index(content: bytes, path: Path) -> Index:
+    """Parse the index in the file ``path``; check its values, its own checksum, and that its pieces cover all tensors.
 
     Raises:
-        CheckpointError: The text is not JSON, of another program or a later version, or contradicts itself.
+        CheckpointError: It is not JSON, of another program or a later version, damaged, contradicts itself, or has
+            values that no checkpoint has.
     """
     try:
-        values = json.loads(text)
+        values = rules.mapping(parse_bounded(content, INDEX_BOUNDS), "it")
         if values.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} is not the index of a fullshard checkpoint (its format is {values.get('format')!r})."
+                f"{path} is not the index of a fullshard checkpoint: its format is {rules.shown(values.get('format'))}."
             )
-        if int(values["version"]) > VERSION:
+        if rules.count(values["version"], "version", least=1) > VERSION:
             raise CheckpointError(
                 f"{path} has format version {values['version']}; this fullshard reads up to {VERSION}. Update it."
             )
-        plain = {name: values[name] for name in _PLAIN} | {name: values.get(name) for name in _LATER}
+        require_sealed(content, needed=values["version"] > 1)
+        _require_plain_rules(values)
+        plain: dict[str, Any] = {name: values[name] for name in _PLAIN}
+        plain |= {name: values.get(name) for name in _LATER}
         index = Index(**plain, tensors=tensors_from_plain(values["tensors"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint's index: {error!r}.") from error
+    except KeyError as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint's index: it has no {error}.") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint's index: {error}.") from error
     require_covered(index.tensors, path)
     return index
+
+
+def _require_plain_rules(values: Mapping[str, Any]) -> None:
+    """Raise unless everything but the tensors is as :class:`Index` describes it.
+
+    Raises:
+        KeyError, ValueError: A field is missing or breaks its rule.
+    """
+    rules.count(values["step"], "step")
+    rules.count(values["world_size"], "world_size", least=1, most=_RANKS_MOST)
+    rules.metric(values["metric"])
+    rules.flag(values.get("greater_is_better"), "greater_is_better")
+    if values.get("serial") is not None:
+        rules.count(values["serial"], "serial")
+    for number, group in enumerate(values["groups"]):
+        rules.options(group, f"group {number}")
+    rules.mapping(values["values"], "values")
+    for name, scalars in rules.mapping(values["scalars"], "scalars").items():
+        rules.name(name, "a name in scalars")
+        rules.mapping(scalars, f"scalars of {rules.shown(name)}")
+    rules.names(list(rules.mapping(values["versions"], "versions").values()), "versions")
+    rules.names(values["policies"], "policies")
 
 
 def merge_tensors(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
@@ -183,20 +216,13 @@ def merge_tensors(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Tenso
 
 
 def require_covered(tensors: Mapping[str, TensorEntry], where: object) -> None:
-    """Raise unless the pieces of each tensor cover it, each element once.
-
-    Args:
-        tensors: The tensors.
-        where: The path, for the message.
+    """Raise unless the pieces of each tensor cover it, each element once; the message names ``where`` they are.
 
     Raises:
-        CheckpointError: An element is missing or covered twice, or a file is outside the checkpoint.
+        CheckpointError: An element is missing or covered twice.
     """
     for name, entry in tensors.items():
         reached = 0
-        outside = [piece.file for piece in entry.pieces if "/" in piece.file]
-        if outside:
-            raise CheckpointError(f"{where}: {name} is stored in {outside[0]}, which is not a file of the checkpoint.")
         for piece in entry.pieces:
             if piece.start != reached or piece.stop <= piece.start:
                 break

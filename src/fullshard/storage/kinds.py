@@ -8,12 +8,15 @@ from enum import Enum
 from pathlib import Path
 
 from fullshard.errors import CheckpointError
+from fullshard.storage.completion import COMPLETE_NAME
 from fullshard.storage.index import INDEX_NAME
-from fullshard.storage.store import COMPLETE_NAME
 from fullshard.storage.weight_files import INDEX_SUFFIX, WEIGHTS_IN_DIRECTORY
 
 CHECKPOINTS_NAME = "checkpoints"
 """Name of the directory of checkpoints inside a run's directory."""
+
+FINISHED_NAME = "finished.json"
+"""File in the directory of the checkpoints that marks a finished run."""
 
 ADAPTER_NAME = "adapter_model.safetensors"
 """Name of the weight file in a directory written by peft."""
@@ -26,6 +29,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", INDEX_SUFFIX)
 
 _CHECKPOINT = re.compile(r"step-\d{8,}(\.old)?")
 _UNFINISHED = re.compile(r"(step-\d{8,}|best.*)\.(tmp|old|next|last|lost)")
+_SET_ASIDE = re.compile(r"step-\d{8,}\.damaged(\.\d+)?")
 _RUN_FILES = ("metrics.jsonl", "summary.json")
 
 
@@ -40,10 +44,7 @@ class Kind(Enum):
 
 
 def kind_of(path: Path) -> Kind:
-    """Return the kind of a path, judged by file names only; any rank.
-
-    Args:
-        path: Directory or file.
+    """Return the kind of a directory or file, judged by file names only; any rank.
 
     Raises:
         CheckpointError: The path does not exist, or is of no known kind.
@@ -106,3 +107,9 @@ def unfinished_in(directory: Path) -> list[Path]:
         return []
     found = checkpoints_in(directory)
     return sorted(p for p in directory.iterdir() if p.is_dir() and _UNFINISHED.fullmatch(p.name) and p not in found)
+
+
+def set_aside_in(directory: Path) -> list[Path]:
+    """Return damaged checkpoints that were renamed when a run went back to an earlier one; any rank."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted(path for path in found if _SET_ASIDE.fullmatch(path.name))

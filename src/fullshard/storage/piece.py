@@ -14,18 +14,12 @@ class Piece:
 
     Every shard that the engine makes is such a run, so a checkpoint of any world size is a set of intervals, and
     loading into another world size is the intersection of intervals.
-
-    Attributes:
-        name: The tensor's name, unique in the checkpoint, such as ``model/encoder.block.0.weight``.
-        shape: Shape of the full tensor; ``()`` for a scalar.
-        start: First element, counted in the flattened full tensor.
-        tensor: The elements, (stop - start,), contiguous, on any device. Written from, or read into.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    tensor: torch.Tensor
+    name: str  # the tensor's name, unique in the checkpoint, such as ``model/encoder.block.0.weight``
+    shape: tuple[int, ...]  # shape of the full tensor; ``()`` for a scalar
+    start: int  # first element, counted in the flattened full tensor
+    tensor: torch.Tensor  # the elements, (stop - start,), contiguous, on any device. Written from, or read into
 
     @property
     def stop(self) -> int:

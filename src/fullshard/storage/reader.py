@@ -10,7 +10,7 @@ from fullshard.errors import CheckpointError
 from fullshard.storage.index import Index, PieceEntry, TensorEntry
 from fullshard.storage.piece import Piece
 from fullshard.storage.safetensors_reader import SafetensorsFile
-from fullshard.storage.shard_file import BLOCK_BYTES, crc_of
+from fullshard.storage.shard_file import BLOCK_BYTES, crc_of, dtype_of
 from fullshard.storage.store import instead_of
 
 
@@ -52,7 +52,7 @@ class CheckpointReader:
                 self._read_overlap(entry, stored, piece)
 
     def _read_overlap(self, entry: TensorEntry, stored: PieceEntry, piece: Piece) -> None:
-        """Fill the elements that ``piece`` and ``stored`` have in common, block by block of the latter."""
+        """Read the elements that ``piece`` and ``stored`` have in common, one block of ``stored`` at a time."""
         dtype = dtype_of(entry)
         per_block = BLOCK_BYTES // dtype.itemsize
         low, high = max(stored.start, piece.start), min(stored.stop, piece.stop)
@@ -98,15 +98,3 @@ class CheckpointReader:
     def _damage(self, text: str) -> CheckpointError:
         """Return the error, with the checkpoint to use instead."""
         return CheckpointError(f"{text} {instead_of(self.path)}")
-
-
-def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """Return the dtype that a tensor is stored in.
-
-    Raises:
-        CheckpointError: torch has no such dtype.
-    """
-    found = getattr(torch, entry.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"The index has a tensor of dtype {entry.dtype!r}, which this version of torch lacks.")
-    return found

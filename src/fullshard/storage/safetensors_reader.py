@@ -34,17 +34,11 @@ _READ_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file, as its header describes it.
+    """One tensor of a file, as its header describes it."""
 
-    Attributes:
-        shape: Its full shape.
-        dtype: Its dtype in the file.
-        offset: Its first byte, counted from the start of the file.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
+    shape: tuple[int, ...]  # its full shape
+    dtype: torch.dtype  # its dtype in the file
+    offset: int  # its first byte, counted from the start of the file
 
 
 class SafetensorsFile:

@@ -28,17 +28,11 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and dtype of one stored tensor.
+    """Name, shape and dtype of one stored tensor."""
 
-    Attributes:
-        name: Its name in the file.
-        shape: Its full shape.
-        dtype: Its dtype in the file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    name: str  # its name in the file
+    shape: tuple[int, ...]  # its full shape
+    dtype: torch.dtype  # its dtype in the file
 
     @property
     def numel(self) -> int:
@@ -127,7 +121,9 @@ class SafetensorsWriter:
         """
         spec = self._specs.get(name)
         if spec is None:
-            raise CheckpointError(f"{self.path.name}: tensor {name!r} is not one of the {len(self._specs)} in it.")
+            raise CheckpointError(
+                f"{self.path.name}: tensor {name!r} was not announced; {len(self._specs)} others were."
+            )
         stop = start + flat.numel()
         if flat.dim() != 1 or start < 0 or stop > spec.numel:
             raise CheckpointError(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from fullshard.storage.index import PieceEntry, TensorEntry
+from fullshard.errors import CheckpointError
+from fullshard.storage.index import SHARD_NAME, PieceEntry, TensorEntry
 from fullshard.storage.piece import Piece
+from fullshard.storage.rules import shown
 from fullshard.storage.safetensors_writer import SafetensorsWriter, TensorSpec
 
 BLOCK_BYTES = 4 * 1024 * 1024
@@ -25,12 +26,26 @@ def shard_name(rank: int, world_size: int) -> str:
 
 def is_shard_name(name: str) -> bool:
     """Return whether a file's name is one that :func:`shard_name` returns."""
-    return re.fullmatch(r"shard-\d{5,}-of-\d{5,}\.safetensors", name) is not None
+    return SHARD_NAME.fullmatch(name) is not None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name without its module, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(entry: TensorEntry) -> torch.dtype:
+    """Return the dtype that a tensor is stored in.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    found = getattr(torch, entry.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(
+            f"The index has a tensor of dtype {shown(entry.dtype)}, which this version of torch lacks."
+        )
+    return found
 
 
 def crc_of(block: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""A directory of checkpoints on disk: names, completeness, the lock, and which checkpoints are kept.
+"""A directory of checkpoints on disk: which are complete, which is the newest or the best, and which are kept.
 
 ::
 
@@ -7,33 +7,33 @@
         shard-00000-of-00002.safetensors, …, index.json, model/, complete.json (written last)
       step-00000200.tmp/        being written, left by a killed writer, or being deleted
       step-00000100.old/        being replaced by a new checkpoint of the same step
+      step-00000100.damaged/    set aside when a run went back to an earlier checkpoint
       lock                      held by the run that writes here
+
+One rename makes a checkpoint appear and one makes it disappear, so a kill never leaves an incomplete directory under a
+checkpoint's own name: one that is not complete was damaged, or copied only in part. It is never passed over silently.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import json
+import itertools
 import os
 import re
-import socket
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.errors import CheckpointError
-from fullshard.storage.atomic import delete, fsync, recover, sibling, write_text
-from fullshard.storage.index import INDEX_NAME, Index, parse_index
+from fullshard.storage.atomic import delete, fsync, recover, sibling
+from fullshard.storage.completion import COMPLETE_NAME, Completion, check_completion, parse_completion
+from fullshard.storage.index import INDEX_BOUNDS, INDEX_NAME, Index, parse_index
+from fullshard.storage.json_file import SMALL, read_bounded
+from fullshard.storage.rules import shown
+from fullshard.storage.shard_file import dtype_of
 
-COMPLETE_NAME = "complete.json"
-LOCK_NAME = "lock"
-_STEP = re.compile(r"step-(\d{8,})")
-_SMALL = "model/"
-"""Directory of the small files that an export needs in addition to tensors."""
-_LEFTOVER = re.compile(r"(step-\d{8,})\.(tmp|old)")
+_STEP = re.compile(r"step-([0-9]{8,})")
+_LEFTOVER = re.compile(r"(step-[0-9]{8,})\.(tmp|old)")
 
 
 def step_directory(directory: Path, step: int) -> Path:
@@ -41,73 +41,8 @@ def step_directory(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
-@dataclass(frozen=True)
-class Completion:
-    """The contents of ``complete.json``.
-
-    Attributes:
-        step: Optimizer steps taken.
-        metric: The value that ``keep_best`` compares; None if none was given.
-        index_sha256: SHA-256 of the index file.
-        files: Size in bytes of each other file, by its path inside the checkpoint.
-        serial: Its number in the order of saving. The step does not give that order: a run that resumed from an earlier
-            step saves checkpoints that are newer than those of later steps.
-        greater_is_better: Whether a greater metric is better; None: not recorded, by an earlier version.
-        sha256: Hash of each small file, by its path inside the checkpoint; an earlier version recorded none.
-    """
-
-    step: int
-    metric: float | None
-    index_sha256: str
-    files: dict[str, int]
-    serial: int = 0
-    greater_is_better: bool | None = None
-    sha256: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def unhashed(self) -> list[str]:
-        """Small files of which only the size was recorded."""
-        return [name for name in self.files if name.startswith(_SMALL) and name not in self.sha256]
-
-
-def parse_completion(text: str) -> Completion:
-    """Parse a ``complete.json``; fields that a later version added are ignored.
-
-    Raises:
-        ValueError, TypeError, AttributeError: The text is not of this format.
-    """
-    known = {one.name for one in fields(Completion)}
-    return Completion(**{name: value for name, value in json.loads(text).items() if name in known})
-
-
-def write_completion(path: Path, step: int, metric: float | None, *, greater_is_better: bool | None = None) -> None:
-    """Mark a checkpoint as complete, after everything else in it is on disk; on one rank.
-
-    Args:
-        path: Its directory while it is written, next to the earlier checkpoints.
-        step: Optimizer steps taken.
-        metric: The value that ``keep_best`` compares.
-        greater_is_better: Whether a greater metric is better.
-
-    Raises:
-        CheckpointError, OSError: The file system refused.
-    """
-    files = {
-        str(found.relative_to(path)): found.stat().st_size
-        for found in sorted(path.rglob("*"))
-        if found.is_file() and found.name != COMPLETE_NAME
-    }
-    serial = 1 + max((other.serial for other, _ in find_completions(path.parent)), default=0)
-    hashes = {name: _sha256(path / name) for name in files if name.startswith(_SMALL)}
-    done = Completion(step, metric, _sha256(path / INDEX_NAME), files, serial, greater_is_better, hashes)
-    write_text(path / COMPLETE_NAME, json.dumps(asdict(done), indent=1) + "\n")
-
-
 def read_completion(path: Path) -> Completion:
     """Check that a checkpoint is complete, without reading tensors; any rank.
-
-    Args:
-        path: The checkpoint's directory.
 
     Raises:
         CheckpointError: It does not exist or is not complete; the message names the problem and what to use instead.
@@ -116,6 +51,54 @@ def read_completion(path: Path) -> Completion:
         return check_completion(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {instead_of(path)}") from error
+
+
+def read_index(path: Path) -> Index:
+    """Read the index of a complete checkpoint; any rank.
+
+    Args:
+        path: The checkpoint's directory.
+
+    Raises:
+        CheckpointError: It is not complete, or its index is damaged; the message names the problem and what to use
+            instead.
+    """
+    try:
+        return _checked_index(path, check_completion(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {instead_of(path)}") from error
+
+
+def _checked_index(path: Path, done: Completion) -> Index:
+    """Read an index and compare it with ``complete.json``."""
+    file = path / INDEX_NAME
+    try:
+        index = parse_index(read_bounded(file, INDEX_BOUNDS.nbytes), file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    problem = contradiction(index, done)
+    if problem is not None:
+        raise CheckpointError(f"{file} {problem}.")
+    return index
+
+
+def contradiction(index: Index, done: Completion) -> str | None:
+    """Return how an index contradicts ``complete.json`` or torch, as what follows the file's name; None if not."""
+    if index.step != done.step:
+        return f"is of step {index.step:,}, but {COMPLETE_NAME} is of step {done.step:,}"
+    listed: dict[str, int] = {}
+    for name, entry in index.tensors.items():
+        try:
+            itemsize = dtype_of(entry).itemsize
+        except CheckpointError:
+            return f"lists {shown(name)} with dtype {shown(entry.dtype)}, which this version of torch lacks"
+        for piece in entry.pieces:
+            nbytes = (piece.stop - piece.start) * itemsize
+            listed[piece.file] = listed.get(piece.file, 0) + nbytes
+    for name, nbytes in listed.items():
+        if nbytes > done.files.get(name, 0):
+            return f"lists {nbytes:,} bytes in {name}, which has {done.files.get(name, 0):,}"
+    return None
 
 
 def instead_of(path: Path) -> str:
@@ -132,113 +115,172 @@ def instead_of(path: Path) -> str:
     )
 
 
-def check_completion(path: Path) -> Completion:
-    """Check as :func:`read_completion` does; the message names only the problem.
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that is not complete."""
 
-    Raises:
-        CheckpointError: It does not exist or is not complete.
-    """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory; a checkpoint is a directory such as step-00000100.")
-    try:
-        done = parse_completion((path / COMPLETE_NAME).read_text(encoding="utf-8"))
-        wrong = [
-            f"{name} is missing" if found == "no" else f"{name} has {found} bytes instead of {size:,}"
-            for name, size in done.files.items()
-            if (found := size_of(path / name)) != f"{size:,}"
-        ]
-        if not wrong and _sha256(path / INDEX_NAME) != done.index_sha256:
-            wrong = [f"{INDEX_NAME} was changed after it was written"]
-    except FileNotFoundError as error:
-        name = Path(str(error.filename)).name
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint: {name}, which is written last, is missing. The save was "
-            "interrupted, only part of the directory was copied, or it is something else."
-        ) from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / COMPLETE_NAME} cannot be read: {error}.") from error
-    if wrong:
-        raise CheckpointError(f"{path} is not complete: {'; '.join(wrong[:5])}.")
-    return done
+    path: Path  # its directory
+    problem: str  # the file and what is wrong with it
+    known: Completion | None  # what its undamaged files say of it; None if that cannot be read
+    scored: bool = True  # whether its metric is known too: an evaluation changes only ``complete.json``
+
+    def may_be_newer(self, than: Completion) -> bool:
+        """Return whether it may have been saved after another one: unless its order of saving is known."""
+        return self.known is None or (self.known.serial, self.known.step) > (than.serial, than.step)
 
 
-def changed_small_files(path: Path, done: Completion) -> Iterator[tuple[str, str]]:
-    """Find small files of a checkpoint that changed after they were written, with the same size; any rank.
+@dataclass(frozen=True)
+class Survey:
+    """The checkpoints in a directory."""
 
-    Yields:
-        Name, and a text with both hashes. :func:`check_completion` finds missing files and those of another size.
+    directory: Path
+    complete: tuple[tuple[Completion, Path], ...]  # with their ``complete.json``, in the order they were saved in
+    damaged: tuple[Damaged, ...]  # the others, by step
 
-    Raises:
-        OSError: One cannot be read.
-    """
-    for name, written in done.sha256.items():
-        if name in done.files and size_of(path / name) == f"{done.files[name]:,}":
-            found = _sha256(path / name)
-            if found != written:
-                yield name, f"has SHA-256 {found}, expected {written}"
+    def newer_damaged(self) -> tuple[Damaged, ...]:
+        """Return the damaged checkpoints that may have been saved after the newest complete one."""
+        return tuple(one for one in self.damaged if not self.complete or one.may_be_newer(self.complete[-1][0]))
+
+    def newest(self) -> Path | None:
+        """Return the checkpoint that was saved last; None if there is none.
+
+        Raises:
+            CheckpointError: It is damaged, or a damaged one may be it.
+        """
+        newer = self.newer_damaged()
+        if not newer:
+            return self.complete[-1][1] if self.complete else None
+        damaged = newer[-1]
+        place = self._place_of(damaged, "newest", certain=damaged.known is not None)
+        raise CheckpointError(f"{damaged.problem} {place} {self._way_back(damaged)}")
+
+    def best(self, *, otherwise: bool = True) -> Path | None:
+        """Return the checkpoint with the best metric, as :func:`rank_by_metric` orders them; None if none has one.
+
+        Raises:
+            CheckpointError: It is damaged, or a damaged one may be it.
+        """
+        known = [(one.known, one.path) for one in self.damaged if one.known is not None and one.scored]
+        both = sorted((*self.complete, *known), key=lambda one: (one[0].serial, one[0].step))
+        first = next(iter(rank_by_metric(both, otherwise=otherwise).paths), None)
+        for one in self.damaged:
+            if one.known is None or not one.scored or one.path == first:
+                good = next(iter(rank_by_metric(self.complete, otherwise=otherwise).paths), None)
+                remedy = (
+                    "There is no other with a metric." if good is None else f"The best good one is {good}: pass it."
+                )
+                place = self._place_of(one, "best", certain=one.path == first)
+                raise CheckpointError(f"{one.problem} {place} {remedy}")
+        return first
+
+    def _place_of(self, damaged: Damaged, rank: str, *, certain: bool) -> str:
+        verb = "is" if certain else "may be"
+        return f"{damaged.path.name} {verb} the {rank} checkpoint in {self.directory}; no other is used silently."
+
+    def _way_back(self, damaged: Damaged) -> str:
+        """Return which checkpoint is the newest good one, and what to set to use it."""
+        if not self.complete:
+            return (
+                "No checkpoint there is complete. Restore the files from a copy. To start from scratch, set "
+                "resume=never in fullshard train, or move the directory away."
+            )
+        good = self.complete[-1][1]
+        return (
+            f"The newest good one is {good}. To go back to it, set resume=previous in fullshard train, or pass "
+            f"previous=True to Checkpoints.load: {damaged.path.name} is renamed to {set_aside_name(damaged.path).name} "
+            "then. To use another one, pass its path: resume=PATH, path=PATH or fullshard export PATH."
+        )
 
 
-def size_of(path: Path) -> str:
-    """Return the size of a file in bytes as text, ``no`` if there is no such file."""
-    return f"{path.stat().st_size:,}" if path.is_file() else "no"
-
-
-def read_index(path: Path) -> Index:
-    """Read the index of a complete checkpoint; any rank.
-
-    Args:
-        path: The checkpoint's directory.
-
-    Raises:
-        CheckpointError: It is not complete, or its index cannot be read.
-    """
-    read_completion(path)
-    try:
-        text = (path / INDEX_NAME).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / INDEX_NAME} cannot be read: {error}.") from error
-    return parse_index(text, path / INDEX_NAME)
-
-
-def find_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints in a directory, in the order they were saved in; any rank.
+def survey(directory: Path, *, parse_newest: bool = False) -> Survey:
+    """Judge every checkpoint in a directory by its marker, the sizes of its files and the hash of its index; any rank.
 
     Args:
         directory: The directory of ``step-…`` directories; it need not exist.
+        parse_newest: Whether the index of the newest complete one is parsed too, and if it has values that no writer
+            writes, of the one before it.
     """
+    complete: list[tuple[Completion, Path]] = []
+    damaged: list[Damaged] = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        # A writer killed between the two renames of a commit leaves the old checkpoint under this name only.
+        name = path.name.removesuffix(".old")
+        if _STEP.fullmatch(name) is None or (name != path.name and (directory / name).exists()):
+            continue
+        try:
+            complete.append((check_completion(path), path))
+        except CheckpointError as error:
+            # A reader without the lock may come upon one that is being deleted or replaced: it has another name now.
+            if os.path.lexists(path) and (name == path.name or not (directory / name).exists()):
+                damaged.append(_damaged(path, str(error)))
+    complete.sort(key=lambda one: (one[0].serial, one[0].step, one[1]))
+    while parse_newest and complete:
+        done, path = complete[-1]
+        try:
+            _checked_index(path, done)
+            break
+        except CheckpointError as error:
+            complete.pop()
+            damaged.append(Damaged(path, str(error), done))
+    return Survey(directory, tuple(complete), tuple(sorted(damaged, key=lambda one: (len(one.path.name), one.path))))
+
+
+def _damaged(path: Path, problem: str) -> Damaged:
+    """Return what is known of a damaged checkpoint from its ``complete.json``, or from its index."""
+    with contextlib.suppress(OSError, ValueError):
+        return Damaged(path, problem, parse_completion(read_bounded(path / COMPLETE_NAME, SMALL.nbytes)))
+    with contextlib.suppress(OSError, ValueError, CheckpointError):
+        index = parse_index(read_bounded(path / INDEX_NAME, INDEX_BOUNDS.nbytes), path / INDEX_NAME)
+        if index.serial is not None:
+            return Damaged(path, problem, Completion(index.step, None, "", {}, index.serial), scored=False)
+    return Damaged(path, problem, None)
+
+
+def find_checkpoints(directory: Path) -> list[Path]:
+    """Return the complete checkpoints in a directory, in the order they were saved in; any rank. It need not exist."""
     return [path for _, path in find_completions(directory)]
 
 
 def find_completions(directory: Path) -> list[tuple[Completion, Path]]:
     """Return the same as :func:`find_checkpoints`, each with its ``complete.json``."""
-    found: list[tuple[int, int, Path, Completion]] = []
-    if not directory.is_dir():
-        return []
-    for path in directory.iterdir():
-        # A writer killed between the two renames of a commit leaves the old checkpoint under this name only.
-        name = path.name.removesuffix(".old")
-        match = _STEP.fullmatch(name)
-        if match is None or (name != path.name and (directory / name).exists()):
-            continue
-        with contextlib.suppress(CheckpointError):
-            done = check_completion(path)
-            found.append((done.serial, int(match[1]), path, done))
-    return [(done, path) for _, _, path, done in sorted(found, key=lambda one: one[:3])]
+    return list(survey(directory).complete)
+
+
+def next_serial(directory: Path) -> int:
+    """Return the serial number of the next checkpoint that is saved in a directory; on one rank, under the lock."""
+    found = survey(directory)
+    known = [done for done, _ in found.complete] + [one.known for one in found.damaged if one.known is not None]
+    return 1 + max((done.serial for done in known), default=0)
+
+
+def set_aside_name(path: Path) -> Path:
+    """Return the name that :func:`set_aside` gives a checkpoint now."""
+    names = (sibling(path, f"damaged{f'.{number}' if number else ''}") for number in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is no candidate any more; on one rank, under the lock.
+
+    Returns:
+        Its new name; the user decides whether it is deleted.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    name = set_aside_name(path)
+    os.rename(path, name)
+    fsync(path.parent)
+    return name
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Checkpoints ordered by their metric.
+    """Checkpoints ordered by their metric."""
 
-    Attributes:
-        paths: The best first; among equal ones the later step first.
-        greater_is_better: Whether a greater metric is better.
-        recorded: Whether that is recorded in a checkpoint; otherwise it is assumed.
-    """
-
-    paths: tuple[Path, ...]
-    greater_is_better: bool
-    recorded: bool
+    paths: tuple[Path, ...]  # the best first; among equal ones the later step first
+    greater_is_better: bool  # whether a greater metric is better
+    recorded: bool  # whether that is recorded in a checkpoint; otherwise it is assumed
 
 
 def rank_by_metric(found: Sequence[tuple[Completion, Path]], *, otherwise: bool = True) -> Ranking:
@@ -272,26 +314,17 @@ def clear_leftovers(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints are kept after the next one is saved.
+    """Which checkpoints are kept after the next one is saved."""
 
-    Attributes:
-        last: Number of newest checkpoints; None: all.
-        best: Number of checkpoints with the best metric in addition to those.
-        greater_is_better: Whether a greater metric is better if no checkpoint records it.
-    """
-
-    last: int | None = 2
-    best: int = 0
-    greater_is_better: bool = True
+    last: int | None = 2  # number of newest checkpoints; None: all
+    best: int = 0  # number of checkpoints with the best metric in addition to those
+    greater_is_better: bool = True  # whether a greater metric is better if no checkpoint records it
 
 
 def prune(directory: Path, keep: Keep, *, newest: Path) -> None:
     """Delete complete checkpoints that are neither among the last nor the best; on one rank, under the lock.
 
-    Args:
-        directory: The directory of checkpoints.
-        keep: How many are kept.
-        newest: The one just committed, which is always kept.
+    ``newest``, the one just committed, is always kept.
 
     Raises:
         OSError: The file system refused.
@@ -319,53 +352,3 @@ def remove_checkpoint(path: Path) -> None:
     os.rename(path, doomed)
     fsync(path.parent)
     delete(doomed)
-
-
-class DirectoryLock:
-    """Keeps two runs from writing into one directory; held by one rank until released or until the process dies."""
-
-    def __init__(self, directory: Path) -> None:
-        """Make the directory and take the lock.
-
-        Raises:
-            CheckpointError: Another run holds it, or the file system refused.
-        """
-        path = directory / LOCK_NAME
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            file = next((one for one in (directory, *directory.parents) if one.is_file()), None)
-            problem = f"{error}. Check that you can write to it" if file is None else f"{file} is a file. Move it"
-            raise CheckpointError(
-                f"Checkpoints cannot be written to {directory}: {problem} or choose another directory."
-            ) from error
-        # flock, not the file's existence, is the lock: the kernel releases it however the process dies. A forked child
-        # inherits it and keeps it until it ends, too.
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(self._descriptor, 4096).decode(errors="replace").strip() or "unknown"
-            os.close(self._descriptor)
-            raise CheckpointError(
-                f"Another run is writing to {directory} (process {holder}); two runs would delete each other's "
-                "checkpoints. Wait until it finishes, stop it, or choose another directory."
-            ) from error
-        except OSError as error:
-            warnings.warn(
-                f"The file system of {directory} does not support locks ({error}): a second run could write to it too.",
-                stacklevel=2,
-            )
-        with contextlib.suppress(OSError):  # only for the message above: a full disk must not prevent taking the lock
-            os.ftruncate(self._descriptor, 0)
-            os.write(self._descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
-
-    def release(self) -> None:
-        """Release the lock."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -6,6 +6,7 @@ addition to its shards, though the system may drop them at any time. Files from 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,17 +77,56 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-def _load_problem(path: Path, error: Exception) -> str:
-    # torch prepends advice to load the file unsafely.
+def load_plain(path: Path, *, mmap: bool = False) -> Any:
+    """Load a file of ``torch.save`` on the CPU: tensors, plain values and classes that the user allowed.
+
+    Raises:
+        CheckpointError: It cannot be read, is damaged, or holds other objects; none of their code was run.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # unpickling damaged bytes can raise nearly anything
+        if refused_name(error) is not None:
+            raise CheckpointError(f"{path} is not a file of tensors and plain values: {why_refused(error)}") from error
+        raise CheckpointError(_damage(path, error)) from error
+
+
+def refused_name(error: Exception) -> str | None:
+    """Return the class or function in a file that ``torch.load`` refused; None if that is not why it raised."""
+    found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"Unsupported class (\S+)", str(error))
+    return None if found is None else found[1]
+
+
+def why_refused(error: Exception) -> str:
+    """Return what follows the name of a file that was not loaded, without torch's advice to load it unsafely."""
+    name = refused_name(error)
+    if name is None:
+        return f"it is damaged ({_reason(error)}). Fetch or save it again."
+    return (
+        f"it names {name}, whose code would run, so it was not loaded. If you trust its origin, allow the class first "
+        "with torch.serialization.add_safe_globals."
+    )
+
+
+def _reason(error: Exception) -> str:
     text = str(error).rpartition("WeightsUnpickler error: ")[2]
-    if "GLOBAL" in text or "Unsupported class" in text:
+    return text.strip().partition("\n")[0][:200].rstrip(". ") or type(error).__name__
+
+
+def _load_problem(path: Path, error: Exception) -> str:
+    if refused_name(error) is not None:
         return (
             f"{path} holds Python objects in addition to tensors; loading them would run code that the file names, so "
             "it was not loaded. If you trust its origin, convert it once: "
             'safetensors.torch.save_file(torch.load(path, weights_only=False), "model.safetensors").'
         )
-    reason = text.strip().partition("\n")[0][:200] or type(error).__name__
-    return f"{path} is not a complete file of torch.save ({reason}). Fetch or save it again."
+    return _damage(path, error)
+
+
+def _damage(path: Path, error: Exception) -> str:
+    return f"{path} is not a complete file of torch.save ({_reason(error)}). Fetch or save it again."
 
 
 def _state_dict(path: Path, content: Any) -> dict[str, torch.Tensor]:

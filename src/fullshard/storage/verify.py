@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError
-from fullshard.storage.index import INDEX_NAME, Index, PieceEntry, TensorEntry, parse_index
+from fullshard.storage.completion import COMPLETE_NAME, Completion, changed_small_files, parse_completion, size_of
+from fullshard.storage.index import INDEX_BOUNDS, INDEX_NAME, Index, PieceEntry, TensorEntry, parse_index
+from fullshard.storage.json_file import SMALL, read_bounded, read_json
 from fullshard.storage.kinds import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
@@ -21,11 +22,12 @@ from fullshard.storage.kinds import (
     checkpoints_in,
     kind_of,
     models_in,
+    set_aside_in,
     unfinished_in,
 )
 from fullshard.storage.safetensors_reader import STAGING_BYTES, SafetensorsFile
 from fullshard.storage.shard_file import BLOCK_BYTES, crc_of, dtype_name, is_shard_name
-from fullshard.storage.store import COMPLETE_NAME, Completion, changed_small_files, parse_completion, size_of
+from fullshard.storage.store import contradiction, instead_of, survey
 from fullshard.storage.weight_files import INDEX_SUFFIX, WeightFiles
 from fullshard.storage.weights_writer import WEIGHTS_INDEX_NAME
 
@@ -35,21 +37,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem that was found.
+    """One problem that was found."""
 
-    Attributes:
-        file: The file, relative to the path that was checked.
-        text: The problem.
-        tensor: Name of the damaged tensor, if known.
-        start: First damaged byte of the file, if known.
-        stop: The byte just past the damage.
-    """
-
-    file: str
-    text: str
-    tensor: str | None = None
-    start: int | None = None
-    stop: int | None = None
+    file: str  # the file, relative to the path that was checked
+    text: str  # the problem
+    tensor: str | None = None  # name of the damaged tensor, if known
+    start: int | None = None  # first damaged byte of the file, if known
+    stop: int | None = None  # the byte just past the damage
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -58,24 +52,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Result of verifying one checkpoint, model or file.
-
-    Attributes:
-        path: Its path.
-        kind: Its kind.
-        checksums: Number of blocks compared with their checksums; 0: only the structure was checked.
-        tensors: Number of tensors, as far as known.
-        nbytes: Bytes of tensors that were read.
-        problems: All problems.
-        unhashed: Small files of a checkpoint of an earlier version, which recorded no checksums of them.
-    """
+    """Result of verifying one checkpoint, model or file."""
 
     path: Path
     kind: Kind
-    checksums: int
-    tensors: int
-    nbytes: int
-    problems: tuple[Problem, ...]
+    checksums: int  # number of blocks compared with their checksums; 0: only the structure was checked
+    tensors: int  # number of tensors, as far as known
+    nbytes: int  # bytes of tensors that were read
+    problems: tuple[Problem, ...]  # all problems
+    # small files of a checkpoint of an earlier version, which recorded no checksums of them
     unhashed: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,17 +80,11 @@ class VerifyResult:
 
 @dataclass(frozen=True)
 class Verification:
-    """Results of verifying a path.
-
-    Attributes:
-        path: The path.
-        results: One for each checkpoint, model or file there.
-        notes: What was not verified, and why.
-    """
+    """Results of verifying a path."""
 
     path: Path
-    results: tuple[VerifyResult, ...]
-    notes: tuple[str, ...]
+    results: tuple[VerifyResult, ...]  # one for each checkpoint, model or file there
+    notes: tuple[str, ...]  # what was not verified, and why
 
     @property
     def problems(self) -> int:
@@ -131,6 +110,7 @@ def verify(path: Path, progress: Progress = lambda done, total: None) -> Verific
     kind = kind_of(path)
     work: list[tuple[Path, Kind]] = [(path, kind)]
     unfinished: list[Path] = []
+    directory: Path | None = None
     if kind in (Kind.RUN, Kind.CHECKPOINTS):
         directory = path / CHECKPOINTS_NAME if kind is Kind.RUN else path
         work = [(found, Kind.CHECKPOINT) for found in checkpoints_in(directory)]
@@ -141,6 +121,9 @@ def verify(path: Path, progress: Progress = lambda done, total: None) -> Verific
         if not work and not unfinished:
             raise CheckpointError(f"{path} has no checkpoint and no model yet: there is nothing to verify.")
     notes = [f"{found} is being written or deleted, or was left by a killed process" for found in unfinished]
+    if directory is not None:
+        aside = set_aside_in(directory)
+        notes += [f"{found} was damaged and set aside by resume=previous, and is not verified" for found in aside]
     sizes = [_weight_bytes(found) for found, _ in work]
     results, done = [], 0
     for (found, what), size in zip(work, sizes, strict=True):
@@ -152,7 +135,20 @@ def verify(path: Path, progress: Progress = lambda done, total: None) -> Verific
             results.append(result)
         done += size
         progress(done, sum(sizes))
+    notes += _what_resumes(path, kind, directory, results)
     return Verification(path, tuple(results), tuple(notes))
+
+
+def _what_resumes(path: Path, kind: Kind, directory: Path | None, results: Sequence[VerifyResult]) -> list[str]:
+    """Return what a run that resumes would raise about damage in the newest checkpoint, or what to use instead."""
+    if directory is not None:
+        try:
+            survey(directory, parse_newest=True).newest()
+        except CheckpointError as error:
+            return [f"a run does not resume: {error}"]
+    elif kind is Kind.CHECKPOINT and any(result.problems for result in results):
+        return [instead_of(path)]
+    return []
 
 
 def _weight_bytes(path: Path) -> int:
@@ -240,8 +236,7 @@ def _check_hashes(path: Path, done: Completion) -> Iterator[Problem]:
 def _check_marker(path: Path, problems: list[Problem]) -> Completion | None:
     """Check the marker, and the sizes of the files it lists."""
     try:
-        done = parse_completion((path / COMPLETE_NAME).read_text(encoding="utf-8"))
-        sizes = [(str(name), int(size)) for name, size in done.files.items()]
+        done = parse_completion(read_bounded(path / COMPLETE_NAME, SMALL.nbytes))
     except FileNotFoundError:
         problems.append(
             Problem(
@@ -249,10 +244,10 @@ def _check_marker(path: Path, problems: list[Problem]) -> Completion | None:
             )
         )
         return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         problems.append(Problem(COMPLETE_NAME, f"cannot be read: {error}"))
         return None
-    for name, size in sizes:
+    for name, size in done.files.items():
         found = size_of(path / name)
         if found == "no":
             problems.append(Problem(name, f"is missing; expected {size:,} bytes"))
@@ -265,17 +260,21 @@ def _check_index(path: Path, done: Completion | None, problems: list[Problem]) -
     """Check the index's hash, that it can be parsed, and that its pieces cover the tensors."""
     file = path / INDEX_NAME
     try:
-        content = file.read_bytes()
-    except OSError as error:
+        content = read_bounded(file, INDEX_BOUNDS.nbytes)
+    except (OSError, ValueError) as error:
         if not any(problem.file == INDEX_NAME for problem in problems):
-            problems.append(Problem(INDEX_NAME, f"cannot be read: {error.strerror or error}"))
+            problems.append(Problem(INDEX_NAME, f"cannot be read: {error}"))
         return None
     found = hashlib.sha256(content).hexdigest()
     if done is not None and found != done.index_sha256:
         problems.append(Problem(INDEX_NAME, f"has SHA-256 {found}, expected {done.index_sha256}"))
     try:
-        return parse_index(content.decode("utf-8"), file)
-    except (CheckpointError, ValueError) as error:
+        index = parse_index(content, file)
+        wrong = None if done is None else contradiction(index, done)
+        if wrong is not None:
+            problems.append(Problem(INDEX_NAME, wrong))
+        return index
+    except CheckpointError as error:
         problems.append(Problem(INDEX_NAME, _without(str(error), file)))
         return None
 
@@ -381,7 +380,7 @@ def _every_problem(path: Path, first: CheckpointError) -> list[Problem]:
 def _named_files(index: Path) -> set[str] | None:
     """Return the files that an index names; None if it cannot be parsed."""
     try:
-        return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        return {str(name) for name in read_json(index)["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -392,8 +391,8 @@ def _check_json(directory: Path, top: Path) -> Iterator[Problem]:
         if file.name.endswith(INDEX_SUFFIX):
             continue  # read with the weights
         try:
-            json.loads(file.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
+            read_json(file)
+        except (OSError, ValueError) as error:
             yield Problem(str(file.relative_to(top)), f"is not JSON: {error}")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fullshard.errors import CheckpointError
+from fullshard.storage.json_file import read_json
 from fullshard.storage.safetensors_reader import STAGING_BYTES, SafetensorsFile, StoredTensor
 from fullshard.storage.torch_reader import TorchFile
 
@@ -135,10 +135,10 @@ def _find(path: Path) -> Path:
 def _read_index(path: Path) -> dict[str, str]:
     """Return the name of the file that holds each tensor."""
     try:
-        content: Any = json.loads(path.read_bytes())
+        content: Any = read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({error}). Fetch or save it again.") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

@@ -141,13 +141,9 @@ class WeightsWriter:
 
 
 def publish_model(source: Path, target: Path) -> None:
-    """Replace the model in a directory that also holds other files by a saved one; on one rank.
+    """Replace the model in the directory ``target``, which holds other files too, by a saved one; on one rank.
 
     Whenever it is killed, a reader finds the new model in ``target``, or none.
-
-    Args:
-        source: Directory that ``save`` wrote.
-        target: Existing directory.
 
     Raises:
         CheckpointError: The file system refused; ``source`` is still complete.

@@ -21,6 +21,7 @@ from typing import Any
 
 from fullshard.errors import CheckpointError
 from fullshard.storage.atomic import commit, sibling, write_text
+from fullshard.storage.completion import write_completion
 from fullshard.storage.index import (
     INDEX_NAME,
     Index,
@@ -31,7 +32,7 @@ from fullshard.storage.index import (
 )
 from fullshard.storage.piece import SavePlan
 from fullshard.storage.shard_file import shard_name, write_shard_file
-from fullshard.storage.store import Keep, clear_leftovers, prune, step_directory, write_completion
+from fullshard.storage.store import Keep, clear_leftovers, next_serial, prune, step_directory
 
 _log = logging.getLogger("fullshard")
 
@@ -44,25 +45,15 @@ _LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's share of the save of one checkpoint.
+    """One rank's share of the save of one checkpoint."""
 
-    Attributes:
-        directory: The directory of checkpoints.
-        rank: This rank.
-        index: The index without ``tensors``, ``groups`` and ``scalars``, which are known only after writing.
-        plan: What this rank writes; the pieces must not change before the save is finished.
-        keep: Which checkpoints are kept.
-        ready: Called in the thread; returns when the pieces may be read.
-        timeout_s: Longest time for the complete save, in seconds.
-    """
-
-    directory: Path
+    directory: Path  # the directory of checkpoints
     rank: int
-    index: Index
-    plan: SavePlan
-    keep: Keep
-    ready: Callable[[], None]
-    timeout_s: float
+    index: Index  # the index without ``tensors``, ``groups`` and ``scalars``, which are known only after writing
+    plan: SavePlan  # what this rank writes; the pieces must not change before the save is finished
+    keep: Keep  # which checkpoints are kept
+    ready: Callable[[], None]  # called in the thread; returns when the pieces may be read
+    timeout_s: float  # longest time for the complete save, in seconds
 
     @property
     def temporary(self) -> Path:
@@ -169,13 +160,16 @@ class Save:
         tensors = merge_tensors(tensors_from_plain(part["tensors"]) for part in parts)
         require_covered(tensors, self.final)
         scalars = {name: values for part in parts for name, values in part["scalars"].items()}
-        index = replace(job.index, tensors=tensors, groups=merge_groups([p["groups"] for p in parts]), scalars=scalars)
+        groups = merge_groups([part["groups"] for part in parts])
+        serial = next_serial(job.directory)
+        index = replace(job.index, tensors=tensors, groups=groups, scalars=scalars, serial=serial)
         write_text(job.temporary / INDEX_NAME, index.as_json())
+        self._count(0)
         # The marker comes after everything that it vouches for, and the deletion of old checkpoints after the commit:
         # whenever the process is killed, the previous checkpoint or this one is complete.
         for rank in range(job.index.world_size):
             os.unlink(_part_path(job, rank))
-        write_completion(job.temporary, index.step, index.metric, greater_is_better=index.greater_is_better)
+        write_completion(job.temporary, index)
         commit(job.temporary, self.final)
         try:
             prune(job.directory, job.keep, newest=self.final)

@@ -13,16 +13,12 @@ from fullshard.comm.protocol import Comm, ReduceOp, Work
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One collective as this rank issued it.
+    """One collective as this rank issued it."""
 
-    Attributes:
-        collective: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``gather``, ``exchange``,
-            ``all_gather_object`` or ``barrier``.
-        sent_bytes: Bytes this rank must send under the cheapest known algorithm; 0 for objects and barriers.
-    """
-
+    # ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``gather``, ``exchange``, ``all_gather_object``
+    # or ``barrier``
     collective: str
-    sent_bytes: int
+    sent_bytes: int  # bytes this rank must send under the cheapest known algorithm; 0 for objects and barriers
 
 
 class RecordingComm:

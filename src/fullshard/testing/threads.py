@@ -183,6 +183,9 @@ def run_ranks(size: int, work: Callable[[ThreadComm], T], *, timeout_s: float = 
         thread.start()
     for thread in threads:
         thread.join()
+    for part in (world, *world.parts.values()):
+        if part.size > 1:
+            part.meeting.abort()  # a shard that is used after the ranks' end raises, and does not wait for them
     if failures:
         first = next((error for _, error in failures if "another rank failed" not in str(error)), failures[0][1])
         raise first

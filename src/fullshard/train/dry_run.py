@@ -20,7 +20,7 @@ from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.run.assemble import make_evaluation
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.learning_rate import learning_rate_schedule
-from fullshard.train.setup.model import outline_model, refuses_fp16, shard_model
+from fullshard.train.setup.model import outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.train.setup.optimizers import expected_state_bytes
 from fullshard.train.setup.prepare import Progress, prepare, prepare_tokenizer
 
@@ -52,28 +52,17 @@ class SimulatedComm:
         """Return: there is no other rank."""
 
     def _refuse(self, *_args: object, **_kwargs: object) -> Work:
-        """Raise an error.
-
-        Raises:
-            InvariantError: Always: laying out a model needs no collective of tensors.
-        """
+        """Raise: laying out a model needs no collective of tensors."""
         raise InvariantError("Inspecting a model called a collective of tensors.")
 
     all_gather = reduce_scatter = all_reduce = broadcast = gather = exchange = _refuse
 
 
 def inspect_units(config: RunConfig, world_size: int) -> UnitTable:
-    """Lay out a run's model over ``world_size`` ranks; one process, no process group.
+    """Lay out a run's model over ``world_size`` ranks and return its unit table; one process, no process group.
 
     The model is built on the meta device, without reading the weights of ``model.path``. The data is read only if a
     tokenizer must be trained, because its size is the vocabulary size.
-
-    Args:
-        config: The run's settings.
-        world_size: Number of ranks to lay out for.
-
-    Returns:
-        The unit table that the run would print.
 
     Raises:
         UserError: Data, tokenizer, model or wrapping cannot be used.
@@ -95,33 +84,19 @@ def check_kind(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Facts about a run before its first step; ``str()`` is for people.
+    """Facts about a run before its first step; ``str()`` is for people."""
 
-    Attributes:
-        train_rows: Rows trained on.
-        validation_rows: Rows held out.
-        steps_per_epoch: Optimizer steps of one epoch.
-        total_steps: Optimizer steps of the run.
-        padding_share: Share of padding among all positions of an epoch's batches.
-        table: The unit table.
-        parameters: Bytes of each rank's shards of the parameters.
-        gradients: Bytes of each rank's shards of the gradients, from backward to the next step.
-        optimizer: Bytes of optimizer state on rank 0; about the same on other ranks.
-        gathered: Peak bytes of gathered parameters: the root and the two largest units.
-        notes: Notes on data and model for the user.
-    """
-
-    train_rows: int
-    validation_rows: int
-    steps_per_epoch: int
-    total_steps: int
-    padding_share: float
-    table: UnitTable
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    notes: tuple[str, ...]
+    train_rows: int  # rows trained on
+    validation_rows: int  # rows held out
+    steps_per_epoch: int  # optimizer steps of one epoch
+    total_steps: int  # optimizer steps of the run
+    padding_share: float  # share of padding among all positions of an epoch's batches
+    table: UnitTable  # the unit table
+    parameters: int  # bytes of each rank's shards of the parameters
+    gradients: int  # bytes of each rank's shards of the gradients, from backward to the next step
+    optimizer: int  # bytes of optimizer state on rank 0; about the same on other ranks
+    gathered: int  # peak bytes of gathered parameters: the root and the two largest units
+    notes: tuple[str, ...]  # notes on data and model for the user
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
@@ -145,11 +120,6 @@ class DryRun:
 def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what, done, total: None) -> DryRun:
     """Do everything that a run does before its first step, without ranks and without weights; one process.
 
-    Args:
-        config: The run's settings.
-        world_size: Number of ranks to lay out for.
-        progress: Receives the progress of tokenizing.
-
     Raises:
         UserError: Data, tokenizer, model or settings cannot be used.
     """
@@ -171,10 +141,10 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
         padding_share=padding_share(plan, data.train_set, causal=data.causal, packed=config.training.packing),
         table=table,
         parameters=sum(row.shard_bytes for row in table.rows),
-        gradients=sum(parameter.numel() * parameter.element_size() for parameter in trainable),
+        gradients=sum(parameter.nbytes for parameter in trainable),
         optimizer=expected_state_bytes(model, config),
         gathered=root.gathered_bytes + sum(largest),
-        notes=data.notes,
+        notes=(*data.notes, *own_loss(model, config)[1]),
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fullshard.data import IGNORED_LABEL, Batch
-from fullshard.models import PLAIN, Objective, model_loss
+from fullshard.models import PLAIN, Objective, RouterLoss, model_loss
 from fullshard.models.packing import PackedRows, packed_inputs
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def loss_sum(
     *,
     causal: bool,
     objective: Objective = PLAIN,
-    expected_gradient: float = 1.0,
+    expected_gradient: float | Tensor = 1.0,
 ) -> Tensor:
     """Return the loss summed over the target tokens of one batch; every rank calls it, as it runs a forward.
 
@@ -62,10 +62,32 @@ def loss_sum(
     Returns:
         0-d float32; zero for a batch of filler rows.
     """
+    return losses(model, batch, None, causal=causal, objective=objective, expected_gradient=expected_gradient)[0]
+
+
+def losses(
+    model: PreTrainedModel,
+    batch: Batch,
+    router: RouterLoss | None,
+    *,
+    causal: bool,
+    objective: Objective = PLAIN,
+    expected_gradient: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of :func:`loss_sum`, and of the same forward the routers' own loss, 0-d, or None."""
     inputs = model_inputs(model, batch, causal=causal)
+    own: list[Tensor] = []
     labels_BT = batch.labels_BT
     if causal:
         # Position t predicts label t + 1; the last position predicts nothing.
         labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
-    forward = lambda: model(**inputs).logits  # noqa: E731
-    return model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient)
+
+    def forward() -> Tensor:
+        if router is None:
+            return model(**inputs).logits
+        output = model(**inputs, output_router_logits=True)
+        own.append(router.of(output))
+        return output.logits
+
+    loss = model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient)
+    return loss, own[0] if own else None

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import os
+import pickle
 import re
 import sys
 import unittest.mock
@@ -16,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import DistributedType, GradScalerKwargs, ProjectConfiguration
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
 from torch.utils.data import DataLoader
 from transformers import T5ForConditionalGeneration
 
@@ -31,9 +33,10 @@ from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlu
 from fullshard.compat.torch_fsdp.checkpointing import CheckpointWrapper, OffloadWrapper
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from fullshard.errors import ConfigError
-from support.models import TinyLM, bart, lm_loss, t5
+from support.models import Block, TinyLM, bart, lm_loss, t5
 from support.rank_script import parse, print_result, run_checks, traceback_of
 
+OURS = "fullshard.compat.accelerate"
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap"}
 BOTH = [CheckpointWrapper, OffloadWrapper]
 directory = Path()  # main sets it
@@ -44,6 +47,11 @@ def reset():
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def reset_library_state(accelerator):
+    """Make the library's shared state, which ``theirs`` replaced, that of ``accelerator`` again."""
+    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP)
 
 
 def theirs(**options):
@@ -75,8 +83,8 @@ def lm_rows(count=16):
     return [torch.randint(3, 50, (9,), generator=generator) for _ in range(count)]
 
 
-def seeded(make):
-    torch.manual_seed(0)
+def seeded(make, seed=0):
+    torch.manual_seed(seed)
     return make()
 
 
@@ -180,10 +188,9 @@ seq2seq("no_shard", t5, sharding_strategy=3)
 seq2seq("no_reshard_v2", t5, fsdp_version=2, reshard_after_forward=False)
 
 
-def train_lm(accelerator, act=lambda *_: None, steps=3, accumulation=1, prepare=None):
+def train_lm(accelerator, act=lambda *_: None, steps=3, accumulation=1, prepare=None, seed=0):
     """A loop with everything between backward and step: ``act(accelerator, model)``."""
-    model, optimizer = None, None
-    model = seeded(TinyLM)
+    model = seeded(TinyLM, seed)
     optimizer = adam(model)
     schedule = decay(optimizer)
     loader = DataLoader(lm_rows(4 * steps * accumulation), batch_size=2)
@@ -208,11 +215,15 @@ def train_lm(accelerator, act=lambda *_: None, steps=3, accumulation=1, prepare=
 LM = {"transformer_cls_names_to_wrap": ["Block"]}
 
 
-def same_lm(version=1, options=None, plugin=None, **kwargs):
-    options = options or {}
+def their_lm(options=None, **kwargs):
     # TinyLM has a module without use: DDP must look for it.
     handlers = [accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)]
-    expected = train_lm(theirs(kwargs_handlers=handlers, **options), **kwargs)
+    return train_lm(theirs(kwargs_handlers=handlers, **(options or {})), **kwargs)
+
+
+def same_lm(version=1, options=None, plugin=None, **kwargs):
+    options = options or {}
+    expected = their_lm(options, **kwargs)
     close(train_lm(ours(LM | {"fsdp_version": version} | (plugin or {}), **options), **kwargs), expected)
 
 
@@ -220,6 +231,12 @@ def same_lm(version=1, options=None, plugin=None, **kwargs):
 def prepare():
     same_lm(1)
     same_lm(2)
+
+
+@check
+def prepare_with_a_seed_of_each_rank():
+    same_lm(1, seed=torch.distributed.get_rank())
+    same_lm(2, seed=torch.distributed.get_rank())
 
 
 @check
@@ -324,7 +341,7 @@ def no_sync():
     for tokens in rows:
         (lm_loss(plain, tokens) / 2).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        if q.grad is not None and p.numel():
+        if q.grad is not None and p.nbytes:
             first, last = p.shard_meta.row_range
             close(p.grad.as_subclass(torch.Tensor), q.grad[first:last])
     with accelerator.no_sync(plain):
@@ -481,8 +498,133 @@ def state_fsdp_plugin():
         assert accelerator.distributed_type == accelerator.state.distributed_type == DistributedType.FSDP
         assert accelerator.is_fsdp2 is accelerator.state.is_fsdp2 is (version == 2)
         assert accelerator.state.fsdp_plugin is Accelerator().state.fsdp_plugin
-    with pytest.raises(ConfigError, match=re.escape("another fsdp_plugin")):
-        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+
+
+@check
+def several_accelerators():
+    """Each shards as its own plugin says; one without a plugin takes the first's."""
+    reset()
+    kinds = [{"fsdp_version": 1}, {"fsdp_version": 2}]
+    first, second = (Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**BLOCKS, **LM, **kind)) for kind in kinds)
+    third = Accelerator()
+    assert [a.is_fsdp2 for a in (first, second, third)] == [False, True, False]
+    assert third.state.fsdp_plugin is first.state.fsdp_plugin is AcceleratorState().fsdp_plugin
+    models = [a.prepare(seeded(TinyLM)) for a in (first, second, third)]
+    assert [isinstance(model, FSDP) for model in models] == [True, False, True]
+    expected = their_lm()
+    for accelerator in (first, second):
+        reset_library_state(accelerator)
+        close(train_lm(accelerator), expected)
+
+
+@check
+def accelerates_own_plugin():
+    """Of both versions, with words, torch's objects and torch's policies."""
+    theirs_ = accelerate.FullyShardedDataParallelPlugin
+    names = ["Block"]
+    for version, others in ((1, {"sharding_strategy": "SHARD_GRAD_OP"}), (2, {"reshard_after_forward": False})):
+        given = theirs_(
+            fsdp_version=version,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=names,
+            mixed_precision_policy="fp32",
+            state_dict_type="SHARDED_STATE_DICT",
+            cpu_offload=True,
+            activation_checkpointing=True,
+            **others,
+        )
+        mine = FullyShardedDataParallelPlugin(
+            fsdp_version=version,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=names,
+            mixed_precision_policy="fp32",
+            state_dict_type="SHARDED_STATE_DICT",
+            cpu_offload=True,
+            activation_checkpointing=True,
+            **others,
+        )
+        reset()
+        accelerator = Accelerator(fsdp_plugin=given)
+        assert accelerator.state.fsdp_plugin == mine
+        units = fullshard.units(accelerator.unwrap_model(accelerator.prepare(seeded(TinyLM))))
+        assert len(units.rows) > 3
+    reset()
+    policy = functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    accelerator = Accelerator(fsdp_plugin=theirs_(auto_wrap_policy=policy))
+    close(train_lm(accelerator), their_lm())
+
+
+@check
+def parallelism_config():
+    for sizes in ({"dp_shard_size": 2}, {"dp_replicate_size": 2}):
+        config = accelerate.ParallelismConfig(**sizes)
+        for version in (1, 2):
+            expected = their_lm()
+            accelerator = ours(LM | {"fsdp_version": version}, parallelism_config=config)
+            assert accelerator.parallelism_config is config
+            assert accelerator.torch_device_mesh.mesh.tolist() == [0, 1]
+            close(train_lm(accelerator), expected)
+            model = accelerator.unwrap_model(accelerator.prepare(seeded(TinyLM)))
+            full = all(p.nbytes == q.nbytes for p, q in zip(model.parameters(), TinyLM().parameters(), strict=True))
+            assert full is ("dp_replicate_size" in sizes)
+            assert accelerator.should_save_model is accelerator.is_local_main_process
+    assert accelerator.data_parallel_rank == accelerator.process_index
+    with pytest.raises(ConfigError, match=re.escape("there are 2")):
+        ours(parallelism_config=accelerate.ParallelismConfig(dp_shard_size=4))
+    with pytest.raises(ConfigError, match="tp_size=2"):
+        ours(parallelism_config=accelerate.ParallelismConfig(tp_size=2))
+    given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    with unittest.mock.patch.dict(os.environ, given):
+        assert ours().parallelism_config.dp_shard_size == 2
+
+
+@check
+def by_changing_the_name_of_the_package():
+    text = Path(__file__).with_name("accelerate_script.py").read_text()
+    with_ours = re.sub(r"^(import|from) accelerate\b(.*)", rf"\1 {OURS}\2", text, flags=re.MULTILINE)
+    with_ours = with_ours.replace(f"import {OURS}\n", f"import {OURS} as accelerate\n")
+    assert with_ours.count(OURS) == text.count("accelerate import") + text.count("from accelerate.") + 1
+    results = []
+    for program in (text, with_ours):
+        reset()
+        if program is text:
+            PartialState(cpu=True)  # without a GPU, Accelerate's own is one process without this
+        names = {"__name__": "script"}
+        exec(program, names)
+        result = names["train"](lambda: seeded(TinyLM), lm_loss, lm_rows())
+        result["weights"] = dict(result["weights"]) if torch.distributed.get_rank() == 0 else {}
+        results.append(result)
+    assert (results[1]["tried"][0], results[1]["tried"][-1]) == (4, 2)
+    results[0]["weights"] = {name.removeprefix("module."): value for name, value in results[0]["weights"].items()}
+    close(results[1], results[0])
+
+
+@check
+def one_model_by_accelerates_functions():
+    from fullshard.compat.accelerate import utils  # noqa: PLC0415 (a name that a finder makes)
+
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        accelerator = ours(LM | {"state_dict_type": kind})
+        plugin = accelerator.state.fsdp_plugin
+        plain = seeded(TinyLM)
+        model, optimizer = accelerator.prepare(plain, adam(plain))
+        lm_loss(model, torch.stack(lm_rows(2))).backward()
+        optimizer.step()
+        path, expected = directory / f"functions_{kind}", weights(accelerator, model)
+        utils.save_fsdp_model(plugin, accelerator, model, path)
+        utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
+        moments = [state["exp_avg"].clone() for state in optimizer.optimizer.state.values() if state]
+        lm_loss(model, torch.stack(lm_rows(2))).backward()
+        optimizer.step()
+        utils.load_fsdp_model(plugin, accelerator, model, path)
+        utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
+        close(weights(accelerator, model), expected, 0)
+        found = [state["exp_avg"] for state in optimizer.optimizer.state.values() if state]
+        assert all(torch.equal(one, two) for one, two in zip(found, moments, strict=True))
+        assert utils.extract_model_from_parallel(model) is plain
+        assert utils.is_peft_model(accelerator.prepare(lora()))
+        with pytest.raises(ConfigError, match="use_dcp=False"):
+            utils.save_fsdp_model(plugin, accelerator, model, path, use_dcp=False)
 
 
 @check
@@ -680,6 +822,61 @@ def load_state_tells_every_rank():
         (directory / "empty").mkdir(exist_ok=True)
         with pytest.raises(fullshard.errors.CheckpointError, match=re.escape(what)):
             run[0].load_state(directory / (path if path == "nowhere" else "empty"))
+
+
+class Poison:
+    """Makes a directory when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, (str(directory / "ran"),)
+
+
+@check
+def load_state_runs_nothing_that_a_file_names():
+    """One error on every rank that names the file and the function."""
+    kinds = {
+        "SHARDED_STATE_DICT": ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "scheduler.bin"],
+        "FULL_STATE_DICT": ["pytorch_model_fsdp.bin", "optimizer.bin", "custom_checkpoint_0.pkl"],
+        "LOCAL_STATE_DICT": ["pytorch_model_fsdp_rank1.bin", "random_states_1.pkl"],
+    }
+    rank = torch.distributed.get_rank()
+    for kind, files in kinds.items():
+        run = new_run(LM | {"state_dict_type": kind})
+        run[0].register_for_checkpointing(Counter())
+        go_on(run, Counter(), list(run[4])[:1])
+        for name in files:
+            path = directory / f"poisoned_{name.replace('/', '_')}"
+            run[0].save_state(path)
+            run[0].wait_for_everyone()
+            if rank == 0 and name.endswith("metadata"):
+                (path / name).write_bytes(pickle.dumps(Poison()))
+            elif rank == 0:
+                torch.save(Poison(), path / name)
+            run[0].wait_for_everyone()
+            with pytest.raises(fullshard.errors.CheckpointError, match=r"posix\.mkdir") as info:
+                run[0].load_state(path)
+            texts = [None, None]
+            torch.distributed.all_gather_object(texts, str(info.value))
+            assert texts[0] == texts[1]
+            assert name.partition("/")[0] in texts[0] or name == "scheduler.bin", texts[0]
+            assert not (directory / "ran").exists(), name
+    path = directory / "poisoned_custom_checkpoint_0.pkl"
+    run = new_run(LM | {"state_dict_type": "FULL_STATE_DICT"})
+    run[0].register_for_checkpointing(Counter())
+    if rank == 0:
+        torch.save(Trusted(7), path / "custom_checkpoint_0.pkl")
+    run[0].wait_for_everyone()
+    with pytest.raises(fullshard.errors.CheckpointError, match=r"it names \S*Trusted, .*add_safe_globals"):
+        run[0].load_state(path)
+    run[0].load_state(path, load_kwargs={"weights_only": False})  # who asks for it gets Accelerate's own
+    assert run[0]._custom_objects[0].seen == 7
+
+
+class Trusted(dict):
+    """A state of a class of the user's."""
+
+    def __init__(self, seen=0):
+        super().__init__(seen=seen)
 
 
 @check
@@ -922,7 +1119,7 @@ def wrapped_by_hand():
 @check
 def other_ways_are_refused():
     reset()
-    for option in ({"deepspeed_plugin": object()}, {"parallelism_config": object()}):
+    for option in ({"deepspeed_plugin": object()}, {"megatron_lm_plugin": object()}):
         with pytest.raises(ConfigError, match=re.escape(next(iter(option)))):
             Accelerator(**option)
     with pytest.warns(UserWarning, match="DistributedDataParallelKwargs has no effect"):

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fullshard.compat.torch_fsdp as our_fsdp
 import fullshard.compat.torch_fsdp.wrap as our_wrap
 from fullshard.errors import ProcessGroupError, ShardingError
+from fullshard.shards import rows_of
 from support.models import Block, TinyLM, batches, lm_loss, seq2seq_loss, t5
 from support.rank_script import parse, print_result, run_checks
 
@@ -111,6 +112,23 @@ def same_run(arguments, make=language_model, loss_of=lm_loss, tolerance=1e-5):
     (ours, our_names), (theirs, their_names) = runs
     assert our_names == their_names, (our_names, their_names)
     compare(ours, theirs, tolerance)
+
+
+@case
+def public_attributes():
+    """Those of every wrapper, with torch's values."""
+
+    def of(house):
+        arguments = {"sharding_strategy": house.ShardingStrategy.SHARD_GRAD_OP, "forward_prefetch": True}
+        model = wrapped(house, language_model(), auto_wrap_policy=blocks(house), **arguments)
+        values = ("cpu_offload", "mixed_precision", "forward_prefetch", "limit_all_gathers", "compute_device")
+        return [
+            ({name: str(getattr(one, name)) for name in (*values, "rank", "world_size")})
+            | {name: getattr(one, name).name for name in ("sharding_strategy", "backward_prefetch", "training_state")}
+            for one in house.FullyShardedDataParallel.fsdp_modules(model)
+        ]
+
+    assert of(OURS) == of(TORCH), (of(OURS), of(TORCH))
 
 
 @case
@@ -251,10 +269,7 @@ def hybrid_without_groups():
     """One machine, as ``LOCAL_WORLD_SIZE`` says; torch counts GPUs, so that it is compared with FULL_SHARD."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     ours = wrapped(
-        OURS,
-        language_model(),
-        sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD,
-        auto_wrap_policy=blocks(OURS),
+        OURS, language_model(), sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=blocks(OURS)
     )
     assert {param.shard_comm.size for param in ours.parameters()} == {2}
     theirs = wrapped(TORCH, language_model(), auto_wrap_policy=blocks(TORCH))
@@ -494,7 +509,7 @@ def param_init_fn():
         module.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
             for index, param in enumerate(module.parameters(recurse=False)):
-                param.copy_(torch.arange(param.numel()).view_as(param) + 10 * index)
+                param.copy_(torch.arange(rows_of(param).numel()).view_as(param) + 10 * index)
 
     states = []
     for one in (OURS, TORCH):
@@ -676,7 +691,8 @@ def ShardedGradScaler():
         for step in range(5):
             scaler.scale(model(torch.ones(1, 16)).mean()).backward()
             if step == 2 and dist.get_rank() == 1:
-                next(model.parameters()).grad.view(-1)[0] = float("inf")
+                grad = next(model.parameters()).grad
+                (grad.to_local() if one is OURS else grad).view(-1)[0] = float("inf")
             if step % 2:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)

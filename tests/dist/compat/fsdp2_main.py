@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed import fsdp as theirs
+from torch.distributed import fsdp as theirs, tensor as theirs_tensors
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.compat.torch_fsdp import fsdp2 as ours
+from dist.compat.fsdp2_full_states import ByGetters, ByHand, resumed
+from fullshard.compat.torch_fsdp import fsdp2 as ours, tensor as ours_tensors
 from support.rank_script import parse, print_result, run_checks
 from support.tiny_lm import Block, TinyLM, batches, lm_loss
 
@@ -295,13 +296,32 @@ def full_state_dicts(api):
     return found
 
 
+def full_states_of(api, way):
+    def make(seed):
+        model = model_of(seed=seed)
+        model.unused.requires_grad_(False)
+        return shard(api, model)
+
+    tensors = theirs_tensors if api is theirs else ours_tensors
+    seen, model = resumed(tensors, make, MESH, rows(4), way)
+    return seen | parameters(model)
+
+
+def full_states_by_hand(api):
+    return full_states_of(api, ByHand)
+
+
+def full_states_by_getters(api):
+    return full_states_of(api, ByGetters)
+
+
 SIDE_BY_SIDE = {
     one.__name__: one
     for one in (
         bottom_up, root_alone, lists_of_modules, gradient_sync, gradient_sync_of_one_block, last_backward,
         prefetch_setters, divide_factor, reshard_setters, keeping_after_forward, unshard_and_reshard, all_reduce_hook,
         hints, ignored_parameters, frozen_parameters, mixed_precision, output_dtype, forward_methods, hybrid, classes,
-        full_tensors, full_state_dicts,
+        full_tensors, full_state_dicts, full_states_by_hand, full_states_by_getters,
     )
 }  # fmt: skip
 
@@ -327,13 +347,16 @@ def stepped(api, seed):
     return model, optimizer
 
 
-def checkpoint_from(source, target):
+def checkpoint_from(source, target, save=dcp.save):
     """A checkpoint that ``source`` wrote through torch is what ``target`` reads through torch, and goes on from."""
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     one, its = stepped(source, 1)
     model, optim = get_state_dict(one, its)
-    dcp.save({"model": model, "optim": optim}, checkpoint_id=folder[0])
+    saving = save({"model": model, "optim": optim}, checkpoint_id=folder[0])
+    if save is dcp.async_save:
+        saving.result()
+        dist.barrier()
     two, mine = stepped(target, 2)
     model, optim = get_state_dict(two, mine)
     state = {"model": model, "optim": optim}
@@ -376,7 +399,14 @@ def ours_to_ours():
     checkpoint_from(ours, ours)
 
 
-CHECKPOINTS = {one.__name__: one for one in (theirs_to_ours, ours_to_theirs, ours_to_ours, full_state_dicts_are_loaded)}
+def ours_in_the_background():
+    checkpoint_from(ours, ours, dcp.async_save)
+
+
+CHECKPOINTS = {
+    one.__name__: one
+    for one in (theirs_to_ours, ours_to_theirs, ours_to_ours, ours_in_the_background, full_state_dicts_are_loaded)
+}
 
 
 CASES = {name: functools.partial(compare, one) for name, one in SIDE_BY_SIDE.items()} | CHECKPOINTS

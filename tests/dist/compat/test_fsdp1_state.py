@@ -9,6 +9,8 @@ from support.processes import run_processes
 pytestmark = [pytest.mark.dist, pytest.mark.parity]
 
 NAMES = (
+    "torchs_getters",
+    "checkpoints_by_torchs_getters",
     "summon",
     "summon_writeback",
     "summon_with_grads",

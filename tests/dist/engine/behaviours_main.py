@@ -30,6 +30,7 @@ def main():
     options = parse(BEHAVIOURS, __doc__)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=r"\d+ of ignored_params are trainable")
     everyone = fullshard.init(timeout_s=100)
     comm, spare = group(), group()
     outcomes = {}

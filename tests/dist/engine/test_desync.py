@@ -83,7 +83,10 @@ def test_ranks_that_are_slow_or_only_ask_are_left_alone(pair, case):
 
 
 def test_a_long_wait_is_logged_once_with_who_is_missing(pair):
-    line = re.compile(r"Rank 0 has waited \d s in all-reduce \(sum\) of 2 float32\. Not there so far: rank 1\.")
+    line = re.compile(
+        r"Rank 0 has waited \d s in all-reduce \(sum\) of 2 float32\. Not there so far: rank 1; rank 1 is at "
+        r"desync_main\.py:\d+ \(main\)\."
+    )
     assert sum(line.fullmatch(logged) is not None for logged in pair[0]["log"]) == 1
     assert pair[1]["log"] == []
 
@@ -102,10 +105,11 @@ def test_of_three_ranks_one_parts(three):
 
 
 def test_a_rank_that_was_busy_when_the_others_parted_is_told_when_it_comes(three):
-    assert (
-        "from number 2 of their group on: rank 0: all-gather of 24 float32; rank 1: reduce-scatter of 24 float32; "
-        "rank 2: not waiting in any collective of this group."
-    ) in parted(three, "late")
+    assert re.search(
+        r"from number 2 of their group on: rank 0: all-gather of 24 float32; rank 1: reduce-scatter of 24 float32; "
+        r"rank 2: not issued so far, at desync_main\.py:\d+ \(main\)\.",
+        parted(three, "late"),
+    )
 
 
 def test_three_ranks_of_which_one_is_slow(three):
@@ -119,10 +123,10 @@ def test_a_rank_that_ended_is_named_at_once(tmp_path, case, numel):
     first, second = run(2, [case], tmp_path)
     assert second["outcomes"][case]["text"] == "no error"
     outcome = first["outcomes"][case]
-    assert outcome["seconds"] < 5
+    assert outcome["ended"] - json.loads((tmp_path / "rank1.json").read_text())["gone"] < 1
     assert re.match(
-        rf"ProcessGroupError: Rank 0 waited \d\.\d s in all-gather of {numel} float32 \(all-gather of unit blocks\.2\) "
-        r"and lost its connection to rank 1: that rank has ended or failed\. ",
+        rf"ProcessGroupError: Rank 0 waited \d+\.\d s in all-gather of {numel} float32 "
+        r"\(all-gather of unit blocks\.2\) and lost its connection to rank 1: that rank has ended or failed, ",
         outcome["text"],
     )
     assert outcome["then"] == ["ProcessGroupError"]

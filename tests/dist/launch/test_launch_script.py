@@ -5,6 +5,7 @@ The launcher runs in this process; its ranks import nothing heavy, so a run take
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -131,6 +132,29 @@ def test_ranks_that_fail_after_the_first_are_told_on_one_line(launch):
     assert sum("Traceback" in line for line in err) == 1
 
 
+@pytest.mark.dist
+def test_ranks_that_wait_for_one_that_failed_are_told_its_error(launch):
+    """The runner handles the error itself, and a process takes seconds to end."""
+    code, out, _ = launch(
+        """
+        import signal
+        import fullshard
+        from fullshard.errors import ProcessGroupError
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as on another machine, whose launcher does not know it yet
+        comm = fullshard.init()
+        if comm.rank == 1:
+            raise ValueError("no rows left")
+        try:
+            comm.barrier()
+        except ProcessGroupError as error:
+            print(error)
+        """
+    )
+    assert code == 1
+    (line,) = out
+    assert re.search(r"waited \d\.\d s in barrier and rank 1 has failed first: ValueError: no rows left$", line)
+
+
 def test_json_tells_ranks_code_duration_and_failure_and_keeps_stdout_free(launch):
     code, out, err = launch("print('hello')\n" + textwrap.dedent(FAILING), options=["--json", "--nproc-per-node", "2"])
     summary = json.loads("\n".join(out))
@@ -241,6 +265,33 @@ def test_an_accelerate_file_says_how_many_ranks_and_what_their_environment_is(la
     assert (code, out) == (0, ["[rank 0] bf16 True true 1"])
 
 
+def test_without_a_file_an_accelerator_takes_rank_0s_values_and_what_is_set_stays(launch, monkeypatch):
+    text = """
+        import os
+        names = "ACCELERATE_MIXED_PRECISION", "FSDP_SYNC_MODULE_STATES", "ACCELERATE_USE_FSDP"
+        print(*(os.environ.get(name) for name in names))
+    """
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    code, out, _ = launch(text, options=["--nproc_per_node", "1"])
+    assert (code, out) == (0, ["[rank 0] bf16 true None"])
+
+
+def test_the_options_of_accelerate_launch_reach_the_ranks(launch):
+    text = """
+        import os
+        names = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "WORLD_SIZE", "OMP_NUM_THREADS"
+        print(*(os.environ.get(name) for name in names))
+    """
+    options = ["--num_processes", "2", "--num_machines", "1", "--machine_rank", "0", "--mixed_precision", "bf16"]
+    options += ["--use_fsdp", "--fsdp_version", "2", "--cpu", "--num_cpu_threads_per_process", "1", "--multi_gpu"]
+    code, out, _ = launch(text, options=options)
+    assert code == 0
+    assert sorted(out) == [f"[rank {rank}] bf16 true 2 2 1" for rank in range(2)]
+    code, out, err = launch(text, options=["--main_process_ip", "a", "--rdzv_endpoint", "b:1"])
+    assert code == 2
+    assert "Give one of them" in err[0]
+
+
 INTERRUPTED = """
     import os, signal, sys, time
     rank = int(os.environ["RANK"])
@@ -341,8 +392,8 @@ def two_machines(number, port):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--num_processes", "2", "script.py"], "here it is --nproc_per_node"),
-        (["--master-addr", "a", "script.py"], "here it is --rdzv_endpoint HOST:PORT"),
+        (["--rdzv_conf", "timeout=9", "script.py"], "here it is --rdzv_timeout SECONDS"),
+        (["--num_processes", "2", "--nproc_per_node", "1", "script.py"], "not allowed with argument"),
         (["--nnodes", "2:1", "script.py"], "MIN:MAX"),
         (["--unknown", "script.py"], "unrecognized arguments: --unknown"),
         (["--unknown", "script.py"], "usage: fullshard launch [options] SCRIPT"),

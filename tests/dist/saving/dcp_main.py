@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard as torch_fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -336,6 +335,7 @@ def main():
     options = parse(CASES, __doc__)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=r"\d+ of ignored_params are trainable")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     dist.init_process_group("gloo")
     print_result(run_checks(CASES, options.only, options.directory))

@@ -37,6 +37,7 @@ def sums_in_order(comm):
 def main(directory):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=r"\d+ of ignored_params are trainable")
     dist.init_process_group("gloo")
     sums = sums_in_order(GlooComm(dist.group.WORLD))
     kinds = {"adafactor": adafactor, "eight_bit": eight_bit, "odd": adagrad, "copies": adagrad}

@@ -102,12 +102,11 @@ def step_to(model, optimizer, step):
         optimizer.step()
 
 
-def plain(comm, directory, said, **options):
-    """Saves of steps 2 and 3; with ``keep_last=1`` each deletes the one before it."""
+def plain(comm, directory, said, *, steps, background=False, **options):
+    """Saves of ``steps``; with ``keep_last=1`` each deletes the one before it."""
     model, optimizer = make(comm)
-    background = options.pop("background", False)
     with Checkpoints(directory, ranks=comm, **options) as checkpoints:
-        for step in (2, 3):
+        for step in steps:
             step_to(model, optimizer, step)
             checkpoints.save(model, optimizer, step=step, metric=-step, background=background)
             checkpoints.wait()
@@ -135,12 +134,14 @@ def clearing(comm, directory, said):
     Checkpoints(directory, ranks=comm).close()
 
 
-SCENARIOS = {
-    "keep_last": partial(plain, keep_last=1),
-    "keep_best_in_background": partial(plain, keep_last=1, keep_best=1, background=True),
-    "same_step": same_step,
-    "clearing": clearing,
-}
+def scenarios(steps):
+    """From name to what both ranks do."""
+    return {
+        "keep_last": partial(plain, steps=steps, keep_last=1),
+        "keep_best_in_background": partial(plain, steps=steps, keep_last=1, keep_best=1, background=True),
+        "same_step": same_step,
+        "clearing": clearing,
+    }
 
 
 def _say(pipe, words):
@@ -157,7 +158,7 @@ def run(scenario, directory, rank, at, halfway):  # noqa: C901 (two processes in
             pairs[1 - number].close()
             killer = Killer.current = Killer(at if number == rank else -1, halfway)
             try:
-                if scenario != "clearing":
+                if scenario is not clearing:
                     killer.install()
                 comm = PairComm(number, pairs[number])
                 tell = os.dup(said_out)
@@ -166,7 +167,7 @@ def run(scenario, directory, rank, at, halfway):  # noqa: C901 (two processes in
                     if number == 0:
                         _say(tell, b"S%d\n" % step)
 
-                SCENARIOS[scenario](comm, directory, said)
+                scenario(comm, directory, said)
                 if number == rank:
                     _say(tell, f"N{','.join(killer.done)}\n".encode())
                 os._exit(0)
@@ -205,8 +206,26 @@ def check(directory, expected, steps):
     assert not torn, torn
 
 
-def checkpoints_survive(scratch):
-    """Every point of every scenario; how many there were."""
+def sample(operations):
+    """Of all points those that leave another kind of state than the point before, not one of each of many tensors."""
+    for at, name, halfway in points_of(operations):
+        before, earlier = operations[max(at - 2, 0)], operations[max(at - 3, 0)]
+        if before == "fsync":
+            continue  # what was written outlives the process, synced or not
+        if name == before == "pwrite" and (earlier == "pwrite" or not halfway):
+            continue
+        yield at, name, halfway
+
+
+def points_of(operations):
+    """Every operation's place and name, and again where it is killed in its middle."""
+    for at, name in enumerate(operations, start=1):
+        for halfway in (False, True)[: 1 + (name in WRITES)]:
+            yield at, name, halfway
+
+
+def checkpoints_survive(scratch, points_of, steps):
+    """The points of every scenario; how many there were."""
     comm, expected, prepared = SoloComm(CPU), {}, scratch / "prepared"
     model, optimizer = make(comm)
     with Checkpoints(prepared, ranks=comm) as checkpoints:
@@ -216,22 +235,22 @@ def checkpoints_survive(scratch):
             if step == 1:
                 checkpoints.save(model, optimizer, step=1)
     points = 0
-    for scenario in SCENARIOS:
+    for name, scenario in scenarios(steps).items():
         for rank in (0, 1):
             shutil.copytree(prepared, scratch / "count")
             _, operations = run(scenario, scratch / "count", rank, -1, halfway=False)
             shutil.rmtree(scratch / "count")
-            for at, name in enumerate(operations, start=1):
-                for halfway in (False, True)[: 1 + (name in WRITES)]:
-                    directory = scratch / "point"
-                    shutil.copytree(prepared, directory)
-                    steps, _ = run(scenario, directory, rank, at, halfway)
-                    try:
-                        check(directory, expected, steps)
-                    except BaseException as error:
-                        raise AssertionError(f"{scenario}, rank {rank}, operation {at}, halfway {halfway}") from error
-                    shutil.rmtree(directory)
-                    points += 1
+            for at, operation, halfway in points_of(operations):
+                directory = scratch / "point"
+                shutil.copytree(prepared, directory)
+                returned, _ = run(scenario, directory, rank, at, halfway)
+                try:
+                    check(directory, expected, returned)
+                except BaseException as error:
+                    where = f"{name}, rank {rank}, operation {at} ({operation}), halfway {halfway}"
+                    raise AssertionError(where) from error
+                shutil.rmtree(directory)
+                points += 1
     return points
 
 
@@ -286,6 +305,10 @@ def same(one, other):
 
 
 if __name__ == "__main__":
-    cases = {"checkpoints": checkpoints_survive, "full": full_saves_survive}
+    cases = {
+        "checkpoints": partial(checkpoints_survive, points_of=sample, steps=(2,)),
+        "every_point": partial(checkpoints_survive, points_of=points_of, steps=(2, 3)),
+        "full": full_saves_survive,
+    }
     options = parse(cases, __doc__, ranks=1)
     print_result({name: cases[name](options.directory) for name in options.only})

@@ -6,10 +6,24 @@ import pytest
 
 from support.processes import run_processes
 
+pytestmark = pytest.mark.dist
 
-@pytest.mark.dist
+
+def points(case, directory, timeout_s=110):
+    """How many kills the saves of ``case`` survived."""
+    script = Path(__file__).with_name("kill_main.py")
+    return run_processes(1, script, "--only", case, "--directory", str(directory), timeout_s=timeout_s)[case]
+
+
+def test_a_kill_between_any_two_states_of_the_disk_leaves_a_whole_checkpoint(tmp_path):
+    assert points("checkpoints", tmp_path) >= 100
+
+
+def test_a_kill_at_every_file_operation_leaves_a_whole_model(tmp_path):
+    assert points("full", tmp_path) >= 20
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_kill_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path):
-    points = run_processes(1, Path(__file__).with_name("kill_main.py"), "--directory", str(tmp_path), timeout_s=280)
-    assert points["checkpoints"] >= 200
-    assert points["full"] >= 20
+    assert points("every_point", tmp_path, timeout_s=280) >= 200

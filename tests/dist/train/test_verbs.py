@@ -58,8 +58,13 @@ def test_a_finished_run_is_measured_on_two_ranks_and_one_rank_predicts_the_same(
     records = read_jsonl(run / "evaluation" / "predictions.jsonl")
     assert all(record.keys() == {"input", "prediction", "references"} for record in records)
 
-    lines = "\n".join(record["input"] for record in records) + "\n\n"
+    lines = "\n".join(record["input"] for record in [records[0], {"input": ""}, *records, records[0]]) + "\n"
     done = call("predict", str(run), input=lines)
     assert done.returncode == 0, done.stderr
     written = [json.loads(line) for line in done.stdout.splitlines()]
-    assert written == [{"input": record["input"], "prediction": record["prediction"]} for record in records]
+    assert any([record.pop("truncated", False) for record in written]), "the sources' limit is low"  # all are popped
+    expected = [{"input": record["input"], "prediction": record["prediction"]} for record in records]
+    empty = {"input": "", "prediction": None, "problem": "it is empty"}
+    assert written == [expected[0], empty, *expected, expected[0]], "one for each line, whatever is in it"
+    assert "1 of 10 rows cannot be used" in done.stderr
+    assert "The first is line 2: it is empty" in done.stderr

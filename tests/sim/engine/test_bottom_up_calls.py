@@ -93,9 +93,9 @@ def test_each_call_keeps_its_own_policies():
 
 @pytest.mark.parametrize("kind", ["lm", "lm_two_forwards", "lm_checkpoint", "lm_reentrant_two_forwards", "t5"])
 def test_several_modules_as_one_unit_give_the_unsharded_run(kind):
-    groups = {
-        "t5": Named(("encoder.block.0", "encoder.block.1"), "decoder.block.0"),
-    }.get(kind, Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")))
+    groups = {"t5": Named(("encoder.block.0", "encoder.block.1"), "decoder.block.0")}.get(
+        kind, Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))
+    )
     parity_of(kind, lambda model, comm: fully_shard(model, comm, wrap=groups))
 
 
@@ -113,6 +113,26 @@ def test_a_group_is_gathered_once_each_way():
     names = run_ranks(SIZE, work)[0]
     assert names.count("all_gather") == 3 + 2
     assert names.count("reduce_scatter") == 3
+
+
+def test_a_frozen_group_below_all_that_trains_is_not_gathered_in_backward():
+    def make():
+        model = TinyLM()
+        for frozen in (model.embed, model.blocks[0], model.blocks[1]):
+            frozen.requires_grad_(False)
+        return model
+
+    _, models = replicas(make, SIZE)
+
+    def work(comm):
+        ledger = RecordingComm(comm)
+        model = fully_shard(models[comm.rank], ledger, wrap=Named(("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")))
+        loss = lm_loss(model, batches(1, 2)[0])
+        ledger.entries.clear()
+        loss.backward()
+        return ledger.names
+
+    assert [names.count("all_gather") for names in run_ranks(SIZE, work)] == [1, 1]
 
 
 def test_a_list_of_modules_is_one_unit_of_the_root():

@@ -96,6 +96,33 @@ def test_freezing_and_unfreezing_between_steps(name, options):
             assert (weights[name] - p).abs().max() <= 1e-5, name
 
 
+def test_a_block_kept_in_bfloat16_while_frozen_trains_in_float32_when_unfrozen():
+    """It stays gathered after backward, and its memory is another one from then on."""
+    reference, models = replicas(partly_frozen, SIZE)
+    weights = reference.blocks[0].state_dict()
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, mp_policy=MixedPrecision(param="bf16"))
+        runtime = model._fullshard_runtime
+        for unit in runtime.units:
+            runtime.configure(unit, reshard_after_backward=False)
+        frozen = list(model.blocks[0].parameters())
+        assert {p.dtype for p in frozen} == {torch.bfloat16}
+        tokens = rows_of(batches(1, SIZE * ROWS_PER_RANK)[0], comm)
+        before = lm_loss(model, tokens)
+        before.backward()
+        unfreeze("blocks.0")(model)
+        after = lm_loss(model, tokens)
+        after.backward()
+        assert torch.equal(before, after)
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.blocks[0].parameters())
+        with unsharded(model):
+            for name, value in model.blocks[0].state_dict().items():
+                torch.testing.assert_close(value.float(), weights[name].bfloat16().float(), atol=0, rtol=0)
+
+    run_ranks(SIZE, work)
+
+
 def test_a_block_frozen_later_is_not_reduced_any_more():
     _, models = replicas(TinyLM, SIZE)
 

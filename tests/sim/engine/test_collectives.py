@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, no_sync, unsharded
+from fullshard.engine.step.lane import LaneState
 from fullshard.testing import RecordingComm, run_ranks
 from support.models import TinyLM, batches, lm_loss
 from support.parity import assert_gradients, replicas, sharded_gradients
@@ -134,7 +135,7 @@ def test_a_parameter_that_no_rank_used_keeps_no_gradient():
     def work(comm):
         model = fully_shard(models[comm.rank], comm)
         lm_loss(model, batches(1, 2)[0]).backward()
-        return {p.shard_meta.name for p in model.parameters() if p.grad is None and p.numel()}
+        return {p.shard_meta.name for p in model.parameters() if p.grad is None}
 
     without = set().union(*run_ranks(2, work))
     assert without == {"unused.weight", "unused.bias"}
@@ -269,8 +270,26 @@ def test_units_that_return_no_tensors_stay_gathered_and_say_so():
     def work(comm):
         model = fully_shard(models[comm.rank], comm)
         model(x).sum().backward()
-        assert all(p.grad is not None for p in model.parameters() if p.numel())
+        assert all(p.grad is not None for p in model.parameters())
         assert model._fullshard_runtime.account.live["gathered"] == 0
 
     with pytest.warns(UserWarning, match="finds no tensors"):
         run_ranks(2, work)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_block_is_released_before_the_backward_of_the_block_below_ends(reentrant):
+    _, models = replicas(lambda: TinyLM(reentrant), 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=lambda module: type(module).__name__ == "Block")
+        units, gathered = model._fullshard_runtime.units[1:], {}
+        for number, block in enumerate(model.blocks):  # its norm is the last to have a backward
+            block.norm.register_full_backward_hook(
+                lambda *_, n=number: gathered.update({n: [unit.state is LaneState.GATHERED for unit in units]})
+            )
+        lm_loss(model, batches(1, 2)[0]).backward()
+        return gathered
+
+    for gathered in run_ranks(2, work):
+        assert [gathered[number][number:] for number in range(4)] == [[True] + [False] * (3 - n) for n in range(4)]

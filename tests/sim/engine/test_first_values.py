@@ -7,6 +7,7 @@ from torch import nn
 from fullshard import MixedPrecision, ShardingStrategy, TransformerBlocks, full_state_dict, fully_shard
 from fullshard.engine import FirstValues
 from fullshard.errors import ConfigError, FullshardError, MismatchError, WrapError
+from fullshard.shards import rows_of
 from fullshard.testing import RecordingComm, run_ranks
 from support.models import Block, TinyLM, batches, lm_loss
 
@@ -53,7 +54,7 @@ def test_every_rank_takes_rank_0s_values_whatever_it_holds(strategy, make):
         if strategy.needs_two_axes:
             mesh = comm.split([[0, 2], [1, 3]]), comm.split([[0, 1], [2, 3]])
         model = fully_shard(models[comm.rank], mesh, wrap=None, strategy=strategy, first_values=FROM_RANK0)
-        rows = {p.shard_meta.name: (p.shard_meta.element_range, p.detach().reshape(-1)) for p in model.parameters()}
+        rows = {p.shard_meta.name: (p.shard_meta.element_range, rows_of(p).reshape(-1)) for p in model.parameters()}
         return rows, dict(model.named_buffers())
 
     for rows, buffers in run_ranks(size, work):

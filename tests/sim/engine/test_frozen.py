@@ -7,6 +7,7 @@ from torch import nn
 from fullshard import MixedPrecision, ShardingStrategy, TransformerBlocks, full_tensors, fully_shard, units
 from fullshard.engine.setup import api, wrap
 from fullshard.errors import ConfigError, MismatchError
+from fullshard.shards import rows_of
 from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss, lm_with_frozen_parts
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
@@ -72,7 +73,7 @@ def step_of(models, **options):
         for tokens in batches(2, 2):
             ledger.entries.clear()
             lm_loss(model, tokens).backward()
-        kept = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        kept = sum(rows_of(p).numel() for p in model.parameters() if not p.requires_grad)
         return ledger.names, ledger.sent_bytes, kept, units(model)
 
     return run_ranks(SIZE, work)[0]

@@ -9,7 +9,15 @@ from fullshard import ShardingStrategy, fully_shard, units
 from fullshard.engine.setup import wrap
 from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss
-from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
+from support.parity import (
+    ROWS_PER_RANK,
+    assert_gradients,
+    assert_same_run,
+    replicas,
+    sharded_gradients,
+    train_sharded,
+    train_unsharded,
+)
 
 pytestmark = pytest.mark.parity
 
@@ -102,3 +110,22 @@ def test_untied_tables_are_units_and_an_embedding_is_gathered_once():
     assert [row.unit for row in table.rows] == ["(root)", "embed", *(f"blocks.{i}" for i in range(4)), "head"]
     assert names.count("all_gather") == 7 + 5  # backward: not the root, which is kept, and not the embedding
     assert names.count("reduce_scatter") == 7
+
+
+def test_a_table_given_back_is_gathered_again_for_a_graph_that_was_kept():
+    reference, models = replicas(TinyLM, SIZE)
+    data = batches(2, SIZE * ROWS_PER_RANK)
+
+    def backwards(model, take):
+        first = lm_loss(model, take(data[0]))
+        first.backward(retain_graph=True)
+        (lm_loss(model, take(data[1])) + first).backward()
+
+    backwards(reference, lambda tokens: tokens)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        backwards(model, lambda tokens: tokens[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK])
+        return sharded_gradients(model)
+
+    assert_gradients(run_ranks(SIZE, work), reference)

@@ -76,8 +76,7 @@ def test_after_the_gradients_went_out():
 
 def test_explicit_lists_take_the_place_of_the_order():
     forward, backward = logs(
-        forward_lists={"blocks.0": ["blocks.2", "blocks.1"], "blocks.1": []},
-        backward_lists={"blocks.3": ["blocks.1"]},
+        forward_lists={"blocks.0": ["blocks.2", "blocks.1"], "blocks.1": []}, backward_lists={"blocks.3": ["blocks.1"]}
     )
     assert forward == ["(root)", "blocks.0", "blocks.2", "blocks.1", "run 0", "run 1", "blocks.3", "run 2", "run 3"]
     assert backward == ["blocks.3", "blocks.1", "run 3", "blocks.2", "run 2", "blocks.0", "run 1", "run 0"]

@@ -9,6 +9,7 @@ import torch
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, no_sync
 from fullshard.engine import record, units
+from fullshard.shards import rows_of
 from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, batches
 from support.parity import replicas
@@ -134,7 +135,7 @@ def test_recording_changes_no_number(options):
                 loss_of(model, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [param.detach().clone() for param in model.parameters()]
+        return [rows_of(param).clone() for param in model.parameters()]
 
     plain = run_ranks(2, lambda comm: train(comm, models[comm.rank], recording=False))
     traced = run_ranks(2, lambda comm: train(comm, models[2 + comm.rank], recording=True))

@@ -20,6 +20,7 @@ from fullshard import (
 )
 from fullshard.engine.setup import wrap
 from fullshard.errors import MismatchError, ShardingError
+from fullshard.shards import ShardParameter
 from fullshard.testing import run_ranks
 from fullshard.testing.threads import ThreadComm
 from support.models import SkippingLM, TinyLM, batches, lm_loss
@@ -496,7 +497,7 @@ def test_shards_are_not_computed_with_as_if_they_were_the_parameters(use):
         model.use = None
         model(mine).backward()
         assert sum(p.detach().square().sum() for p in model.parameters()) > 0
-        assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert all(type(p) is ShardParameter for p in model.parameters())
         return sharded_gradients(model)
 
     assert_gradients(run_ranks(SIZE, work), reference)

@@ -213,8 +213,7 @@ def test_a_wait_left_out_is_reported(name, strategy, pattern, monkeypatch):
 def test_a_host_that_does_not_wait_is_reported(monkeypatch):
     monkeypatch.setattr(CheckedDevice, "host_ready", lambda self: None)
     assert_reported(
-        check(train),
-        r"rank 1: aten\.add_ on host reads host memory while aten\.copy_ on offload stream writes it: .*",
+        check(train), r"rank 1: aten\.add_ on host reads host memory while aten\.copy_ on offload stream writes it: .*"
     )
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard import MixedPrecision, clip_grad_norm_, full_tensors, fully_shard, no_sync, unsharded
-from fullshard.errors import ShardingError
+from fullshard.engine.step.unit import Unit
+from fullshard.errors import ProcessGroupError, ShardingError
 from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss, lm_with_frozen_parts, seq2seq_loss, t5
 from support.parity import assert_gradients, replicas, sharded_gradients
@@ -469,3 +470,26 @@ def test_training_through_a_submodule_after_a_backward_that_failed():
         return all(p.grad is not None for p in model.blocks[1].parameters())
 
     assert run_ranks(1, work) == [True]
+
+
+def test_a_failed_forward_shows_shards_even_if_another_rank_is_lost(monkeypatch):
+    """Its clean-up waits for messages of that rank, which fail as well."""
+
+    _, models = replicas(TinyLM, SIZE)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        last = [module for module in model.modules() if isinstance(module, Block)][-1]
+        last.register_forward_pre_hook(lost)
+        with pytest.raises(ProcessGroupError, match="first"):
+            lm_loss(model, rows_of(batches(1, 2 * SIZE)[0], comm))
+        return any(unit.shown for unit in model._fullshard_runtime.units)
+
+    def lost_too(_unit):
+        raise ProcessGroupError("again")
+
+    def lost(*_):
+        monkeypatch.setattr(Unit, "settle", lost_too)
+        raise ProcessGroupError("first")
+
+    assert run_ranks(SIZE, work) == [False] * SIZE

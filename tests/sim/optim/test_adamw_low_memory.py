@@ -59,7 +59,7 @@ def take(model, gradients):
     """Give each parameter, or this rank's rows of it, its gradient."""
     for name, param in model.named_parameters():
         grad, meta = gradients[name], getattr(param, "shard_meta", None)
-        if grad is None or not param.numel():
+        if grad is None or not param.nbytes:
             param.grad = None
         else:
             start, stop = meta.element_range if meta else (0, grad.numel())
@@ -110,8 +110,8 @@ def test_equal_gradients_give_the_very_same_weights_and_states(make, ranks, layo
     results = run_ranks(ranks, work)
     for name, param in reference.named_parameters():
         assert all(torch.equal(weights[name], param) for _, _, weights in results)
-        holders = [(optimizer, own[name]) for optimizer, own, _ in results if own[name].numel()]
-        assert all(not optimizer.state[own[name]] for optimizer, own, _ in results if not own[name].numel())
+        holders = [(optimizer, own[name]) for optimizer, own, _ in results if own[name].nbytes]
+        assert all(not optimizer.state[own[name]] for optimizer, own, _ in results if not own[name].nbytes)
         for key, expected in unsharded.state[param].items():
             values = [optimizer.state[own][key] for optimizer, own in holders]
             if not isinstance(expected, torch.Tensor) or not expected.ndim:
@@ -242,7 +242,7 @@ def test_an_optimizer_that_lacks_empty_shards_is_refused():
 
     def work(comm):
         model = fully_shard(models[comm.rank], comm, wrap=None)
-        optimizer = AdamW8bit([param for param in model.parameters() if param.numel()])
+        optimizer = AdamW8bit([param for param in model.parameters() if param.nbytes])
         take(model, gradients)
         optimizer.step()
 

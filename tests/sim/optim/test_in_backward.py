@@ -2,18 +2,21 @@
 
 import copy
 import math
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import clip_grad_norm_, fully_shard, memory_summary, no_sync, unsharded
 from fullshard.errors import CheckpointError, ConfigError, ShardingError
 from fullshard.optim import ShardedGradScaler, step_in_backward
+from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 from support.models import KINDS, TinyLM, batches, lm_loss
-from support.parity import ROWS_PER_RANK, optimizer_for, replicas
+from support.parity import ROWS_PER_RANK, assert_gradients, optimizer_for, replicas, sharded_gradients
 
 pytestmark = pytest.mark.parity
 
@@ -174,7 +177,7 @@ def test_the_state_goes_on_where_it_was_saved():
         first = step_in_backward(resumed, AdamW)
         train(resumed, comm, data[:2])
         state = first.state_dict()
-        assert state.keys() == {p.shard_meta.name for p in resumed.parameters() if p.numel()}
+        assert state.keys() == {p.shard_meta.name for p in resumed.parameters() if p.nbytes}
         first.remove()
         second = step_in_backward(resumed, AdamW)
         with pytest.raises(CheckpointError, match="other parameters"):
@@ -193,7 +196,7 @@ def test_what_needs_all_gradients_is_refused_on_every_rank_until_removed():
     def work(comm):  # one row: two ranks hold nothing
         model = fully_shard(models[comm.rank], comm, wrap=None)
         steps = step_in_backward(model, partial(torch.optim.SGD, lr=0.5))
-        assert len(steps.optimizers) == model.weight.numel()
+        assert len(steps.optimizers) == rows_of(model.weight).numel()
         with pytest.raises(ShardingError, match="clip_grad_norm_ cannot be used"):
             clip_grad_norm_(model, 1.0)
         with pytest.raises(ShardingError, match="step in backward"):
@@ -209,6 +212,52 @@ def test_what_needs_all_gradients_is_refused_on_every_rank_until_removed():
         return clip_grad_norm_(model, math.inf).item()
 
     assert run_ranks(3, work) == [2.0, 2.0, 2.0]
+
+
+def test_a_gradient_that_comes_after_the_step_is_refused():
+    """The first call of the block is recomputed in a backward of its own, after the second call's gradients."""
+
+    class Mixed(TinyLM):
+        def forward(self, tokens):
+            x = checkpoint(self.blocks[0], self.embed(tokens), use_reentrant=True)
+            return self.head(self.blocks[0](x))
+
+    _, models = replicas(Mixed, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=is_block)
+        step_in_backward(model, AdamW)
+        with pytest.raises(ShardingError, match=r"blocks\.0\.\S+ arrived after its optimizer had stepped"):
+            lm_loss(model, batches(1, 2)[0]).backward()
+
+    run_ranks(2, work)
+
+
+def test_gradients_that_come_in_two_parts_call_hooks_once():
+    """Each call of the block is recomputed in a backward of its own, at the end of which its gradients are reduced."""
+
+    class Twice(TinyLM):
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for _ in range(2):
+                x = checkpoint(self.blocks[0], x, use_reentrant=True)
+            return self.head(x)
+
+    reference, models = replicas(Twice, 2)
+    tokens = batches(1, 2 * ROWS_PER_RANK)[0]
+    lm_loss(reference, tokens).backward()
+
+    def work(comm):
+        model, calls = fully_shard(models[comm.rank], comm, wrap=is_block), Counter()
+        for name, param in model.blocks[0].named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, n=name: calls.update([n]))
+        lm_loss(model, mine(tokens, comm)).backward()
+        return calls, sharded_gradients(model)
+
+    results = run_ranks(2, work)
+    assert_gradients([gradients for _, gradients in results], reference)
+    names = dict(reference.blocks[0].named_parameters())
+    assert sum((calls for calls, _ in results), Counter()) == dict.fromkeys(names, 2)  # once on each rank
 
 
 def test_a_copy_is_refused():

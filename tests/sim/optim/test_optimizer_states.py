@@ -25,8 +25,7 @@ from fullshard.saving.optimizer_state import load_optimizer_state
 from fullshard.storage import read_index
 from fullshard.testing import run_ranks
 from support.optimizers import LAYOUTS, assert_same_updates, batches, loss_of, of_rank, train, zoo
-from support.states import assert_same_bits, rank_runs
-from support.states import whole as put_together
+from support.states import assert_same_bits, rank_runs, whole as put_together
 
 OURS = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1),
@@ -77,8 +76,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [(kind, "a unit each") for kind in SHAPES] + [("adafactor", "one unit"), ("8 bit", "one unit")],
+    ("kind", "layout"), [(kind, "a unit each") for kind in SHAPES] + [("adafactor", "one unit"), ("8 bit", "one unit")]
 )
 def test_the_unsharded_state_goes_in_and_comes_out_to_the_bit(kind, layout):
     model, optimizer = trained(kind)
@@ -436,7 +434,7 @@ def test_all_parameters_share_one_code_book_after_loading(way, tmp_path):
 
 def test_parameters_that_differ_between_ranks_are_refused():
     def work(comm, model):
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()])
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.nbytes])
         with pytest.raises(CheckpointError, match="different parameters, or another order, on rank 1"):
             full_optimizer_state(model, optimizer)
 
@@ -621,7 +619,7 @@ def test_adamws_moments_go_on_in_bfloat16(way, tmp_path):
                 checkpoints.save(sharded, wide, step=1)
         load(way, sharded, narrow, tmp_path, optimizer.state_dict())
         for param in sharded.parameters():
-            param.grad = torch.zeros_like(param) if param.numel() else None
+            param.grad = torch.zeros_like(param) if param.nbytes else None
         narrow.step()
         for param, values in narrow.state.items():
             if values:

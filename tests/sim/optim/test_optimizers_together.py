@@ -19,6 +19,7 @@ from fullshard.optim.lowbit.adamw_bf16 import AdamWBF16
 from fullshard.optim.muon.muon import Muon
 from fullshard.optim.muon.muon_groups import muon_groups
 from fullshard.policy import CPUOffload
+from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 from support.optimizers import assert_same_updates, batches, loss_of, of_rank, whole, zoo
 
@@ -165,13 +166,15 @@ def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_on_all(name):
             scaler.scale(loss_of(model, batch)).backward()
             kept = (
                 copy.deepcopy(optimizer.state_dict()["state"]),
-                [param.detach().clone() for param in model.parameters()],
+                [rows_of(param).clone() for param in model.parameters()],
             )
             if step == 1 and comm.rank == 1:
-                next(param.grad for param in model.parameters() if param.grad is not None).view(-1)[0] = torch.inf
+                next(rows_of(p.grad) for p in model.parameters() if p.grad is not None and p.nbytes).view(-1)[0] = (
+                    torch.inf
+                )
             scaler.step(optimizer)
             scaler.update()
-            same = [torch.equal(a, b) for a, b in zip(kept[1], model.parameters(), strict=True) if b.numel()]
+            same = [torch.equal(a, rows_of(b)) for a, b in zip(kept[1], model.parameters(), strict=True) if b.nbytes]
             assert all(same) if step == 1 else not any(same)
             if step == 1:
                 torch.testing.assert_close(optimizer.state_dict()["state"], kept[0], rtol=0, atol=0)
@@ -261,8 +264,8 @@ def test_one_that_was_made_and_stepped_before_sharding_goes_on_with_its_state(na
 
 
 def decays_by_rows(model, comm):
-    few = [param for param in model.parameters() if param.numel() < 100]
-    more = [param for param in model.parameters() if param.numel() >= 100]
+    few = [param for param in model.parameters() if rows_of(param).numel() < 100]
+    more = [param for param in model.parameters() if rows_of(param).numel() >= 100]
     return torch.optim.AdamW([{"params": more}, {"params": few, "weight_decay": 0.0}], lr=1e-3)
 
 
@@ -272,7 +275,7 @@ APART = {
         r"\S+ is in group \d \(weight_decay=0\.\d+\) on rank 0 and in group \d \(weight_decay=0\.\d+\) on rank 1",
     ),
     "no parameters without rows": (
-        lambda model, comm: torch.optim.SGD([param for param in model.parameters() if param.numel()], lr=1e-3),
+        lambda model, comm: torch.optim.SGD([param for param in model.parameters() if param.nbytes], lr=1e-3),
         r"\S+ is in .*group 0.* on rank .* no optimizer that has stepped",
     ),
     "another option": (
@@ -301,14 +304,14 @@ def test_optimizers_that_ranks_step_alike_are_no_difference():
     def work(model, comm):
         params = list(model.parameters())
         first = params[:5][:: 1 - 2 * comm.rank]  # as of a set
-        parts = [torch.optim.SGD(first, lr=1e-3 * (1 + comm.rank)), torch.optim.AdamW(params[5:])]
+        parts = [torch.optim.SGD(first, lr=1e-3), torch.optim.AdamW(params[5:])]
         late, data = torch.optim.SGD([nn.Parameter(torch.zeros(comm.rank + 1))], lr=1), of(batches(4, RANKS), comm)
         for batch in data:
             loss_of(model, batch).backward()
             for one in parts[:: 1 - 2 * comm.rank]:  # in another order
                 one.step()
             late.step()
-            parts[0].param_groups = [{**group, "lr": 0.1 + comm.rank} for group in parts[0].param_groups]
+            parts[0].param_groups = [{**group, "lr": 0.1} for group in parts[0].param_groups]
 
     on_ranks(work)
 

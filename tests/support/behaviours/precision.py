@@ -7,25 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard import (
-    CPUOffload,
-    MixedPrecision,
-    ShardedGradScaler,
-    ShardingStrategy,
-    clip_grad_norm_,
-    fully_shard,
-)
-from support.behaviours.running import (
-    HYBRID,
-    assert_rows,
-    compare,
-    data_for,
-    expect,
-    lm,
-    plain_step,
-    shard,
-    weights_of,
-)
+from fullshard import CPUOffload, MixedPrecision, ShardedGradScaler, ShardingStrategy, clip_grad_norm_, fully_shard
+from fullshard.shards import rows_of
+from support.behaviours.running import HYBRID, assert_rows, compare, data_for, expect, lm, plain_step, shard, weights_of
 from support.parity import optimizer_for
 from support.tiny_lm import Block, lm_loss
 
@@ -78,7 +62,7 @@ class Stack(nn.Module):
 
 def floats(ranks, width=12):
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(4 * ranks.size, width, generator=generator) for _ in range(ranks.steps)]
+    return [torch.randn(4 * ranks.size, width, generator=generator).to(ranks.device) for _ in range(ranks.steps)]
 
 
 def square_loss(model, x):
@@ -102,13 +86,19 @@ def b23_bf16_compute_with_fp32_reduce_bitwise(ranks):
             first, last = model.get_parameter(name).shard_meta.row_range
             expect(gradient.dtype, torch.float32, name)
             wanted = reference.get_parameter(name).grad[first:last]
-            assert torch.equal(gradient, wanted), f"{name} in step {number}"
+            assert_equal(ranks, rows_of(gradient), wanted, f"{name} in step {number}")
         plain.step()
         optimizer.step()
         optimizer.zero_grad()
     for name, p in model.named_parameters():
         first, last = p.shard_meta.row_range
-        assert torch.equal(p, reference.get_parameter(name)[first:last]), f"{name} after training"
+        assert_equal(ranks, rows_of(p), reference.get_parameter(name)[first:last], f"{name} after training")
+
+
+def assert_equal(ranks, ours, wanted, what):
+    """The same bits, or on a GPU what bfloat16 leaves of them."""
+    assert ranks.exact or torch.allclose(ours, wanted, rtol=2**-6, atol=2**-6), f"{what}, beyond rounding"
+    assert not ranks.exact or torch.equal(ours, wanted), what
 
 
 class Casting(nn.Module):
@@ -144,7 +134,7 @@ def b24_input_and_output_casts_with_per_unit_opt_out(ranks):
         model = shard_it(ranks.alike(Casting))
         out = model(x, extra)
         out["y"].float().sum().backward()
-        assert all(p.grad is not None for p in model.parameters() if p.numel())
+        assert all(p.grad is not None for p in model.parameters())
         expect([extra["bias"][0].dtype, x.dtype], [fp32, fp32], "the caller's own tensors")
         expect(out["ids"].dtype, int64)
         return [block.seen for block in model.blocks], model.returned, out["y"].dtype
@@ -221,7 +211,7 @@ def b26_fp16_inf_on_one_rank_skips_the_step_on_all(ranks):
         model = ranks.alike(lambda: nn.Embedding(8, 4))
         model = shard(ranks, model, strategy=strategy, wrap=None, mp_policy=FP16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        scaler = ShardedGradScaler("cpu", init_scale=2.0**16)
+        scaler = ShardedGradScaler(ranks.device.type, init_scale=2.0**16)
         saw_inf = []
         for number, factor in enumerate((100.0, 1.0, 1.0)):  # 100 / 4 * 2**16 is no float16
             before = weights_of(model)
@@ -229,7 +219,7 @@ def b26_fp16_inf_on_one_rank_skips_the_step_on_all(ranks):
             loss = (model(torch.tensor([0])) * factor).float().mean()
             optimizer.zero_grad()
             scaler.scale(loss).backward()
-            saw_inf.append(not model.weight.grad.isfinite().all().item() if model.weight.grad is not None else False)
+            saw_inf.append(not rows_of(model.weight.grad).isfinite().all().item())
             scaler.step(optimizer)
             scaler.update()
             expect(scaler.get_scale(), 2.0**15, f"scale after step {number}")
@@ -324,7 +314,7 @@ def b29_meta_init_and_materialise(ranks):
             empty = FilledModel()
         expect({p.device.type for p in empty.parameters()}, {"meta"})
         empty = shard(ranks, empty)
-        expect({t.device.type for t in [*empty.parameters(), *empty.buffers()]}, {"cpu"}, "devices")
+        expect({t.device.type for t in [*empty.parameters(), *empty.buffers()]}, {ranks.device.type}, "devices")
         for (name, value), whole in zip(weights_of(empty).items(), model.parameters(), strict=True):
             assert torch.equal(value, whole), f"{name} has other first values"
         return empty

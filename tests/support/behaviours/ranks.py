@@ -51,11 +51,12 @@ class Ranks:
         replicate: For the hybrid strategies, the group of ranks that hold the same shards.
         shard: For the hybrid strategies, the group that shares the shards of a replica.
         spare: Another group of all ranks, for what leaves a group useless.
+        device: Where models and batches are.
     """
 
     def __init__(self, comm, replicate, shard, spare):
         self.comm = comm
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
         self.replicate, self.shard = replicate, shard
         self.spare = spare
 
@@ -70,9 +71,14 @@ class Ranks:
         return cls(comm, replicate, shard, comm.split([everyone]))
 
     @classmethod
-    def as_processes(cls, comm, spare):
-        """A rank among processes: each is a replica of its own."""
-        return cls(comm, comm, SoloComm(comm.device), spare)
+    def as_processes(cls, comm, spare, axes=None):
+        """A rank among processes; without ``axes``, replicate and shard, each is a replica of its own."""
+        return cls(comm, *(axes or (comm, SoloComm(comm.device))), spare)
+
+    @property
+    def exact(self):
+        """Whether two ways to the same sums give the same bits: a GPU's libraries choose kernels by alignment."""
+        return self.device.type == "cpu"
 
     @property
     def steps(self):
@@ -99,9 +105,9 @@ class Ranks:
         return Ledger(self.comm)
 
     def rows(self, batch):
-        """This rank's rows of a joint batch."""
+        """This rank's rows of a joint batch, where models are."""
         each = len(batch) // self.size
-        return batch[self.rank * each : (self.rank + 1) * each]
+        return batch[self.rank * each : (self.rank + 1) * each].to(self.device)
 
     def means(self, figures):
         """The mean over ranks of each of some numbers."""
@@ -117,4 +123,5 @@ class Ranks:
         if self.rank == 0:
             torch.manual_seed(0)
             made = make()
-        return copy.deepcopy(self.comm.all_gather_object(made)[0])
+        made = copy.deepcopy(self.comm.all_gather_object(made)[0])
+        return made.to(self.device) if isinstance(made, torch.nn.Module) else made

@@ -25,7 +25,7 @@ def expect(got, wanted, what="it"):
 
 def data_for(ranks, steps=None, rows=2):
     """Joint batches of tokens, ``rows`` for each rank; a run's steps by default."""
-    return batches(steps or ranks.steps, rows * ranks.size, length=7)
+    return [tokens.to(ranks.device) for tokens in batches(steps or ranks.steps, rows * ranks.size, length=7)]
 
 
 def is_sharded(model):
@@ -78,7 +78,7 @@ def assert_weights(ours, reference, tolerance=1e-5):
     expected = dict(reference.named_parameters())
     expect(ours.keys(), expected.keys(), "names")
     for name, value in ours.items():
-        worst = (value - expected[name]).abs().max().item()
+        worst = (value - expected[name].to(value.device)).abs().max().item()
         assert worst <= tolerance, f"{name} differs by {worst:.1e}"
 
 
@@ -104,7 +104,7 @@ def compare(ranks, make, step, *, data=None, reference_step=None, sharded=None, 
     Returns:
         The sharded model.
     """
-    data = data_for(ranks) if data is None else data
+    data = data_for(ranks) if data is None else [batch.to(ranks.device) for batch in data]
     reference, model = ranks.alike(make), ranks.alike(make)
     plain = optimizer_for(reference)
     expected = [(reference_step or step)(reference, plain, batch, number) for number, batch in enumerate(data)]

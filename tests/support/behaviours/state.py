@@ -21,7 +21,11 @@ SOON_S = 20.0  # a collective that hangs would wait for its group's timeout
 
 def full_state(comm, model):
     """The streamed model, on every rank."""
-    mine = {name: None if t is None else t.clone() for _, tensors in full_tensors(model) for name, t in tensors.items()}
+    mine = {
+        name: None if t is None else t.cpu().clone()
+        for _, tensors in full_tensors(model)
+        for name, t in tensors.items()
+    }
     first, *others = comm.all_gather_object(mine)
     assert all(value is None for other in others for value in other.values()), "tensors on other ranks than the first"
     return first
@@ -35,7 +39,7 @@ def layouts_of(model):
 
 def shards_of(model):
     """This rank's shard of each lane of each unit."""
-    return [[lane.shard.clone() for lane in unit.lanes] for unit in runtime(model).units]
+    return [[lane.shard.cpu().clone() for lane in unit.lanes] for unit in runtime(model).units]
 
 
 def resharded(old, by_rank, new, rank):
@@ -68,7 +72,7 @@ def optimizer_rows(model, optimizer):
     by_name = {}
     for p in model.parameters():
         if p in optimizer.state:
-            moments = {key: value.clone() for key, value in optimizer.state[p].items()}
+            moments = {key: value.cpu().clone() for key, value in optimizer.state[p].items()}
             by_name[p.shard_meta.name] = p.shard_meta.row_range[0], moments
     return by_name
 
@@ -78,7 +82,7 @@ def load_optimizer(model, optimizer, by_rank):
     for p in model.parameters():
         meta = p.shard_meta
         pieces = sorted((rank[meta.name] for rank in by_rank if meta.name in rank), key=lambda piece: piece[0])
-        if pieces and p.numel():
+        if pieces and p.nbytes:
             first, last = meta.row_range
             optimizer.state[p] = {
                 key: torch.cat([moments[key] for _, moments in pieces])[first:last] if value.dim() else value.clone()
@@ -137,7 +141,7 @@ def b39_full_and_sharded_state_round_trip_across_world_sizes(ranks):
     reference, model = ranks.alike(lm), shard(ranks, ranks.alike(lm))
     plain, optimizer = optimizer_for(reference), optimizer_for(model)
     for tokens in data:
-        lm_step(reference, plain, tokens, 0)
+        lm_step(reference, plain, tokens.to(ranks.device), 0)
     for tokens in data[:half]:
         lm_step(model, optimizer, ranks.rows(tokens), 0)
     mine = shards_of(model), optimizer_rows(model, optimizer)
@@ -168,7 +172,7 @@ def told(model, tokens):
 
 
 def b40_order_mismatch_is_detected_not_hung(ranks):
-    tokens = batches(1, 2)[0]
+    tokens = batches(1, 2)[0].to(ranks.device)
     for passes_before in (0, 1):
         model = shard(ranks, ranks.alike(lm), mesh=ranks.comm if passes_before == 0 else ranks.spare)
         for _ in range(passes_before):

@@ -8,6 +8,7 @@ from torch import nn
 
 from fullshard import Named, ShardingStrategy, units, unsharded
 from fullshard.comm import SoloComm
+from fullshard.shards import rows_of
 from support.behaviours.running import (
     BLOCK_NAMES,
     HYBRID,
@@ -46,7 +47,7 @@ class Uneven(nn.Module):
 def b01_one_unit_parity_with_uneven_shapes(ranks):
     model = compare(ranks, Uneven, lm_step, wrap=None)
     expect([row.unit for row in units(model).rows], ["(root)"])
-    held = ranks.comm.all_gather_object({p.shard_meta.name: p.numel() for p in model.parameters()})
+    held = ranks.comm.all_gather_object({p.shard_meta.name: rows_of(p).numel() for p in model.parameters()})
     whole = {name: p.numel() for name, p in Uneven().named_parameters()}
     expect({name: sum(rank[name] for rank in held) for name in whole}, whole, "elements on all ranks")
     assert any(rank[name] * ranks.size != whole[name] for rank in held for name in whole), "the shapes are not uneven"
@@ -142,7 +143,7 @@ class Nest(nn.Module):
 def b05_nested_inputs_moved_to_the_device(ranks):
     # Of one rank, since the only device beside the CPU that every machine has is one that nothing can be sent from.
     device = torch.device("meta")
-    model = shard(ranks, ranks.alike(Nest), mesh=SoloComm(torch.device("cpu")), device=device)
+    model = shard(ranks, ranks.alike(Nest).cpu(), mesh=SoloComm(torch.device("cpu")), device=device)
     x = torch.ones(2, 4)
     with torch.no_grad():
         y = model([x], (x, {"deep": [x], "count": 3}), extra=Extra(x, "kept"), options={"scale": {"by": x}})
@@ -164,7 +165,7 @@ def b06_registered_parameters_after_forward_and_backward_per_strategy(ranks):
     for strategy in ShardingStrategy:
         model = shard(ranks, ranks.alike(lm), strategy=strategy)
         before = list(model.named_parameters())
-        numel = ranks.comm.all_gather_object({name: p.numel() for name, p in before})
+        numel = ranks.comm.all_gather_object({name: rows_of(p).numel() for name, p in before})
         copies = ranks.copies_of(strategy)
         total = {name: sum(rank[name] for rank in numel) for name in whole}
         expect(total, {name: count * copies for name, count in whole.items()}, f"{strategy.name}: elements")

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from fullshard import Checkpoints, fully_shard
-from fullshard.cli import main as cli
-from fullshard.cli import progress
+from fullshard.cli import main as cli, progress
 from fullshard.launch import progress as launch_progress
 from fullshard.saving.full import write_assets
 from fullshard.sizes import format_bytes
 from fullshard.testing import run_ranks
+from support.forged import forge_completion
 from support.models import t5
 from support.parity import replicas
 from support.tiny_run import write_run_file
@@ -85,11 +85,25 @@ def test_export_writes_what_was_asked_for_and_says_so(run, tmp_path, capsys):
     assert err.startswith(f"ConfigError: {target} is not empty")
 
 
-def test_export_says_which_torn_checkpoint_it_passed_over(run, tmp_path, capsys):
-    (run / "checkpoints" / "step-00000020" / "index.json").unlink()
-    code, out, err = call(capsys, "export", run, "-o", tmp_path / "exported")
-    assert (code, "of step 10 " in out) == (0, True)
-    assert "step-00000020 is incomplete and was skipped" in err
+def test_export_passes_over_no_damaged_checkpoint_and_says_which_is_good(run, tmp_path, capsys):
+    good, damaged = (run / "checkpoints" / f"step-000000{step}" for step in (10, 20))
+    (damaged / "index.json").unlink()
+    for which in ((), ("--checkpoint", "latest")):
+        code, _, err = call(capsys, "export", run, "-o", tmp_path / "exported", *which)
+        assert code == 9
+        assert f"{damaged} is not complete: index.json is missing. {damaged.name} is the newest checkpoint" in err
+        assert f"The newest good one is {good}." in err
+    code, _, err = call(capsys, "export", run, "-o", tmp_path / "exported", "--checkpoint", "20")
+    assert code == 9
+    assert "there are 10. " in err
+    assert "index.json is missing" in err
+    code, out, _ = call(capsys, "export", run, "-o", tmp_path / "exported", "--checkpoint", "best")
+    assert (code, "of step 10 " in out) == (0, True)  # the damaged one is known not to be the best
+    (damaged / "complete.json").write_text("{")
+    code, _, err = call(capsys, "export", run, "-o", tmp_path / "other", "--checkpoint", "best")
+    assert code == 9
+    assert f"{damaged.name} may be the best checkpoint" in err
+    assert f"The best good one is {good}" in err
 
 
 def test_export_as_json(run, tmp_path, capsys):
@@ -103,9 +117,7 @@ def test_export_as_json(run, tmp_path, capsys):
 def test_export_of_weights_alone_says_what_is_missing(run, tmp_path, capsys):
     shutil.rmtree(run / "checkpoints" / "step-00000020")
     checkpoint = run / "checkpoints" / "step-00000010"
-    values = json.loads((checkpoint / "complete.json").read_text())
-    values["files"] = {name: size for name, size in values["files"].items() if not name.startswith("model/")}
-    (checkpoint / "complete.json").write_text(json.dumps(values))
+    forge_completion(checkpoint, lambda done: [done["files"].pop(name) for name in done.pop("sha256")] and None)
     shutil.rmtree(checkpoint / "model")
     code, _, err = call(capsys, "export", run, "-o", tmp_path / "exported")
     assert code == 0
@@ -128,7 +140,7 @@ def test_verify_of_what_is_whole(run, capsys):
     lines = out.splitlines()
     assert [line.split(": ")[1].split(";")[0] for line in lines[:2]] == ["complete", "complete"]
     assert "checksums match" in lines[0]
-    assert lines[2].startswith(f"{run / 'best'}: its structure is complete, it has no checksums; ")
+    assert lines[2].startswith(f"{run / 'best'}: complete, but without checksums, so the bytes were not checked; ")
     assert lines[3].startswith(f"note: {run / 'checkpoints' / 'step-00000030.tmp'} is being written")
 
 
@@ -225,9 +237,13 @@ def test_inspect_of_a_run_lists_what_is_whole_and_what_is_torn(run, capsys, monk
 
 def rewrite_marker(checkpoint, **changes):
     """Change ``complete.json``; None takes a fact away, as it is in checkpoints of earlier versions."""
-    values = json.loads((checkpoint / "complete.json").read_text()) | changes
-    values = {name: value for name, value in values.items() if value is not None or name == "metric"}
-    (checkpoint / "complete.json").write_text(json.dumps(values))
+
+    def change(values):
+        values.update(changes)
+        for name in [name for name in changes if changes[name] is None]:
+            del values[name]
+
+    forge_completion(checkpoint, change)
 
 
 def test_the_best_of_a_perplexity_is_the_smallest(run, tmp_path, capsys):

@@ -5,9 +5,7 @@ import json
 import pytest
 import yaml
 
-from fullshard.cli import accelerate as config_file
-from fullshard.cli import common
-from fullshard.cli import main as cli
+from fullshard.cli import accelerate as config_file, common, main as cli
 from fullshard.config import load_run
 from support.tiny_run import write_run_file
 

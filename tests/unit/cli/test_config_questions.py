@@ -14,8 +14,7 @@ import time
 import pytest
 import yaml
 
-from fullshard.cli import main as cli
-from fullshard.cli import questionnaire
+from fullshard.cli import main as cli, questionnaire
 from fullshard.compat.accelerate_config.file import read_accelerate_file
 from support.tiny_run import MODEL
 

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from fullshard import __version__
-from fullshard.cli import common
-from fullshard.cli import main as cli
-from fullshard.cli import train as train_verb
+from fullshard.cli import common, main as cli, train as train_verb
 from fullshard.errors import InvariantError
 from fullshard.launch import Failure
 from support.tiny_run import write_run_file
@@ -133,3 +131,9 @@ def test_ctrl_c_ends_with_130(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(common, "launch", interrupt)
     assert cli.main(["train", str(write_run_file(tmp_path))]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_only_what_is_required_is_named_as_missing(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train"])
+    assert "the following arguments are required: CONFIG\n" in capsys.readouterr().err

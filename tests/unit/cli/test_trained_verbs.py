@@ -1,13 +1,13 @@
 """``evaluate`` and ``predict``: what the command line hands to the ranks."""
 
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from fullshard.cli import common, predict
-from fullshard.cli import main as cli
+from fullshard.cli import common, main as cli, predict
 from support.tiny_run import write_run_file
 
 
@@ -50,6 +50,29 @@ def test_evaluate_says_what_is_not_there(started, tmp_path, capsys):
     assert started == []
 
 
+@pytest.mark.parametrize("name", ["runs/nope", "./nope", "/gone/nope", "a/b/c", "nope/"])
+def test_a_model_that_is_no_path_here_is_said_at_once(started, name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["predict", name, "rows.csv"]) == 4
+    error = capsys.readouterr().err
+    assert f"There is no {Path(name)}: give" in error
+    assert ("Directories in runs: mine." in error) == (name == "runs/nope")
+    assert cli.main(["evaluate", str(write_run_file(tmp_path)), "--model", name]) == 4
+    assert started == []
+
+
+def test_predict_into_a_pipe_that_is_closed_ends_silently_with_141(monkeypatch, tmp_path, capsys):
+    def launch(command, *, nproc, saves):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(predict, "launch", launch)
+    file = tmp_path / "rows.csv"
+    file.write_text("text\none\n")
+    assert cli.main(["predict", "m", str(file)]) == 141
+    assert capsys.readouterr() == ("", "")
+
+
 def test_predict_hands_over_what_was_given(started, tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text("text\none\n")
@@ -65,21 +88,12 @@ def test_predict_hands_over_what_was_given(started, tmp_path):
 
 @pytest.mark.parametrize("name", [[], ["-"]])
 def test_predict_reads_lines_from_standard_input(name, started, monkeypatch):
-    class Piped:
-        encoding = "utf-8"
-
-        def isatty(self):
-            return False
-
-        def read(self):
-            return "eins\nzwölf\n"
-
-    monkeypatch.setattr(sys, "stdin", Piped())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("eins\n\nzwölf\n".encode())))
     assert cli.main(["predict", "m", *name]) == 0
     ((arguments, nproc, held),) = started
     assert arguments[2].endswith(".txt")
     assert not Path(arguments[2]).exists()
-    assert (nproc, held) == (1, "eins\nzwölf\n")
+    assert (nproc, held) == (1, "eins\n\nzwölf\n")
 
 
 def test_predict_does_not_write_over_its_rows(started, tmp_path, capsys):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.comm import device as device_module
-from fullshard.comm import device_of
+from fullshard.comm import device as device_module, device_of
 from fullshard.comm.device import HUGE_FROM_BYTES, HUGE_PAGE_BYTES, CpuDevice, CudaDevice
+from fullshard.comm.staging import CudaStaging
 from fullshard.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -99,11 +99,7 @@ def test_work_aside_is_done_when_it_is_waited_for_and_host_memory_is_what_it_was
     [
         ({"avx512_bf16": True, "amx_bf16": False}, True, "This CPU computes bfloat16 in hardware (avx512_bf16)."),
         ({"bf16": True, "sve_bf16": True}, True, "This CPU computes bfloat16 in hardware (sve_bf16, bf16)."),
-        (
-            {"avx2": True},
-            False,
-            "This CPU has no bfloat16 arithmetic: it is emulated, which is slower than float32.",
-        ),
+        ({"avx2": True}, False, "This CPU has no bfloat16 arithmetic: it is emulated, which is slower than float32."),
     ],
 )
 def test_bf16_on_cpu(capabilities, native, text, monkeypatch):
@@ -263,6 +259,39 @@ def test_work_that_another_thread_does_comes_after_compute_and_on_its_stream(cud
     assert cuda.now.name == "default"
 
 
+class Copied:
+    """A tensor that says on which stream it is overwritten."""
+
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def copy_(self, source, *, non_blocking):
+        assert non_blocking
+        self.cuda.log.append(f"copy on {self.cuda.now.name}")
+
+
+def test_staged_copies_come_after_what_was_issued_and_the_current_stream_waits_for_them(cuda):
+    staging = CudaStaging(torch.device("cuda"))
+    assert staging.device == CUDA
+    before = staging.issued()
+    program, cuda.now = cuda.now, PlayedStream(cuda, "default")  # of the thread that runs collectives
+    staging.begin(before)
+    staging.copy(Copied(cuda), None)
+    staging.settle()
+    copied = staging.copied()
+    assert cuda.now.name == "default"
+    cuda.now = program
+    staging.wait(copied)
+    assert cuda.log == [
+        "event on compute",
+        "side 1 waits for event of compute",
+        "copy on side 1",
+        "CPU waits for side 1",
+        "event on side 1",
+        "compute waits for event of side 1",
+    ]
+
+
 def test_bf16_on_cuda(cuda, monkeypatch):
     assert device_of(CUDA).supports_bf16() == (
         False,
@@ -270,10 +299,7 @@ def test_bf16_on_cuda(cuda, monkeypatch):
     )
     monkeypatch.setattr(cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    assert device_of(CUDA).supports_bf16() == (
-        True,
-        "Tesla T4 (compute capability 9.0) computes bfloat16 in hardware.",
-    )
+    assert device_of(CUDA).supports_bf16() == (True, "Tesla T4 (compute capability 9.0) computes bfloat16 in hardware.")
 
 
 # CUDA

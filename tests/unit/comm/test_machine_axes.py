@@ -3,6 +3,7 @@
 import pytest
 
 from fullshard.comm import machine_axes
+from fullshard.comm.machine_axes import _ranks_of_named
 from fullshard.errors import ProcessGroupError
 from fullshard.testing import run_ranks
 
@@ -10,6 +11,7 @@ from fullshard.testing import run_ranks
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("FULLSHARD_MACHINE", raising=False)
 
 
 def axes(size, **options):
@@ -36,3 +38,16 @@ def test_machines_with_different_numbers_of_ranks_are_refused_on_every_rank():
         run_ranks(3, lambda comm: machine_axes(comm, 2 if comm.rank < 2 else 1))
     with pytest.raises(ProcessGroupError, match="is 2, of 3 ranks"):
         axes(3, ranks_each=2)
+
+
+def test_machines_with_names_are_told_apart_by_them(monkeypatch):
+    assert _ranks_of_named(["a", "a", "b", "b"]) == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of each of two containers of one machine
+    monkeypatch.setenv("FULLSHARD_MACHINE", "a")
+    assert axes(2) == [([0], [0, 1]), ([1], [0, 1])]
+
+
+@pytest.mark.parametrize("names", [["a", "a", "b"], ["a", "b", "a", "b"], ["a", None, None]])
+def test_machines_whose_names_do_not_divide_the_ranks_are_refused(names):
+    with pytest.raises(ProcessGroupError, match="FULLSHARD_MACHINE is, in rank order: a, "):
+        _ranks_of_named(names)

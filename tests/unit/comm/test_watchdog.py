@@ -2,32 +2,31 @@
 
 import datetime
 import logging
+import os
+import re
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from fullshard.comm.watchdog import (
-    GRACE_S,
-    HISTORY,
-    TICK_S,
-    WAIT_S,
-    WARN_S,
-    Board,
-    FlightRecorder,
-    GroupWatch,
-    divergence,
-    divergence_text,
-)
+from fullshard.comm import watchdog
+from fullshard.comm.board import PATIENCE_S, Board
+from fullshard.comm.flight_recorder import HISTORY, FlightRecorder, divergence, divergence_text
+from fullshard.comm.line import Line
+from fullshard.comm.watchdog import ANSWER_S, GRACE_S, TICK_S, WAIT_S, WARN_S, GroupWatch
+from fullshard.comm.whereabouts import Place, is_stopped, main_thread_place
 from fullshard.errors import MismatchError, ProcessGroupError
 
 
 class Rank:
     """One rank of a group of the test."""
 
-    def __init__(self, store, number, ranks):
+    def __init__(self, store, number, ranks, line):
         self.recorder = FlightRecorder(number)
-        self.board = Board(store, number, len(ranks))
+        self.board = Board(store, number, len(ranks), line)
         self.broken_at = []
         self.now = 0.0
         self.watch = GroupWatch(self.recorder, self.board, ranks, lambda: self.broken_at.append(self.now))
@@ -50,14 +49,17 @@ class Group:
 
     def __init__(self, size, store=None, ranks=None):
         self.store = store or HashStore()
-        self.ranks = [Rank(self.store, number, ranks or range(size)) for number in range(size)]
+        self.line = Line()
+        self.ranks = [Rank(self.store, number, ranks or range(size), self.line) for number in range(size)]
         self.now = 0.0
 
-    def run(self, seconds):
-        """Let time pass; every rank looks once a tick."""
+    def run(self, seconds, without=()):
+        """Let time pass; every rank looks once a tick, but for those whose processes do nothing."""
         for _ in range(round(seconds / TICK_S)):
             self.now += TICK_S
             for rank in self.ranks:
+                if rank in without:
+                    continue
                 rank.now = self.now
                 rank.watch.check(self.now)
 
@@ -134,7 +136,7 @@ def test_a_rank_that_went_on_does_not_look_as_if_it_waited():
     group.run(WAIT_S + GRACE_S + 2 * TICK_S)
     assert (
         "number 2 of their group on: rank 0: barrier of 8 float32; rank 1: all-gather of 8 float32; "
-        "rank 2: not issued so far, not waiting."
+        "rank 2: not issued so far, at "
     ) in group.verdicts()[0]
 
 
@@ -193,8 +195,9 @@ def test_a_long_wait_is_logged_once(caplog):
         group.run(WARN_S - TICK_S)
         assert caplog.messages == []
         group.run(WARN_S)
-    line = "has waited 30 s in all-gather of 8 float32 (unit 3). Not there so far: rank 1."
-    assert caplog.messages == [f"Rank 0 {line}", f"Rank 2 {line}"]
+    line = "has waited 30 s in all-gather of 8 float32 (unit 3). Not there so far: rank 1; rank 1 is at "
+    for number, message in zip((0, 2), caplog.messages, strict=True):
+        assert re.fullmatch(re.escape(f"Rank {number} {line}") + r"\S+:\d+ \(.*\)\.", message)
 
 
 def test_a_store_that_served_an_earlier_group_does_not_speak_for_this_one():
@@ -225,7 +228,8 @@ class DeadStore:
             raise RuntimeError("Broken pipe")
         return 1
 
-    check = get = set = compare_set = lambda self, *_: self.add("", 0)
+    def set(self, key, value):
+        self.add(key, 0)
 
 
 def test_a_store_that_is_gone_is_asked_once():
@@ -250,14 +254,246 @@ def test_failures_say_what_was_waited_for_and_for_whom():
     assert text.startswith(
         "Rank 0 waited 3.2 s in all-gather of 8 float32 (unit 3), longer than the group's timeout. Not there: rank 2."
     )
+    first, *_ = Group(2).ranks
+    first.wait("all-gather", "unit 3")
     text = str(first.failure(peer=1))
     assert text.startswith(
         "Rank 0 waited 3.2 s in all-gather of 8 float32 (unit 3) and lost its connection to rank 1: that rank has "
+        "ended or failed, or the network to it was cut. "
     )
     assert text.endswith("(gloo: Connection closed by peer [127.0.0.1]:1)")
+    first, *_ = Group(2).ranks
+    first.wait("all-gather", "unit 3")
     assert "lost its connection to another rank" in str(first.failure(peer=None))
 
 
 def test_parting_and_description_of_nothing():
     assert divergence({}) is None
     assert "ranks 0, 1: not waiting in any collective of this group" in divergence_text(1, {}, [0, 1])
+
+
+# A rank that is gone
+
+
+@pytest.fixture
+def no_wait(monkeypatch):
+    """Ranks here fail one after the other in one thread: they need not wait for each other's reports."""
+    monkeypatch.setattr(watchdog, "LOST_S", 0.0)
+
+
+def test_a_failed_group_fails_again_at_once_and_with_the_first_error(no_wait):
+    """The clean-up after a failure waits for other messages of the group, which fail for the same reason."""
+    group = Group(2)
+    first = group.ranks[0]
+    first.wait("all-gather", "unit 3")
+    told = str(first.failure(peer=1))
+    assert first.watch.broken
+    first.wait("reduce-scatter", "unit 4")
+    assert str(first.failure("[gloo] waits were broken", peer=None)) == told
+
+
+def test_ranks_that_wait_for_another_survivor_are_told_within_a_look(no_wait):
+    """Rank 2 is gone; rank 1 has noticed and waits for nobody any more; rank 0 waits for rank 1."""
+    group = Group(3)
+    first, second, _ = group.ranks
+    second.wait("all-gather")
+    second.failure(peer=2)
+    second.go_on()
+    first.wait("all-gather")
+    assert not first.watch.must_fail(first.recorder.waiting)
+    group.run(TICK_S)
+    assert first.broken_at == [TICK_S]
+    assert "and rank 1 lost its connection to rank 2: that rank has ended" in str(first.failure("broken", peer=None))
+
+
+def test_the_first_failure_is_named_and_not_the_one_next_to_this_rank(no_wait):
+    group = Group(3, ranks=[4, 5, 6])
+    first, second, third = group.ranks
+    third.watch.leave(ValueError("no rows\nleft"))
+    second.wait("all-gather")
+    error = second.failure(peer=2)
+    assert str(error) == (
+        "Rank 5 waited 3.2 s in all-gather of 8 float32 and rank 6 has failed first: ValueError: no rows"
+    )
+    second.watch.leave(error)  # it was not caught, so the program ends
+    first.wait("all-gather")
+    assert "and rank 6 has failed first: ValueError: no rows" in str(first.failure(peer=1))
+
+
+def test_what_a_failed_rank_has_still_joined_is_not_broken():
+    """Rank 1 fails after its part of a save: rank 0 completes it."""
+    group = Group(2)
+    first, second = group.ranks
+    second.issue("gather")
+    second.watch.leave(ValueError("later"))
+    first.wait("gather")
+    group.run(WARN_S)
+    assert not first.broken_at
+    first.wait("barrier")
+    group.run(TICK_S)
+    assert first.broken_at
+
+
+def test_a_connection_lost_on_both_sides_was_cut(no_wait):
+    group = Group(3)
+    for rank in group.ranks:
+        rank.wait()
+    first, second, third = group.ranks
+    assert "that rank has ended or failed, or the network" in str(first.failure(peer=1))  # before rank 1 has noticed
+    assert "between rank 0 and rank 1 is lost on both sides" in str(second.failure(peer=0))
+    group.run(TICK_S)
+    assert "between rank 0 and rank 1 is lost on both sides" in str(third.failure("waits were broken", peer=None))
+
+
+def test_a_rank_whose_program_is_over_ran_fewer_collectives(no_wait):
+    group = Group(2)
+    first, second = group.ranks
+    second.watch.leave(None)
+    first.wait()
+    group.run(WAIT_S)
+    assert "the program of that rank has ended, so it ran fewer collectives than this rank." in str(
+        first.failure(peer=1)
+    )
+
+
+# A rank that does not answer
+
+
+def test_a_rank_that_does_not_answer_is_logged_once_within_seconds(caplog):
+    group = Group(3)
+    first, second, _ = group.ranks
+    first.wait()
+    with caplog.at_level(logging.WARNING, "fullshard"):
+        group.run(WAIT_S + ANSWER_S + 3 * TICK_S, without=[second])
+        assert caplog.messages == [
+            "Rank 0 has waited 5 s in all-gather of 8 float32. Rank 1 does not answer: the network is cut, the process "
+            "is stopped, or its Python is in one long call."
+        ]
+        group.run(WARN_S, without=[second])
+    assert len(caplog.messages) == 1
+    assert not first.broken_at
+    text = str(first.failure("Timed out"))
+    assert "Not there: ranks 1, 2. Rank 1 does not answer: the network is cut" in text
+
+
+def test_a_rank_that_stops_answering_during_a_wait_is_logged_too(caplog):
+    group = Group(2)
+    first, second = group.ranks
+    first.wait()
+    group.run(WAIT_S + ANSWER_S + 1)
+    with caplog.at_level(logging.WARNING, "fullshard"):
+        group.run(watchdog.ASK_AGAIN_S + ANSWER_S, without=[second])
+    (message,) = caplog.messages
+    assert "Rank 1 does not answer" in message
+
+
+def test_a_stopped_process_of_this_machine_is_named(caplog):
+    """Its own process id in place of another's: the state is what is asked for."""
+    group = Group(2)
+    first, second = group.ranks
+    first.wait()
+    stopped = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+    try:
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+        group.run(TICK_S)
+        first.board._pids[1] = stopped.pid
+        with caplog.at_level(logging.WARNING, "fullshard"):
+            group.run(WAIT_S + ANSWER_S + TICK_S, without=[second])
+    finally:
+        stopped.kill()
+        stopped.wait()
+    assert caplog.messages == [
+        f"Rank 0 has waited 5 s in all-gather of 8 float32. The process of rank 1 ({stopped.pid}, on this machine) is "
+        f"stopped: `kill -CONT {stopped.pid}` lets it go on."
+    ]
+    assert not is_stopped(os.getpid())
+
+
+class StoppedStore(HashStore):
+    """The store of a process that is stopped: no question is answered until it goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = threading.Event()
+        self.runs.set()
+
+    def add(self, key, amount):
+        assert self.runs.wait(60)
+        return super().add(key, amount)
+
+
+def test_a_silent_store_is_logged_and_the_watch_goes_on_when_it_answers(caplog, monkeypatch):
+    group = Group(2, StoppedStore())
+    for kind, rank in zip(("all-gather", "barrier"), group.ranks, strict=True):
+        rank.wait(kind)
+    group.store.runs.clear()
+    monkeypatch.setattr(watchdog, "ANSWER_S", PATIENCE_S / 10)  # real seconds: the line measures its silence itself
+    with caplog.at_level(logging.WARNING, "fullshard"):
+        group.run(WAIT_S + 1)
+    text = (
+        "The store of the ranks does not answer: the network to the process that holds it (rank 0, or the launcher of "
+        "the first machine) is cut, or that process is stopped."
+    )
+    assert [message.split(". ", 1)[1] for message in caplog.messages] == [text] * 2
+    group.store.runs.set()
+    with group.line._free:  # the question that waited is answered
+        pass
+    group.run(2 * TICK_S + GRACE_S + WAIT_S)
+    assert "rank 0: all-gather of 8 float32; rank 1: barrier" in group.verdicts()[0]
+    assert group.ranks[0].broken_at
+
+
+# A rank that waits elsewhere
+
+
+@pytest.fixture
+def in_torchs_barrier(monkeypatch):
+    place = Place("torch.distributed.barrier, called at train.py:7 (main)", (0, 1), ((1, 2),))
+    monkeypatch.setattr(watchdog, "main_thread_place", lambda: place)
+
+
+def test_a_rank_in_a_barrier_of_torchs_own_is_told_with_those_that_wait_for_it(in_torchs_barrier, caplog):
+    group = Group(2)
+    first, second = group.ranks
+    first.wait("all-gather", "unit 0")
+    group.run(WAIT_S + GRACE_S + 4 * TICK_S)
+    text = (
+        "Ranks are in different collectives, from number 1 of their group on: rank 0: all-gather of 8 float32 "
+        "(unit 0); rank 1: not issued so far, at torch.distributed.barrier, called at train.py:7 (main). Every rank "
+    )
+    assert group.verdicts()[0].startswith(text)
+    assert first.broken_at
+    assert second.broken_at
+    assert [message.startswith(text) for message in caplog.messages] == [True]
+
+
+def test_a_barrier_of_other_ranks_is_none_of_this_groups_business(in_torchs_barrier):
+    group = Group(2, ranks=[2, 3])
+    group.ranks[0].wait("all-gather")
+    group.run(WARN_S)
+    assert group.verdicts() == [None, None]
+
+
+def test_a_rank_that_was_in_the_collective_already_may_wait_in_a_barrier(in_torchs_barrier):
+    """Rank 0 waits for a third one's part of it."""
+    group = Group(2)
+    group.ranks[1].issue("all-gather")
+    group.ranks[0].wait("all-gather")
+    group.run(WARN_S)
+    assert group.verdicts() == [None, None]
+
+
+def test_a_barrier_that_moves_on_is_no_wait(monkeypatch):
+    places = iter(range(10_000))
+    monkeypatch.setattr(watchdog, "main_thread_place", lambda: Place("barrier", (0, 1), ((next(places), 0),)))
+    group = Group(2)
+    group.ranks[0].wait("all-gather")
+    group.run(WARN_S)
+    assert group.verdicts() == [None, None]
+
+
+def test_a_place_is_the_line_of_the_users_program():
+    place = main_thread_place()
+    assert place.text.startswith("test_watchdog.py:")
+    assert place.text.endswith("(test_a_place_is_the_line_of_the_users_program)")
+    assert place.members == ()

@@ -193,19 +193,19 @@ def test_unknown_key_like_no_other_lists_what_there_is(run_file):
         ("model.tokenizer=null", "model: config needs a tokenizer section too, such as tokenizer: "
          "{vocab_size: 2000}"),
         ("training.lr_gamma=0.5", "training: lr_gamma need lr_scheduler_type: step; got linear"),
-        ("training.eval_strategy=steps", "training: eval_strategy: steps and eval_steps need each other; "
+        ("training.eval_strategy=steps", "training: eval_steps is set if, and only if, eval_strategy is steps; "
          "got eval_strategy: steps, eval_steps: None"),
-        ("training.eval_steps=5", "training: eval_strategy: steps and eval_steps need each other; "
+        ("training.eval_steps=5", "training: eval_steps is set if, and only if, eval_strategy is steps; "
          "got eval_strategy: epoch, eval_steps: 5"),
-        ("training.save_strategy=steps", "training: save_strategy: steps and save_steps need each other; "
+        ("training.save_strategy=steps", "training: save_steps is set if, and only if, save_strategy is steps; "
          "got save_strategy: steps, save_steps: None"),
-        ("training.save_steps=5", "training: save_strategy: steps and save_steps need each other; "
+        ("training.save_steps=5", "training: save_steps is set if, and only if, save_strategy is steps; "
          "got save_strategy: epoch, save_steps: 5"),
         ("evaluation={min_new_tokens: 9, max_new_tokens: 4}", "evaluation: min_new_tokens must be at most "
          "max_new_tokens; got 9 and 4"),
         ("training.save_total_limit=0", "training.save_total_limit: expected greater than 0; got 0"),
-        ("resume=no", "resume: expected auto, never or the path of a checkpoint; got False"),
-        ("resume=''", "resume: expected auto, never or the path of a checkpoint; got ''"),
+        ("resume=no", "resume: expected auto, previous, never or the path of a checkpoint; got False"),
+        ("resume=''", "resume: expected auto, previous, never or the path of a checkpoint; got ''"),
         ("data.validation_file=null", "training.eval_strategy: epoch needs held-out rows: give "
          "data.validation_file or data.validation_fraction, or set training.eval_strategy: no"),
     ],

@@ -68,3 +68,22 @@ def test_rows_are_held_out_in_one_way_only(run_file):
     with pytest.raises(ConfigError, match=r"validation_fraction .* cannot be combined with validation_split"):
         load_run(run_file, [data + "test}"])
     assert load_run(run_file, [data + "null}"]).data.validation_fraction == 0.1
+
+
+def test_a_delimiter_is_one_character_of_csv_files(run_file, tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "rows.csv.gz").touch()
+    jsonl = f"data.train_file={tmp_path / 'rows.jsonl'}"
+    for value in ("';'", r'"\t"'):
+        gzipped = [f"data.train_file={tmp_path / 'rows.csv.gz'}", f"data.delimiter={value}"]
+        assert len(load_run(run_file, gzipped).data.delimiter) == 1
+    assert load_run(run_file, [jsonl, "data.format=csv", "data.delimiter=^"]).data.delimiter == "^"
+    for overrides, problem in (
+        (["data.delimiter=|"], "must be one character .* got ''"),
+        (["data.delimiter=';;'"], "must be one character .* got ';;'"),
+        ([jsonl, "data.validation_file=null", "data.delimiter=;"], "applies to CSV files, and rows.jsonl is none"),
+        (["data.format=tsv", "data.delimiter=;"], "applies to CSV files, and format is tsv"),
+        (["data={dataset_name: rows/of, delimiter: ;}"], "delimiter need.? train_file"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load_run(run_file, overrides)

@@ -5,8 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fullshard.data.batching.budget import TokenPlan
 from fullshard.data.batching.collate import CollateSpec, RowRef, collate

@@ -1,5 +1,6 @@
 """What is tokenized is tokenized once, whoever asks at once, and whatever was killed before."""
 
+import fcntl
 import subprocess
 import sys
 import threading
@@ -99,6 +100,33 @@ def test_a_process_waits_for_another_one_and_builds_only_what_that_did_not(tmp_p
         found = cached(tmp_path, "key", lambda path: {"by": "us"}, waiting=goes_on)
     assert found == (tmp_path / "key", {"by": by})
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("holder", "said"), [("127.0.0.1:1234", 0), ("127.0.0.1:9", 1), (None, 1)])
+def test_a_rank_does_not_report_that_it_waits_for_another_of_its_run(tmp_path, holder, said, monkeypatch):
+    calls = []
+
+    def act_as(address):
+        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), (address or "x:1").split(":"), strict=True):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RANK", "0") if address else monkeypatch.delenv("RANK", raising=False)
+
+    class GivenUpError(Exception):
+        pass
+
+    def give_up(file, how):
+        if how == fcntl.LOCK_EX:
+            raise GivenUpError  # in place of waiting
+        flock(file, how)
+
+    flock = fcntl.flock
+    act_as(holder)
+    with cache._locked(tmp_path / "lock", calls.append):
+        act_as("127.0.0.1:1234")
+        monkeypatch.setattr(fcntl, "flock", give_up)
+        with pytest.raises(GivenUpError), cache._locked(tmp_path / "lock", lambda: calls.append(1)):
+            pass
+    assert len(calls) == said
 
 
 def test_what_is_there_is_not_built_again(tmp_path):

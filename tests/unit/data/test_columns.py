@@ -1,9 +1,10 @@
 """Columns are recognised where one known pair is there, and named by the user where not."""
 
 import pytest
+import yaml
 
 from fullshard.data import SourceSpec
-from fullshard.data.reading.columns import KNOWN_SHAPES, choose, parse_template
+from fullshard.data.reading.columns import KNOWN_SHAPES, choose, choose_sources, parse_template
 from fullshard.data.reading.tables import Row
 from fullshard.errors import ConfigError, DataError
 
@@ -36,11 +37,12 @@ def test_more_than_one_known_pair_is_refused_with_the_pairs():
     text = refusal(["text", "label", "category"])
     assert "more than one pair fits (text -> label; text -> category)" in text
     assert "Its columns: 'text', 'label', 'category'." in text
-    assert "Set data.source_column (or data.template) and data.target_column." in text
+    assert "Set data.source_column and data.target_column, or data.template" in text
+    assert text.endswith("\ndata:\n  source_column: text\n  target_column: label")
 
 
 def test_unknown_columns_are_refused_with_the_remedy():
-    assert "no pair is known by name. Its columns: 'a', 'b'. Set data.source_column" in refusal(["a", "b"])
+    assert "no pair is known by name. Its columns: 'a', 'b', 'c'. Set data.source_column" in refusal(["a", "b", "c"])
     assert "set data.format: wikihow" in refusal(["headline", "title", "text"])
 
 
@@ -51,6 +53,47 @@ def test_half_of_a_pair_is_given_and_the_other_half_recognised():
     assert example(["text", "note", "label"], target_column="label").source == "<text>"
     assert "more than one" in refusal(["text", "label", "category"], source_column="text")
     assert "more than one" in refusal(["text", "document", "gist"], target_column="gist")
+
+
+@pytest.mark.parametrize(
+    "columns", [["Satz (DE)", "Ja: nein", "# 2"], ["Satz", "yes", "2"], ["1.5", "x", 'a"b '], ["Wert-", "b", "~"]]
+)
+def test_the_refusal_has_lines_for_the_run_file_that_name_the_tables_columns(columns):
+    lines = refusal(columns).split("with your choice:\n")[1]
+    assert yaml.safe_load(lines) == {"data": {"source_column": columns[0], "target_column": columns[-1]}}
+    lines = refusal(columns, template=f"{{{columns[0]}}}").split("with your choice:\n")[1]
+    assert list(yaml.safe_load(lines)["data"]) == ["target_column"]
+
+
+def test_the_lines_prefer_names_that_are_known():
+    assert refusal(["id", "Label", "Satz"]).endswith("\n  source_column: id\n  target_column: Label")
+    assert refusal(["id", "Klasse", "Text"]).endswith("\n  source_column: Text\n  target_column: Klasse")
+    assert refusal(["id", "note", "gist"], source_column="note").endswith(
+        "\n  source_column: note\n  target_column: gist"
+    )
+
+
+def test_of_two_columns_without_known_names_the_first_is_the_source():
+    recipe = choose(SourceSpec(), ["Satz", "Klasse"], "t.csv")
+    assert (recipe.sources, recipe.target) == (("Satz",), "Klasse")
+    assert recipe.notes == (
+        "t.csv: source is 'Satz', target is 'Klasse', the first and the second of two columns, whose names are not "
+        "known; to choose otherwise, set data.source_column and data.target_column.",
+    )
+    assert choose_sources(SourceSpec(), ["Satz", "Klasse"], "t.csv").sources == ("Satz",)
+
+
+def test_of_two_columns_the_one_that_is_not_given_is_the_other_one():
+    for given in ("Satz", "Klasse"):
+        other = {"Satz": "Klasse", "Klasse": "Satz"}[given]
+        assert example(["Satz", "Klasse"], source_column=given).references == (f"<{other}>",)
+        assert example(["Satz", "Klasse"], target_column=given).source == f"<{other}>"
+        assert choose_sources(SourceSpec(target_column=given), ["Satz", "Klasse"], "t.csv").sources == (other,)
+
+
+def test_two_columns_with_one_known_name_are_not_guessed():
+    assert "no pair is known" in refusal(["id", "text"])
+    assert "no pair is known" in refusal(["label", "Satz"])
 
 
 def test_a_name_that_is_there_twice_is_refused_even_when_recognised():

@@ -68,6 +68,25 @@ def test_missing_column_lists_the_columns(tmp_path):
     assert message(path) == f"{path} has no column 'label'. Its columns: 'text', 'category'."
 
 
+@pytest.mark.parametrize("blanks", ["", " ", "\t "])
+def test_blanks_around_names_do_not_count(tmp_path, blanks):
+    path = write(tmp_path / "rows.csv", "id, text ,label\t\n1, a ,b\n")
+    names = {"source": f"{blanks}text{blanks}", "target": f"label{blanks}"}
+    assert rows_of(path, **names) == [Example(" a ", ("b",), 2)]
+    assert rows_of(path, source=None, template=f"<{{{blanks}text}}>", target="label") == [Example("< a >", ("b",), 2)]
+    assert read_split(SourceSpec(train_file=path), "train").examples == [Example(" a ", ("b",), 2)]
+
+
+def test_names_that_differ_in_blanks_alone_are_there_twice(tmp_path):
+    path = write(tmp_path / "rows.csv", "text,label, text\na,b,c\n")
+    assert message(path) == f"{path} has 2 columns named 'text': rename all but one."
+
+
+def test_a_json_key_keeps_its_blanks(tmp_path):
+    path = write(tmp_path / "rows.jsonl", '{" text": "a", "label": "b"}\n')
+    assert rows_of(path, source=" text") == [Example("a", ("b",), 1)]
+
+
 def test_column_that_is_there_twice(tmp_path):
     path = write(tmp_path / "rows.csv", "text,label,text\na,b,c\n")
     assert message(path) == f"{path} has 2 columns named 'text': rename all but one."
@@ -334,6 +353,7 @@ def test_the_fingerprint_is_of_the_bytes_and_the_options_not_of_the_place(tmp_pa
         for name, value in [
             ("format", "tsv"),
             ("encoding", "utf-16"),
+            ("delimiter", ";"),
             ("source_column", "text"),
             ("target_column", "text"),
             ("target_lists", "join"),
@@ -342,7 +362,7 @@ def test_the_fingerprint_is_of_the_bytes_and_the_options_not_of_the_place(tmp_pa
             ("validation_fraction", 0.5),
         ]
     } | {here, fingerprint(replace(spec, validation_fraction=0.5), "validation")}
-    assert len(changed) == 10
+    assert len(changed) == 11
     copied.train_file.write_bytes(spec.train_file.read_bytes().replace(b"row 2", b"row 3"))
     assert fingerprint(copied, "train") != here
     with pytest.raises(DataError, match="cannot be read"):

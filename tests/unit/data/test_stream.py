@@ -5,8 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DistributedSampler
 
 from fullshard.data.batching import stream

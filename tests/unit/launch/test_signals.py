@@ -48,6 +48,17 @@ def test_the_first_is_a_wish_and_its_echo_changes_nothing(number, monkeypatch):
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
+def test_one_rank_says_that_it_stops_and_only_while_it_trains(rank, times, monkeypatch, capfd):
+    monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", 1e9)
+    monkeypatch.setenv("RANK", rank)
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until_requested(stop)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err.count("stopping after this step with a checkpoint") == times
+
+
 def test_one_more_ends_the_process_whatever_it_waits_for():
     done = subprocess.run([sys.executable, "-c", AGAIN], check=False, timeout=100)
     assert done.returncode == 130

@@ -3,8 +3,7 @@
 from itertools import pairwise
 from math import prod
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fullshard.layout import boxes
 

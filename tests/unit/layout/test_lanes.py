@@ -4,8 +4,7 @@ from itertools import pairwise
 from math import prod
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fullshard.errors import InvariantError
 from fullshard.layout import LaneLayout, Placement, plan_unit

@@ -3,8 +3,7 @@
 from math import prod
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fullshard.errors import ConfigError, ProcessGroupError, WrapError
 from fullshard.layout import LaneLayout, Placement, UnitLayout, plan, plan_unit
@@ -109,12 +108,7 @@ def test_one_rank_pads_nothing_beyond_alignment(shapes, rows):
 
 
 @settings(bounded, max_examples=150)
-@given(
-    start=st.integers(0, 12),
-    numel=st.integers(1, 700),
-    granule=st.integers(1, 60),
-    shard=st.integers(1, 12),
-)
+@given(start=st.integers(0, 12), numel=st.integers(1, 700), granule=st.integers(1, 60), shard=st.integers(1, 12))
 def test_the_first_start_is_what_trying_every_start_finds(start, numel, granule, shard):
     """The closed form against trying every aligned start over three shards."""
     lo, shard_numel = start * ALIGNMENT, shard * ALIGNMENT
@@ -231,6 +225,81 @@ def test_work_on_a_hopeless_unit_is_bounded(monkeypatch):
     assert placed < 2 * work + rounds * 24 * len(shapes)
 
 
+EXACT = {
+    "rows of 12 beside rows of 100,000, which are split": (
+        (((3, 100000), (7, 12)), 16, 1),
+        [(18800, [(0, 0, 25), (1, 300000, 12)])],
+    ),
+    "rows that share a granule": ((((400, 9600), (300, 1600)), 64, 1), [(68800, [(0, 0, 1600), (1, 3840000, 1600)])]),
+    "blocks of 32 rows, and of fewer": (
+        (((1000, 64), (64, 1000), (31,), (3, 100)), 7, 32),
+        [(10240, [(0, 0, 2048), (3, 64000, 300), (2, 64304, 1)]), (10000, [(1, 0, 2000)])],
+    ),
+    "unrelated rows": (
+        (((64, 257), (96, 1000), (31, 768), (1000, 7), (7,)), 32, 1),
+        [(4000, [(1, 0, 1000), (4, 96000, 1), (3, 96080, 7), (0, 103088, 1)]), (768, [(2, 0, 768)])],
+    ),
+    "unrelated blocks on 100 ranks": (
+        (((96, 1000), (31, 768), (128, 100), (1024, 3)), 100, 2),
+        [(1200, [(2, 0, 200), (0, 12800, 25), (3, 108816, 6)]), (288, [(1, 0, 96)])],
+    ),
+    "a block of T5-base on 1,024 ranks: one matrix in half rows": (
+        (((768, 768),) * 4 + ((3072, 768), (768, 3072), (768,), (768,)), 1024, 1),
+        [
+            (4608, [(5, 0, 1536), (4, 2359296, 768)]),
+            (2304, [(0, 0, 768), (1, 589824, 768), (2, 1179648, 768), (3, 1769472, 768)]),
+            (16, [(6, 0, 1), (7, 768, 1)]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_plans_stay_as_they_are(name):
+    """Shard sizes, and index, start and granule of each parameter; another plan has other memory and messages."""
+    (shapes, world_size, rows), expected = EXACT[name]
+    lanes = fresh_plan(shapes, world_size, rows).lanes
+    assert [(one.shard_numel, [(p.index, p.start, p.granule) for p in one.placements]) for one in lanes] == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "numel", "granule", "kept"),
+    [
+        (5, 15, 7, True),  # no boundary inside
+        (5, 30, 15, True),  # one, after a granule
+        (5, 30, 10, False),
+        (0, 50, 10, True),  # two
+        (5, 50, 15, False),  # only the first of two
+        (5, 35, 15, True),  # the second one is the end
+    ],
+)
+def test_boundaries_of_shards_of_20_keep_a_granule(start, numel, granule, kept):
+    assert plan._keeps(start, numel, granule, shard_numel=20) is kept
+
+
+def test_a_granule_too_coarse_for_any_shard_is_divided_by_the_smallest_prime():
+    item = plan._Item(index=0, numel=12, row_numel=6, preferred=6, granule=6)
+    assert plan._fit_shard(item, 4).granule == 3
+
+
+@pytest.mark.parametrize(("value", "factors"), [(2, (2,)), (7, (7,)), (49, (7,)), (4800, (2, 3, 5)), (2 * 97, (2, 97))])
+def test_prime_factors_come_once_each_and_ascend(value, factors):
+    assert plan._prime_factors(value) == factors
+
+
+def test_parameters_with_a_finer_granule_than_preferred_count_as_split():
+    lane = plan_unit(((100, 48), (100,)), 4)
+    assert plan._split_numel(lane, [48, 1]) == 0
+    assert plan._split_numel(lane, [96, 1]) == 4800
+
+
+def test_no_shard_size_is_tried_twice():
+    items = [plan._item(index, (600, row), 1) for index, row in enumerate((96, 48, 32))]
+    sizes = list(plan._first_shards(items, 4, 200_000))
+    assert sizes
+    assert len(set(sizes)) == len(sizes)
+
+
 def test_no_parameters_are_refused():
     with pytest.raises(WrapError, match="at least one parameter"):
         plan_unit((), 2)
@@ -249,3 +318,9 @@ def test_a_world_of_no_ranks_is_refused():
 def test_blocks_of_no_rows_are_refused():
     with pytest.raises(ConfigError, match="got 0"):
         plan_unit(((3, 4),), 2, block_rows=0)
+
+
+@pytest.mark.parametrize(("largest_shard", "too_coarse"), [(4800, False), (4799, True)])
+def test_a_shard_of_one_granule_is_large_enough_for_it(largest_shard, too_coarse):
+    item = plan._Item(index=0, numel=2 * 4800, row_numel=4800, preferred=4800, granule=4800)
+    assert plan._too_coarse(item, largest_shard) is too_coarse

@@ -2,8 +2,7 @@
 
 from math import prod
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fullshard.layout import ShardMeta, plan_unit
 

@@ -3,8 +3,7 @@
 from math import prod
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fullshard.errors import InvariantError
 from fullshard.layout import ShardMeta, along_rows, by_block, elementwise, on_all_owners, plan_unit

@@ -11,8 +11,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from fullshard import fully_shard
 from fullshard.comm import MemoryMeter
 from fullshard.errors import ModelError
-from fullshard.models import PLAIN, Objective, fuse_head, fused_head_of, model_loss, summed_loss
-from fullshard.models import loss as loss_module
+from fullshard.models import PLAIN, Objective, fuse_head, fused_head_of, loss as loss_module, model_loss, summed_loss
 from fullshard.testing import run_ranks
 from support.models import VOCAB, bart, gpt2, t5, t5_untied
 from support.parity import assert_gradients, replicas, sharded_gradients

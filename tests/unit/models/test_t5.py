@@ -8,10 +8,7 @@ from torch import nn
 from transformers import MT5Config, MT5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
 
 from fullshard.errors import ModelError
-from fullshard.models import (
-    require_fp16_fit,
-    set_attention_dropout,
-)
+from fullshard.models import require_fp16_fit, set_attention_dropout
 from support.models import bart, gpt2, t5, tiny_t5_config
 
 TINY = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.3}
@@ -46,10 +43,7 @@ def test_attention_dropout_is_that_of_attention_weights_and_no_other():
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: MT5ForConditionalGeneration(MT5Config(**TINY)),
-        lambda: UMT5ForConditionalGeneration(UMT5Config(**TINY)),
-    ],
+    [lambda: MT5ForConditionalGeneration(MT5Config(**TINY)), lambda: UMT5ForConditionalGeneration(UMT5Config(**TINY))],
 )
 def test_attention_dropout_knows_t5s_kin(make):
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from fullshard import fully_shard, step_in_backward
 from fullshard.errors import ConfigError
 from fullshard.optim.groups import decay_groups
 from fullshard.optim.muon.muon_groups import muon_groups
+from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 from support.optimizers import copies, zoo
 
@@ -63,7 +64,7 @@ def test_groups_are_the_same_on_every_rank_before_and_after_sharding(choice):
         assert names_of(after, model) == expected
         for old, new in zip(before, after, strict=True):
             assert all(a is b for a, b in zip(old["params"], new["params"], strict=True))
-        return sum(param.numel() == 0 for param in model.parameters())
+        return sum(rows_of(param).numel() == 0 for param in model.parameters())
 
     assert sum(run_ranks(4, work)) > 4  # ranks that hold no rows of a parameter have it in its group
 
@@ -90,7 +91,7 @@ def test_a_function_that_looks_at_a_ranks_rows_is_told_on_every_rank():
     def work(comm):
         model = fully_shard(models[comm.rank], comm)
         with pytest.raises(ConfigError, match=r"different results for .* on rank 0 and on rank 1"):
-            decay_groups(model, 0.1, no_decay=lambda name, param: param.numel() < 100)
+            decay_groups(model, 0.1, no_decay=lambda name, param: rows_of(param).numel() < 100)
         return len(decay_groups(model, 0.1, no_decay=lambda name, param: param.ndim < 2))
 
     assert run_ranks(2, work) == [2, 2]

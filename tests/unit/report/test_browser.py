@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from fullshard.report import write_report
-from support.report_run import write_finished
+from support.report_run import write_finished, write_small
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +55,25 @@ def test_light_and_dark_look_different(run):
         pictures.append((run / f"{name}.png").read_bytes())
     assert all(len(picture) > 50_000 for picture in pictures)
     assert pictures[0] != pictures[1]
+
+
+@pytest.mark.parametrize("write", [write_finished, write_small])
+def test_the_ticks_of_an_axis_are_told_apart(run, write, tmp_path):
+    """Of three steps, a rate of 1e-5, a share of 0.1 % or 30 KiB, some were all labelled 0 or 1."""
+    write(tmp_path)
+    write_report(tmp_path)
+    drawn = browse(tmp_path, LIGHT, "--dump-dom").stdout
+    axes = re.findall(r'<g class="([xy])axislayer-above">(.*?)</g></g>', drawn)
+    assert len(axes) >= 16
+    for axis, labels in ((axis, re.findall(r"<text[^>]*>(.*?)</text>", ticks)) for axis, ticks in axes):
+        assert len(set(labels)) == len(labels) >= 2, (axis, labels)
+    for labels in step_labels(drawn):
+        assert labels
+        assert all(label.replace(",", "").isdecimal() for label in labels), labels
+
+
+def step_labels(drawn):
+    """The labels of each axis of steps."""
+    for chart in drawn.split('class="js-plotly-plot"')[1:]:
+        if re.search(r'class="xtitle"[^>]*>step<', chart):
+            yield re.findall(r'class="xtick"><text[^>]*>(.*?)</text>', chart)

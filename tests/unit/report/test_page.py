@@ -13,8 +13,9 @@ from fullshard.report import figures, page, write_report
 from fullshard.report.curves import MOST_POINTS, smooth, thin
 from fullshard.report.files import read_run
 from fullshard.report.look import STYLE
+from fullshard.report.numbers import duration, memory_unit, number, share, shown
 from fullshard.report.page import MOST_RANKS, headline, make_page
-from support.report_run import NASTY, UNITS, make_trace, write_finished, write_unfinished
+from support.report_run import NASTY, UNITS, make_trace, write_finished, write_small, write_unfinished
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -211,6 +212,15 @@ def test_a_run_before_its_first_step_has_a_page(tmp_path):
     assert "No step has been recorded yet." in made(tmp_path).text()
 
 
+def test_losses_name_the_steps_they_are_of(tmp_path):
+    write_finished(tmp_path)
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"best_step": 30}))
+    text = made(tmp_path).text()
+    assert "per target token, last step (40)" in text
+    assert "per target token, step 30" in text
+
+
 def test_a_run_under_way_shows_its_best_evaluation(tmp_path):
     write_finished(tmp_path)
     (tmp_path / "summary.json").unlink()
@@ -307,3 +317,27 @@ def page_parser():
     parser = argparse.ArgumentParser()
     verb.add_parser(parser.add_subparsers())
     return parser
+
+
+def test_small_numbers_are_readable():
+    assert [number(value) for value in (12_345.6, 12.34, 4.125, 0.05, 0.0, -0.0123)] == [
+        "12,345.6", "12.3", "4.12", "0.05", "0", "-0.0123"
+    ]  # fmt: skip
+    assert [number(value, 4) for value in (1.125, 3.03e-4)] == ["1.1250", "0.000303"]
+    assert [number(value, 0) for value in (12_345.6, 3.2)] == ["12,346", "3.2"]
+    assert [duration(value) for value in (3_725, 83, 0.25, 0.002)] == ["1 h 02 min", "1 min 23 s", "0.2 s", "2 ms"]
+    assert [share(value) for value in (0.0825, 1e-4, 0)] == ["8.2%", "<0.1%", "0.0%"]
+    assert [memory_unit([size])[0] for size in (1 << 19, 1 << 20, 0)] == ["KiB", "MiB", "KiB"]
+    assert shown(1.00052) == 1.00052
+
+
+def test_a_run_of_a_few_small_steps_says_its_numbers(tmp_path):
+    write_small(tmp_path)
+    found = made(tmp_path)
+    for text in ("0.000303", "20 ms", "3.2", "61.0 KiB"):
+        assert text in found.text(), text
+    layouts = [one["layout"] for choices in found.figures().values() for one in choices]
+    steps = [layout["xaxis"] for layout in layouts if layout["xaxis"]["title"]["text"] == "step"]
+    assert len(steps) >= 6
+    assert all(axis["dtick"] == 1 for axis in steps)
+    assert {layout["xaxis"]["title"]["text"] for layout in layouts} >= {"KiB"}

@@ -1,6 +1,5 @@
 """Checkpoints of odd models, in odd places and at odd moments: what cannot be kept right is refused, never lost."""
 
-import hashlib
 import json
 import threading
 
@@ -11,8 +10,10 @@ from torch import nn
 
 from fullshard import Checkpoints, fully_shard, load_checkpoint, save
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.saving import checkpoints
 from fullshard.storage import CheckpointReader, Piece, find_checkpoints, read_index, writer
 from fullshard.testing import run_ranks
+from support.forged import as_version_1, forge_completion, forge_index
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas
 
@@ -140,16 +141,18 @@ def test_a_checkpoint_that_was_moved_and_linked_keeps_no_run_from_going_on(step,
 def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path):
     path = tmp_path / "checkpoints" / "step-00000001"
 
+    def elsewhere(values):
+        for entry in values["tensors"].values():
+            for piece in entry["pieces"]:
+                piece[0] = "../../other.safetensors"
+
     def work(model, comm):
         with Checkpoints(path.parent, ranks=comm) as checkpoints:
             checkpoints.save(model, step=1)
         (path / "shard-00000-of-00001.safetensors").rename(tmp_path / "other.safetensors")
-        text = (path / "index.json").read_text().replace("shard-00000-of-00001", "../../other")
-        (path / "index.json").write_text(text)
-        hashed = {"index_sha256": hashlib.sha256(text.encode()).hexdigest(), "files": {"index.json": len(text)}}
-        done = json.loads((path / "complete.json").read_text()) | hashed
-        (path / "complete.json").write_text(json.dumps(done))
-        with pytest.raises(CheckpointError, match=r"other\.safetensors, which is not a file of the checkpoint"):
+        forge_index(path, elsewhere)
+        forge_completion(path, lambda done: done["files"].pop("shard-00000-of-00001.safetensors") and None)
+        with pytest.raises(CheckpointError, match=r"other\.safetensors', which is not a file of the checkpoint"):
             load_checkpoint(model, None, path)
 
     on_ranks(1, work)
@@ -169,7 +172,13 @@ def test_one_rank_without_host_memory_ends_the_save_on_every_rank(tmp_path, monk
     on_ranks(2, work)
 
 
-def test_after_an_error_nothing_is_written_once_the_lock_is_free(tmp_path, monkeypatch):
+def fails_with(error, directory, model, comm):
+    with Checkpoints(directory, ranks=comm) as checkpoints:
+        checkpoints.save(model, step=1, background=True)
+        raise error
+
+
+def test_after_ctrl_c_nothing_is_written_once_the_lock_is_free(tmp_path, monkeypatch):
     threads, real = [], writer.Save._write_mine
 
     def never_on_rank_1(save):
@@ -180,17 +189,37 @@ def test_after_an_error_nothing_is_written_once_the_lock_is_free(tmp_path, monke
     monkeypatch.setattr(writer.Save, "_write_mine", never_on_rank_1)
 
     def work(model, comm):
-        def fail():
-            with Checkpoints(tmp_path, ranks=comm) as checkpoints:
-                checkpoints.save(model, step=1, background=True)
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            fail()
+        with pytest.raises(KeyboardInterrupt):
+            fails_with(KeyboardInterrupt, tmp_path, model, comm)
         return comm.rank or threads[0].is_alive()
 
     assert on_ranks(2, work) == [False, 1]
     assert find_checkpoints(tmp_path) == []
+
+
+def test_a_save_that_is_under_way_when_training_fails_ends_first(tmp_path, monkeypatch):
+    """Also if another rank has not written its part yet: here it does so only once rank 0 waits for it."""
+    waits, write, poll = threading.Event(), writer.Save._write_mine, writer.Save.poll
+
+    def late_on_rank_1(save):
+        if save.job.rank == 1:
+            waits.wait()
+        write(save)
+
+    def polled(save, seconds):
+        if save.job.rank == 0:
+            waits.set()
+        return poll(save, seconds)
+
+    monkeypatch.setattr(writer.Save, "_write_mine", late_on_rank_1)
+    monkeypatch.setattr(writer.Save, "poll", polled)
+
+    def work(model, comm):
+        with pytest.raises(ZeroDivisionError):
+            fails_with(ZeroDivisionError, tmp_path, model, comm)
+
+    on_ranks(2, work)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000001"]
 
 
 def test_after_going_back_the_new_checkpoints_are_the_newest(tmp_path):
@@ -233,10 +262,10 @@ def best_of(directory, **options):
 
 def forget_direction(directory):
     """As an earlier version wrote its checkpoints."""
+    later = ("greater_is_better", "sha256")
     for path in directory.glob("step-*"):
-        values = json.loads((path / "complete.json").read_text())
-        del values["greater_is_better"], values["sha256"]
-        (path / "complete.json").write_text(json.dumps(values))
+        as_version_1(path)
+        forge_completion(path, lambda done: json.dumps({name: done[name] for name in done if name not in later}))
 
 
 def test_of_a_loss_the_smallest_is_the_best_and_kept_and_known_later(tmp_path):
@@ -340,3 +369,69 @@ def test_a_buffer_that_no_file_holds_is_refused_by_name_with_the_remedy(backgrou
             checkpoints.save(model, step=1, background=background)
 
     on_ranks(2, work, lambda: Buffers(values=torch.zeros(3, dtype=torch.complex128)))
+
+
+@pytest.mark.parametrize("with_block", [True, False])
+def test_a_foreground_save_that_is_interrupted_commits_nothing(tmp_path, monkeypatch, with_block):
+    """Its thread reads the shards, which may change as soon as save() has raised."""
+    raised, write, saves = threading.Event(), writer.Save._write_mine, []
+
+    def late(save):
+        saves.append(save)
+        raised.wait()
+        write(save)
+
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer.Save, "_write_mine", late)
+    monkeypatch.setattr(checkpoints, "await_all", interrupted)
+
+    def save(model, comm):
+        made = Checkpoints(tmp_path, ranks=comm)
+        try:
+            made.save(model, step=5)
+        except KeyboardInterrupt as error:
+            raised.set()
+            if with_block:
+                made.__exit__(KeyboardInterrupt, error, None)
+            raise
+
+    def work(model, comm):
+        with pytest.raises(KeyboardInterrupt):
+            save(model, comm)
+
+    on_ranks(1, work)
+    saves[0]._thread.join()
+    assert find_checkpoints(tmp_path) == []
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("first", [ValueError, KeyboardInterrupt])
+def test_ctrl_c_while_an_error_waits_for_the_save_frees_the_directory(tmp_path, monkeypatch, first):
+    waits, write, poll = threading.Event(), writer.Save._write_mine, writer.Save.poll
+
+    def late(save):
+        waits.wait()
+        write(save)
+
+    def polled(save, seconds):
+        monkeypatch.setattr(writer.Save, "poll", poll)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer.Save, "_write_mine", late)
+
+    def work(model, comm):
+        with Checkpoints(tmp_path, ranks=comm) as checkpoints:
+            checkpoints.save(model, step=1, background=True)
+            monkeypatch.setattr(writer.Save, "poll", polled)
+            threading.Timer(0.2, waits.set).start()
+            raise first
+
+    def interrupted(model, comm):
+        with pytest.raises(KeyboardInterrupt):
+            work(model, comm)
+        Checkpoints(tmp_path, ranks=comm).close()  # not locked
+
+    on_ranks(1, interrupted)
+    assert find_checkpoints(tmp_path) == []

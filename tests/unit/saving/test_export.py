@@ -1,6 +1,7 @@
 """An exported checkpoint is the model that was saved, to the bit, and a LoRA adapter is what peft makes of it."""
 
 import json
+import shutil
 import warnings
 
 import pytest
@@ -14,7 +15,7 @@ from fullshard import Checkpoints, MixedPrecision, fully_shard, save
 from fullshard.comm import MemoryMeter
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.saving import export as exporting
-from fullshard.saving.export import ExportOptions, choose_checkpoint, export
+from fullshard.saving.export import ExportOptions, choose_checkpoint, describe_choice, export
 from fullshard.testing import run_ranks
 from support.models import bart, gpt2, t5, t5_untied
 from support.parity import replicas
@@ -126,11 +127,18 @@ def test_which_checkpoint(tmp_path):
     run = tmp_path / "run"
     checkpoints = run / "checkpoints"
     save_checkpoint(1, t5, checkpoints, assets=None, steps=(1, 2, 3, 4))
-    (checkpoints / "step-00000004" / "complete.json").unlink()  # torn
+    torn = checkpoints / "step-00000004"
     for path in (run, checkpoints):
-        assert choose_checkpoint(path) == checkpoints / "step-00000003"
-        assert choose_checkpoint(path, "latest") == checkpoints / "step-00000003"
+        assert choose_checkpoint(path) == torn
+        assert choose_checkpoint(path, "latest") == torn
         assert choose_checkpoint(path, "best") == checkpoints / "step-00000002"
+    (torn / "complete.json").unlink()
+    for path in (run, checkpoints):
+        for which in (None, "latest"):
+            with pytest.raises(CheckpointError, match=rf"step-00000004 is the newest .* {checkpoints}/step-00000003\."):
+                choose_checkpoint(path, which)
+        with pytest.raises(CheckpointError, match=rf"step-00000004 may be the best .* {checkpoints}/step-00000002: "):
+            choose_checkpoint(path, "best")
         assert choose_checkpoint(path, "1") == checkpoints / "step-00000001"
     assert choose_checkpoint(checkpoints / "step-00000002") == checkpoints / "step-00000002"
     with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 4 in .*; there are 1, 2, 3\."):
@@ -141,11 +149,39 @@ def test_which_checkpoint(tmp_path):
         choose_checkpoint(run, "lastest")
 
 
+def test_a_finished_run_exports_its_own_model(tmp_path):
+    """That of its best step by its summary, also where the metrics of checkpoints would choose another."""
+    run = tmp_path / "run"
+    checkpoints = run / "checkpoints"
+    save_checkpoint(1, t5, checkpoints, assets=None, steps=(1, 2, 3))
+    (run / "summary.json").write_text('{"metric": "exact_match", "best_step": 1}')
+    assert choose_checkpoint(run) == checkpoints / "step-00000003"  # not finished: the summary is an earlier run's
+    (checkpoints / "finished.json").write_text("{}")
+    assert choose_checkpoint(run) == checkpoints / "step-00000001"
+    assert choose_checkpoint(run, "latest") == choose_checkpoint(checkpoints) == checkpoints / "step-00000003"
+    for step, text in (
+        (1, "; the best)"),
+        (2, "; not the best, which is step-00000001)"),
+        (3, "; the latest, not the best, "),
+    ):
+        described = describe_choice(checkpoints / f"step-{step:08d}")
+        assert described.startswith(f"step {step} (exact_match -")
+        assert text in described
+    shutil.rmtree(checkpoints / "step-00000001")
+    with pytest.raises(CheckpointError, match=r"step 1, the best by exact_match, .* there are 2, 3\. That model is in"):
+        choose_checkpoint(run)
+    (run / "summary.json").write_text('{"metric": null, "best_step": 3}')
+    assert choose_checkpoint(run) == checkpoints / "step-00000003"
+    assert describe_choice(checkpoints / "step-00000003").endswith(
+        "; the latest, not the best, which is step-00000002)"
+    )
+
+
 def test_no_checkpoint_to_choose(tmp_path):
     with pytest.raises(CheckpointError, match="There is no"):
         choose_checkpoint(tmp_path / "none")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
         choose_checkpoint(tmp_path / "run")
     save_checkpoint(1, t5, tmp_path / "run" / "checkpoints", assets=None, steps=(4,))
     with pytest.raises(CheckpointError, match=r"None of the 1 checkpoints .* metric"):

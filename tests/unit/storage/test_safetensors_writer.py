@@ -120,7 +120,7 @@ A, B = ("a", 0, 2), ("b", 0, 6)
         ([A, ("b", 0, 4), ("b", 3, 6)], "elements 3 to 6 of tensor 'b' were written before"),
         ([A, ("b", 3, 4), ("b", 2, 5)], "elements 2 to 5 of tensor 'b' were written before"),
         ([A, ("b", 0, 2), ("b", 4, 6), ("b", 2, 5)], "elements 2 to 5 of tensor 'b' were written before"),
-        ([A, B, ("c", 0, 1)], "'c' is not one of the 2"),
+        ([A, B, ("c", 0, 1)], "'c' was not announced; 2 others were"),
         ([A, ("b", 4, 7)], r"shape \(3,\) from element 4 on does not fit tensor 'b' of shape \(3, 2\)"),
         ([A, ("b", -1, 2)], "from element -1 on does not fit"),
     ],

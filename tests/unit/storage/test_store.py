@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.storage.store import Completion, parse_completion, rank_by_metric
+from fullshard.storage.completion import Completion, parse_completion
+from fullshard.storage.store import rank_by_metric
 
 
 def found(*metrics):
@@ -36,5 +37,6 @@ def test_the_best_comes_first(metrics, otherwise, steps, recorded):
 
 
 def test_a_marker_of_a_later_version_is_read():
-    text = '{"step": 3, "metric": 0.5, "index_sha256": "", "files": {}, "greater_is_better": false, "colour": "red"}'
-    assert parse_completion(text) == Completion(3, 0.5, "", {}, greater_is_better=False)
+    digest = "0" * 64
+    text = f'{{"step":3,"metric":0.5,"index_sha256":"{digest}","files":{{}},"greater_is_better":false,"colour":"red"}}'
+    assert parse_completion(text.encode()) == Completion(3, 0.5, digest, {}, greater_is_better=False)

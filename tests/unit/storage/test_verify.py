@@ -11,9 +11,9 @@ from fullshard import Checkpoints, fully_shard
 from fullshard.errors import CheckpointError
 from fullshard.storage import read_index, shard_file, verify
 from fullshard.storage.kinds import Kind
-from fullshard.storage.store import write_completion
 from fullshard.storage.verify import verify as verify_path
 from fullshard.testing import run_ranks
+from support.forged import as_version_1, forge_completion, forge_index
 from support.models import t5
 from support.parity import replicas
 
@@ -140,15 +140,6 @@ def test_a_cut_index_is_told_and_headers_are_still_checked(checkpoint):
     assert [problem.file for problem in problems_of(checkpoint)] == ["index.json", SECOND]
 
 
-def rewrite_index(checkpoint, change):
-    """Change the index and mark it as what was written."""
-    values = json.loads((checkpoint / "index.json").read_text())
-    change(values["tensors"])
-    (checkpoint / "index.json").write_text(json.dumps(values, separators=(",", ":")))
-    (checkpoint / "complete.json").unlink()
-    write_completion(checkpoint, 1, None)
-
-
 @pytest.mark.parametrize(
     ("change", "file", "text"),
     [
@@ -162,7 +153,7 @@ def rewrite_index(checkpoint, change):
     ids=["gap", "dtype", "checksums", "file", "name", "extra"],
 )
 def test_an_index_that_does_not_fit_the_files(change, file, text, checkpoint):
-    rewrite_index(checkpoint, change)
+    forge_index(checkpoint, lambda values: change(values["tensors"]) and None)
     assert any(problem.file == file and text in problem.text for problem in problems_of(checkpoint))
 
 
@@ -180,9 +171,8 @@ def test_the_marker_and_the_small_files(checkpoint):
 def test_small_files_of_an_earlier_version_are_said_to_have_no_checksums(checkpoint):
     (whole,) = verify_path(checkpoint).results
     assert whole.unhashed == ()
-    values = json.loads((checkpoint / "complete.json").read_text())
-    del values["sha256"]
-    (checkpoint / "complete.json").write_text(json.dumps(values))
+    as_version_1(checkpoint)
+    forge_completion(checkpoint, lambda done: json.dumps({name: done[name] for name in done if name != "sha256"}))
     (result,) = verify_path(checkpoint).results
     assert (result.unhashed, result.problems) == (("model/config.json",), ())
     assert result.as_dict()["files_without_checksums"] == ["model/config.json"]

@@ -1,11 +1,29 @@
-"""Accelerate's ``Accelerator`` and ``FullyShardedDataParallelPlugin`` on fullshard's engine.
+"""The accelerate library with its ``Accelerator`` and ``FullyShardedDataParallelPlugin`` on fullshard's engine.
 
-A script changes ``from accelerate import Accelerator`` to ``from fullshard.compat.accelerate import Accelerator``.
-Sharding, clipping, loss scaling and saving are fullshard's; everything else (data loaders, gathering of values,
-trackers, printing) is the accelerate library's. ``torch.distributed.fsdp`` is not used.
+A script changes ``accelerate`` to ``fullshard.compat.accelerate`` in its imports: ``from fullshard.compat.accelerate
+import Accelerator``, ``from fullshard.compat.accelerate.utils import set_seed``. Sharding, clipping, loss scaling and
+saving are fullshard's; everything else (data loaders, gathering of values, trackers, printing) is the accelerate
+library's. ``torch.distributed.fsdp`` is not used.
 """
 
-from fullshard.compat.accelerate.accelerator import Accelerator
-from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
+from typing import Any
 
-__all__ = ["Accelerator", "FullyShardedDataParallelPlugin"]
+import accelerate as _library
+
+from fullshard.compat.accelerate.accelerator import Accelerator
+from fullshard.compat.accelerate.package import install as _install, name_of as _name_of
+from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
+from fullshard.compat.accelerate.replaced import PartialState
+
+__all__ = ["Accelerator", "FullyShardedDataParallelPlugin", "PartialState"]
+
+_install()
+
+
+def __getattr__(name: str) -> Any:
+    """Return any other public name or module of Accelerate."""
+    return _name_of(_library.__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_library)})

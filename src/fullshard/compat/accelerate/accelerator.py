@@ -26,12 +26,13 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState as _PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.comm import join_alone
+from fullshard.comm import Comm, axes_of, join_alone
 from fullshard.compat.accelerate import saving
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
 from fullshard.compat.accelerate.prepare import (
@@ -50,12 +51,15 @@ from fullshard.optim import Places, ShardedGradScaler, clip_grad_norm_, repoint
 _library: Any = accelerate  # untyped: its annotations allow None where it is never None here
 _FSDP = DistributedType.FSDP
 _USE_FSDP = "ACCELERATE_USE_FSDP"
-_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
-_OTHERS_BY_ENVIRONMENT = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
-}
+_USE_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin")
+_OTHERS_BY_ENVIRONMENT = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
+
+
+class _State(AcceleratorState):
+    """The library's state, which all Accelerators of a process share, with a plugin of this Accelerator alone."""
+
+    __slots__ = ("fsdp_plugin",)
 
 
 class Accelerator(_library.Accelerator):
@@ -68,19 +72,24 @@ class Accelerator(_library.Accelerator):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Create it with the library's arguments; ``fsdp_plugin`` is this package's plugin.
+        """Create it with the library's arguments; ``fsdp_plugin`` is this package's plugin or Accelerate's.
+
+        Without a plugin, a later Accelerator of this process uses that of the first.
 
         Raises:
-            ConfigError: Another kind of sharding or fp8 is requested; or the plugin is another package's, or differs
-                from that of an earlier Accelerator of this process.
+            ConfigError: Another kind of sharding or fp8 is requested; or ``parallelism_config`` has other axes than
+                ``dp_replicate`` and ``dp_shard``, or not as many ranks as there are.
         """
         given = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs).arguments
         given.pop("self")
         _refuse_others(given)
         plugin = _plugin(given.pop("fsdp_plugin", None))
+        parallelism = _parallelism(given.pop("parallelism_config", None))
         if not torch.cuda.is_available():
             given["cpu"] = True  # otherwise the library treats torchrun's ranks as single processes
-        with _without_fsdp():
+            if _PartialState._shared_state.get("backend", "") is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                _PartialState._reset_state()  # it does so already, as TrainingArguments() without use_cpu asked it to
+        with _hidden_from_the_library():
             super().__init__(**given)
         if self.mixed_precision == "fp8":
             raise ConfigError("mixed_precision must be no, bf16 or fp16; fp8 is not supported.")
@@ -88,9 +97,12 @@ class Accelerator(_library.Accelerator):
             warnings.warn("DistributedDataParallelKwargs has no effect: models are sharded, not DDP.", stacklevel=2)
         os.environ[_USE_FSDP] = "true"
         self._ranks = join_alone(self.device)
-        for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        for state in (_PartialState._shared_state, AcceleratorState._shared_state):
             state["distributed_type"] = _FSDP
+        AcceleratorState._shared_state.setdefault("fsdp_plugin", plugin)
+        self.state: Any = _State()
         self.state.fsdp_plugin = plugin
+        self._mesh = self._mesh_of(parallelism)
         if self.mixed_precision != "no":
             plugin.set_mixed_precision(self.mixed_precision)
         self.native_amp = self.mixed_precision != "no"
@@ -99,6 +111,31 @@ class Accelerator(_library.Accelerator):
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = ShardedGradScaler(self.device.type, **options)
         self._places: list[Places] = []
+
+    def _mesh_of(self, parallelism: ParallelismConfig | None) -> tuple[Comm, Comm] | None:
+        """Return the axes ``dp_replicate`` and ``dp_shard``; None: all ranks shard, or as the plugin says.
+
+        Every rank calls it.
+        """
+        if parallelism is None:
+            return None
+        size = parallelism.data_parallel_size
+        if size != self._ranks.size:
+            raise ConfigError(
+                f"parallelism_config has {parallelism.dp_replicate_size} x {parallelism.dp_shard_size} = {size} ranks "
+                f"(dp_replicate_size x dp_shard_size), and there are {self._ranks.size}. Change a size, or start "
+                f"{size} ranks."
+            )
+        self.state.parallelism_config = parallelism
+        self.state.device_mesh = parallelism.get_device_mesh(self.device.type)
+        if not parallelism.dp_replicate_enabled:
+            return None
+        return axes_of(self._ranks, parallelism.dp_shard_size or 1)
+
+    @property
+    def should_save_model(self) -> bool:
+        """True on the first process of each machine, also with a ``parallelism_config``."""
+        return self.state.is_local_main_process
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Shard models, point optimizers at the shards, and prepare the rest as the library does; every rank calls it.
@@ -153,7 +190,7 @@ class Accelerator(_library.Accelerator):
             upcast_trainable(model, warn=self.is_main_process, values=counts)
         with self._compiling_blocks(model, plugin, ready=ready):
             super().prepare_model(inner, device_placement=False, evaluation_mode=True)
-        sharded = model if ready else shard(inner, plugin, self._ranks)
+        sharded = model if ready else shard(inner, plugin, self._ranks, self._mesh)
         self._models[-1] = sharded
         make_collective(unwrapped(sharded), writes=self.is_main_process)
         for optimizer in self._optimizers:
@@ -284,18 +321,33 @@ def _as_list(parameters: Any) -> list[Any]:
 
 
 def _plugin(given: Any) -> FullyShardedDataParallelPlugin:
-    """Return the given plugin, that of an earlier Accelerator, or one made from the environment."""
-    earlier = AcceleratorState._shared_state.get("fsdp_plugin")
-    if given is not None and not isinstance(given, FullyShardedDataParallelPlugin):
+    """Return the given plugin, that of the first Accelerator, or one made from the environment."""
+    if given is None:
+        return AcceleratorState._shared_state.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
+    if isinstance(given, accelerate.FullyShardedDataParallelPlugin):
+        return FullyShardedDataParallelPlugin.of(given)
+    if not isinstance(given, FullyShardedDataParallelPlugin):
+        raise ConfigError(f"fsdp_plugin must be a FullyShardedDataParallelPlugin; got {type(given).__name__}.")
+    return given
+
+
+def _parallelism(given: ParallelismConfig | None) -> ParallelismConfig | None:
+    """Return the given config, or that of the environment; None if it has one rank, as in Accelerate.
+
+    Raises:
+        ConfigError: It has other axes than those of data parallelism.
+    """
+    if given is None and os.environ.get(_USE_PARALLELISM, "false").lower() == "true":
+        given = ParallelismConfig()
+    if given is None or given.total_size == 1:
+        return None
+    others = [f"{axis}_size={size}" for axis in ("tp", "cp", "sp") if (size := getattr(given, f"{axis}_size")) > 1]
+    if others:
         raise ConfigError(
-            "fsdp_plugin must be a FullyShardedDataParallelPlugin of fullshard.compat.accelerate; got "
-            f"{type(given).__name__} of {type(given).__module__}. Change that import too."
+            f"fullshard's Accelerator shards and replicates models: parallelism_config takes dp_shard_size and "
+            f"dp_replicate_size; got {', '.join(others)}. Leave that out."
         )
-    if earlier is not None and given is not None and given is not earlier:
-        raise ConfigError(
-            "This process already has an Accelerator with another fsdp_plugin. Pass the same plugin, or none."
-        )
-    return earlier or given or FullyShardedDataParallelPlugin()
+    return given
 
 
 def _refuse_others(given: dict[str, Any]) -> None:
@@ -309,11 +361,10 @@ def _refuse_others(given: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _without_fsdp() -> Iterator[None]:
-    """Hide from the library that FSDP is requested."""
-    before = os.environ.pop(_USE_FSDP, None)
+def _hidden_from_the_library() -> Iterator[None]:
+    """Hide from the library that FSDP and a parallelism config are requested."""
+    before = {name: os.environ.pop(name) for name in (_USE_FSDP, _USE_PARALLELISM) if name in os.environ}
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[_USE_FSDP] = before
+        os.environ.update(before)

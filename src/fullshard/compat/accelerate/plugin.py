@@ -130,6 +130,20 @@ class FullyShardedDataParallelPlugin:
         if not self.limit_all_gathers:
             _without_effect("limit_all_gathers=False", "gathered memory is always bounded")
 
+    @classmethod
+    def of(cls, given: Any) -> FullyShardedDataParallelPlugin:
+        """Convert Accelerate's own plugin.
+
+        Raises:
+            ConfigError: A field has an unsupported value.
+        """
+        values = {f.name: getattr(given, f.name) for f in dataclasses.fields(cls) if hasattr(given, f.name)}
+        # Accelerate completes these two of torch's when the model is known; set_auto_wrap_policy does so with ours.
+        words = {own.__name__: word for word, own in _POLICIES.items() if own is not None}
+        policy = values["auto_wrap_policy"]
+        values["auto_wrap_policy"] = words.get(getattr(policy, "__name__", ""), policy)
+        return cls(**values)
+
     @property
     def _mixed_precision_class(self) -> type[Any]:
         return MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
@@ -160,7 +174,7 @@ class FullyShardedDataParallelPlugin:
             ("backward_prefetch", "the next unit is always gathered before the current one's backward"),
             ("use_orig_params", "parameters are always the original ones"),
             ("param_init_fn", "modules on the meta device initialize themselves when they are sharded"),
-            ("sync_module_states", "ranks that hold different values raise an error"),
+            ("sync_module_states", "ranks that hold different values take rank 0's in any case"),
             ("forward_prefetch", "the next unit is always gathered ahead in forward"),
         ):
             if getattr(self, field) is not None:
@@ -270,8 +284,8 @@ class FullyShardedDataParallelPlugin:
                 {c.__name__ for c in classes if classes.count(c) > 1 and not c.__module__.startswith("torch.")}
             )
             raise WrapError(
-                f"transformer_cls_names_to_wrap has {name}, but {type(module).__name__} has no such module. Its "
-                f"repeated classes are: {', '.join(repeated) or 'only those of torch'}."
+                f"transformer_cls_names_to_wrap has {name}, but {type(module).__name__} has no such module. "
+                f"Classes that it has more than once: {', '.join(repeated) or 'only those of torch'}."
             )
         return found
 

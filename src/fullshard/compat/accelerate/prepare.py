@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.comm import Comm
 from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
+from fullshard.compat.torch_fsdp.api import ShardingStrategy
 from fullshard.compat.torch_fsdp.checkpointing import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -26,6 +27,15 @@ from fullshard.compat.torch_fsdp.wrap import modules_to_wrap
 from fullshard.engine import full_state_dict, plain_name
 from fullshard.errors import ConfigError, MismatchError
 from fullshard.layout.names import WRAPPERS
+
+Axes = tuple[Comm, Comm]
+"""The ranks that hold replicas of this rank's shards, and those that it shares shards with."""
+
+_HYBRID = dict(zip(ShardingStrategy, ShardingStrategy, strict=True)) | {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+"""The strategy that shards and replicates, of each strategy."""
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -40,13 +50,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm) -> nn.Module:
+def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm, mesh: Axes | None = None) -> nn.Module:
     """Shard ``model`` over ``ranks``, in place; every rank calls it.
 
     Args:
         model: A model on the CPU or the device; ranks other than 0 may have it on the meta device.
         plugin: The settings.
         ranks: All ranks.
+        mesh: The same ranks on two axes, (replicate, shard); None: as the plugin says.
 
     Returns:
         The wrapper (version 1), or the model itself (version 2).
@@ -67,7 +78,7 @@ def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm)
             stacklevel=2,
         )
     wrap = _version_1 if plugin.fsdp_version == 1 else _version_2
-    sharded = wrap(model, plugin, ignored, ranks)
+    sharded = wrap(model, plugin, ignored, ranks, mesh)
     if plugin.activation_checkpointing:
         _checkpoint(sharded, units, offload=bool(plugin.activation_checkpointing_offload))
     return sharded
@@ -86,11 +97,12 @@ def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: li
 
 
 def _version_1(
-    model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module], ranks: Comm
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module], ranks: Comm, mesh: Axes | None
 ) -> nn.Module:
     return FullyShardedDataParallel(
         model,
-        sharding_strategy=plugin.sharding_strategy,
+        process_group=None if mesh is None else mesh[::-1],  # torch's order
+        sharding_strategy=plugin.sharding_strategy if mesh is None else _HYBRID[plugin.sharding_strategy],
         cpu_offload=plugin.cpu_offload,
         auto_wrap_policy=plugin.auto_wrap_policy,
         backward_prefetch=plugin.backward_prefetch,
@@ -105,10 +117,10 @@ def _version_1(
 
 
 def _version_2(
-    model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module], ranks: Comm
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module], ranks: Comm, mesh: Axes | None
 ) -> nn.Module:
     options: dict[str, Any] = {
-        "mesh": ranks,
+        "mesh": ranks if mesh is None else mesh,
         "reshard_after_forward": plugin.reshard_after_forward,
         "offload_policy": plugin.cpu_offload,
         "ignored_params": {param for module in ignored for param in module.parameters()},
@@ -122,11 +134,7 @@ def _version_2(
 
 
 def _fill_and_shard(
-    model: nn.Module,
-    module: nn.Module,
-    plugin: FullyShardedDataParallelPlugin,
-    ranks: Comm,
-    options: dict[str, Any],
+    model: nn.Module, module: nn.Module, plugin: FullyShardedDataParallelPlugin, ranks: Comm, options: dict[str, Any]
 ) -> nn.Module:
     """Shard ``module``, a part of ``model``, as one unit, after copying rank 0's values if the plugin asks for it.
 
@@ -249,10 +257,6 @@ def make_collective(model: Any, *, writes: bool) -> None:
 
     ``save_pretrained`` gathers the weights to rank 0, which writes them. ``generate`` continues until all ranks have
     finished, because each step gathers units.
-
-    Args:
-        model: The sharded module.
-        writes: Whether this is rank 0.
     """
     for module in model.modules():
         if hasattr(type(module), "generate"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from accelerate import checkpointing
+from accelerate.utils.modeling import is_peft_model
+from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,12 +28,12 @@ from fullshard.comm import together, together_in_background
 from fullshard.compat.accelerate.prepare import is_sharded, unwrapped
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.compat.torch_fsdp.optim_state import full_optim_state_dict
-from fullshard.engine import full_state_dict, local_tensors
+from fullshard.engine import full_state_dict, local_tensors, plain_name
 from fullshard.engine.full.state import load_full_state
 from fullshard.errors import CheckpointError
 from fullshard.saving import load_optimizer_state
 from fullshard.saving.dcp import load_dcp, load_dcp_optimizer, save_dcp, save_dcp_optimizer
-from fullshard.storage import commit, recover, sibling
+from fullshard.storage import commit, load_plain, recover, sibling, why_refused
 
 _MODEL = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"
@@ -54,7 +57,7 @@ def save_state(
     if options:
         raise CheckpointError(f"save_state does not support {', '.join(options)}: they are for DeepSpeed.")
     final = together(accelerator._ranks, lambda: _new_directory(accelerator, output_dir))
-    state = _State(accelerator, sibling(final, "tmp"))
+    state = State(accelerator, sibling(final, "tmp"))
     directory = str(state.directory)
     for number, model in enumerate(state.models):
         state.save_model(model, number)
@@ -93,7 +96,7 @@ def load_state(
     options: dict[str, Any],
 ) -> None:
     """Load what :func:`save_state` wrote; every rank calls it."""
-    state = _State(accelerator, together(accelerator._ranks, lambda: _saved_directory(accelerator, input_dir)))
+    state = State(accelerator, together(accelerator._ranks, lambda: _saved_directory(accelerator, input_dir)))
     directory = str(state.directory)
     for number, model in enumerate(state.models):
         state.load_model(model, number)
@@ -102,6 +105,9 @@ def load_state(
         together(accelerator._ranks, functools.partial(hook, [], directory))
 
     def load_rest() -> None:
+        random_states = state.directory / f"random_states_{accelerator.process_index}.pkl"
+        if random_states.exists():
+            _plain_state(random_states, None)  # Accelerate goes on without a word where it cannot read it
         overrides = checkpointing.load_accelerator_state(
             directory,
             [],
@@ -122,18 +128,19 @@ def load_state(
                 "are registered now. Call register_for_checkpointing with the same objects as the run that saved."
             )
         for number, one in enumerate(accelerator._custom_objects):
-            checkpointing.load_custom_state(one, directory, number)
+            one.load_state_dict(_plain_state(state.directory / f"custom_checkpoint_{number}.pkl", load_kwargs))
 
     state.on_each_rank("read", state.directory, load_rest)
 
 
-class _State:
+class State:
     """State of an accelerator's models and optimizers in a directory; every rank calls every method."""
 
     def __init__(self, accelerator: Any, directory: Path) -> None:
         self.accelerator = accelerator
         self.directory = directory
         self.kind: StateDictType = accelerator.state.fsdp_plugin.state_dict_type
+        self.adapter_only = False
         self.models = [unwrapped(model) for model in accelerator._models]
 
     def on_each_rank(self, verb: str, path: Path, action: Callable[[], object]) -> None:
@@ -152,12 +159,15 @@ class _State:
     def save_model(self, model: nn.Module, number: int) -> None:
         """Write one model."""
         accelerator = self.accelerator
+        frozen = self._takes_frozen(model)
         if not is_sharded(model) or self.kind is StateDictType.FULL_STATE_DICT:
             state = full_state_dict(model) if is_sharded(model) else model.state_dict()
+            left_out = set() if frozen else _frozen_names(model)
+            state = {name: value for name, value in state.items() if name not in left_out}
             path = self.file(_MODEL, number)
             self.write(path, lambda: accelerator.is_main_process and torch.save(state, path))
         elif self.kind is StateDictType.SHARDED_STATE_DICT:
-            save_dcp(model, None, self.directory / f"{_MODEL}_{number}")
+            save_dcp(model, None, self.directory / f"{_MODEL}_{number}", frozen=frozen)
         else:
             path = self.file(_MODEL, number, accelerator.process_index)
             shards = {one.name: one.tensor for one in local_tensors(model)}
@@ -167,9 +177,9 @@ class _State:
         """Read one model."""
         if not is_sharded(model) or self.kind is StateDictType.FULL_STATE_DICT:
             path = self.file(_MODEL, number)
-            self.on_each_rank("read", path, lambda: _load_full(model, path))
+            self.on_each_rank("read", path, lambda: _load_full(model, path, frozen=self._takes_frozen(model)))
         elif self.kind is StateDictType.SHARDED_STATE_DICT:
-            load_dcp(model, None, self.directory / f"{_MODEL}_{number}")
+            load_dcp(model, None, self.directory / f"{_MODEL}_{number}", frozen=self._takes_frozen(model))
         else:
             path = self.file(_MODEL, number, self.accelerator.process_index)
             self.on_each_rank("read", path, lambda: _load_local(model, path, self.accelerator.num_processes))
@@ -201,6 +211,10 @@ class _State:
         else:
             load_dcp_optimizer(model, optimizer, self.directory / f"{_OPTIMIZER}_{number}")
 
+    def _takes_frozen(self, model: nn.Module) -> bool:
+        """Return whether frozen parameters are saved, and must be there to be loaded."""
+        return not (self.adapter_only and is_peft_model(model))
+
     def _model_of(self, optimizer: Optimizer) -> nn.Module | None:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         sharded = [model for model in self.models if is_sharded(model)]
@@ -218,18 +232,26 @@ def _with_reason(verb: str, path: Path, action: Callable[[], object]) -> None:
         action()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be {verb}: {error}.") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"A file in {path} is not of tensors and plain values: {why_refused(error)}") from error
 
 
-def _load_full(model: nn.Module, path: Path) -> None:
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+def _load_full(model: nn.Module, path: Path, *, frozen: bool) -> None:
+    state, optional = load_plain(path, mmap=True), set() if frozen else _frozen_names(model)
     if is_sharded(model):
-        load_full_state(model, state, strict=True)
+        load_full_state(model, state, strict=True, optional=optional)
     else:
-        model.load_state_dict(state)
+        own = {name: value for name, value in model.state_dict().items() if name in optional}
+        model.load_state_dict({**own, **state})
+
+
+def _frozen_names(model: nn.Module) -> set[str]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {plain_name(name) for name, param in named if not param.requires_grad}
 
 
 def _load_local(model: nn.Module, path: Path, world: int) -> None:
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved = load_plain(path)
     own = local_tensors(model)
     shapes = {one.name: tuple(one.tensor.shape) for one in own}
     if saved["world"] != world or {name: tuple(t.shape) for name, t in saved["shards"].items()} != shapes:
@@ -240,6 +262,17 @@ def _load_local(model: nn.Module, path: Path, world: int) -> None:
     with torch.no_grad():
         for one in own:
             one.home.copy_(saved["shards"][one.name].view(one.home.shape))
+
+
+def _plain_state(path: Path, load_kwargs: dict[str, Any] | None) -> Any:
+    """Load the state of a registered object, or a rank's random state.
+
+    Accelerate unpickles objects without a restriction; here ``load_kwargs={"weights_only": False}`` asks for that.
+    """
+    if (load_kwargs or {}).get("weights_only") is False:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        return load_plain(path)
 
 
 def _new_directory(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Path:

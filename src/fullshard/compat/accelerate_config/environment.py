@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fullshard.compat.accelerate_config.file import AccelerateFile
 from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS
 
@@ -12,7 +14,7 @@ def launch_environment(file: AccelerateFile) -> dict[str, str]:
     Where Accelerate's launcher loses a setting (the older name of the prefetch policy, a version 1 strategy under its
     newer name, numbers that its plugin does not accept), the variables still have the file's value.
     """
-    variables = {"ACCELERATE_MIXED_PRECISION": file.mixed_precision or "no", **_dynamo(file)}
+    variables = {"ACCELERATE_MIXED_PRECISION": file.mixed_precision or "no", **_dynamo(file.dynamo)}
     if file.debug:
         variables["ACCELERATE_DEBUG_MODE"] = "true"
     if file.gpu_ids is not None:
@@ -28,6 +30,17 @@ def launch_environment(file: AccelerateFile) -> dict[str, str]:
     return variables
 
 
+def bare_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a launch without a file sets, except those that are ``given`` in the environment.
+
+    They are those of ``accelerate launch`` without options, and ``FSDP_SYNC_MODULE_STATES``: there an ``Accelerator``
+    gives all ranks rank 0's values, as DDP does. ``ACCELERATE_USE_FSDP`` and ``FSDP_CPU_RAM_EFFICIENT_LOADING`` stay
+    unset: with these, ``from_pretrained`` loads no weights on other ranks, also in scripts without an Accelerator.
+    """
+    defaults = {"ACCELERATE_MIXED_PRECISION": "no", **_dynamo({}), "FSDP_SYNC_MODULE_STATES": "true"}
+    return {name: value for name, value in defaults.items() if name not in given}
+
+
 def launch_warnings(file: AccelerateFile) -> list[str]:
     """Return warnings about a strategy that version 2's variable, which only sets resharding, cannot express."""
     if file.fsdp.get("fsdp_version", 1) != 2 or file.strategy not in ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
@@ -40,8 +53,7 @@ def launch_warnings(file: AccelerateFile) -> list[str]:
     ]
 
 
-def _dynamo(file: AccelerateFile) -> dict[str, str]:
-    given = file.dynamo
+def _dynamo(given: Mapping[str, object]) -> dict[str, str]:
     return {
         "ACCELERATE_DYNAMO_BACKEND": str(given.get("dynamo_backend", "NO")),
         "ACCELERATE_DYNAMO_MODE": str(given.get("dynamo_mode", "default")),

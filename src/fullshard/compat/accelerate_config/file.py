@@ -35,51 +35,30 @@ _UNSUPPORTED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class AccelerateFile:
-    """Settings of a configuration file of Accelerate.
+    """Settings of a configuration file of Accelerate."""
 
-    Attributes:
-        path: The file.
-        distributed_type: ``FSDP``, ``MULTI_GPU``, ``MULTI_CPU`` or ``NO``.
-        num_machines: Number of machines.
-        num_processes: Number of ranks on all machines; None: not set (or ``-1``).
-        machine_rank: Number of this machine.
-        main_process_ip: Address of machine 0; None: not set.
-        main_process_port: Port on machine 0; None: not set, 0: any free one.
-        rdzv_backend: ``static``, ``c10d`` or another of torchrun's.
-        same_network: Whether the machines are on one network.
-        use_cpu: Whether to use CPUs even if there are GPUs.
-        gpu_ids: Numbers of this machine's GPUs to use, such as ``0,2``; None: all.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``; None: not set.
-        debug: Whether Accelerate checks its collectives.
-        enable_cpu_affinity: Whether Accelerate binds ranks to cores near their GPU.
-        dynamo: Parsed keys of ``dynamo_config``.
-        fsdp: Parsed keys of ``fsdp_config``, with their prefix ``fsdp_``; empty unless the type is ``FSDP``.
-        parallelism: Parsed keys of ``parallelism_config``.
-        raw: Values by dotted key, as YAML returned them, without null and empty ones.
-        lines: Line of each dotted key, counted from 1.
-        warnings: One message for each key without effect.
-    """
-
-    path: Path
-    distributed_type: str
+    path: Path  # the file
+    distributed_type: str  # ``FSDP``, ``MULTI_GPU``, ``MULTI_CPU`` or ``NO``
     num_machines: int = 1
-    num_processes: int | None = None
+    num_processes: int | None = None  # number of ranks on all machines; None: not set (or ``-1``)
     machine_rank: int = 0
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
-    rdzv_backend: str = "static"
-    same_network: bool = False
-    use_cpu: bool = False
-    gpu_ids: str | None = None
-    mixed_precision: str | None = None
-    debug: bool = False
-    enable_cpu_affinity: bool = False
-    dynamo: Mapping[str, Any] = field(default_factory=dict)
+    main_process_ip: str | None = None  # address of machine 0; None: not set
+    main_process_port: int | None = None  # port on machine 0; None: not set, 0: any free one
+    rdzv_backend: str = "static"  # ``static``, ``c10d`` or another of torchrun's
+    same_network: bool = False  # whether the machines are on one network
+    use_cpu: bool = False  # whether to use CPUs even if there are GPUs
+    gpu_ids: str | None = None  # numbers of this machine's GPUs to use, such as ``0,2``; None: all
+    mixed_precision: str | None = None  # ``no``, ``fp16`` or ``bf16``; None: not set
+    debug: bool = False  # whether Accelerate checks its collectives
+    enable_cpu_affinity: bool = False  # whether Accelerate binds ranks to cores near their GPU
+    dynamo: Mapping[str, Any] = field(default_factory=dict)  # parsed keys of ``dynamo_config``
+    # parsed keys of ``fsdp_config``, with their prefix ``fsdp_``; empty unless the type is ``FSDP``
     fsdp: Mapping[str, Any] = field(default_factory=dict)
-    parallelism: Mapping[str, Any] = field(default_factory=dict)
+    parallelism: Mapping[str, Any] = field(default_factory=dict)  # parsed keys of ``parallelism_config``
+    # values by dotted key, as YAML returned them, without null and empty ones
     raw: Mapping[str, Any] = field(default_factory=dict)
-    lines: Mapping[str, int] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    lines: Mapping[str, int] = field(default_factory=dict)  # line of each dotted key, counted from 1
+    warnings: tuple[str, ...] = ()  # one message for each key without effect
 
     @property
     def ranks_per_machine(self) -> int | None:
@@ -112,26 +91,47 @@ class AccelerateFile:
 
     def where(self, key: str) -> str:
         """Return the file and line of a dotted key, for messages."""
-        return f"{self.path}, line {self.lines[key]}"
+        return f"{self.path}, line {self.lines[key]}" if self.lines[key] else "the command line"
 
 
-def read_accelerate_file(path: str | Path) -> AccelerateFile:
+def read_accelerate_file(path: str | Path | None, options: Mapping[str, Any] | None = None) -> AccelerateFile:
     """Read a configuration file of Accelerate, YAML or JSON; any process, no communication.
 
     Args:
-        path: The file.
+        path: The file; None: there is none, only ``options``.
+        options: Values by dotted key, in place of the file's: options of the command line. Their line is 0.
 
     Raises:
         ConfigError: The file cannot be read; it has unknown keys or invalid values (one message lists all of them with
             their lines); or it needs something that fullshard does not support.
     """
-    path = Path(path)
-    reading = _Reading(path)
-    entries = _entries(path)
-    _refuse_run_file(path, {key for key, _, _ in entries})
-    for key, value, line in entries:
+    reading = _Reading(Path("the command line" if path is None else path))
+    entries = [] if path is None else _entries(reading.path)
+    _refuse_run_file(reading.path, {key for key, _, _ in entries})
+    for key, value, line in _with_options(entries, options or {}):
         reading.take(key, value, line)
     return reading.file()
+
+
+def _with_options(entries: list[tuple[str, Any, int]], options: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
+    """Return the entries of a file with values by dotted key in place of its own."""
+    for dotted, value in options.items():
+        section, _, key = dotted.rpartition(".")
+        found = [entry for entry in entries if entry[0] == (section or key)]
+        entries = [entry for entry in entries if entry not in found]
+        if section:
+            prefix, _ = SECTIONS[section]
+            _, inside, line = found[0] if found else (section, None, 0)
+            kept = {name: own for name, own in (inside or {}).items() if prefix + name.removeprefix(prefix) != key}
+            entries.append((section, kept | {key: (value, 0)}, line))
+        else:
+            entries.append((key, value, 0))
+    return entries
+
+
+def _at(line: int) -> str:
+    """Return the start of a message about a line; 0 is an option of the command line."""
+    return f"line {line}: " if line else ""
 
 
 def _refuse_run_file(path: Path, keys: set[str]) -> None:
@@ -187,12 +187,13 @@ class _Reading:
         try:
             parsed = keys[key].parse(value)
         except ValueError as error:
-            self.problems.append(f"line {line}: {shown}: expected {error}; got {value!r}")
+            self.problems.append(f"{_at(line)}{shown}: expected {error}; got {value!r}")
             return
         self.raw[dotted], self.parsed[dotted] = value, parsed
         reason = keys[key].ignored
         if reason is not None and parsed != keys[key].default:
-            self.ignored.append(f"{shown}: {as_yaml(value)} in {self.path}, line {line}, has no effect: {reason}")
+            place = f"{self.path}, line {line}" if line else "the command line"
+            self.ignored.append(f"{shown}: {as_yaml(value)} in {place}, has no effect: {reason}")
 
     def file(self) -> AccelerateFile:
         """Return the complete file.
@@ -231,8 +232,8 @@ class _Reading:
         if kind == SHARDED or not self._section("fsdp_config"):
             return []
         return [
-            f"fsdp_config in {self.path}, line {self.lines['fsdp_config']}, has no effect: distributed_type is {kind}, "
-            "not FSDP"
+            f"fsdp_config in {self.path}, {_at(self.lines['fsdp_config']).replace(': ', ', ')}has no effect: "
+            f"distributed_type is {kind}, not FSDP (--use_fsdp)"
         ]
 
     def _distributed_type(self, top: Mapping[str, Any]) -> str:
@@ -335,18 +336,18 @@ def _contradictions(file: AccelerateFile) -> list[str]:
         )
     if file.mixed_precision == "fp8":
         problems.append(
-            f"line {file.lines['mixed_precision']}: mixed_precision: fullshard computes in fp32, bf16 or fp16; "
+            f"{_at(file.lines['mixed_precision'])}mixed_precision: fullshard computes in fp32, bf16 or fp16; "
             "got fp8. Write bf16"
         )
     version = file.fsdp.get("fsdp_version", 1)
     if version not in (1, 2):
-        problems.append(f"line {file.lines['fsdp_config.fsdp_version']}: fsdp_version: expected 1 or 2; got {version}")
+        problems.append(f"{_at(file.lines['fsdp_config.fsdp_version'])}fsdp_version: expected 1 or 2; got {version}")
     for axis in ("tp", "cp", "sp"):
         key = f"parallelism_config_{axis}_size"
         if file.parallelism.get(key, 1) > 1:
             line = file.lines[f"parallelism_config.{key}"]
             problems.append(
-                f"line {line}: {key}: only data parallelism is supported; got {file.parallelism[key]}. Write 1"
+                f"{_at(line)}{key}: only data parallelism is supported; got {file.parallelism[key]}. Write 1"
             )
     return problems
 

@@ -106,17 +106,11 @@ def as_yaml(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the file.
+    """A key of the file."""
 
-    Attributes:
-        parse: Parser of its values.
-        default: Accelerate's default.
-        ignored: Reason why it has no effect in fullshard, for a warning if it is set to another value; None: it has
-            an effect.
-    """
-
-    parse: Parser
-    default: Any = None
+    parse: Parser  # parser of its values
+    default: Any = None  # Accelerate's default
+    # reason why it has no effect in fullshard, for a warning if it is set to another value; None: it has an effect
     ignored: str | None = None
 
 

@@ -14,19 +14,12 @@ from fullshard.errors import ModelError, WrapError
 
 @dataclass(frozen=True)
 class LayerClass:
-    """A class that a wrap policy could name.
-
-    Attributes:
-        name: Its name.
-        count: Number of its layers in the model.
-        numel: Number of parameters of the largest of them.
-        repeated: Whether these are the model's repeated blocks, which are wrapped by default.
-    """
+    """A class that a wrap policy could name."""
 
     name: str
-    count: int
-    numel: int
-    repeated: bool
+    count: int  # number of its layers in the model
+    numel: int  # number of parameters of the largest of them
+    repeated: bool  # whether these are the model's repeated blocks, which are wrapped by default
 
 
 def layer_classes(path_or_id: str) -> list[LayerClass]:

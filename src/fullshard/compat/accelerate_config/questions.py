@@ -31,17 +31,11 @@ LAYER_CLASSES = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
 
 @dataclass(frozen=True)
 class Machine:
-    """Properties of this machine that defaults depend on.
+    """Properties of this machine that defaults depend on."""
 
-    Attributes:
-        gpus: Number of visible GPUs.
-        bf16: Whether they support bfloat16.
-        name: Host name.
-    """
-
-    gpus: int
-    bf16: bool
-    name: str
+    gpus: int  # number of visible GPUs
+    bf16: bool  # whether they support bfloat16
+    name: str  # host name
 
 
 def this_machine(gpus: int, *, bf16: bool) -> Machine:
@@ -51,27 +45,19 @@ def this_machine(gpus: int, *, bf16: bool) -> Machine:
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """One question."""
 
-    Attributes:
-        key: Dotted key of Accelerate's file that the answer is written to.
-        text: The question.
-        reason: Reason for the default, in one line.
-        explain: Text printed for the answer ``?``.
-        parse: Function from the answer's text, the previous answers and the machine to the value; its ``ValueError``
-            states the rule.
-        default: Function from the previous answers and the machine to the value of Enter; None: an answer is required.
-        choices: Allowed words with their explanations; their numbers are allowed too.
-        asked: Function from the previous answers to whether the question is asked.
-    """
-
-    key: str
-    text: str
-    reason: str
-    explain: str
+    key: str  # dotted key of Accelerate's file that the answer is written to
+    text: str  # the question
+    reason: str  # reason for the default, in one line
+    explain: str  # text printed for the answer ``?``
+    # function from the answer's text, the previous answers and the machine to the value; its ``ValueError`` states the
+    # rule
     parse: Callable[[str, Answers, Machine], Any]
+    # function from the previous answers and the machine to the value of Enter; None: an answer is required
     default: Callable[[Answers, Machine], Any]
-    choices: tuple[tuple[str, str], ...] = ()
+    choices: tuple[tuple[str, str], ...] = ()  # allowed words with their explanations; their numbers are allowed too
+    # function from the previous answers to whether the question is asked
     asked: Callable[[Answers], bool] = lambda answers: True
 
 

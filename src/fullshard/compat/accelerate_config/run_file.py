@@ -23,12 +23,7 @@ _TO_FILL_IN = """\
 
 
 def run_file_text(file: AccelerateFile, translation: Translation) -> str:
-    """Return the run file: settings with their origin, sections to fill in, and warnings as comments.
-
-    Args:
-        file: Accelerate's file.
-        translation: Its translation.
-    """
+    """Return the run file: settings with their origin, sections to fill in, and warnings as comments."""
     lines = [f"# Made from {file.path} by `fullshard config convert`.", _TO_FILL_IN]
     section = ""
     for key, setting in sorted(translation.settings.items(), key=lambda item: ("." in item[0], item[0])):

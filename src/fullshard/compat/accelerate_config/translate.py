@@ -11,10 +11,7 @@ from fullshard.compat.accelerate_config.keys import DEFAULT_MIN_NUM_PARAMS
 from fullshard.errors import ConfigError
 
 _PREFETCH = {"BACKWARD_PRE": "backward_pre", "BACKWARD_POST": "backward_post", "NO_PREFETCH": "none"}
-_WRAP_KEYS = {
-    "fsdp_transformer_layer_cls_to_wrap": "TRANSFORMER_BASED_WRAP",
-    "fsdp_min_num_params": "SIZE_BASED_WRAP",
-}
+_WRAP_KEYS = {"fsdp_transformer_layer_cls_to_wrap": "TRANSFORMER_BASED_WRAP", "fsdp_min_num_params": "SIZE_BASED_WRAP"}
 """Keys that belong to one wrap policy."""
 
 _DYNAMO_DEFAULTS = {"dynamo_mode": "default", "dynamo_use_fullgraph": False, "dynamo_use_dynamic": False}
@@ -29,30 +26,20 @@ _SCRIPTS_ONLY = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of the run file, and where it comes from.
+    """One setting of the run file, and where it comes from."""
 
-    Attributes:
-        value: Its value, of a type that YAML and JSON have.
-        origin: The dotted key of Accelerate's file.
-        as_written: That key and its value there, such as ``mixed_precision: bf16``.
-    """
-
-    value: Any
-    origin: str
-    as_written: str
+    value: Any  # its value, of a type that YAML and JSON have
+    origin: str  # the dotted key of Accelerate's file
+    as_written: str  # that key and its value there, such as ``mixed_precision: bf16``
 
 
 @dataclass(frozen=True)
 class Translation:
-    """Settings that a file has for ``fullshard train``.
+    """Settings that a file has for ``fullshard train``."""
 
-    Attributes:
-        settings: Settings by dotted key of the run file, without keys that Accelerate's file does not set.
-        warnings: The file's own warnings, and one for each key that has no effect on ``fullshard train``.
-    """
-
+    # settings by dotted key of the run file, without keys that Accelerate's file does not set
     settings: Mapping[str, Setting]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # the file's own warnings, and one for each key that has no effect on ``fullshard train``
 
 
 def nested(settings: Mapping[str, Setting]) -> dict[str, Any]:

@@ -94,6 +94,14 @@ class CPUOffload:
     offload_params: bool = False
 
 
+class TrainingState(Enum):
+    """What a wrapper does: torch's private enum of this name, for code that compares names."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
 class StateDictType(Enum):
     """Kind of state dict that a wrapped model's ``state_dict()`` returns and ``load_state_dict()`` takes.
 

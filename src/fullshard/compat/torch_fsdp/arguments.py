@@ -5,6 +5,7 @@ Enum members and settings imported from ``torch.distributed.fsdp`` are accepted 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard import policy
-from fullshard.comm import machines_of_world
+from fullshard.comm import machines_of_world, named_ranks
 from fullshard.compat.torch_fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.compat.torch_fsdp.wrap import is_wrapper
 from fullshard.errors import ConfigError, WrapError
@@ -119,6 +120,12 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
             f"mixed_precision must be a MixedPrecision or None; got {mixed!r}, which has no {', '.join(lacking)}. "
             "(MixedPrecisionPolicy is for fully_shard.)"
         )
+    if mixed.param_dtype is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        raise ConfigError(
+            "FSDP_USE_FULL_PREC_IN_EVAL=1 is set, but units gather parameters in one dtype, "
+            f"{mixed.param_dtype}. Unset it, and evaluate in full precision inside "
+            "`with FSDP.summon_full_params(model, writeback=False):`."
+        )
     return policy.MixedPrecision(
         param=mixed.param_dtype,
         reduce=mixed.reduce_dtype or mixed.param_dtype,
@@ -163,7 +170,7 @@ def accelerator_type() -> str | None:
 
 
 def ranks(process_group: Any, device_mesh: Any, strategy: policy.ShardingStrategy, device: torch.device | None) -> Any:
-    """Return the engine's ``mesh`` argument.
+    """Return the ranks to shard over, as the engine's ``mesh`` argument takes them.
 
     A pair of groups is ``(shard, replicate)`` in torch and ``(replicate, shard)`` in the engine.
 
@@ -189,7 +196,7 @@ def ranks(process_group: Any, device_mesh: Any, strategy: policy.ShardingStrateg
             f"process_group must be {'a pair of groups (shard, replicate) or None' if hybrid else 'one group'} for "
             f"{strategy.name}; got {process_group!r}."
         )
-    return machines_of_world(device) if hybrid else process_group
+    return machines_of_world(device) if hybrid else named_ranks(process_group, device)
 
 
 def ignored_parts(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard import engine
-from fullshard.comm import as_mesh
+from fullshard.comm import as_mesh, device_mesh_of
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.compat.torch_fsdp.fsdp2_policies import (
     CPUOffloadPolicy,
@@ -32,8 +32,8 @@ from fullshard.compat.torch_fsdp.fsdp_module import (
 )
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_of
-from fullshard.compat.torch_fsdp.sharded_gradient import FullTensor, gradient_of
 from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
+from fullshard.compat.torch_fsdp.tensor import RaggedShard, Replicate
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.param import ShardedParam
 from fullshard.errors import ConfigError, ShardingError, WrapError
@@ -66,9 +66,9 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     """Shard the parameters of ``module`` that no earlier call took, as one unit; every rank calls it.
 
     Call it bottom up: on the blocks first, then on the root. ``module`` becomes an :class:`FSDPModule` in place. Its
-    parameters are plain tensors of this rank's rows (in torch: DTensors). Their gradients compute norms over all ranks,
-    so ``torch.nn.utils.clip_grad_norm_`` is correct. Parameters and gradients have a ``full_tensor()``, which every
-    rank calls.
+    parameters and gradients are :class:`fullshard.Shard` (in torch: DTensors); parameters have ``device_mesh`` and
+    ``placements``, of :class:`~fullshard.compat.torch_fsdp.tensor.RaggedShard`. Where ranks hold different values
+    all take rank 0's, and rank 0 warns once for each group of ranks.
 
     Args:
         module: A module, or a list of modules that form one unit.
@@ -113,12 +113,13 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
                 offload_policy=offload,
                 ignored_params=ignored,
                 device=device,
+                first_values=engine.FirstValues(from_rank0_if_different=True),
             )
     runtime = runtime_of(members[0]) if params else None
     for member in members:
         set_state(member, ModuleState(None if runtime is None else runtime.root, ignored))
     if runtime is not None:
-        _present_as_fsdp2(members, runtime.root.params)
+        _present_as_fsdp2(members, runtime.root.params, mesh)
         if reshard is True:  # an explicit True also applies to a root, which otherwise keeps its parameters
             runtime.configure(runtime.root, reshard_after_forward=True)
     return module
@@ -138,14 +139,16 @@ def _fsdp_classes(members: Sequence[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _present_as_fsdp2(members: Sequence[nn.Module], params: Iterable[ShardedParam]) -> None:
-    """Give a new unit what torch's FSDP2 users expect: state dicts, gradients with norms, ``full_tensor()``."""
+def _present_as_fsdp2(members: Sequence[nn.Module], params: Sequence[ShardedParam], mesh: Any) -> None:
+    """Give a new unit what torch's FSDP2 users expect: its state dicts, and the place of each shard."""
     for member in members:
         engine.on_state_dict(member, model_state_dict, load_model_state_dict)
     set_state_dict_type(members[0], StateDictType.SHARDED_STATE_DICT)
+    device_mesh = device_mesh_of(mesh, params[0].sharded.device) if params else None
+    replicas = (Replicate(),) if _strategy(mesh, keep=False).needs_two_axes else ()
     for param in params:
-        param.as_gradient = gradient_of
-        param.sharded.full_tensor = FullTensor(param)  # type: ignore[attr-defined]
+        placements = (*replicas, RaggedShard(param.lane.mesh, param.meta.element_range))
+        vars(param.sharded).update(device_mesh=device_mesh, placements=placements)
         describe_state_of(param.sharded)
 
 
@@ -194,7 +197,7 @@ def _ignored_inside(members: Sequence[nn.Module]) -> frozenset[nn.Parameter]:
 
 def _check_parameters(params: Sequence[nn.Parameter], placement: Callable[[nn.Parameter], Any] | None) -> None:
     for param in params:
-        if hasattr(param, "placements"):
+        if hasattr(param, "placements") and not hasattr(param, "shard_meta"):
             raise WrapError(
                 f"A parameter of shape {tuple(param.shape)} is a DTensor (tensor parallel). fullshard shards only "
                 "plain parameters: leave out parallelize_module, or use torch's own fully_shard."

@@ -8,7 +8,7 @@ from torch:
   ``use_orig_params`` has no effect: frozen and trainable parameters may share a unit.
 - A parameter registered at several places (``shared`` and ``lm_head`` of a T5) belongs to the innermost unit that
   contains all of them, whatever is wrapped.
-- All ranks must hold the same values, or set ``sync_module_states``. torch would train a mixture of their values.
+- Ranks that hold different values take rank 0's, with a warning. torch would train a mixture of their values.
 - A model on the meta device is initialized unit by unit, with the same values on every rank.
 """
 
@@ -23,14 +23,22 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fullshard.compat.torch_fsdp import api, optim_state, state_dict_type, summon
+from fullshard.compat.torch_fsdp import api, optim_state, state_dict_type, summon, wrapper_hooks
 from fullshard.compat.torch_fsdp.api import *  # noqa: F403 (torch's module of this name exports them too)
-from fullshard.compat.torch_fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.compat.torch_fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    TrainingState,
+)
 from fullshard.compat.torch_fsdp.arguments import ignored_parts
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.sharding import Sharding, shard
 from fullshard.compat.torch_fsdp.wrap import WRAPPED
 from fullshard.engine import no_sync, on_state_dict, plain_class, plain_name, sharded_roots
+from fullshard.engine.registry import runtime_of
+from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ConfigError, ShardingError
 from fullshard.optim import clip_grad_norm_
 
@@ -62,7 +70,8 @@ class FullyShardedDataParallel(nn.Module):
             of a Hugging Face model.
         device_id: The device units compute on: an accelerator's number or a device; None: this rank's accelerator, or
             the CPU if there is none. The module need not be moved there first.
-        sync_module_states: Whether all ranks use rank 0's values; other ranks may be on the meta device.
+        sync_module_states: Whether all ranks use rank 0's values; other ranks may be on the meta device. Without it,
+            only units and buffers that differ are sent, and rank 0 warns once for each group of ranks.
         forward_prefetch: Whether forward gathers ahead, in the order of the previous forward. Only the root's has an
             effect.
         limit_all_gathers: No effect: never more than one unit is gathered ahead.
@@ -75,7 +84,7 @@ class FullyShardedDataParallel(nn.Module):
         ConfigError: Arguments contradict each other.
         WrapError: A policy does not fit the module.
         ProcessGroupError: There is no process group, or it does not fit the strategy.
-        MismatchError: Ranks hold different modules or values.
+        MismatchError: Ranks hold different modules.
     """
 
     def __init__(  # noqa: PLR0913 (torch's signature)
@@ -127,14 +136,18 @@ class FullyShardedDataParallel(nn.Module):
         for inner in self.fsdp_modules(module):
             inner._is_root = False
         if result.is_sharded:
+            wrapper_hooks.install(module)
             on_state_dict(module, model_state_dict, load_model_state_dict)
 
     def _wrap(self, module: nn.Module, kwargs: Mapping[str, Any], result: Sharding, *, is_root: bool) -> None:
         """Register ``module`` as the wrapped one, and set the attributes that torch's wrapper has."""
         self.sharding_strategy = kwargs["sharding_strategy"] or ShardingStrategy.FULL_SHARD
-        self.mixed_precision = kwargs["mixed_precision"]
+        self.mixed_precision = kwargs["mixed_precision"] or MixedPrecision()
         self.cpu_offload = kwargs["cpu_offload"] or CPUOffload()
         self.process_group = kwargs["process_group"]
+        self.backward_prefetch = kwargs["backward_prefetch"]
+        self.forward_prefetch = kwargs["forward_prefetch"]
+        self.limit_all_gathers = kwargs["limit_all_gathers"]
         self.rank, self.world_size, self.compute_device = result.rank, result.world_size, result.device
         self._ignored_params = result.ignored[1]
         self._is_sharded = result.is_sharded
@@ -215,6 +228,15 @@ class FullyShardedDataParallel(nn.Module):
                 "inside of it."
             )
 
+    @property
+    def training_state(self) -> TrainingState:
+        """What the wrapper's model does now; the names are those of torch's enum."""
+        units = [unit for root in sharded_roots(self._fsdp_wrapped_module) for unit in runtime_of(root).units]
+        if any(unit.summoned for unit in units):
+            return TrainingState.SUMMON_FULL_PARAMS
+        computes = in_backward() or any(unit.runtime.open_calls for unit in units)
+        return TrainingState.FORWARD_BACKWARD if computes else TrainingState.IDLE
+
     # A step
 
     @contextmanager
@@ -278,6 +300,10 @@ class FullyShardedDataParallel(nn.Module):
     ) -> _IncompatibleKeys:
         """See :func:`~fullshard.compat.torch_fsdp.model_state.load_model_state_dict`."""
         return load_model_state_dict(self, state_dict, strict, assign)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell torch's getters and setters of state dicts that this wrapper is no part of names."""
+        return {"": WRAPPED}
 
     def _load_from_state_dict(
         self,

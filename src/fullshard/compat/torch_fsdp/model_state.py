@@ -11,22 +11,22 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fullshard.comm import Comm, together
-from fullshard.compat.torch_fsdp.api import FullStateDictConfig, StateDictType
+from fullshard.compat.torch_fsdp.api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
-from fullshard.compat.torch_fsdp.torch_getters import asking_getter, empty_part_of, keeps_on_rank0_only
+from fullshard.compat.torch_fsdp.tensor import DTensor, place_like
+from fullshard.compat.torch_fsdp.torch_getters import getter_asks
 from fullshard.engine import StateEntry, gathered, mesh_of, plain_name, sharded_roots, state_entries
 from fullshard.errors import ShardingError
-from fullshard.saving.shard_tensor import ShardTensor, UnsplitTensor, part_or_full
+from fullshard.saving.shard_tensor import ShardTensor, part_or_full
+from fullshard.shards import rows_of
 
 _EXTRA = "_extra_state"
+_PLACE = "fullshard_place"
+"""Attribute of the values of a local state dict; torch.save keeps it."""
 
 
 def model_state_dict(
-    module: nn.Module,
-    *args: Any,
-    destination: dict[str, Any] | None = None,
-    prefix: str = "",
-    keep_vars: bool = False,
+    module: nn.Module, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
 ) -> dict[str, Any]:
     """Return the state dict of a sharded model or of a module inside it; every rank calls it.
 
@@ -61,16 +61,16 @@ def model_state_dict(
     elif kind is StateDictType.SHARDED_STATE_DICT:
         values = [_sharded(entry) for entry in entries]
     else:
-        values = [_shard_of(entry).detach() for entry in entries]
+        values = [rows_of(_shard_of(entry)) for entry in entries]
     found = OrderedDict() if destination is None else destination
-    if values is None and asking_getter() is None:
-        return found
     if values is None:
-        values = [
-            empty_part_of(entry.tensor) for entry in entries
-        ]  # torch matches the names before it drops the values
+        return found
     if config.offload_to_cpu:
         values = [_to_host(value) for value in values]
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        for entry, value in zip(entries, values, strict=True):
+            if entry.meta is not None:
+                setattr(value, _PLACE, _place_of(entry))
     names = [entry.name for entry in entries]
     found.update(_in_module_order(module, dict(zip(names, values, strict=True)), prefix))
     return found
@@ -86,10 +86,8 @@ def _in_module_order(module: nn.Module, tensors: dict[str, Any], prefix: str) ->
 
 def _requested(module: nn.Module) -> tuple[StateDictType, Any]:
     """Return the kind of state dict and its settings: those of torch's getter if one calls, else the set ones."""
-    getter = asking_getter()
-    if getter is not None and getter.full_state_dict:
-        rank0_only = keeps_on_rank0_only(getter)
-        return StateDictType.FULL_STATE_DICT, FullStateDictConfig(getter.cpu_offload, rank0_only)
+    if getter_asks():  # as torch's getters do with its FSDP1, whatever the type that was set
+        return StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
     settings = get_state_dict_type(module)
     return settings.state_dict_type, settings.state_dict_config
 
@@ -123,9 +121,10 @@ def _sharded(entry: StateEntry) -> torch.Tensor:
     tensor = _shard_of(entry)
     if entry.meta is None:
         return tensor.detach().clone()
-    start, _ = entry.meta.element_range
+    start, stop = entry.meta.element_range
     comm: Comm = tensor.shard_comm  # type: ignore[attr-defined]
-    return part_or_full(entry.shape, start, tensor.detach().reshape(-1).clone(), comm=comm)
+    part = part_or_full(entry.shape, start, rows_of(tensor).reshape(-1).clone(), comm=comm)
+    return place_like(part, tensor, (start, stop))
 
 
 def _shard_of(entry: StateEntry) -> torch.Tensor:
@@ -143,10 +142,6 @@ def _shard_of(entry: StateEntry) -> torch.Tensor:
 
 
 def _to_host(value: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, ShardTensor):
-        return ShardTensor.of(value.shape, value.start, value.flat.cpu(), comm=value.comm)
-    if isinstance(value, UnsplitTensor):
-        return part_or_full(value.shape, 0, value.cpu().reshape(-1), comm=value.comm)
     return value.cpu()
 
 
@@ -174,7 +169,7 @@ def load_model_state_dict(
             a sharded one on other ranks use ``torch.distributed.checkpoint.load``). A tied parameter may have any of
             its names.
         strict: Whether names must match exactly.
-        assign: Must be False: True would replace the shards.
+        assign: Without effect where all values are parts, which are copied into the shards; else must be False.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``.
@@ -182,12 +177,16 @@ def load_model_state_dict(
     Raises:
         ShardingError: Names (if strict) or a shape do not match; raised on every rank before anything is changed.
     """
-    if assign:
+    if assign and any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) for v in state_dict.values()):
         raise ShardingError(
             "load_state_dict(assign=True) would replace the shards with full tensors. Leave out assign: each rank "
             "copies its rows."
         )
     kind = get_state_dict_type(module).state_dict_type
+    if getter_asks():
+        kind = StateDictType.SHARDED_STATE_DICT
+        # Of names that the given state lacks, torch's setters put the model's own parameters in.
+        state_dict = {name: value for name, value in state_dict.items() if not hasattr(value, "shard_meta")}
     root = sharded_roots(module)[0]
     copies, missing, unexpected = together(mesh_of(root), lambda: _plan(module, state_dict, kind, strict=strict))
     with torch.no_grad():
@@ -237,14 +236,28 @@ def _rows(entry: StateEntry, name: str, value: torch.Tensor) -> torch.Tensor:
         return value
     start, stop = entry.meta.element_range
     if isinstance(value, ShardTensor):
-        return value.elements(name, (start, stop)).view(entry.tensor.shape)
-    return value.reshape(-1)[start:stop].view(entry.tensor.shape)
+        comm: Comm | None = getattr(entry.tensor, "shard_comm", None)
+        return value.elements(name, (start, stop), comm).view(entry.tensor.shape)
+    # Not by value's methods: what Lightning reads from a file when it is used has functions only.
+    rows = torch.reshape(value, (-1,))[start:stop].view(entry.tensor.shape)
+    return rows if isinstance(value, torch.Tensor) else rows.clone()  # or all tensors would be in memory until copied
+
+
+def _place_of(entry: StateEntry) -> tuple[int, ...]:
+    """Return this rank, the number of ranks, and this rank's elements: what a pickled local state dict remembers."""
+    comm: Comm = entry.tensor.shard_comm  # type: ignore[attr-defined]
+    assert entry.meta is not None
+    return (comm.rank, comm.size, *entry.meta.element_range)
 
 
 def _local_part(entry: StateEntry, name: str, value: torch.Tensor) -> torch.Tensor:
+    rule = "a local state dict can only be loaded with the ranks and units it was saved with"
+    saved: tuple[int, ...] | None = getattr(value, _PLACE, None)
+    if entry.meta is not None and saved is not None and saved != (here := _place_of(entry)):
+        theirs, ours = (f"elements {p[2]} to {p[3]} (rank {p[0]} of {p[1]})" for p in (saved, here))
+        raise ShardingError(f"{name} has {theirs}, but this rank holds {ours}: {rule}")
     if value.shape != entry.tensor.shape:
         raise ShardingError(
-            f"{name} has shape {tuple(value.shape)} but this rank's rows have shape {tuple(entry.tensor.shape)}: a "
-            "local state dict can only be loaded with the ranks and units it was saved with"
+            f"{name} has shape {tuple(value.shape)} but this rank's rows have shape {tuple(entry.tensor.shape)}: {rule}"
         )
     return value

@@ -14,10 +14,12 @@ from fullshard.comm import Mesh, together
 from fullshard.compat.torch_fsdp.optim_save import StateDict, root_and_ranks
 from fullshard.engine import local_tensors
 from fullshard.errors import CheckpointError, ShardingError
+from fullshard.optim.shards import holds_rows
 from fullshard.saving.full_optimizer import group_options
 from fullshard.saving.optimizer_state import cut
 from fullshard.saving.shard_tensor import ShardTensor, state_as_part
 from fullshard.saving.stepped import Stepped, by_parameter, local_of, saved_options
+from fullshard.shards import STATE_ON_ALL_RANKS
 
 Source = Literal["own", "local", "rank 0"]
 """Kind of a state dict: full or sharded and on every rank; this rank's rows; or full and on rank 0 only."""
@@ -93,9 +95,10 @@ def _cut(own: Sequence[Stepped], saved: StateDict, *, local: bool) -> list[tuple
         one.require_same_kind(
             its_options, {key: v.dtype if isinstance(v, ShardTensor) else v for key, v in state.items()}
         )
-        # A rank without rows of a parameter never steps it, so a loaded step count would go stale: keep its state.
+        # A rank that never steps a parameter, for lack of rows, would let a loaded step count go stale: keep its state.
         part = _local_part if local else _part
-        new = {key: part(one, key, value) for key, value in state.items()} if one.param.numel() else one.state
+        steps = holds_rows(one.param) or hasattr(one.param, STATE_ON_ALL_RANKS)
+        new = {key: part(one, key, value) for key, value in state.items()} if steps else one.state
         cut.append((new, copy.deepcopy(its_options)))
     return cut
 
@@ -112,7 +115,8 @@ def _part(one: Stepped, key: str, value: Any) -> Any:
     part = one.part_of_saved(key, value.shape)
     if isinstance(value, ShardTensor) and part is not None:
         try:
-            return value.elements(f"{key!r} of {one.local.name}", part.held).clone().view(part.local_shape)
+            comm = one.param.shard_comm  # type: ignore[attr-defined]
+            return value.elements(f"{key!r} of {one.local.name}", part.held, comm).clone().view(part.local_shape)
         except ShardingError as error:
             raise CheckpointError(str(error)) from error
     # Cloned: a view would keep the full tensor alive.

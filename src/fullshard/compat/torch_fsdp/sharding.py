@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from fullshard import policy
 from fullshard.comm import as_mesh
 from fullshard.compat.torch_fsdp import arguments
 from fullshard.compat.torch_fsdp.arguments import UnitSettings
-from fullshard.compat.torch_fsdp.optimizer_hooks import guard_state_of
+from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_for_getters
 from fullshard.compat.torch_fsdp.wrap import is_wrapper, modules_to_wrap
 from fullshard.engine import FirstValues, fully_shard
 
@@ -111,14 +113,25 @@ def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ig
         ranks,
         device,
         arguments.prefetch(kwargs["backward_prefetch"], forward=kwargs["forward_prefetch"]),
-        FirstValues(kwargs["param_init_fn"], from_rank0=kwargs["sync_module_states"]),
+        FirstValues(kwargs["param_init_fn"], from_rank0=kwargs["sync_module_states"], from_rank0_if_different=True),
         frozenset(ignored[1]),
     )
-    buffers = [(module, key, buffer) for module in ignored[0] for key, buffer in module._buffers.items()]
-    is_sharded = model.shard(root, own)
+    with _without_buffers(ignored[0]):
+        is_sharded = model.shard(root, own)
     for param in root.parameters():
         if hasattr(param, "shard_meta"):
-            guard_state_of(param)
-    for module, key, buffer in buffers:  # the engine ignores parameters only: it moved and cast these buffers
-        module._buffers[key] = buffer
+            describe_state_for_getters(param)
     return Sharding(wrapped, ignored, is_sharded, mesh.rank, mesh.size, device or mesh.device)
+
+
+@contextmanager
+def _without_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Hide the buffers of ignored modules: the engine ignores parameters only, and would move, cast and share these."""
+    buffers = [(module, key, buffer) for module in modules for key, buffer in module._buffers.items()]
+    for module, key, _ in buffers:
+        module._buffers[key] = None
+    try:
+        yield
+    finally:
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer

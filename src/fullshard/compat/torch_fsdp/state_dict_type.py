@@ -102,9 +102,7 @@ def _settings(
         raise ConfigError(f"state_dict_type must be one of {', '.join(map(str, StateDictType))}; got {kind!r}.")
     classes = _CLASSES[kind]
     settings = StateDictSettings(
-        kind,
-        classes[0]() if of_model is None else of_model,
-        classes[1]() if of_optimizer is None else of_optimizer,
+        kind, classes[0]() if of_model is None else of_model, classes[1]() if of_optimizer is None else of_optimizer
     )
     given = {
         "state_dict_config": settings.state_dict_config,

@@ -1,60 +1,73 @@
-"""Support for torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``.
+"""Support for torch's getters and setters of state dicts (``torch.distributed.checkpoint.state_dict``).
 
-With ``StateDictOptions(full_state_dict=True)`` they call ``state_dict()`` and gather each ``ShardedTensor`` and
-``DTensor`` in it. Our shards are runs of rows or elements of unequal size, which neither class can describe: both are
-gathered as equal chunks. Plain tensors are kept. So a state dict that such a getter requests contains full tensors, as
-with torch's own FSDP1. The getter's options are found on the call stack. If a later torch has them elsewhere, it gets
-parts, which raise an error as soon as they are used.
+They make full tensors of each ``ShardedTensor`` and ``DTensor`` that a ``state_dict()`` contains. Our shards are runs
+of rows or elements of unequal size, which neither class can describe: both are gathered as equal chunks. So the two
+functions by which all getters and setters ask for a state dict, and make a full one of it, are wrapped here. If a
+later torch has them elsewhere, getters get parts, which raise an error as soon as they are used as tensors.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint import state_dict as theirs
 
 from fullshard.saving.shard_tensor import ShardTensor, UnsplitTensor
 
-GETTERS = "torch.distributed.checkpoint.state_dict"
+_asking: ContextVar[bool] = ContextVar("asking", default=False)
 
 
-def asking_getter() -> StateDictOptions | None:
-    """Return the options of the torch getter that is calling; None if there is none on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == GETTERS:
-            given = (value for value in frame.f_locals.values() if isinstance(value, StateDictOptions))
-            return next(given, StateDictOptions())
-        frame = frame.f_back
-    return None
+def getter_asks() -> bool:
+    """Return whether one of torch's getters or setters is calling ``state_dict()`` or ``load_state_dict()``."""
+    return _asking.get()
 
 
-def keeps_on_rank0_only(options: StateDictOptions) -> bool:
-    """Return whether torch keeps the values on rank 0 only, as it does with full states in host memory."""
-    return options.full_state_dict and options.cpu_offload and dist.is_initialized()
+def _asked_by_getter(ask: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    def function_of(owner: Any, api: str) -> Callable[..., Any]:
+        function = ask(owner, api)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = _asking.set(True)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _asking.reset(before)
+
+        return call
+
+    return function_of
 
 
-def full_for_getter(value: Any, options: StateDictOptions) -> Any:
-    """Gather one value of a state dict; every rank calls it.
+def _with_full_tensors(finish: Callable[..., Any]) -> Callable[..., Any]:
+    def finished(state_dict: Any, info: Any) -> Any:
+        if info.full_state_dict:
+            # torch keeps full states in host memory on rank 0 only.
+            dropped = info.cpu_offload and dist.is_initialized() and dist.get_rank() > 0
+            state_dict = _full(state_dict, torch.device("cpu") if info.cpu_offload else None, dropped=dropped)
+        return finish(state_dict, info)
 
-    Args:
-        value: A part, or anything else, which is returned unchanged.
-        options: The getter's options.
+    return finished
 
-    Returns:
-        The full tensor; on ranks where torch drops it, a part without elements.
-    """
+
+def _full(value: Any, device: torch.device | None, *, dropped: bool) -> Any:
+    """Return ``value`` with full tensors, on ``device``, in place of parts; every rank calls it."""
+    if isinstance(value, dict):
+        # Sorted, so that every rank gathers in the same order, whatever the order of an optimizer's first steps.
+        full = {key: _full(value[key], device, dropped=dropped) for key in sorted(value, key=str)}
+        return type(value)((key, full[key]) for key in value)
     if not isinstance(value, (ShardTensor, UnsplitTensor)):
         return value
     full = value.full_tensor()
-    if keeps_on_rank0_only(options) and dist.get_rank() > 0:
-        return empty_part_of(value)
-    return full.cpu() if options.cpu_offload else full
+    if dropped:
+        return full.new_empty(0)
+    return full if device is None else full.to(device)
 
 
-def empty_part_of(tensor: torch.Tensor) -> ShardTensor:
-    """Return a part of ``tensor`` without elements."""
-    return ShardTensor.of(tensor.shape, 0, torch.empty(0, dtype=tensor.dtype))
+theirs._state_dict_fn = _asked_by_getter(theirs._state_dict_fn)  # pyright: ignore[reportPrivateUsage]
+theirs._maybe_full_or_cpu_state_dict = _with_full_tensors(  # pyright: ignore[reportPrivateUsage]
+    theirs._maybe_full_or_cpu_state_dict  # pyright: ignore[reportPrivateUsage]
+)

@@ -248,11 +248,7 @@ def modules_to_wrap(
 
 
 def run_policy(
-    root: nn.Module,
-    policy: Any,
-    kwargs: Mapping[str, Any],
-    skipped: set[nn.Module],
-    uncounted: set[nn.Parameter],
+    root: nn.Module, policy: Any, kwargs: Mapping[str, Any], skipped: set[nn.Module], uncounted: set[nn.Parameter]
 ) -> dict[nn.Module, Kwargs]:
     """Return the modules that ``policy`` chooses inside ``root``, each with the wrapper's arguments.
 

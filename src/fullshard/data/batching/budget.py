@@ -19,19 +19,12 @@ ROUNDING_BITS = 3
 
 @dataclass(frozen=True)
 class _Sorted:
-    """The rows sorted by length, the same in every epoch.
+    """The rows sorted by length, the same in every epoch."""
 
-    Attributes:
-        order: All rows, similar lengths together, the longest sources first.
-        classes: For each of them the number of its class, ascending. Rows of one class may be permuted.
-        bounds: Start of each step in ``order``, and the end of the last.
-        costs: For each step the maximum positions of a row, including padding.
-    """
-
-    order: NDArray[np.int64]
-    classes: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-    costs: NDArray[np.int64]
+    order: NDArray[np.int64]  # all rows, similar lengths together, the longest sources first
+    classes: NDArray[np.int64]  # for each of them the number of its class, ascending. Rows of one class may be permuted
+    bounds: NDArray[np.int64]  # start of each step in ``order``, and the end of the last
+    costs: NDArray[np.int64]  # for each step the maximum positions of a row, including padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,30 +41,21 @@ class TokenPlan:
 
     All ranks have the same number of micro-batches in a step, of equal sizes. Rows repeated for this are fillers, which
     do not count in loss and metrics.
-
-    Attributes:
-        source_lengths: Source tokens of each row of the set.
-        target_lengths: Target tokens of each row.
-        causal: Whether source and target are padded as one sequence.
-        world_size: Number of ranks.
-        batch_tokens: Maximum positions of a micro-batch on one rank: rows times (longest source + longest target), or
-            times the longest joined row.
-        accumulation: Maximum micro-batches per step; the same number on all ranks.
-        seed: Seed of the run.
-        epoch: Number of the epoch, from 0.
-        group: Micro-batches over all ranks for which a step's rows are chosen; None: ``world_size * accumulation``. A
-            run that resumes with another world size keeps its initial value, and so the rows of each step; then
-            ``world_size * accumulation * batch_tokens`` must be unchanged.
     """
 
-    source_lengths: NDArray[np.int64]
-    target_lengths: NDArray[np.int64]
-    causal: bool
-    world_size: int
+    source_lengths: NDArray[np.int64]  # source tokens of each row of the set
+    target_lengths: NDArray[np.int64]  # target tokens of each row
+    causal: bool  # whether source and target are padded as one sequence
+    world_size: int  # number of ranks
+    # maximum positions of a micro-batch on one rank: rows times (longest source + longest target), or times the longest
+    # joined row
     batch_tokens: int
-    accumulation: int = 1
-    seed: int = 0
-    epoch: int = 0
+    accumulation: int = 1  # maximum micro-batches per step; the same number on all ranks
+    seed: int = 0  # seed of the run
+    epoch: int = 0  # number of the epoch, from 0
+    # micro-batches over all ranks for which a step's rows are chosen; None: ``world_size * accumulation``. A run that
+    # resumes with another world size keeps its initial value, and so the rows of each step; then ``world_size *
+    # accumulation * batch_tokens`` must be unchanged
     group: int | None = None
 
     def __post_init__(self) -> None:
@@ -109,11 +93,7 @@ class TokenPlan:
         return plan
 
     def step_places(self, step: int, rank: int) -> list[Places]:
-        """Return the rows of each micro-batch of one rank in one step.
-
-        Args:
-            step: From 0 to ``num_steps - 1``.
-            rank: From 0 to ``world_size - 1``.
+        """Return the rows of each micro-batch of one rank in one step, both numbered from 0.
 
         Raises:
             DataError: There is no such rank.

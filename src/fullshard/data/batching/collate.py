@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fullshard.comm import device_of
 from fullshard.data.batching.pack import share_sequences
 from fullshard.data.tokenizing.tokenize import TokenizedSet
 
@@ -20,45 +21,29 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class RowRef:
-    """One row of a micro-batch.
+    """One row of a micro-batch."""
 
-    Attributes:
-        index: Its index in the tokenized set.
-        filler: Whether it is only there to make the ranks' steps equal, and does not count in loss and metrics.
-    """
-
-    index: int
+    index: int  # its index in the tokenized set
+    # whether it is only there to make the ranks' steps equal, and does not count in loss and metrics
     filler: bool = False
 
 
 @dataclass(frozen=True)
 class CollateSpec:
-    """How rows are joined and padded.
+    """How rows are joined and padded."""
 
-    Attributes:
-        pad_token_id: Id of padding, where the attention mask is zero.
-        causal: Whether source and target are one sequence (decoder-only) rather than two (encoder-decoder).
-        packed: Whether rows are concatenated into few sequences, instead of padded to the longest.
-    """
-
-    pad_token_id: int
-    causal: bool = False
-    packed: bool = False
+    pad_token_id: int  # id of padding, where the attention mask is zero
+    causal: bool = False  # whether source and target are one sequence (decoder-only) rather than two (encoder-decoder)
+    packed: bool = False  # whether rows are concatenated into few sequences, instead of padded to the longest
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The row of each position of a packed batch. Sizes: B sequences, S and T tokens as in :class:`Batch`.
+    """The row of each position of a packed batch. Sizes: B sequences, S and T tokens as in :class:`Batch`."""
 
-    Attributes:
-        segments_BS: int64, n for the tokens of the n-th row of a sequence, from 1; 0 on padding.
-        target_segments_BT: The same for the labels; for a causal model ``segments_BS`` itself.
-        positions_BS: int64, from 0 in each row.
-    """
-
-    segments_BS: Tensor
-    target_segments_BT: Tensor
-    positions_BS: Tensor
+    segments_BS: Tensor  # int64, n for the tokens of the n-th row of a sequence, from 1; 0 on padding
+    target_segments_BT: Tensor  # the same for the labels; for a causal model ``segments_BS`` itself
+    positions_BS: Tensor  # int64, from 0 in each row
 
     def to(self, device: torch.device | str) -> Packing:
         """Return a copy on a device; shared tensors stay shared."""
@@ -67,35 +52,26 @@ class Packing:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank. Sizes: B rows, S source (causal: joined) tokens, T label tokens, P prompt tokens.
+    """One micro-batch of one rank. Sizes: B rows, S source tokens, T label tokens, P prompt tokens.
 
-    In a packed batch B counts sequences, each with the tokens of several rows.
-
-    Attributes:
-        input_ids_BS: int64. Encoder-decoder: sources; causal: source and target joined; padded on the right.
-        attention_mask_BS: int64, 1 on tokens, 0 on padding.
-        labels_BT: int64 targets, -100 on padding, on fillers and, when causal (T = S), on the prompt. Packed and
-            causal, also on the first token of each row, which the preceding row must not predict.
-        prompt_ids_BP: int64, the input of generation. Encoder-decoder: ``input_ids_BS`` itself; causal: the prompts,
-            padded on the left. Packed: ``input_ids_BS``, which generation does not use.
-        prompt_mask_BP: int64 mask of ``prompt_ids_BP``.
-        target_tokens: Number of tokens that count in the loss: all labels except -100, after the model's shift.
-        tokens: Number of source and target tokens of all rows except fillers.
-        indices: Index of each row in the tokenized set.
-        fillers: For each row, whether it is a filler, which does not count in loss and metrics.
-        packing: The row of each position; None if each row is a separate sequence.
+    The source of a causal model is source and target joined. In a packed batch B counts sequences, each with the tokens
+    of several rows.
     """
 
-    input_ids_BS: Tensor
-    attention_mask_BS: Tensor
+    input_ids_BS: Tensor  # int64. Encoder-decoder: sources; causal: source and target joined; padded on the right
+    attention_mask_BS: Tensor  # int64, 1 on tokens, 0 on padding
+    # int64 targets, -100 on padding, on fillers and, when causal (T = S), on the prompt. Packed and causal, also on the
+    # first token of each row, which the preceding row must not predict
     labels_BT: Tensor
+    # int64, the input of generation. Encoder-decoder: ``input_ids_BS`` itself; causal: the prompts, padded on the left.
+    # Packed: ``input_ids_BS``, which generation does not use
     prompt_ids_BP: Tensor
-    prompt_mask_BP: Tensor
-    target_tokens: int
-    tokens: int
-    indices: tuple[int, ...]
-    fillers: tuple[bool, ...]
-    packing: Packing | None = None
+    prompt_mask_BP: Tensor  # int64 mask of ``prompt_ids_BP``
+    target_tokens: int  # number of tokens that count in the loss: all labels except -100, after the model's shift
+    tokens: int  # number of source and target tokens of all rows except fillers
+    indices: tuple[int, ...]  # index of each row in the tokenized set
+    fillers: tuple[bool, ...]  # for each row, whether it is a filler, which does not count in loss and metrics
+    packing: Packing | None = None  # the row of each position; None if each row is a separate sequence
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy with its tensors on a device; shared tensors stay shared."""
@@ -212,5 +188,6 @@ def _pad(rows: Rows, value: int, *, left: bool = False) -> tuple[Tensor, Tensor]
 
 def _moved(holder: Any, names: Sequence[str], device: torch.device | str) -> Any:
     """Copy a frozen dataclass with the named tensors on a device; shared tensors stay shared."""
-    moved = {id(tensor): tensor.to(device) for tensor in (getattr(holder, name) for name in names)}
+    on_device = device_of(torch.device(device))
+    moved = {id(tensor): on_device.from_host(tensor) for tensor in (getattr(holder, name) for name in names)}
     return replace(holder, **{name: moved[id(getattr(holder, name))] for name in names})

@@ -65,29 +65,20 @@ class EpochPlan:
     With lengths, rows of similar length share a batch, which saves most of the padding. In training, rows are sorted by
     length within windows of 50 groups of ``group_rows`` rows of the same permutation; then the groups are shuffled. In
     evaluation, all rows are sorted, the longest first, so that memory peaks at the start.
-
-    Attributes:
-        num_rows: Rows of the set.
-        world_size: Number of ranks.
-        batch_size: Rows per micro-batch on one rank; the last one of an epoch may have fewer.
-        seed: Seed of the run.
-        epoch: Number of the epoch, from 0.
-        training: True: shuffled. False (evaluation): in the order of the set.
-        lengths: Length of each row, for grouping; None: rows are not grouped.
-        group_rows: Rows per group in training; None: ``world_size * batch_size``, so that a group is one micro-batch
-            of all ranks. A run that resumes with another world size keeps its initial groups.
-        accumulation: Micro-batches per step; the last step of an epoch may have fewer.
     """
 
-    num_rows: int
-    world_size: int
-    batch_size: int
-    seed: int = 0
-    epoch: int = 0
-    training: bool = True
+    num_rows: int  # rows of the set
+    world_size: int  # number of ranks
+    batch_size: int  # rows per micro-batch on one rank; the last one of an epoch may have fewer
+    seed: int = 0  # seed of the run
+    epoch: int = 0  # number of the epoch, from 0
+    training: bool = True  # True: shuffled. False (evaluation): in the order of the set
+    # length of each row, for grouping; None: rows are not grouped
     lengths: Sequence[int] | NDArray[np.int64] | None = None
+    # rows per group in training; None: ``world_size * batch_size``, so that a group is one micro-batch of all ranks. A
+    # run that resumes with another world size keeps its initial groups
     group_rows: int | None = None
-    accumulation: int = 1
+    accumulation: int = 1  # micro-batches per step; the last step of an epoch may have fewer
 
     def __post_init__(self) -> None:
         """Check the sizes.
@@ -122,13 +113,7 @@ class EpochPlan:
         return replace(self, epoch=epoch)
 
     def rank_rows(self, rank: int) -> list[RowRef]:
-        """Return the rows of one rank, in order.
-
-        Args:
-            rank: From 0 to ``world_size - 1``.
-
-        Returns:
-            ``rows_per_rank`` rows.
+        """Return the ``rows_per_rank`` rows of one rank, in order.
 
         Raises:
             DataError: There is no such rank.
@@ -137,13 +122,7 @@ class EpochPlan:
         return row_refs(self._of_rank(rank, 0, None))
 
     def micro_batches(self, rank: int) -> list[list[RowRef]]:
-        """Return the rows of one rank by micro-batch.
-
-        Args:
-            rank: From 0 to ``world_size - 1``.
-
-        Returns:
-            ``num_batches`` lists of rows.
+        """Return the rows of one rank by micro-batch, ``num_batches`` lists.
 
         Raises:
             DataError: There is no such rank.
@@ -156,11 +135,7 @@ class EpochPlan:
         return self._of_rank(rank, number * self.batch_size, (number + 1) * self.batch_size)
 
     def step_places(self, step: int, rank: int) -> list[Places]:
-        """Return the rows of each micro-batch of one rank in one step.
-
-        Args:
-            step: From 0 to ``num_steps - 1``.
-            rank: From 0 to ``world_size - 1``.
+        """Return the rows of each micro-batch of one rank in one step, both numbered from 0.
 
         Raises:
             DataError: There is no such rank.

@@ -11,6 +11,14 @@ class UnusableRowError(Exception):
     """The reason why one row cannot be used; caught within this package."""
 
 
+class UnusableRowsError(DataError):
+    """More rows than allowed are unusable; ``beyond_shown`` as in :class:`BadRows`."""
+
+    def __init__(self, message: str, beyond_shown: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.beyond_shown = beyond_shown
+
+
 class BadRows:
     """The unusable rows of one table."""
 
@@ -18,35 +26,32 @@ class BadRows:
         """Start with none; ``where`` names the table in messages."""
         self.count = 0
         self._where = where
-        self._first: list[tuple[int, str]] = []
+        self._found: list[str] = []
 
     def add(self, line: int, problem: str) -> None:
-        """Count a row and remember the first few."""
+        """Count a row and remember its problem."""
         self.count += 1
-        if len(self._first) < SHOWN_PROBLEMS:
-            self._first.append((line, problem))
+        self._found.append(f"{self._where}:{line}: {problem}")
+
+    @property
+    def beyond_shown(self) -> tuple[str, ...]:
+        """A line for each row if the message does not show all of them, else none."""
+        return tuple(self._found) if self.count > SHOWN_PROBLEMS else ()
 
     def settle(self, num_rows: int, limit: int) -> tuple[str, ...]:
-        """Return the messages about skipped rows.
-
-        Args:
-            num_rows: Rows of the table, including unusable ones.
-            limit: Allowed unusable rows, ``data.max_bad_rows``.
-
-        Returns:
-            One message, or none if all rows are usable.
+        """Return the message about skipped rows, or none if all of the table's ``num_rows`` rows are usable.
 
         Raises:
-            DataError: There are more unusable rows than allowed.
+            UnusableRowsError: More rows than ``limit`` (``data.max_bad_rows``) are unusable.
         """
         if not self.count:
             return ()
-        shown = [f"  {self._where}:{line}: {problem}" for line, problem in self._first]
-        if self.count > len(self._first):
-            shown.append(f"  ... and {self.count - len(self._first)} more")
+        shown = [f"  {found}" for found in self._found[:SHOWN_PROBLEMS]]
+        if self.count > SHOWN_PROBLEMS:
+            shown.append(f"  ... and {self.count - SHOWN_PROBLEMS} more")
         outcome = "rows were skipped" if self.count <= limit else "rows cannot be used"
         heading = f"{self._where}: {self.count} of {num_rows} {outcome}"
         if self.count <= limit:
             return ("\n".join([f"{heading} (data.max_bad_rows: {limit}):", *shown]),)
         advice = f"Correct or remove them, or raise data.max_bad_rows (now {limit}) to skip them:"
-        raise DataError("\n".join([f"{heading}. {advice}", *shown]))
+        raise UnusableRowsError("\n".join([f"{heading}. {advice}", *shown]), self.beyond_shown)

@@ -10,11 +10,7 @@ from fullshard.data.reading.tables import encoding_problem
 
 
 def cell_text(name: str, cell: object) -> str:
-    """Return the text of a cell unchanged; the items of a list are joined with spaces.
-
-    Args:
-        name: The column, for messages.
-        cell: The cell's value.
+    """Return the text of a cell unchanged; the items of a list are joined with spaces. Errors name the column.
 
     Raises:
         UnusableRowError: The cell is missing, or is not text, a number or a list of them.
@@ -25,12 +21,7 @@ def cell_text(name: str, cell: object) -> str:
 
 
 def cell_references(name: str, cell: object, *, join: bool) -> tuple[str, ...]:
-    """Return the texts of a target cell: one, or the distinct non-empty items of a list.
-
-    Args:
-        name: The column, for messages.
-        cell: The cell's value.
-        join: Whether a list is one text in pieces.
+    """Return the texts of a target cell: one, or the distinct non-empty items of a list; with ``join`` a list is one.
 
     Raises:
         UnusableRowError: As for :func:`cell_text`, or all texts are blank.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.data.examples import Example, SourceSpec
 from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.cells import cell_references, cell_text
+from fullshard.data.reading.delimiter import DELIMITERS, shown
 from fullshard.data.reading.tables import Row
 from fullshard.errors import ConfigError, DataError
 
@@ -47,6 +50,14 @@ KNOWN_SHAPES: tuple[tuple[tuple[str, ...], str], ...] = (
 """Source columns and target column of known tables, by lower-case name. Of the shapes that fit a table, those whose
 columns are a subset of another's do not count, and exactly one must remain."""
 
+_TARGETS = frozenset(target for _, target in KNOWN_SHAPES)
+_NAMES = _TARGETS | {name for sources, _ in KNOWN_SHAPES for name in sources}
+_BY_ORDER = (
+    "the first and the second of two columns, whose names are not known; to choose otherwise, set data.source_column "
+    "and data.target_column."
+)
+_PLAIN_NAME = re.compile(r"[^\W\d][\w ()/.-]*(?<! )")
+_YAML_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 _WIKIHOW_COLUMNS = {"headline", "title", "text"}
 _FURTHER_INPUTS = ("input", "context")
 """Second source columns of known shapes, which may be empty or missing in a row."""
@@ -54,23 +65,15 @@ _FURTHER_INPUTS = ("input", "context")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the cells of a row become an example.
+    """How the cells of a row become an example."""
 
-    Attributes:
-        sources: Columns of the source.
-        target: Column of the target.
-        fill: Combines those columns' texts into the source.
-        optional: Source columns that may be missing in a row.
-        join_target: Whether a list in the target column is one text in pieces; otherwise it is several references.
-        notes: Messages about columns chosen by name.
-    """
-
-    sources: tuple[str, ...]
-    target: str
-    fill: Callable[[Sequence[str]], str]
-    optional: tuple[str, ...] = ()
+    sources: tuple[str, ...]  # columns of the source
+    target: str  # column of the target
+    fill: Callable[[Sequence[str]], str]  # combines those columns' texts into the source
+    optional: tuple[str, ...] = ()  # source columns that may be missing in a row
+    # whether a list in the target column is one text in pieces; otherwise it is several references
     join_target: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # messages about columns chosen by name
 
     @property
     def columns(self) -> list[str]:
@@ -83,14 +86,23 @@ class Recipe:
         Raises:
             UnusableRowError: A cell is missing, empty or of the wrong type.
         """
+        source = self.source(row)
+        references = cell_references(self.target, row.cells.get(self.target), join=self.join_target)
+        return Example(source, references, row.line)
+
+    def source(self, row: Row) -> str:
+        """Return the source of a row.
+
+        Raises:
+            UnusableRowError: A cell is missing, empty or of the wrong type.
+        """
         if row.problem is not None:
             raise UnusableRowError(row.problem)
         texts = [self._source_text(name, row.cells) for name in self.sources]
         if not any(text.strip() for text in texts):
             listed = " and ".join(repr(name) for name in self.sources)
             raise UnusableRowError(f"column {listed} is empty")
-        references = cell_references(self.target, row.cells.get(self.target), join=self.join_target)
-        return Example(self.fill(texts), references, row.line)
+        return self.fill(texts)
 
     def _source_text(self, name: str, cells: Mapping[str, object]) -> str:
         cell = cells.get(name)
@@ -98,50 +110,42 @@ class Recipe:
 
 
 def choose(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
-    """Choose the columns of a table's examples.
-
-    Args:
-        spec: The user's settings.
-        columns: The table's columns.
-        where: Name of the table in messages.
+    """Choose the columns of the examples of the table that messages call ``where``.
 
     Raises:
         ConfigError: The template is malformed.
         DataError: A column does not exist or exists twice, or no or several choices fit; the message lists the columns.
     """
+    spec = _stripped(spec, columns)
     if spec.template is not None:
-        sources, fill = parse_template(spec.template)
-        optional, note = (), ()
+        named, fill = parse_template(spec.template)
+        sources, optional, note = tuple(_without_blanks(name, columns) for name in named), (), ()
     elif spec.source_column is not None:
         sources, fill, optional, note = (spec.source_column,), _only, (), ()
     else:
-        sources, target = _choose_by_name(spec, columns, where)
+        sources, target, how = _choose_by_name(spec, columns, where)
         fill, optional = _known_fill(sources), _optional(sources)
         source = f"source is {' and '.join(map(repr, sources))}"
-        note = (f"{where}: {source}, target is {target!r}, chosen by name.",)
+        note = (f"{where}: {source}, target is {target!r}, {how}",)
         return _checked(spec, Recipe(sources, target, fill, optional, notes=note), columns, where)
     target = spec.target_column
     if target is None:
         _require((*sources,), columns, where)
-        target = _choose_target(sources, columns, where)
-        note = (f"{where}: target is {target!r}, chosen by name.",)
+        target = _choose_target(spec, sources, columns, where)
+        how = "chosen by name." if target.lower() in _TARGETS else "the other column."
+        note = (f"{where}: target is {target!r}, {how}",)
     return _checked(spec, Recipe(sources, target, fill, optional, notes=note), columns, where)
 
 
 def choose_sources(spec: SourceSpec, columns: Sequence[str], where: str) -> Recipe:
     """Choose the source columns of a table that may lack targets: those that training would choose.
 
-    Args:
-        spec: The user's setting of the target; the source is chosen by name.
-        columns: The table's columns.
-        where: Name of the table in messages.
-
-    Returns:
-        A recipe for examples whose references are not meaningful.
+    The recipe makes examples whose references are not meaningful.
 
     Raises:
         DataError: No or several choices fit; the message lists the columns.
     """
+    spec = _stripped(spec, columns)
     names = {name.lower(): name for name in reversed(columns)}
     fitting = [(sources, target) for sources, target in KNOWN_SHAPES if {*sources} <= set(names)]
     if spec.target_column is not None:
@@ -152,13 +156,18 @@ def choose_sources(spec: SourceSpec, columns: Sequence[str], where: str) -> Reci
     fitting = [one for one in fitting if one[1] in names] or fitting
     found = {sources for sources, _ in fitting}
     largest = [one for one in found if not any({*one} < {*other} for other in found)]
+    how = "chosen by name."
     if len(columns) == 1:
         largest = [(columns[0].lower(),)]
+    elif len(columns) == 2 and not largest and (spec.target_column in columns or not _NAMES & set(names)):
+        # As in training.
+        largest = [(next(name for name in columns if name != spec.target_column).lower(),)]
+        how = "the first of two columns, whose names are not known; --source-column NAME names another."
     if len(largest) != 1:
         remedy = "Name it: --source-column NAME, or set data.source_column or data.template."
-        raise DataError(f"{where}: which column is the source? Its columns: {_listed(columns)}. {remedy}")
+        raise DataError(f"{where}: which column is the source? {_its(columns)} {remedy}")
     sources = tuple(names[name] for name in largest[0])
-    note = () if len(columns) == 1 else (f"{where}: source is {' and '.join(map(repr, sources))}, chosen by name.",)
+    note = () if len(columns) == 1 else (f"{where}: source is {' and '.join(map(repr, sources))}, {how}",)
     recipe = Recipe(sources, sources[0], _known_fill(sources), _optional(sources), notes=note)
     return _checked(spec, recipe, columns, where)
 
@@ -194,6 +203,18 @@ def parse_template(template: str) -> tuple[tuple[str, ...], Callable[[Sequence[s
     return tuple(names), fill
 
 
+def _stripped(spec: SourceSpec, columns: Sequence[str]) -> SourceSpec:
+    """Return the spec with the names of columns as the table has them."""
+    names = {key: getattr(spec, key) for key in ("source_column", "target_column")}
+    given = {key: _without_blanks(name, columns) for key, name in names.items() if name is not None}
+    return replace(spec, **given)
+
+
+def _without_blanks(name: str, columns: Sequence[str]) -> str:
+    """Return a column's name without blanks around it, unless a table (of JSON) has them in its own."""
+    return name if name in columns else name.strip()
+
+
 def _checked(spec: SourceSpec, recipe: Recipe, columns: Sequence[str], where: str) -> Recipe:
     """Return the recipe with the spec's target_lists, after checking that its columns exist once."""
     _require(recipe.columns, columns, where)
@@ -207,13 +228,17 @@ def _require(wanted: Iterable[str], columns: Sequence[str], where: str) -> None:
     for name in wanted:
         count = columns.count(name)
         if count == 0:
-            raise DataError(f"{where} has no column {name!r}. Its columns: {_listed(columns)}.")
+            raise DataError(f"{where} has no column {name!r}. {_its(columns)}")
         if count > 1:
             raise DataError(f"{where} has {count} columns named {name!r}: rename all but one.")
 
 
-def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tuple[tuple[str, ...], str]:
-    """Return source and target columns of the only known shape that fits a table."""
+def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tuple[tuple[str, ...], str, str]:
+    """Return source and target columns, and how they were chosen: the only known shape that fits, or of two the order.
+
+    Raises:
+        DataError: No or several shapes fit, and there are more columns than two, or the given target does not exist.
+    """
     names = {name.lower(): name for name in reversed(columns)}
     given = spec.target_column
     if given is not None:
@@ -226,42 +251,74 @@ def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tup
     if not fitting and given is not None:
         known = {sources[0] for sources, _ in KNOWN_SHAPES} & set(names) - {given.lower()}
         fitting = [((name,), given.lower()) for name in sorted(known)]
+    if not fitting and given is not None and len(columns) == 2:
+        return (next(name for name in columns if name != given),), given, "the other column is the source."
+    if not fitting and len(columns) == 2 and not _NAMES & set(names):
+        return (columns[0],), columns[1], _BY_ORDER
     largest = [shape for shape in fitting if not any(_columns_of(shape) < _columns_of(other) for other in fitting)]
     if len(largest) != 1:
-        raise _undecided(columns, where, [f"{' and '.join(sources)} -> {target}" for sources, target in largest])
+        raise _undecided(spec, columns, where, [(tuple(names[s] for s in ss), names[t]) for ss, t in largest])
     sources, target = largest[0]
-    return tuple(names[name] for name in sources), names[target]
+    return tuple(names[name] for name in sources), names[target], "chosen by name."
 
 
-def _choose_target(sources: Sequence[str], columns: Sequence[str], where: str) -> str:
-    """Return the only known target among the other columns."""
+def _choose_target(spec: SourceSpec, sources: tuple[str, ...], columns: Sequence[str], where: str) -> str:
+    """Return the only known target among the other columns, or the only other column."""
     used = [name.lower() for name in sources]
     partners = {target for known, target in KNOWN_SHAPES if known[0] in used}
     free = [name for name in columns if name not in sources]
     found = [name for name in free if name.lower() in partners]
-    found = found or [name for name in free if name.lower() in {target for _, target in KNOWN_SHAPES}]
+    found = found or [name for name in free if name.lower() in _TARGETS] or (free if len(columns) == 2 else [])
     if len(found) != 1:
-        raise _undecided(columns, where, [f"{' and '.join(sources)} -> {target}" for target in found])
+        raise _undecided(spec, columns, where, [(sources, target) for target in found])
     return found[0]
 
 
-def _undecided(columns: Sequence[str], where: str, candidates: Sequence[str]) -> DataError:
-    """Return the error for a table whose columns fit no known shape, or several."""
-    found = f"more than one pair fits ({'; '.join(candidates)})" if candidates else "no pair is known by name"
-    remedy = "Set data.source_column (or data.template) and data.target_column."
+def _undecided(
+    spec: SourceSpec, columns: Sequence[str], where: str, candidates: Sequence[tuple[tuple[str, ...], str]]
+) -> DataError:
+    """Return the error for a table whose columns fit no known shape, or several, with lines for the run file."""
+    pairs = [f"{' and '.join(sources)} -> {target}" for sources, target in candidates]
+    found = f"more than one pair fits ({'; '.join(pairs)})" if pairs else "no pair is known by name"
+    question = f"{where}: which columns are source and target? {found}. {_its(columns)}"
     if set(columns) >= _WIKIHOW_COLUMNS:
-        remedy = "These are WikiHow's: set data.format: wikihow."
-    return DataError(
-        f"{where}: which columns are source and target? {found}. Its columns: {_listed(columns)}. {remedy}"
-    )
+        return DataError(f"{question} These are WikiHow's: set data.format: wikihow.")
+    if len(columns) < 2:
+        return DataError(f"{question} At least two columns are needed.")
+    source, target = (candidates[0][0][0], candidates[0][1]) if candidates else _suggested(spec, columns)
+    lines = [f"  source_column: {_as_yaml(spec.source_column or source)}"] if spec.template is None else []
+    lines.append(f"  target_column: {_as_yaml(spec.target_column or target)}")
+    both = "data.source_column and data.target_column, or data.template for a source of several columns"
+    needed = both if spec.template is None else "data.target_column"
+    text = f"{question} Set {needed}. In the run file, with your choice:"
+    return DataError("\n".join([text, "data:", *lines]))
+
+
+def _suggested(spec: SourceSpec, columns: Sequence[str]) -> tuple[str, str]:
+    """Return a source and a target to begin with: columns with a known name, else the first and the last."""
+    free = [name for name in columns if name not in (spec.source_column, spec.target_column)] or list(columns)
+    unlike = [name for name in free if name.lower() not in _TARGETS] or free
+    source = next((name for name in unlike if name.lower() in _NAMES), unlike[0])
+    rest = [name for name in free if name != source] or free
+    return source, next((name for name in rest if name.lower() in _TARGETS), rest[-1])
+
+
+def _as_yaml(name: str) -> str:
+    """Return a column's name as YAML reads it back: in quotes, unless it is plain words."""
+    plain = _PLAIN_NAME.fullmatch(name) and name.lower() not in _YAML_WORDS
+    return name if plain else json.dumps(name, ensure_ascii=False)
 
 
 def _columns_of(shape: tuple[tuple[str, ...], str]) -> set[str]:
     return {*shape[0], shape[1]}
 
 
-def _listed(columns: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in columns) or "none"
+def _its(columns: Sequence[str]) -> str:
+    """Return a sentence with a table's columns, and one on the delimiter if they may be several in one."""
+    listed = ", ".join(repr(name) for name in columns) or "none"
+    inside = [one for one in DELIMITERS if len(columns) == 1 and one in columns[0]]
+    hint = f" If {shown(inside[0])} separates its cells, set data.delimiter." if inside else ""
+    return f"Its columns: {listed}.{hint}"
 
 
 def _known_fill(sources: Sequence[str]) -> Callable[[Sequence[str]], str]:

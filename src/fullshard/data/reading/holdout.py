@@ -9,12 +9,7 @@ from fullshard.errors import DataError
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Return whether rows with this key are held out; rows with the same key stay together.
-
-    Args:
-        key: The source of a row, or another key.
-        fraction: Share of keys to hold out, from 0 to 1.
-    """
+    """Return whether rows with this key are held out, a ``fraction`` of keys; rows with the same key stay together."""
     digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -29,10 +24,12 @@ def hold_out(table: Table, fraction: float, split: Split, where: str) -> Table:
     for example in table.examples:
         sides["validation" if is_held_out(example.source, fraction) else "train"].append(example)
     require_both_sides(len(sides["train"]), len(sides["validation"]), fraction, where)
+    share = len(sides["validation"]) / len(table.examples)
     note = (
-        f"{where}: {len(sides['validation'])} of {len(table.examples)} rows are held out by data.validation_fraction."
+        f"{where}: {len(sides['validation'])} of {len(table.examples)} rows are held out, {share:.1%}, by "
+        f"data.validation_fraction {fraction:g}: the hash of a row's source decides, whatever other rows there are."
     )
-    return Table(sides[split], (*table.notes, note))
+    return Table(sides[split], (*table.notes, note), table.skipped)
 
 
 def require_both_sides(num_train: int, num_held_out: int, fraction: float, where: str) -> None:

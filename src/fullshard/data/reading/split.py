@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
-from fullshard.data.examples import Example, SourceSpec, Split, Table
+from fullshard.data.examples import Example, InputRow, InputTable, SourceSpec, Split, Table
 from fullshard.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
 from fullshard.data.reading.bad_rows import BadRows, UnusableRowError
-from fullshard.data.reading.columns import Recipe, choose, choose_sources
+from fullshard.data.reading.columns import choose, choose_sources
 from fullshard.data.reading.holdout import hold_out
 from fullshard.data.reading.phrasebank import open_phrasebank
 from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, unreadable
@@ -19,7 +20,7 @@ from fullshard.errors import DataError
 FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
 """Formats by suffix; all but Parquet may be gzipped, with .gz appended."""
 
-_RULES = 1
+_RULES = 2
 """Increased when the same file and options give other rows than before, to invalidate caches."""
 
 _CHUNK_BYTES = 2**20
@@ -50,18 +51,28 @@ def read_split(spec: SourceSpec, split: Split) -> Table:
     return hold_out(table, spec.validation_fraction, split, reader.where) if by_hash else table
 
 
-def read_sources(spec: SourceSpec, split: Split) -> Table:
-    """Read the sources of a split's rows, in columns chosen by name. Any process can call it.
+def read_sources(spec: SourceSpec, split: Split) -> InputTable:
+    """Read the source of every row of a split, in columns given by the spec or chosen by name. Any process can call it.
 
     Returns:
-        The rows in order; their references are not meaningful.
+        The rows in order, also those that cannot be used.
 
     Raises:
         DataError: The table cannot be read or is empty, or the source columns are ambiguous.
+        ConfigError: The template is malformed.
     """
     reader = _open(spec, split)
-    recipe = choose_sources(spec, reader.columns(), reader.where)
-    return _read_rows(reader, recipe, BadRows(reader.where), spec.max_bad_rows)
+    by_name = spec.template is None and spec.source_column is None
+    recipe = (choose_sources if by_name else choose)(spec, _columns(reader), reader.where)
+    rows: list[InputRow] = []
+    for row in reader.rows(recipe.columns):
+        try:
+            rows.append(InputRow(recipe.source(row), row.line))
+        except UnusableRowError as problem:
+            rows.append(InputRow("", row.line, str(problem)))
+    if not rows:
+        raise DataError(f"{reader.where} has a header but no rows: at least one row is needed.")
+    return InputTable(rows, (*reader.notes, *recipe.notes))
 
 
 def fingerprint(spec: SourceSpec, split: Split) -> str:
@@ -78,7 +89,12 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     by_hash = _split_by_hash(spec)
     digest = blake2b(digest_size=16)
     options: list[object] = [_RULES, spec.encoding, spec.source_column, spec.target_column, spec.target_lists]
-    options += [spec.template, spec.max_bad_rows, [split, spec.validation_fraction] if by_hash else None]
+    options += [
+        spec.delimiter,
+        spec.template,
+        spec.max_bad_rows,
+        [split, spec.validation_fraction] if by_hash else None,
+    ]
     if _of_dataset(spec, split):
         options += ["dataset", _open_dataset(spec, split).fingerprint]
         digest.update(json.dumps(options).encode())
@@ -90,6 +106,21 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     for file in files:
         _hash_file(file, digest)
     return digest.hexdigest()
+
+
+def with_rows_of(path: Path, spec: SourceSpec) -> SourceSpec:
+    """Return a run's ``spec`` with another file for its held-out rows, such as one to predict for. Any process.
+
+    Columns, encoding and format stay. A CSV file whose header does not have the delimiter of ``spec`` gets its own.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    other = replace(spec, validation_file=path, validation_fraction=0.0)
+    if spec.delimiter is None or _format(path, other) != "csv":
+        return other
+    fits = len(CsvFile(path, spec.encoding, spec.delimiter).columns()) > 1
+    return other if fits else replace(other, delimiter=None)
 
 
 def split_lists(spec: SourceSpec) -> list[Path]:
@@ -141,7 +172,7 @@ def _open(spec: SourceSpec, split: Split) -> RowReader:
     path = _file(spec, split)
     match _format(path, spec):
         case "csv":
-            return CsvFile(path, spec.encoding)
+            return CsvFile(path, spec.encoding, spec.delimiter)
         case "tsv":
             return CsvFile(path, spec.encoding, delimiter="\t")
         case "jsonl":
@@ -165,38 +196,34 @@ def _open_dataset(spec: SourceSpec, split: Split) -> DatasetRows:
 
 def _read_table(reader: RowReader, spec: SourceSpec) -> Table:
     """Return all usable rows of a table."""
+    recipe = choose(spec, _columns(reader), reader.where)
     bad = BadRows(reader.where)
-    columns = reader.columns()
-    if not columns:
-        total = _count_unreadable(reader, bad)
-        bad.settle(total, limit=0)  # no row could be read: report the rows' problems, not missing columns
-    recipe = choose(spec, columns, reader.where)
-    return _read_rows(reader, recipe, bad, spec.max_bad_rows)
-
-
-def _read_rows(reader: RowReader, recipe: Recipe, bad: BadRows, limit: int) -> Table:
-    """Return the examples that a recipe makes of a table's rows."""
     examples: list[Example] = []
     for row in reader.rows(recipe.columns):
         try:
             examples.append(recipe.example(row))
         except UnusableRowError as problem:
             bad.add(row.line, str(problem))
-    notes = (*reader.notes, *recipe.notes, *bad.settle(len(examples) + bad.count, limit))
+    notes = (*reader.notes, *recipe.notes, *bad.settle(len(examples) + bad.count, spec.max_bad_rows))
     if not examples:
         found = f"{bad.count} rows, none of which can be used" if bad.count else "a header but no rows"
         raise DataError("\n".join([f"{reader.where} has {found}: at least one row is needed.", *notes]))
-    return Table(examples, notes)
+    return Table(examples, notes, bad.beyond_shown)
 
 
-def _count_unreadable(reader: RowReader, bad: BadRows) -> int:
-    """Count the rows of a table without any readable row."""
-    total = 0
-    for row in reader.rows(()):
+def _columns(reader: RowReader) -> list[str]:
+    """Return the columns of a table.
+
+    Raises:
+        DataError: No row could be read: the rows' problems, not missing columns.
+    """
+    columns, bad, total = reader.columns(), BadRows(reader.where), 0
+    for row in reader.rows(()) if not columns else ():
         total += 1
         if row.problem is not None:
             bad.add(row.line, row.problem)
-    return total
+    bad.settle(total, limit=0)
+    return columns
 
 
 def _hash_file(path: Path, digest: blake2b) -> None:

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from fullshard.data.reading.delimiter import find_delimiter, shown
 from fullshard.errors import DataError
 
 CELL_LIMIT_CHARACTERS = 2**31 - 1
@@ -28,17 +29,11 @@ _BYTE_ESCAPES = range(0xDC80, 0xDD00)
 
 @dataclass(frozen=True)
 class Row:
-    """A row before it is checked.
+    """A row before it is checked."""
 
-    Attributes:
-        line: Line where it starts, from 1; its number if the table has no lines.
-        cells: Cells by column name.
-        problem: Why it could not be read, or None.
-    """
-
-    line: int
-    cells: Mapping[str, object]
-    problem: str | None = None
+    line: int  # line where it starts, from 1; its number if the table has no lines
+    cells: Mapping[str, object]  # cells by column name
+    problem: str | None = None  # why it could not be read, or None
 
 
 class RowReader(Protocol):
@@ -145,15 +140,21 @@ def csv_records(lines: Iterable[str], delimiter: str, *, strict: bool) -> Iterat
 class CsvFile:
     """A CSV or TSV file with a header."""
 
-    notes: tuple[str, ...] = ()
-
-    def __init__(self, path: Path, encoding: str, delimiter: str = ",") -> None:
-        """Prepare to read ``path``; nothing is read yet."""
+    def __init__(self, path: Path, encoding: str, delimiter: str | None = None) -> None:
+        """Prepare to read ``path``; nothing is read yet. Delimiter None: found in the header and the first rows."""
         self.where = str(path)
-        self._path, self._encoding, self._delimiter = path, encoding, delimiter
+        self._path, self._encoding, self._given = path, encoding, delimiter
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A message if the delimiter was found and is not a comma."""
+        if self._given is not None or self._delimiter == ",":
+            return ()
+        found = shown(self._delimiter)
+        return (f"{self.where}: cells are separated by {found}, as its header and first rows show (data.delimiter).",)
 
     def columns(self) -> list[str]:
-        """Return the header."""
+        """Return the header's names, without blanks around them."""
         with open_lines(self._path, self._encoding) as lines:
             return self._header(csv_records(lines, self._delimiter, strict=True))
 
@@ -175,6 +176,13 @@ class CsvFile:
                     problem = f"the row has {len(record)} cells, the header {len(header)}"
                 yield Row(line, dict(zip(header, record, strict=False)), problem)
 
+    @cached_property
+    def _delimiter(self) -> str:
+        if self._given is not None:
+            return self._given
+        with open_lines(self._path, self._encoding) as lines:
+            return find_delimiter(lines, self._path)
+
     def _header(self, records: Iterator[tuple[int, list[str] | csv.Error]]) -> list[str]:
         """Consume and return the first record that is not blank."""
         for line, record in records:
@@ -185,7 +193,7 @@ class CsvFile:
             else:
                 problem = encoding_problem("".join(record), self._encoding)
                 if problem is None:
-                    return record
+                    return [name.strip() for name in record]
             raise DataError(f"{self.where}:{line}: the header cannot be read: {problem}.")
         raise empty(self._path)
 

@@ -70,7 +70,7 @@ def read_wikihow(path: Path, spec: SourceSpec, split: Split | None) -> Table:
     notes += (f"{path}: {how}. Of {total} rows: {', '.join(counts)}.",)
     if not kept:
         raise DataError(f"{notes[-1]} At least one row is needed.")
-    return Table(kept, notes)
+    return Table(kept, notes, bad.beyond_shown)
 
 
 def title_key(title: str) -> str:

@@ -33,10 +33,7 @@ def default_directory() -> Path:
 
 
 def cached(
-    directory: Path,
-    key: str,
-    build: Callable[[Path], dict[str, Any]],
-    waiting: Callable[[], None] = lambda: None,
+    directory: Path, key: str, build: Callable[[Path], dict[str, Any]], waiting: Callable[[], None] = lambda: None
 ) -> tuple[Path, dict[str, Any]]:
     """Return an entry, building it if needed. Any number of processes and threads may call it at once.
 
@@ -110,11 +107,7 @@ def tokenize_to(
 
 
 def open_tokens(directory: Path, stats: dict[str, Any]) -> TokenizedSet:
-    """Memory-map the files that :func:`tokenize_to` wrote.
-
-    Args:
-        directory: The entry.
-        stats: The statistics that :func:`tokenize_to` returned.
+    """Memory-map the files that :func:`tokenize_to` wrote, with the statistics that it returned.
 
     Raises:
         DataError: The files cannot be mapped.
@@ -163,11 +156,28 @@ def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, An
 
 @contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock on a file against other processes and threads; it is released if the process dies."""
-    with path.open("w") as file:
+    """Hold a lock on a file against other processes and threads; it is released if the process dies.
+
+    The holder writes which run it is a rank of: ``waiting`` is not called for another rank of the same run.
+    """
+    with path.open("a+") as file:
+        run = _run_of_rank()
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waiting()
+            file.seek(0)
+            if run is None or file.read() not in (run, ""):  # empty: it has not written yet
+                waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(run or "no rank")
+        file.flush()
         yield
+        file.truncate(0)
+
+
+def _run_of_rank() -> str | None:
+    """Return what the ranks of one run share and no other run has: the address they meet at; None: not a rank."""
+    if "RANK" not in os.environ:
+        return None
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fullshard.data.examples import Example
 from fullshard.data.tokenizing.chat import encode_chats
 from fullshard.data.tokenizing.ragged import Ragged
+from fullshard.data.tokenizing.separator import separator_ids, special_tail
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,55 +24,36 @@ CHUNK_ROWS = 8192
 
 @dataclass(frozen=True)
 class TokenizeSpec:
-    """How text becomes ids.
+    """How text becomes ids."""
 
-    Attributes:
-        max_source_length: Maximum tokens of a source, including prefix and special tokens; longer ones are truncated.
-        max_target_length: Maximum tokens of a target, including special tokens; longer ones are truncated.
-        source_prefix: Text put before every source.
-        causal: Whether source and target are one sequence (decoder-only) rather than two (encoder-decoder).
-        chat_template: Whether to apply the tokenizer's chat template to a causal model's source; None: if it has one.
-    """
-
-    max_source_length: int
-    max_target_length: int
-    source_prefix: str = ""
-    causal: bool = False
+    max_source_length: int  # maximum tokens of a source, including prefix and special tokens; longer ones are truncated
+    max_target_length: int  # maximum tokens of a target, including special tokens; longer ones are truncated
+    source_prefix: str = ""  # text put before every source
+    causal: bool = False  # whether source and target are one sequence (decoder-only) rather than two (encoder-decoder)
+    # whether to apply the tokenizer's chat template to a causal model's source; None: if it has one
     chat_template: bool | None = None
+    separator: str = ""  # text between source and target of a causal model without a chat template
 
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Lengths of one side of a tokenized set, in tokens.
+    """Lengths of one side of a tokenized set, in tokens."""
 
-    Attributes:
-        mean: Mean length after truncation.
-        longest: Longest length before truncation.
-        truncated: Number of truncated rows.
-        limit: Maximum length.
-    """
-
-    mean: float
-    longest: int
-    truncated: int
-    limit: int
+    mean: float  # mean length after truncation
+    longest: int  # longest length before truncation
+    truncated: int  # number of truncated rows
+    limit: int  # maximum length
 
 
 @dataclass(frozen=True)
 class TokenizedSet:
-    """Token ids of every row, in the order of the examples; in memory, or mapped from the cache.
+    """Token ids of every row, in the order of the examples; in memory, or mapped from the cache."""
 
-    Attributes:
-        source_ids: Ids of each source; for a causal model the prompt. Lists are copied into arrays.
-        target_ids: Ids of each target, including end-of-sequence.
-        source_stats: Lengths of the sources.
-        target_stats: Lengths of the targets.
-    """
-
-    source_ids: Ragged
-    target_ids: Ragged
-    source_stats: LengthStats
-    target_stats: LengthStats
+    source_ids: Ragged  # ids of each source; for a causal model the prompt. Lists are copied into arrays
+    target_ids: Ragged  # ids of each target, including end-of-sequence
+    source_stats: LengthStats  # lengths of the sources
+    target_stats: LengthStats  # lengths of the targets
+    cut: tuple[bool, ...] = ()  # whether each source was truncated; empty where the ids are from the cache
 
     def __post_init__(self) -> None:
         """Copy lists of rows into arrays."""
@@ -148,32 +130,34 @@ def tokenize(
     """Tokenize examples in memory. It is deterministic: every rank may call it and gets the same result.
 
     Encoder-decoder: sources and targets get the tokenizer's special tokens (T5: an end-of-sequence token after each).
-    Causal without a chat template: the prompt gets the tokenizer's special tokens, the target only a final
-    end-of-sequence token. With one: the prompt is the template of the user's turn up to the start of the assistant's
-    answer, the target is the rest of the template. The two are joined when a batch is made.
+    Causal without a chat template: the prompt ends with the separator and gets the tokenizer's special tokens, the
+    target gets only a final end-of-sequence token. With one: the prompt is the template of the user's turn up to the
+    start of the assistant's answer, the target is the rest of the template. The two are joined when a batch is made.
 
     Args:
         examples: At least one row.
         tokenizer: Any Hugging Face tokenizer.
-        spec: Prefix, limits, kind of model and chat template.
+        spec: Prefix, limits, kind of model, chat template and separator.
         progress: Called with rows done and in total.
 
     Returns:
         Ids and length statistics.
 
     Raises:
-        DataError: There are no examples, a limit leaves no room for a token of text, or the chat template is missing or
-            cannot be used.
+        DataError: There are no examples, a limit leaves no room for a token of text, the tokenizer drops the
+            separator, or the chat template is missing or cannot be used.
     """
-    counters, parts = Counters(spec), []
+    counters, parts, cut = Counters(spec), [], []
     for source, target in encode_chunks(examples, tokenizer, spec, progress):
         counters.add(source, target)
         parts.append((source.ids, target.ids))
+        cut += (source.full_lengths > spec.max_source_length).tolist()
     return TokenizedSet(
         source_ids=Ragged.joined([source for source, _ in parts]),
         target_ids=Ragged.joined([target for _, target in parts]),
         source_stats=counters.source.stats(),
         target_stats=counters.target.stats(),
+        cut=tuple(cut),
     )
 
 
@@ -199,11 +183,11 @@ def encode_chunks(
             prompts, completions = encode_chats(sources, targets, tokenizer, _limits(spec))
             yield _encoded(*prompts), _encoded(*completions)
         elif spec.causal:
-            source = _encode(sources, tokenizer, spec.max_source_length, "source")
+            source = _encode_prompts(sources, tokenizer, spec)
             yield source, _encode_completions(targets, tokenizer, spec.max_target_length)
         else:
-            source = _encode(sources, tokenizer, spec.max_source_length, "source")
-            yield source, _encode(targets, tokenizer, spec.max_target_length, "target")
+            source = _encoded(*_encode(sources, tokenizer, spec.max_source_length, "source"))
+            yield source, _encoded(*_encode(targets, tokenizer, spec.max_target_length, "target"))
         progress(min(start + CHUNK_ROWS, len(examples)), len(examples))
 
 
@@ -242,19 +226,33 @@ def _encoded(rows: Sequence[Sequence[int]], full_lengths: Sequence[int]) -> Enco
     return Encoded(Ragged.from_rows(rows), np.asarray(full_lengths, np.int64))
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int, side: str) -> Encoded:
-    """Encode with special tokens, truncated to ``limit``; only texts that are too long are encoded twice."""
-    _require_room(limit, tokenizer.num_special_tokens_to_add(), side)
+def _encode_prompts(sources: list[str], tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> Encoded:
+    """Encode with special tokens, with the separator after the text, which is truncated to leave room for it."""
+    between = separator_ids(tokenizer, spec.separator)
+    rows, lengths = _encode(sources, tokenizer, spec.max_source_length, "source", reserved=len(between))
+    if between:
+        tail = special_tail(tokenizer)
+        rows = [[*row[: len(row) - tail], *between, *row[len(row) - tail :]] for row in rows]
+    return _encoded(rows, [length + len(between) for length in lengths])
+
+
+def _encode(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int, side: str, *, reserved: int = 0
+) -> tuple[list[list[int]], list[int]]:
+    """Encode with special tokens, truncated to ``limit - reserved``; return ids and lengths before truncation."""
+    _require_room(limit, tokenizer.num_special_tokens_to_add(), side, reserved)
+    limit -= reserved
     # verbose=False: no warning about the model's own limit; ours is counted and reported.
     keyword = "text_target" if side == "target" else "text"
     ids = _call(tokenizer, keyword, texts, verbose=False)
     lengths = [len(row) for row in ids]
+    # Only texts that are too long are encoded twice.
     long_rows = [row for row, length in enumerate(lengths) if length > limit]
     if long_rows:
         cut = _call(tokenizer, keyword, [texts[row] for row in long_rows], truncation=True, max_length=limit)
         for row, row_ids in zip(long_rows, cut, strict=True):
             ids[row] = row_ids
-    return _encoded(ids, lengths)
+    return ids, lengths
 
 
 def _encode_completions(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
@@ -271,10 +269,12 @@ def _call(tokenizer: PreTrainedTokenizerBase, keyword: str, texts: list[str], **
     return encode(**{keyword: texts}, **options)["input_ids"]
 
 
-def _require_room(limit: int, num_special: int, side: str) -> None:
-    """Raise DataError if a limit leaves no room besides special tokens."""
-    if limit <= num_special:
+def _require_room(limit: int, num_special: int, side: str, separator: int = 0) -> None:
+    """Raise DataError if a limit leaves no room besides special tokens and separator."""
+    taken = num_special + separator
+    if limit <= taken:
+        also = f" and the separator has {separator}" if separator else ""
         raise DataError(
-            f"A max_{side}_length of {limit} leaves no room for text: the tokenizer adds {num_special} special tokens. "
-            f"Use at least {num_special + 1}."
+            f"A max_{side}_length of {limit} leaves no room for text: the tokenizer adds {num_special} special tokens"
+            f"{also}. Use at least {taken + 1}."
         )

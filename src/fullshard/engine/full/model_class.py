@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from fullshard.engine.full.lockstep import Lockstep
 from fullshard.engine.full.state import RootHeld, load_full_state
 from fullshard.engine.full.table import unit_table
 from fullshard.engine.registry import runtime_of
@@ -42,17 +43,10 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         strict: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
         assign: bool = False,  # noqa: FBT001, FBT002
     ) -> _IncompatibleKeys:
-        if (others := runtime_of(self).state_dict) is not None:
-            return others[1](self, state_dict, strict, assign)
-        if assign:
-            raise ShardingError(
-                "load_state_dict(assign=True) would replace the shards by full tensors. Omit assign: each rank copies "
-                "its rows."
-            )
-        return _IncompatibleKeys(*load_full_state(self, state_dict, strict=strict))
+        return _load(self, cls, state_dict, strict=strict, assign=assign)
 
     def generate(self: nn.Module, *args: object, **kwargs: object) -> object:
-        with RootHeld(runtime_of(self)):
+        with Lockstep(runtime_of(self), self):
             return cls.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     overrides: dict[str, Any] = {
@@ -66,6 +60,21 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     made = type(cls.__name__, (cls,), overrides)
     made.__qualname__ = cls.__qualname__
     return made
+
+
+def _load(
+    model: nn.Module, cls: type[nn.Module], state_dict: Mapping[str, torch.Tensor], *, strict: bool, assign: bool
+) -> _IncompatibleKeys:
+    if (others := runtime_of(model).state_dict) is not None:
+        return others[1](model, state_dict, strict, assign)
+    if assign:
+        raise ShardingError(
+            "load_state_dict(assign=True) would replace the shards by full tensors. Omit assign: each rank copies its "
+            "rows."
+        )
+    if Keep.CONTEXT in runtime_of(model).root.keep:  # inside unsharded(model), at whose end the shards take the values
+        return cls.load_state_dict(model, state_dict, strict)
+    return _IncompatibleKeys(*load_full_state(model, state_dict, strict=strict))
 
 
 def root_held(model: nn.Module) -> RootHeld:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,14 +16,15 @@ from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Keep, Unit
 from fullshard.errors import ShardingError
 from fullshard.layout.names import plain_name
+from fullshard.shards import on_rows, rows_of
 
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Show full parameters, in the compute dtype, on every rank; all ranks enter it together.
 
-    In-place changes of parameters made inside are kept: each rank keeps its own rows, so write the same values on every
-    rank. Memory: the gathered model.
+    Changes of parameters made inside, in place or by ``p.data = x``, are kept: each rank keeps its own rows, so write
+    the same values on every rank. Memory: the gathered model.
 
     Raises:
         ShardingError: Entered during backward, or while full parameters are shown already.
@@ -34,19 +35,43 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     if any(unit.summoned for unit in runtime.units):
         raise ShardingError("unsharded(model) cannot be entered while full parameters are shown already.")
     runtime.forward_event()
+    runtime.follow_changes()
     outermost = Keep.CONTEXT not in runtime.root.keep
+    order = _Order(runtime) if outermost else None
     entered = [unit for unit in runtime.units if Keep.CONTEXT not in unit.keep]
     for unit in runtime.units:
-        if not unit.open_calls:
-            runtime.refresh(unit)
         runtime.gather(unit)
         unit.settle()  # what is written inside must not reach a rank that still reads
     for unit in entered:
         unit.keep.add(Keep.CONTEXT)
+        for param in unit.params:
+            param.full.__class__ = nn.Parameter  # what is written inside is kept, however it is written
     try:
         yield
     finally:
+        if order is not None:
+            order.restore()
         _leave_unsharded(runtime, entered, write_back=outermost)
+
+
+class _Order:
+    """The order of units that ranks compare and prefetch by. A rank may run forwards alone where nothing is gathered.
+
+    It is restored then, also on ranks that ran none: all have the same again.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Keep the order of ``runtime``."""
+        self._runtime = runtime
+        schedule = runtime.schedule
+        self._first_pass = runtime.agreement.first_pass
+        self._kept = schedule.checksum, schedule.last, dict(schedule.following), set(schedule.gathered)
+
+    def restore(self) -> None:
+        """Forget the calls since then, except for what their backward needs."""
+        schedule = self._runtime.schedule
+        self._runtime.agreement.first_pass = self._first_pass
+        schedule.checksum, schedule.last, schedule.following, schedule.gathered = self._kept
 
 
 def _leave_unsharded(runtime: Runtime, entered: list[Unit], *, write_back: bool) -> None:
@@ -71,10 +96,36 @@ def _write_back(unit: Unit) -> None:
                 f"{param.meta.name} was replaced by another Parameter inside unsharded(model); change its "
                 "values in place (param.copy_, param.data.copy_) instead."
             )
+    _take_assigned(unit)
     for lane in unit.lanes:
         # Only where it differs: a shard is wider than the compute dtype, and unchanged elements must keep their bits.
         changed = (lane.own_part != lane.shard.to(lane.own_part)).to(lane.shard.device)
         lane.shard[changed] = lane.own_part.to(lane.shard.device)[changed].to(lane.shard.dtype)
+
+
+def _take_assigned(unit: Unit) -> None:
+    """Copy values that ``param.data = x`` put elsewhere into the gathered memory, and point the parameters at it.
+
+    Raises:
+        ShardingError: They have another shape or dtype.
+    """
+    other = []
+    for param in unit.params:
+        start = param.meta.placement.start
+        place = param.lane.full.tensor[start : start + param.numel].view(param.meta.global_shape)
+        given = param.full.data
+        if given.data_ptr() == place.data_ptr() and given.dtype == place.dtype:
+            continue
+        param.full.data = place
+        if given.shape == place.shape and given.dtype == place.dtype:
+            place.copy_(given)
+        else:
+            other.append(f"{param.meta.name} ({tuple(given.shape)}, {given.dtype})")
+    if other:
+        raise ShardingError(
+            f"{', '.join(other)}: given another shape or dtype inside unsharded(model). Keep both; cast a model before "
+            "fully_shard, or with mp_policy."
+        )
 
 
 class RootHeld:
@@ -94,6 +145,7 @@ class RootHeld:
         self.outermost = Keep.GENERATION not in root.keep
         if not root.stays_shown:
             root.reshard()  # what is gathered may be older than the shards
+            runtime.follow_changes([root])
         runtime.gather(root)
         root.keep.add(Keep.GENERATION)
 
@@ -113,6 +165,7 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
         persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
     """
     runtime = runtime_of(model)
+    runtime.follow_changes()
     writes = runtime.mesh.rank == 0
     for unit in runtime.units:
         tensors: dict[str, torch.Tensor | None] = {}
@@ -160,6 +213,11 @@ class LocalTensor:
     replicas: int
     param: nn.Parameter | None
 
+    @property
+    def is_frozen(self) -> bool:
+        """True for a parameter that does not train."""
+        return self.param is not None and not self.param.requires_grad
+
 
 def local_tensors(model: nn.Module) -> list[LocalTensor]:
     """Return this rank's part of the model's saved state, in the same order on every rank; no communication.
@@ -168,11 +226,12 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
     """
     runtime = runtime_of(model)
     runtime.guard_shards(on=False)  # left on by a forward that was interrupted
+    runtime.follow_changes()
     found = []
     for _, param in runtime.all_params():
         meta, copies, shard = param.meta, param.lane.mesh.replica_group, param.sharded
         names = (meta.name, meta.aliases, meta.global_shape, meta.element_range[0])
-        found.append(LocalTensor(*names, shard.detach().reshape(-1), shard, copies.rank, copies.size, shard))
+        found.append(LocalTensor(*names, rows_of(shard).reshape(-1), shard, copies.rank, copies.size, shard))
     rank, size = runtime.mesh.rank, runtime.mesh.size
     ignored = [(name, param, param) for name, param in left_out(model).items()]
     for name, tensor, param in [*ignored, *((name, buffer, None) for name, buffer in persistent_buffers(model))]:
@@ -196,8 +255,9 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield plain_name(f"{path}.{key}" if path else key), buffer
 
 
+@on_rows
 def load_full_state(
-    model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool
+    model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool, optional: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
     """Copy this rank's rows of full tensors into the shards, and full buffers; every rank, with equal tensors.
 
@@ -205,6 +265,7 @@ def load_full_state(
         model: The sharded model.
         state: Full tensors by name, on any device, of any floating dtype; a tied parameter under any of its names.
         strict: Whether names must match exactly.
+        optional: Names that may be missing in any case; those tensors keep their values.
 
     Returns:
         Names missing in ``state``, and names unknown to the model.
@@ -214,7 +275,8 @@ def load_full_state(
     """
     targets, missing, used = _targets(model, state)
     unexpected = sorted(set(state) - used)
-    problems = [f"it lacks {', '.join(missing)}"] if missing else []
+    required = [name for name in missing if name not in optional]
+    problems = [f"it lacks {', '.join(required)}"] if required else []
     problems += [f"the model has no {', '.join(unexpected)}"] if unexpected else []
     problems = problems if strict else []
     for name, (_, shape) in targets.items():
@@ -237,6 +299,7 @@ def _targets(
 ) -> tuple[dict[str, tuple[ShardedParam | torch.Tensor, tuple[int, ...]]], list[str], set[str]]:
     """Return the target and required shape of each name in ``state``, the missing names, and the known names."""
     runtime = runtime_of(model)
+    runtime.follow_changes()
     targets: dict[str, tuple[ShardedParam | torch.Tensor, tuple[int, ...]]] = {}
     missing: list[str] = []
     known: set[str] = set()

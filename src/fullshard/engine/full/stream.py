@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import nn
 
+from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
 from fullshard.engine.full.state import left_out, persistent_buffers
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.lane import Lane
@@ -87,6 +88,8 @@ def full_runs(
         unit, in the shard's dtype, then ignored parameters, then persistent buffers.
     """
     runtime = runtime_of(model)
+    runtime.follow_changes()
+    warn_if_buffers_differ(runtime)
     # At least eight bytes, the largest element, of each rank.
     words = max(limit_bytes // (ahead + 1) // 8, runtime.mesh.size)
     host = _Host(8 * words, ahead + 1)

@@ -11,7 +11,6 @@ from torch import nn
 
 from fullshard.comm import settle
 from fullshard.engine.registry import home_of, runtime_of
-from fullshard.engine.step.adopt import adopt_changes
 from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.runtime import Runtime
@@ -20,6 +19,7 @@ from fullshard.engine.step.unit import Summoned, Unit
 from fullshard.errors import ShardingError
 from fullshard.layout import ShardMeta
 from fullshard.layout.names import plain_name
+from fullshard.shards import on_rows, rows_of
 
 
 def gathered(
@@ -78,7 +78,7 @@ def _gather(
     with torch.no_grad():
         for param in members:
             if param.has_rows and param.meta.name in tensors:
-                param.local_view(mine).copy_(tensors[param.meta.name])
+                param.local_view(mine).copy_(rows_of(tensors[param.meta.name]))
     target = full if comm.rank == 0 else None
     work = comm.gather(mine, target) if rank0_only else comm.all_gather(full, mine)
     work.wait()
@@ -163,10 +163,7 @@ def summoned_parameters(
     units = [unit for unit in runtime.units if any(id(module) in chosen for module in unit.modules)]
     _check(runtime, units)
     runtime.forward_event()
-    for unit in units:
-        runtime.refresh(unit)
-    if adopt_changes(units):
-        runtime.replan()
+    runtime.follow_changes(units)
     here = runtime.mesh.rank == 0 or not rank0_only
     device = torch.device("cpu") if offload_to_cpu else None
     params = [param for unit in units for param in unit.params]
@@ -208,9 +205,9 @@ class _Shown:
         self.rank0_only = rank0_only
         self.by_name = {param.meta.name: param for param in params}
         wanted = {name: param.sharded.dtype for name, param in self.by_name.items()}
-        held = {name: param.sharded for name, param in self.by_name.items()}
+        held = {name: rows_of(param.sharded) for name, param in self.by_name.items()}
         self.full: dict[str, nn.Parameter] = {}
-        self.before = {name: shard.detach().clone() for name, shard in held.items()}
+        self.before = {name: rows.clone() for name, rows in held.items()}
         for name, tensor in self._gathered(held, wanted):
             # .data: its own version counter, as Parameters of a plain module have.
             self.full[name] = nn.Parameter(tensor.data, requires_grad=self.by_name[name].sharded.requires_grad)
@@ -269,7 +266,7 @@ class _Shown:
         changed = [
             name
             for name, before in self.before.items()
-            if not torch.allclose(before, self.by_name[name].sharded, rtol=0.0, atol=0.0, equal_nan=True)
+            if not torch.allclose(before, rows_of(self.by_name[name].sharded), rtol=0.0, atol=0.0, equal_nan=True)
         ]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -279,17 +276,16 @@ class _Shown:
                 "it with writeback=False."
             )
 
+    @on_rows
     def _write(self, param: ShardedParam, full: nn.Parameter, *, with_grads: bool) -> None:
         rows = _rows(param, full.detach())
         # Only if it differs: writing a shard makes a pending backward of its unit raise an error.
         if not torch.equal(rows.to(param.sharded.device), param.sharded):
             with torch.no_grad():
                 param.sharded.copy_(rows)
-        if with_grads and param.has_rows:
+        if with_grads:
             dtype = param.lane.dtypes.grad or param.sharded.dtype
             gradient = None if full.grad is None else _rows(param, full.grad).to(param.sharded.device, dtype, copy=True)
-            if gradient is not None and param.as_gradient is not None:
-                gradient = param.as_gradient(param, gradient)
             param.sharded.grad = gradient
 
 

@@ -69,7 +69,7 @@ class UnitTable:
         label, _, *numbers = self._line("total", self.rows, counts)
         lines.append((label, "", *numbers))
         shared = _shared_parent(self.rows)
-        inside = f"{title}; but for the root they are inside {shared}"
+        inside = f"{title}; all but the root are inside {shared}"
         if shared and sum(_widths(lines)) - 2 > _WIDEST >= len(inside):
             title = inside
             lines = [(line[0].removeprefix(f"{shared}."), *line[1:]) for line in lines]

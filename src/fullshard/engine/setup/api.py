@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import nn
 
 from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, same_ranks
 from fullshard.engine.full.model_class import plain_class, sharded_class
+from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
 from fullshard.engine.registry import attach, detach, is_sharded, runtime_of
 from fullshard.engine.setup.build import UnitBuilder, keep_in_float32, move_buffers
 from fullshard.engine.setup.fill import fill, give_memory, open_weights
-from fullshard.engine.setup.identity import check_same_model
+from fullshard.engine.setup.identity import Differing, check_same_model, different_values, refuse_different_values
 from fullshard.engine.setup.initial import FirstValues, Initializer
 from fullshard.engine.setup.source import WeightSource
 from fullshard.engine.setup.wrap import (
@@ -130,16 +132,15 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     specs, unwrapped = _specs(root, wrap, ignored, inner, policy)
     specs[0].modules = members
     check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
-    policies = (policy, prefetch, weights is not None, first.from_rank0)
-    check_same_model(ranks, specs, policies, __version__, compare_values=weights is None and not first.from_rank0)
-    reader = None if weights is None else open_weights(root, ranks, weights, ignored)
     inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
     own = [module for module in root.modules() if id(module) not in inside]
+    differing = _compare_ranks(root, ranks, specs, (policy, prefetch, weights, first), own)
+    reader = None if weights is None else open_weights(root, ranks, weights, ignored)
     kept = [module for module in modules_kept(root, policy.precision.keep_fp32) if id(module) not in inside]
     kept_ids = frozenset(id(part) for module in kept for part in module.modules())
     account = Account()
     builder = UnitBuilder(ranks, policy, account, runtime_device, kept_ids)
-    initializer = Initializer(root, ranks, builder.device, first)
+    initializer = Initializer(root, ranks, builder.device, first, differing)
     if reader is not None:
         ignored = give_memory(root, ignored, builder.device, reader)
         initializer.prepare_rest()  # while parameters have no memory: their initial values cost nothing
@@ -157,6 +158,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     units = _include(root, units, inner, ranks, account)
     runtime = Runtime(units, ranks, _as_prefetch(prefetch), account, runtime_device, frozenset(map(id, ignored)))
     runtime.unwrapped = unwrapped
+    runtime.check_buffers = warn_if_buffers_differ
+    _warn_of_ignored(ignored, ranks)
     for member in members:
         attach(member, runtime)
         member.__class__ = sharded_class(type(member))  # pyright: ignore[reportAttributeAccessIssue]
@@ -186,9 +189,38 @@ def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingSt
 def _check_weights(weights: WeightSource | None, first_values: FirstValues | None, *, is_model: bool) -> None:
     """Refuse what ``weights`` cannot be combined with; ``is_model``: a model is sharded, not a list of modules."""
     if weights is not None and not is_model:
-        raise ConfigError("weights= fills a model, not a list of modules: pass it to the root's call.")
+        raise ConfigError("weights= fills a model, not a list of modules: pass it where you shard the model itself.")
     if weights is not None and first_values is not None:
         raise ConfigError("weights= sets all values of the model, so first_values= has no effect: pass one of them.")
+
+
+def _compare_ranks(
+    root: nn.Module, ranks: Mesh, specs: Sequence[UnitSpec], policies: tuple[Any, ...], own: Iterable[nn.Module]
+) -> Differing:
+    """Raise if ranks hold different models, and return where they take rank 0's values because theirs differ.
+
+    Args:
+        root: The model.
+        ranks: All ranks; every rank calls it.
+        specs: The model's units.
+        policies: What ranks must agree on; the last two are ``weights`` and ``first_values``.
+        own: The modules in ``root`` that were not sharded before; their buffers are compared.
+    """
+    *_, weights, first = policies
+    agreed = (*policies[:-2], weights is not None, first.from_rank0, first.from_rank0_if_different)
+    counts = weights is None and not first.from_rank0
+    units = check_same_model(ranks, specs, agreed, __version__, compare_values=counts)
+    if not counts or not first.from_rank0_if_different:
+        refuse_different_values(ranks, specs, units)
+        return Differing()
+    ids = {id(module) for module in own}
+    buffers = {
+        f"{path}.{key}" if path else key: buffer
+        for path, module in root.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and id(module) in ids
+    }
+    return different_values(ranks, specs, units, buffers)
 
 
 def _build_units(specs: Sequence[UnitSpec], builder: UnitBuilder, initializer: Initializer | None) -> list[Unit]:
@@ -200,6 +232,18 @@ def _build_units(specs: Sequence[UnitSpec], builder: UnitBuilder, initializer: I
             initializer.prepare_unit(index, spec, others)
         units.append(builder.build(spec, values=initializer is not None))
     return units
+
+
+def _warn_of_ignored(ignored: Iterable[nn.Parameter], ranks: Mesh) -> None:
+    """Say that parameters which are left out are trained by each rank alone."""
+    trainable = sum(param.requires_grad for param in ignored)
+    if trainable and ranks.size > 1:
+        warnings.warn(
+            f"{trainable} of ignored_params are trainable: their gradients are not reduced, so each of {ranks.size} "
+            "ranks would train its own values. Call fullshard.average_ignored_gradients(model) after backward, or "
+            "freeze them.",
+            stacklevel=3,
+        )
 
 
 def _as_prefetch(prefetch: BackwardPrefetch | Prefetch) -> Prefetch:
@@ -326,4 +370,3 @@ def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, account: Accou
     for param in unit.params:
         names = [f"{path}.{key}" if path else key for module, key in param.slots for path in paths[id(module)]]
         param.rename(names)
-        param.sharded.shard_comm = param.lane.mesh.shard_group  # type: ignore[attr-defined]

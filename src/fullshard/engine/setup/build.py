@@ -23,14 +23,7 @@ from fullshard.policy import MixedPrecision, ShardingStrategy, UnitPolicy
 class UnitBuilder:
     """Builds the units of one model; every rank builds the same ones in the same order."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        policy: UnitPolicy,
-        account: Account,
-        device: Device,
-        kept: frozenset[int],
-    ) -> None:
+    def __init__(self, mesh: Mesh, policy: UnitPolicy, account: Account, device: Device, kept: frozenset[int]) -> None:
         """Build units that compute on ``device``; ``kept`` are the ids of modules that compute in float32."""
         self.mesh = mesh
         self.policy = policy

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import Mesh, together
+from fullshard.engine.setup.identity import Differing
 from fullshard.engine.setup.wrap import ParamSpec, UnitSpec
 from fullshard.errors import MismatchError, WrapError
 
@@ -26,23 +27,30 @@ class FirstValues:
             ``_init_weights`` of a Hugging Face model.
         from_rank0: Whether every rank takes rank 0's values of sharded parameters and all buffers. Other ranks may
             hold other values or be on the meta device, where only memory is allocated for them.
+        from_rank0_if_different: Whether ranks that hold different values take rank 0's, in the units and buffers that
+            differ, and rank 0 warns once; otherwise that is an error.
     """
 
     initialize: Callable[[nn.Module], object] | None = None
     from_rank0: bool = False
+    from_rank0_if_different: bool = False
 
 
 class Initializer:
     """Gives the units of a model their first values; every rank makes the same calls in the same order."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, first: FirstValues) -> None:
-        """Make values on ``device``."""
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, device: torch.device, first: FirstValues, differing: Differing
+    ) -> None:
+        """Make values on ``device``; units and buffers that are ``differing`` take rank 0's."""
         self.model = model
         self.mesh = mesh
         self.device = device
         self.first = first
+        self.differing = differing
         self._seed: int | None = torch.initial_seed() if first.from_rank0 else None
-        self._given = first.from_rank0 and mesh.rank > 0  # this rank's values will be overwritten
+        if differing:  # now: in a unit that differs, perhaps only some ranks make values
+            self._seed = int(mesh.all_gather_object(torch.initial_seed())[0])
         self._called: set[nn.Module] = set()
 
     def prepare_unit(self, index: int, spec: UnitSpec, others: frozenset[nn.Module]) -> None:
@@ -56,16 +64,17 @@ class Initializer:
         Raises:
             WrapError: It is on the meta device, and its modules cannot initialize themselves.
         """
-        if not self.first.from_rank0:
+        if not (self.first.from_rank0 or index in self.differing.units):
             self._make_values(index, spec, others)
             return
-        together(self.mesh, lambda: self._make_values(index, spec, others))
+        overwritten = self.mesh.rank > 0
+        together(self.mesh, lambda: self._make_values(index, spec, others, overwritten=overwritten))
         self.mesh.announce(f"first values of unit {spec.name} from rank 0")
         for member in spec.params:
             value = self._from_rank0(member.param.detach())
             if member.param.is_meta:
                 _replace(member, value)
-            elif self._given:
+            elif overwritten:
                 member.param.data.copy_(value)
 
     def prepare_rest(self) -> None:
@@ -74,18 +83,21 @@ class Initializer:
         Raises:
             WrapError: Nothing fills a buffer.
         """
-        if self.first.from_rank0:
+        if self.first.from_rank0 or self.differing:
             together(self.mesh, self._make_rest)
         else:
             self._make_rest()
 
     def share_buffers(self, modules: Sequence[nn.Module]) -> None:
-        """Copy rank 0's values into the buffers of ``modules`` if ``from_rank0``; every rank calls it.
+        """Copy rank 0's values into the buffers of ``modules``: all if ``from_rank0``, else those that differ.
+
+        Every rank calls it.
 
         Raises:
-            MismatchError: Ranks have different buffers.
+            MismatchError: Ranks have different buffers, with ``from_rank0``.
         """
         if not self.first.from_rank0:
+            self._share_differing_buffers()
             return
         named = [(module, key, buffer) for module in modules for key, buffer in module._buffers.items()]
         held = [(module, key, buffer) for module, key, buffer in named if buffer is not None]
@@ -100,16 +112,29 @@ class Initializer:
         for module, key, buffer in held:
             module._buffers[key] = self._from_rank0(buffer)
 
+    def _share_differing_buffers(self) -> None:
+        held = {
+            f"{path}.{key}" if path else key: (module, key)
+            for path, module in self.model.named_modules()
+            for key in module._buffers
+        }
+        for name in sorted(self.differing.buffers):
+            module, key = held[name]
+            self.mesh.announce(f"values of buffer {name} from rank 0")
+            module._buffers[key] = self._from_rank0(module._buffers[key])  # type: ignore[arg-type]
+
     # One unit
 
-    def _make_values(self, index: int, spec: UnitSpec, others: frozenset[nn.Module]) -> None:
+    def _make_values(
+        self, index: int, spec: UnitSpec, others: frozenset[nn.Module], *, overwritten: bool = False
+    ) -> None:
         """Allocate and fill what is on the meta device, identically on every rank whatever its random state."""
         inside = list(_modules_of(spec, others - set(spec.modules)))
         initialize = self.first.initialize
         parts = [*(m.param for m in spec.params), *(b for m in inside if initialize for b in m._buffers.values())]
         if not any(part is not None and part.is_meta for part in parts):
             return
-        if initialize is None and self._given:
+        if initialize is None and overwritten:
             return
         if self._seed is None:
             self._seed = int(self.mesh.all_gather_object(torch.initial_seed())[0])
@@ -198,17 +223,20 @@ class Initializer:
     # Outside units
 
     def _make_rest(self) -> None:
-        if self._given:
+        if self.first.from_rank0 and self.mesh.rank > 0:
             return  # allocated with rank 0's values
+        given = self.differing.buffers if self.mesh.rank > 0 else ()
         with torch.no_grad():
-            for module in self.model.modules():
-                if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            for path, module in self.model.named_modules():
+                here = ((f"{path}.{key}" if path else key, buffer) for key, buffer in module._buffers.items())
+                if any(buffer is not None and buffer.is_meta and name not in given for name, buffer in here):
                     self._initialize_module(module)
 
     def _from_rank0(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return rank 0's values of ``tensor``, same shape and dtype, on the device of collectives."""
         device = self.mesh.device
-        here = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if self._given else tensor.to(device)
+        overwritten = self.mesh.rank > 0
+        here = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if overwritten else tensor.to(device)
         here = here.contiguous()
         if here.numel():
             self.mesh.broadcast(here.reshape(-1).view(torch.uint8))

@@ -228,22 +228,30 @@ def assign_parameters(model: nn.Module, found: list[Found], ignored: frozenset[n
     """
     units = [UnitSpec(ROOT_NAME, (model,)), *(UnitSpec(name, modules) for name, modules in found)]
     unit_of = {id(module): index for index, unit in enumerate(units) for module in unit.modules}
-    specs: dict[int, ParamSpec] = {}
-    chains: dict[int, list[tuple[int, ...]]] = {}
+    specs: dict[object, ParamSpec] = {}
+    chains: dict[object, list[tuple[int, ...]]] = {}
     by_path = dict(model.named_modules(remove_duplicate=False))
     for path, module in by_path.items():
         chain = _enclosing_units(path, by_path, unit_of)
         for key, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
-            spec = specs.setdefault(id(param), ParamSpec(param))
+            identity = _memory(param)
+            spec = specs.setdefault(identity, ParamSpec(param))
             spec.names.append(plain_name(f"{path}.{key}" if path else key))
             if not any(m is module and k == key for m, k in spec.slots):
                 spec.slots.append((module, key))
-            chains.setdefault(id(param), []).append(chain)
+            chains.setdefault(identity, []).append(chain)
     for key, spec in specs.items():
         units[_deepest_common(chains[key])].params.append(spec)
     return [units[0], *(unit for unit in units[1:] if unit.params)]
+
+
+def _memory(param: nn.Parameter) -> object:
+    """Return what is equal for registrations of one parameter: two Parameters of the same memory are tied as well."""
+    if param.is_meta or param.layout != torch.strided or param.data_ptr() == 0 or type(param) is not nn.Parameter:
+        return id(param)
+    return param.data_ptr(), tuple(param.shape), param.stride(), param.dtype, param.requires_grad
 
 
 def merge_tiny(units: list[UnitSpec], *, frozen_too: bool) -> list[UnitSpec]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -14,8 +14,10 @@ from fullshard.engine.step.precision import dtypes_of
 from fullshard.engine.step.unit import Unit
 from fullshard.errors import ShardingError
 from fullshard.layout.names import plain_name
+from fullshard.shards import on_rows, take_up
 
 
+@on_rows
 def adopt_changes(units: Sequence[Unit]) -> bool:
     """Adopt parameters that were frozen, unfrozen, cast or given new memory since the last pass; no communication.
 
@@ -27,6 +29,7 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
             parameters of a unit were cast.
     """
     replan = False
+    take_up(param.sharded for unit in units for param in unit.params)  # laid aside by a step that raised
     for unit in units:
         if unit.shown or unit.summoned is not None:
             continue
@@ -35,9 +38,8 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
             for param in members:
                 _check(param)
             _adopt_dtype(unit, lane, members)
-            for param in members:
-                if param.moved:
-                    _adopt_values(param)
+            if moved := [param for param in members if param.moved]:
+                _adopt_values(lane, members, moved)
         # Not under no_grad: peft freezes adapters for the duration of a reference forward.
         if torch.is_grad_enabled() and any(p.sharded.requires_grad != p.trainable for p in unit.params):
             _adopt_requires_grad(unit)
@@ -45,14 +47,21 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
     return replan
 
 
-def check_nothing_was_added(
-    modules: Sequence[nn.Module], params: Iterable[tuple[Unit, ShardedParam]], ignored: frozenset[int]
+def check_tree(
+    modules: Sequence[nn.Module], params: Sequence[tuple[Unit, ShardedParam]], ignored: frozenset[int]
 ) -> None:
-    """Raise an error if a parameter belongs to no unit.
+    """Raise an error if a parameter belongs to no unit, or one of a unit to no module of the model.
 
     Raises:
-        ShardingError: A parameter was added after sharding.
+        ShardingError: A parameter was added or removed after sharding.
     """
+    present = {id(one) for module in modules for one in module.modules()}
+    for _, param in params:
+        if all(id(module) not in present for module, _ in param.slots):
+            raise ShardingError(
+                f"{param.meta.name} is no longer part of the model, but ranks would go on gathering and saving it. "
+                "Remove or replace modules before fully_shard."
+            )
     known = {id(one) for _, param in params for one in (param.sharded, param.full)} | ignored
     for name, param in (pair for module in modules for pair in module.named_parameters()):
         if id(param) not in known:
@@ -118,18 +127,21 @@ def _retype(lane: Lane, members: Sequence[ShardedParam], dtypes: object) -> None
     lane.full.release()
 
 
-def _adopt_values(param: ShardedParam) -> None:
-    """Copy the values of a shard that was given new memory, by ``.data`` or by a cast back and forth."""
-    expected = param.local_view(param.lane.shard)
-    if (param.sharded.device, param.sharded.shape) != (expected.device, expected.shape):
-        raise ShardingError(
-            f"{param.meta.name} is {tuple(param.sharded.shape)} on {param.sharded.device} but was sharded as "
-            f"{tuple(expected.shape)} on {expected.device}: move the model before fully_shard, or shard it for another "
-            "device with fully_shard(device=…)."
-        )
+def _adopt_values(lane: Lane, members: Sequence[ShardedParam], moved: Sequence[ShardedParam]) -> None:
+    """Take over the values of shards that were given other memory, by ``.data`` or by a cast back and forth.
+
+    The lane moves to new memory: the old one may be a user's backup, to be put back after an evaluation.
+    """
+    for param in moved:
+        expected = param.local_view(lane.shard)
+        if (param.sharded.device, param.sharded.shape) != (expected.device, expected.shape):
+            raise ShardingError(
+                f"{param.meta.name} is {tuple(param.sharded.shape)} on {param.sharded.device} but was sharded as "
+                f"{tuple(expected.shape)} on {expected.device}: move the model before fully_shard, or shard it for "
+                "another device with fully_shard(device=…)."
+            )
     with torch.no_grad():
-        expected.copy_(param.sharded)
-        param.sharded.data = expected
+        _retype(lane, members, lane.dtypes)
 
 
 def _adopt_requires_grad(unit: Unit) -> None:

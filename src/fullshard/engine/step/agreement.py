@@ -30,6 +30,7 @@ class Agreement:
         first_pass: Whether each collective is compared before it starts.
         every_pass: Whether that never ends; set by ``FULLSHARD_DEBUG=1``.
         claims: The parameters that optimizers step on this rank, appended by the optimizers.
+        rates: A checksum, a parameter and the learning rate of each group that was stepped since the last backward.
     """
 
     def __init__(self, mesh: Mesh, names: Sequence[str]) -> None:
@@ -39,6 +40,8 @@ class Agreement:
         self.first_pass = True
         self.every_pass = os.environ.get("FULLSHARD_DEBUG", "") == "1"
         self.claims: list[Claims] = []
+        self.rates: list[tuple[int, str, float]] = []
+        self._stepped: list[tuple[int, str, float]] = []
         self._checksums: list[int] = []
         self._issued = 0  # checksum of the collectives since the last comparison, in their order
         self._verdict: tuple[Work, torch.Tensor, int] | None = None
@@ -99,7 +102,9 @@ class Agreement:
         self._check_verdict()
         for claims in self.claims[len(self._checksums) :]:
             self._checksums.append(zlib.crc32(repr(sorted(claims.items())).encode()))
-        mark = (checksum + self._issued + sum(self._checksums)) % (1 << _CHECKSUM_BITS)
+        self._stepped, self.rates[:] = list(self.rates), []
+        rates = sum(one for one, _, _ in self._stepped)
+        mark = (checksum + self._issued + rates + sum(self._checksums)) % (1 << _CHECKSUM_BITS)
         self._issued = 0
         message = torch.tensor([mark, mark * mark, *arrived], dtype=torch.int64).to(self.mesh.device, non_blocking=True)
         self.mesh.announce("which parameters got a gradient, at the end of backward")
@@ -133,7 +138,15 @@ class Agreement:
                     f"Ranks' optimizers step different parameters, or the same ones in different groups: {found}. A "
                     "parameter whose rows are stepped differently is trained wrong. Give the optimizer all parameters "
                     "in the same groups on every rank: group by name, p.ndim or p.shard_meta.global_shape, "
-                    "as fullshard.optim.decay_groups does, never by p.numel() or p.shape."
+                    "as fullshard.optim.decay_groups does, never by p.shape."
+                )
+            by_rank = [dict(rates) for rates in self.mesh.all_gather_object([one[1:] for one in self._stepped])]
+            other = next((rank for rank, rates in enumerate(by_rank) if rates != by_rank[0]), None)
+            if other is not None:
+                raise MismatchError(
+                    f"Ranks' optimizers stepped with different learning rates: {by_rank[0]} on rank 0 and "
+                    f"{by_rank[other]} on rank {other} (by the first parameter of each group). Rows of one parameter "
+                    "would be trained differently. Set the same rates on every rank."
                 )
             also = ""
         raise MismatchError(

@@ -42,6 +42,7 @@ class PermanentBuffer:
         tensor: The shard with its own version counter, so that autograd does not take an optimizer's update for an
             in-place change of what it saved.
         alias: The same memory.
+        version: See :class:`ReusableBuffer`.
         nbytes: 0: it needs no memory in addition to the shard.
     """
 
@@ -52,6 +53,7 @@ class PermanentBuffer:
         """Alias ``shard``, (shard_numel,)."""
         self.tensor = shard.data
         self.alias = shard.data
+        self.version = 0
 
     def take(self) -> None:
         """Do nothing: the memory is there."""
@@ -70,6 +72,7 @@ class ReusableBuffer:
     Attributes:
         tensor: The flat tensor that parameters view; never written.
         alias: The same memory, for writing.
+        version: Version of ``tensor`` when its content arrived; a later one shows that a user's module wrote to it.
         nbytes: Size of the memory.
         account: Counts it.
     """
@@ -78,6 +81,7 @@ class ReusableBuffer:
         """Allocate the memory; ``release`` frees it."""
         self.tensor = device.empty(numel, dtype)
         self.alias = self.tensor.data
+        self.version = 0
         self._storage = self.tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()
         self._device = device

@@ -13,9 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.engine.step.precision import cast_floats, map_tensors, markable_tensors, replace_markable, tensors_in
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.schedule import Call
-from fullshard.engine.step.torch_private import in_backward, untraced
+from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Keep, Unit
 from fullshard.errors import ShardingError
+from fullshard.shards import untraced
 
 
 class _InputNode(torch.autograd.Function):
@@ -58,10 +59,8 @@ class UnitHooks:
                 module.register_forward_hook(self.after_forward),
                 module.register_forward_hook(self.after_failure, always_call=True),
             ]
-        owners = {id(module): module for param in unit.params for module, _ in param.slots}
-        for module in owners.values():
-            if id(module) not in members:
-                self.handles.append(module.register_forward_pre_hook(self.guard, prepend=True))
+        guarded = {id(owner): owner for param in unit.params for owner, _ in param.slots if id(owner) not in members}
+        self.handles += [owner.register_forward_pre_hook(self.guard, prepend=True) for owner in guarded.values()]
 
     @property
     def runtime(self) -> Runtime:
@@ -159,7 +158,7 @@ class UnitHooks:
 
     @untraced
     def after_forward(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """Register for the start of backward on the outputs, then release the parameters."""
+        """Hook the outputs, to be called when backward reaches them, then release the parameters."""
         if in_backward() or self.passing or self.unit.summoned is not None:
             return None
         runtime, unit = self.runtime, self.unit
@@ -171,6 +170,7 @@ class UnitHooks:
         if unit.options.casts_output and unit.policy.precision.output is not None:
             output = cast_floats(output, self.unit.policy.precision.output)
         tensors = list(tensors_in(output))
+        unit.refuse_writes()
         self._refuse_views_of_parameters(tensors)
         hooked = [t for t in tensors if t.requires_grad] if grad_enabled else []
         token = _GraphToken()
@@ -178,15 +178,14 @@ class UnitHooks:
             tensor.register_hook(_BackwardBegins(self, call, token))
         if grad_enabled and not tensors and (self.unit.trainable or call.input_node):
             self._keep_until_backward_is_over(output)
+        call.version = unit.version()
         if unit.group_call is not None:
             if hooked:
                 unit.group_needs_backward, call.graph = True, weakref.ref(token)
-            call.version = unit.version()
             if module is unit.modules[-1]:
                 runtime.close_groups(until=None, last=call)
             self.left = True
             return output
-        call.version = unit.version()
         call.graph = weakref.ref(token)
         runtime.open_calls.pop()
         runtime.perform(runtime.schedule.forward_ends(call, needs_backward=bool(hooked)))
@@ -261,9 +260,14 @@ class UnitHooks:
 
     # Calls from outside
 
-    @untraced
     def guard(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
         """Gather on demand when a submodule is called outside its unit's forward (``generate`` calls the encoder)."""
+        # The hooks of a compiled block gather before its graph runs; a call in the graph would cut it in two.
+        if not (torch.compiler.is_compiling() and self.unit.shown and self.unit.modules[0]._compiled_call_impl):
+            self._gather_on_demand(module)
+
+    @untraced
+    def _gather_on_demand(self, module: nn.Module) -> None:
         runtime, unit = self.runtime, self.unit
         if (unit.open_calls and unit.shown) or self._steps_aside(recompute=True):
             return
@@ -275,10 +279,8 @@ class UnitHooks:
         if not runtime.open_calls:
             runtime.begin_direct_call(unit)
         runtime.gather(unit)
-        handle: RemovableHandle | None = None
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            assert handle is not None
             handle.remove()
             for tensor in tensors_in(output):
                 if tensor.requires_grad:

@@ -120,6 +120,7 @@ class Lane:
     def finish_gather(self) -> None:
         """Mark the all-gather as finished; the caller has waited for ``gather_work``."""
         self.state = LaneState.GATHERED
+        self.full.version = self.full.tensor._version
         self.unsettled, self.gather_work = self.gather_work or self.unsettled, None
 
     def free_early(self) -> None:
@@ -140,9 +141,9 @@ class Lane:
         self.state = LaneState.SHARDED
 
     def retype(self, dtypes: Dtypes) -> None:
-        """Keep, gather and reduce in other dtypes from now on; the caller binds the parameters to the new memory."""
+        """Move to new memory, of these dtypes from now on; the caller binds the parameters to it."""
         self.account.add("shards", -self.shard.nbytes)
-        self.shard = self.shard.to(dtypes.shard)
+        self.shard = self.shard.to(dtypes.shard, copy=True)
         if self.pinned:
             self.shard = self.device.pin(self.shard)
         self.account.add("shards", self.shard.nbytes)

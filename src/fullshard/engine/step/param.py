@@ -1,33 +1,31 @@
-"""One sharded parameter: its sharded and its full Parameter, and the classes that guard them."""
+"""One sharded parameter: its sharded and its full Parameter."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from fullshard.engine.step.buffers import ReusableBuffer
+from fullshard.engine.step.buffers import PermanentBuffer, ReusableBuffer
 from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.torch_private import can_take_data
 from fullshard.errors import ShardingError
 from fullshard.layout.sharded import ShardMeta
-
-# Attributes that can be read without memory behind the tensor.
-_HARMLESS = frozenset({"shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "is_cuda"})
-
-# Attributes and methods of a shard allowed while the model computes: none reads or writes its elements.
-_ABOUT_SHARDS = (
-    _HARMLESS
-    | {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "element_size", "itemsize", "nbytes"}
-    | {"is_contiguous", "is_floating_point", "is_complex", "is_meta", "is_cpu", "is_sparse", "is_quantized"}
-    | {"is_nested", "is_inference", "is_pinned", "is_shared", "get_device", "grad_fn", "grad_dtype", "retains_grad"}
-    | {"names", "requires_grad_", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "__len__"}
-    | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "result_type"}
+from fullshard.shards import (
+    FreedParameter,
+    FullParameter,
+    GuardedShard,
+    ShardParameter,
+    WatchedParameter,
+    as_shard,
+    cut_of,
+    on_rows,
+    parameter_class,
+    rows_of,
 )
 
 COPY_REFUSED = (
@@ -39,103 +37,6 @@ CREATE_GRAPH_REFUSED = (
     "backward(create_graph=True) is not supported on a sharded model: gradients are reduced at once. Compute second "
     "derivatives on the unsharded model."
 )
-
-
-def _attribute_of(func: Any) -> str:
-    """Return the name of the attribute that ``func`` reads, if it is the getter of a property."""
-    return getattr(getattr(func, "__self__", None), "__name__", "")
-
-
-class FreedParameter(nn.Parameter):
-    """The class of a full parameter whose memory is free: any use raises an error instead of reading freed memory."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Allow metadata and refuse the rest.
-
-        Raises:
-            ShardingError: Anything but metadata is used.
-        """
-        attribute = _attribute_of(func)
-        if attribute in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise ShardingError(
-            f"A full parameter was used ({attribute or getattr(func, '__name__', func)}) after its unit released it: "
-            "its memory is free outside forward and backward. Read it inside `with unsharded(model):` or clone it "
-            "during forward."
-        )
-
-
-class WatchedParameter(nn.Parameter):
-    """The class of a table while it is shown: notes any use outside linear and embedding modules."""
-
-    watcher: Callable[[], Any]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Note the use, unless it only reads metadata."""
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if _attribute_of(func) not in _HARMLESS:
-                for value in (*args, *kwargs.values()):
-                    for one in value if isinstance(value, (tuple, list)) else (value,):
-                        if isinstance(one, WatchedParameter):
-                            one.watcher().plain_use = True
-            return func(*args, **kwargs)
-
-
-class GuardedShard(nn.Parameter):
-    """The class of a shard while its model's forward runs: it must not be used as if it were the full parameter.
-
-    A root that uses a block's weight outside the block meets it, or a module that keeps a Parameter in a list or a
-    closure: slots show the full parameter only inside the call of its unit.
-    """
-
-    shard_meta: ShardMeta
-    shard_unit: Callable[[], Any]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Allow metadata of the shard and refuse the rest.
-
-        Raises:
-            ShardingError: Anything but metadata is used.
-        """
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        name = _attribute_of(func) if name in ("__get__", "__set__", "__delete__") else name
-        cast_like_it = name in ("to", "type_as") and not isinstance(args[0], cls)
-        if name in _ABOUT_SHARDS or cast_like_it or (name == "type" and len(args) == 1 and not kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        values = [one for v in (*args, *kwargs.values()) for one in (v if isinstance(v, (tuple, list)) else (v,))]
-        shard = next(value for value in values if isinstance(value, cls))
-        unit = shard.shard_unit()
-        raise ShardingError(
-            f"{shard.shard_meta.name}, of shape {shard.shard_meta.global_shape}, was used ({name}) during the model's "
-            f"forward but outside the forward of its unit {'?' if unit is None else unit.name}, where only this rank's "
-            "rows of it are available. Call the module that owns it (`self.block.linear(x)`); or use a wrap policy "
-            "that puts its uses into that unit, or it into the root; or exclude it with ignored_params."
-        )
 
 
 class ShardedParam:
@@ -159,9 +60,10 @@ class ShardedParam:
         arrived: Whether a gradient arrived in this backward.
         waiting: Whether the complete gradient is in the lane and not reduced yet.
         stepped: Whether gradient hooks of the sharded Parameter were called in this backward.
-        had_gradient: Whether the sharded Parameter had a gradient when this backward began.
+        inspected: Whether a container looks at its class in forward, without computing with it.
+        assigned: Version of the gradient that this backward assigned to the sharded Parameter; None if it had one.
         address: Where the data of ``sharded`` must be; another address means that a user replaced it.
-        as_gradient: Makes ``sharded.grad`` from reduced rows, if set; a rank without rows then gets an empty gradient.
+        shard_class: The class of ``sharded`` between passes.
     """
 
     def __init__(
@@ -176,8 +78,8 @@ class ShardedParam:
         self.sharded = self._make_sharded(original)
         self.on_arrival: Callable[[ShardedParam], None] | None = None
         self.on_complete: Callable[[ShardedParam], None] | None = None
-        self.as_gradient: Callable[[ShardedParam, torch.Tensor], torch.Tensor] | None = None
-        self.had_gradient = False
+        self.inspected = False
+        self.assigned: int | None = None
         self.arrived = False
         self.waiting = False
         self.stepped = False
@@ -186,12 +88,14 @@ class ShardedParam:
         self.reads = 0
         self.bind(trainable=lane.trainable)
 
+    @on_rows
     def bind(self, *, trainable: bool) -> None:
         """Point both Parameters at the lane's current memory; the full one is recreated."""
         start = self.meta.placement.start
         full = self.lane.full.tensor[start : start + self.numel].view(self.meta.global_shape)
         self.full = nn.Parameter(full, requires_grad=False)
         self.full.watcher = weakref.ref(self)  # type: ignore[attr-defined]
+        self.sharded.full_parameter = weakref.ref(self.full)  # type: ignore[attr-defined]
         local = self.local_view(self.lane.shard)
         if self.sharded.data_ptr() != local.data_ptr() or self.sharded.dtype != local.dtype:
             self.sharded.data = local
@@ -222,21 +126,29 @@ class ShardedParam:
             original.grad = None
         else:  # from or to the meta device
             original = nn.Parameter(local, requires_grad=self.lane.trainable)
-        original.shard_meta = self.meta  # type: ignore[attr-defined]
-        original.shard_comm = self.lane.mesh.shard_group  # type: ignore[attr-defined]
+        self.shard_class = parameter_class(type(original))
+        self._mark(original)
+        original.__class__ = self.shard_class
         return original
 
+    def _mark(self, shard: nn.Parameter) -> None:
+        """Write on a shard what it is a shard of."""
+        group = self.lane.mesh.shard_group
+        vars(shard).update(shard_meta=self.meta, shard_comm=group, cut=cut_of(self.meta, group))
+
     def rename(self, names: Sequence[str]) -> None:
-        """Change the names to ``names``, the first one first."""
+        """Change the names to ``names``, the first one first; the lane may have got another mesh."""
         self.meta = dataclasses.replace(self.meta, name=names[0], aliases=tuple(names[1:]))
-        self.sharded.shard_meta = self.meta  # type: ignore[attr-defined]
+        self._mark(self.sharded)
 
     def guard_shard(self, *, on: bool) -> None:
         """Start or stop refusing computation with the shard."""
-        before, after = (nn.Parameter, GuardedShard) if on else (GuardedShard, nn.Parameter)
-        guarded = self.trainable or isinstance(self.lane.full, ReusableBuffer)  # a frozen replica is safe to use
-        if self.sharded.__class__ is before and (guarded or not on):  # a subclass of the user's stays
-            self.sharded.__class__ = after
+        if self.shard_class is ShardParameter:  # a subclass of the user's stays
+            self.sharded.__class__ = self._class_in_forward() if on else ShardParameter
+
+    def _class_in_forward(self) -> type[nn.Parameter]:
+        is_frozen_replica = not self.trainable and isinstance(self.lane.full, PermanentBuffer)
+        return nn.Parameter if self.inspected or is_frozen_replica else GuardedShard
 
     @property
     def has_rows(self) -> bool:
@@ -247,7 +159,7 @@ class ShardedParam:
     @property
     def moved(self) -> bool:
         """Whether the sharded Parameter was given other memory, by ``.data`` or a cast."""
-        return self.sharded.data_ptr() != self.address
+        return rows_of(self.sharded).data_ptr() != self.address
 
     def local_view(self, shard: torch.Tensor) -> torch.Tensor:
         """Return this parameter's part of a lane shard, (shard_numel,), in its local shape."""
@@ -260,7 +172,7 @@ class ShardedParam:
 
     def show_full(self) -> None:
         """Register the full Parameter in every slot; its memory must hold the gathered values."""
-        self.full.__class__ = WatchedParameter if self.watched else nn.Parameter
+        self.full.__class__ = WatchedParameter if self.watched else FullParameter
         for module, key in self.slots:
             module._parameters[key] = self.full
 
@@ -270,6 +182,7 @@ class ShardedParam:
             module._parameters[key] = self.sharded
         self.full.__class__ = FreedParameter
 
+    @on_rows
     def take_gradient(self, shard: torch.Tensor) -> None:
         """Assign this parameter's part of a lane's reduced gradient, (shard_numel,), or add it.
 
@@ -283,14 +196,19 @@ class ShardedParam:
             )
         if not self.trainable or not self.sharded.requires_grad:
             return
-        if not self.has_rows and self.as_gradient is None:
-            return  # no gradient: torch's Adafactor would divide by the number of rows, zero
         part = self.local_view(shard)
         part = part.to(self.lane.dtypes.grad or self.sharded.dtype)
         if self.sharded.grad is None:
-            self.sharded.grad = part if self.as_gradient is None else self.as_gradient(self, part)
+            self.sharded.grad = as_shard(part, self.sharded.cut)  # type: ignore[attr-defined]
+            self.assigned = part._version
         else:
             self.sharded.grad.add_(part)
+
+    @on_rows
+    def drop_zeros(self) -> None:
+        """Set the gradient to None if all of it is the zeros that this backward assigned."""
+        if self.sharded.grad is not None and self.sharded.grad._version == self.assigned:
+            self.sharded.grad = None
 
     @property
     def has_gradient_hooks(self) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fullshard.comm import Device, Mesh
-from fullshard.engine.step.adopt import adopt_changes, check_nothing_was_added
+from fullshard.engine.step.adopt import adopt_changes, check_tree
 from fullshard.engine.step.agreement import Agreement
 from fullshard.engine.step.buffers import Account
 from fullshard.engine.step.lane import LaneState
@@ -38,6 +37,7 @@ class Runtime:
         reduces_gradients: False inside ``no_sync``: gradients stay unsharded and are summed.
         reduces_across: False inside ``no_all_reduce``: gradients are summed inside the shard group only.
         recorder: Receives what happens while a step is recorded.
+        check_buffers: Called before the first evaluation after training, on every rank; None: nothing is compared.
         unwrapped: Why the model has no units but the root, to be raised by its first forward; None for most models.
         state_dict: Functions that replace the model's ``state_dict`` and ``load_state_dict``, or None.
         agreement: Compares what ranks do.
@@ -68,13 +68,17 @@ class Runtime:
         self.state_dict: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.agreement = Agreement(mesh, [unit.name for unit in units])
         for _, param in self.all_params():
-            param.sharded.shard_claims = self.agreement.claims  # type: ignore[attr-defined]
+            vars(param.sharded).update(shard_claims=self.agreement.claims, shard_rates=self.agreement.rates)
         self.open_calls: list[Call] = []
         self._reducing: Unit | None = None
         self._in_backward = False
         self._guarded = False
+        self.check_buffers: Callable[[Runtime], None] | None = None
+        self._has_trained = False
+        self._tree: list[int] = []
         inspected = _inspected_modules(self.root)
-        self._guardable = [param for _, param in self.all_params() if param.slots[0][0] not in inspected]
+        for _, param in self.all_params():
+            param.inspected = param.slots[0][0] in inspected
         for index, unit in enumerate(units):
             unit.index = index
             unit.runtime = self
@@ -223,18 +227,47 @@ class Runtime:
                 unit.hide()
             else:
                 self.refresh(unit)
-        if adopt_changes(self.units):
-            self.replan()
-        if self.agreement.first_pass and not any(unit.summoned for unit in self.units):
-            check_nothing_was_added(self.root.modules, self.all_params(), self.ignored)
+        self._adopt(self.units)
+        self._check_tree()
+        if self._has_trained and self.check_buffers is not None and not self.root.modules[0].training:
+            self._has_trained = False
+            self.check_buffers(self)
         self.guard_shards(on=True)
         self.schedule.pass_begins()
+
+    def follow_changes(self, units: Sequence[Unit] | None = None) -> None:
+        """Free what is gathered of ``units``, and adopt what users have changed; before shards are read outside a pass.
+
+        Every rank calls it; it does not communicate.
+
+        Raises:
+            ShardingError: Parameters were changed in a way that cannot be followed.
+        """
+        units = self.units if units is None else units
+        for unit in units:
+            if not unit.open_calls:
+                self.refresh(unit)
+        self._adopt([unit for unit in units if not unit.open_calls])
+        if len(units) == len(self.units):
+            self._check_tree()
+
+    def _check_tree(self) -> None:
+        """Check that the modules still hold the parameters that were sharded, if they are not those of last time."""
+        modules = (module for top in self.root.modules for module in top.modules())
+        tree = [id(param) for module in modules for param in module._parameters.values()]
+        if tree != self._tree and not any(unit.summoned for unit in self.units):
+            check_tree(self.root.modules, list(self.all_params()), self.ignored)
+            self._tree = tree
+
+    def _adopt(self, units: Sequence[Unit]) -> None:
+        if adopt_changes(units):
+            self.replan()
 
     def guard_shards(self, *, on: bool) -> None:
         """Refuse computing with shards, or stop refusing: during the root's forward, only full parameters are meant."""
         if on is not self._guarded:
             self._guarded = on
-            for param in self._guardable:
+            for _, param in self.all_params():
                 param.guard_shard(on=on)
 
     def replan(self) -> None:
@@ -283,15 +316,15 @@ class Runtime:
                 self._release_after_failure(each)
 
     def _release_after_failure(self, unit: Unit) -> None:
-        """Release ``unit``; if ranks diverged its gather fails too, and the first error is already being raised."""
-        with contextlib.suppress(MismatchError, ProcessGroupError):
+        """Release ``unit``; if ranks are lost its gather fails too, and the first error is already being raised."""
+        try:
             self.release(unit)
+        except (MismatchError, ProcessGroupError):
+            unit.hide()
 
     def begin_direct_call(self, unit: Unit) -> None:
         """Prepare for a call of ``unit`` outside a pass: what a forward kept for its backward may be stale."""
-        unit.keep.discard(Keep.NEXT_PASS)
-        if unit.state is LaneState.GATHERED and not unit.shown:
-            unit.reshard()
+        self.follow_changes([unit])
 
     def forward_event(self) -> None:
         """Reset if a forward runs outside backward while a backward was never finished."""
@@ -361,7 +394,7 @@ class Runtime:
             unit.end_backward(synced=self.reduces(unit))
             self.release(unit)
         self.schedule.reset()
-        self._in_backward = False
+        self._in_backward, self._has_trained = False, True
 
     def _settle_unused(self) -> None:
         """Set the zero gradients of parameters that no rank used back to None, as in an unsharded run.
@@ -375,8 +408,8 @@ class Runtime:
             return
         for (unit, param), is_used in zip(params, used, strict=True):
             if param.trainable and not param.arrived:
-                if not is_used and not param.had_gradient:
-                    param.sharded.grad = None
+                if not is_used:
+                    param.drop_zeros()
                 elif is_used and param.has_gradient_hooks and self.reduces(unit):
                     param.call_gradient_hooks()
 

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd import Variable
-
-Untraced = TypeVar("Untraced", bound=Callable[..., Any])
-
-
-def untraced(function: Untraced) -> Untraced:
-    """Have torch.compile break its graph at ``function`` and not trace anything it calls.
-
-    The same as ``torch.compiler.disable``, which would import the compiler: one second of every start.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = set_eval_frame(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            set_eval_frame(before)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return call  # type: ignore[return-value]
 
 
 def in_backward() -> bool:
@@ -39,6 +17,27 @@ def in_backward() -> bool:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Have autograd call ``callback`` at the end of the running ``backward()``, in this thread."""
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def _backward_to_full_parameters(*args: Any, **kwargs: Any) -> None:
+    """Run ``torch.autograd.backward``; of a shard among ``inputs``, the full parameter is what the graph knows."""
+    inputs = kwargs.get("inputs")
+    if inputs is not None:
+        given = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        kwargs["inputs"] = [_in_graph(one) for one in given]
+    _backward(*args, **kwargs)
+
+
+def _in_graph(tensor: torch.Tensor) -> torch.Tensor:
+    full = vars(tensor).get("full_parameter")
+    if full is None:
+        return tensor
+    full().__class__ = torch.nn.Parameter  # not refused as freed: its unit is gathered before it is read
+    return full()
+
+
+_backward = torch.autograd.backward
+torch.autograd.backward = _backward_to_full_parameters
 
 
 def will_execute(node: Any) -> bool:

@@ -19,6 +19,7 @@ from fullshard.engine.step.reduce import PendingReduce, finish_partial, finish_r
 from fullshard.engine.step.schedule import Call
 from fullshard.errors import InvariantError, ShardingError
 from fullshard.policy import UnitPolicy
+from fullshard.shards import on_rows
 
 
 class Keep(Enum):
@@ -237,6 +238,22 @@ class Unit:
                 if param.lane.state is not LaneState.SPENT:
                     param.show_full()
 
+    def refuse_writes(self) -> None:
+        """Refuse that forward wrote to full parameters: their memory is freed, and the change would be lost.
+
+        Raises:
+            ShardingError: It did.
+        """
+        for lane in self.lanes:
+            if lane.full.tensor._version != lane.full.version and not self.stays_shown:
+                lane.full.version = lane.full.tensor._version
+                names = ", ".join(param.meta.name for param in self.params_of(lane)[:3])
+                raise ShardingError(
+                    f"The forward of unit {self.name} changed a parameter in place, one of {names}…: its gathered "
+                    "memory is freed after forward, so the change would be lost. Change the parameters after the "
+                    "step (`with torch.no_grad(): p.clamp_(…)`); in place of nn.Embedding(max_norm=…), scale the rows."
+                )
+
     def settle(self) -> None:
         """Wait until other ranks have read this rank's part of the all-gather: only then may it change or be freed."""
         self._wait("gather", [lane.unsettled for lane in self.lanes if lane.unsettled is not None], settle)
@@ -340,6 +357,7 @@ class Unit:
         for lane in self.lanes:
             self._assign(lane, finish_partial(lane, self.options.divide))
 
+    @on_rows
     def gradient_bytes(self) -> int:
         """Return the bytes of the shards' gradients on the device that the unit computes on."""
         own = (param.sharded.grad for param in self.params if not param.lane.offloaded)
@@ -381,9 +399,9 @@ class Unit:
             self._call_hooks([param for param in self.params if param.has_gradient_hooks and not param.stepped])
 
     def begin_backward(self) -> None:
-        """Note which shards have a gradient already, and whether the unit stays gathered after this backward."""
+        """Forget the last backward, and note whether the unit stays gathered after this one."""
         for param in self.params:
-            param.had_gradient = param.sharded.grad is not None
+            param.assigned = None
         if not self.options.reshard_after_backward:
             self.keep.add(Keep.NEXT_PASS)
 

@@ -13,27 +13,19 @@ from rich.console import Console
 from fullshard.comm import init_from_env, shutdown, together
 from fullshard.config import RunConfig
 from fullshard.config.recorded import read_run
-from fullshard.data import CollateSpec
 from fullshard.errors import ConfigError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.progress import WorkProgress
-from fullshard.train.evaluation.evaluate import HeldOut, evaluate, evaluation_spec
+from fullshard.train.evaluation.evaluate import evaluate
 from fullshard.train.evaluation.results import draw_evaluation, evaluation_values, require_no_run, write_evaluation
 from fullshard.train.evaluation.trained import find_trained, load_trained
-from fullshard.train.run.assemble import require_same_rows
-from fullshard.train.setup.prepare import Prepared, prepare
+from fullshard.train.run.assemble import make_evaluation, require_same_rows
+from fullshard.train.setup.prepare import prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this process as one rank of an evaluation.
-
-    Args:
-        arguments: Command line; None: this process's.
-
-    Returns:
-        The exit code; see :func:`~fullshard.launch.programs.rank.run_as_rank`.
-    """
+    """Run this process as one rank of an evaluation; see :func:`~fullshard.launch.programs.rank.run_as_rank`."""
     return run_as_rank(make_parser(), arguments, _evaluate)
 
 
@@ -56,17 +48,17 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     file = None if options.data is None else options.data.absolute()
     trained = find_trained(options.model or str(run.output_dir), with_rows(run, file, options.overrides))
     prepared = prepare(trained.config, say if is_first else lambda line: None, rows_file=file)
-    rows = held_out_rows(prepared)
     comm = init_from_env()
     require_same_rows(comm, prepared)
-    spec = together(comm, lambda: evaluation_spec(trained.config, rows))
+    spec = together(comm, lambda: make_evaluation(trained.config, prepared))
+    assert spec is not None, "with_rows saw that there are held-out rows"
     model, tokenizer, notes = load_trained(trained, comm)
     with WorkProgress("evaluating", shown=is_first) as progress:
         report = evaluate(model, tokenizer, spec, comm, step=0, epoch=0.0, progress=progress)
     data = trained.config.data
     origin = file or data.validation_file or data.train_file or data.dataset_name
     values = evaluation_values(
-        report, model=str(trained.directory), data=str(origin), rows=len(rows.examples), world_size=comm.size
+        report, model=str(trained.directory), data=str(origin), rows=len(prepared.held_out), world_size=comm.size
     )
     together(comm, lambda: write_evaluation(report, values, output) if is_first else None)
     if is_first:
@@ -93,15 +85,6 @@ def with_rows(run: RunConfig, file: Path | None, overrides: Sequence[str] = ()) 
         raise ConfigError("The run has no held-out rows: name some with --data FILE.")
     training = run.training.model_copy(update={"eval_strategy": "epoch"})
     return run.model_copy(update={"data": data, "training": training})
-
-
-def held_out_rows(prepared: Prepared) -> HeldOut:
-    """Return the prepared rows in the form that the evaluation takes."""
-    assert prepared.held_out_set is not None, "with_rows saw that there are some"
-    pad = prepared.tokenizer.pad_token_id
-    assert isinstance(pad, int), "load_tokenizer gives every tokenizer a padding token"
-    collate = CollateSpec(pad, causal=prepared.causal)
-    return HeldOut(prepared.held_out, prepared.held_out_set, collate, prepared.labels, prepared.majority)
 
 
 if __name__ == "__main__":

@@ -13,26 +13,19 @@ from typing import TextIO
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig
 from fullshard.config.recorded import recorded_run
-from fullshard.data import read_inputs
+from fullshard.data import describe_separator, read_inputs
 from fullshard.errors import DataError
 from fullshard.launch.messages import say
-from fullshard.launch.programs.rank import run_as_rank
+from fullshard.launch.programs.rank import UnreadOutputError, run_as_rank
 from fullshard.launch.progress import WorkProgress
-from fullshard.models import resolve_model
-from fullshard.train.evaluation.predict import predict
+from fullshard.models import is_causal, resolve_model
+from fullshard.train.evaluation.predict import RowPrediction, predict
 from fullshard.train.evaluation.trained import find_trained, load_trained
-from fullshard.train.setup.prepare import source_spec
+from fullshard.train.setup.prepare import separator_of, source_spec, tokenize_spec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this process as one rank that predicts.
-
-    Args:
-        arguments: Command line; None: this process's.
-
-    Returns:
-        The exit code; see :func:`~fullshard.launch.programs.rank.run_as_rank`.
-    """
+    """Run this process as one rank that predicts; see :func:`~fullshard.launch.programs.rank.run_as_rank`."""
     return run_as_rank(make_parser(), arguments, _predict)
 
 
@@ -46,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--prefix")
+    parser.add_argument("--separator")
     parser.add_argument("--source-column")
     return parser
 
@@ -59,22 +53,29 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
     if is_first:
-        for note in (*table.notes, *notes):
+        separator = separator_of(tokenizer, tokenize_spec(config, tokenizer, causal=is_causal(model)))
+        between = () if separator is None else (describe_separator(separator, tokenizer),)
+        for note in (*table.notes, *notes, *between):
             say(note)
+    unusable = [row for row in table.rows if row.problem is not None]
+    if is_first and unusable:
+        say(
+            f"{len(unusable):,} of {len(table.rows):,} rows cannot be used: their prediction is null, and problem says "
+            f"why. The first is line {unusable[0].line}: {unusable[0].problem}"
+        )
     done = cut = 0
-    rows = table.examples
     with _opened(options.output if is_first else None) as out, WorkProgress("predicting", shown=is_first) as progress:
-        for written in predict(model, tokenizer, rows, config, comm):
+        for written in predict(model, tokenizer, table.rows, config, comm):
             if is_first:
-                _write(out, [(row.source, text) for row, text in zip(rows[done:], written.texts, strict=False)])
-            done, cut = done + len(written.texts), cut + written.cut
-            progress(done, len(rows))
+                _write(out, written)
+            done, cut = done + len(written), cut + sum(one.cut for one in written)
+            progress(done, len(table.rows))
     if is_first and cut:
         limit = config.data.max_source_length
         say(f"{cut:,} of {done:,} sources were truncated to {limit} tokens (data.max_source_length)")
     if is_first and options.output is not None:
         if options.json:
-            print(json.dumps({"rows": done, "output": str(options.output)}), flush=True)
+            print(json.dumps({"rows": done, "unusable": len(unusable), "output": str(options.output)}), flush=True)
         else:
             say(f"{done:,} predictions written to {options.output}")
     shutdown()
@@ -85,7 +86,8 @@ def changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     evaluation = {"num_beams": options.num_beams, "max_new_tokens": options.max_new_tokens}
     if options.num_beams == 1:
         evaluation["length_penalty"] = 1.0  # it applies to beam search only
-    data = _given({"source_prefix": options.prefix, "source_column": options.source_column})
+    data = {"source_prefix": options.prefix, "separator": options.separator, "source_column": options.source_column}
+    data = _given(data)
     if options.source_column is not None:
         data["template"] = None
     training = {"per_device_eval_batch_size": options.batch_size}
@@ -115,12 +117,19 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
         yield file
 
 
-def _write(out: TextIO, rows: list[tuple[str, str]]) -> None:
-    """Write one JSON line per row and flush, so that a reader of a pipe sees them immediately."""
+def _write(out: TextIO, rows: Sequence[RowPrediction]) -> None:
+    """Write one JSON line per row and flush, so that a reader of a pipe sees them immediately.
+
+    Raises:
+        UnreadOutputError: Nothing reads the pipe any more.
+        DataError: The file cannot be written.
+    """
     try:
-        for source, text in rows:
-            out.write(json.dumps({"input": source, "prediction": text}, ensure_ascii=False) + "\n")
+        for row in rows:
+            out.write(json.dumps(row.as_dict(), ensure_ascii=False) + "\n")
         out.flush()
+    except BrokenPipeError as error:
+        raise UnreadOutputError from error
     except OSError as error:
         raise DataError(f"The predictions could not be written: {error}.") from error
 

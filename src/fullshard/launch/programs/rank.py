@@ -12,16 +12,17 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from fullshard.comm import announce_failure
 from fullshard.errors import RunStopped
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
-from fullshard.launch.local import INTERRUPTED_EXIT_CODE, end_with_launcher
+from fullshard.launch.local import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, end_with_launcher
 
 
-def run_as_rank(
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-    work: Callable[..., None],
-) -> int:
+class UnreadOutputError(BrokenPipeError):
+    """Nothing reads this program's result any more, as after ``| head``: the rank ends without a message."""
+
+
+def run_as_rank(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, work: Callable[..., None]) -> int:
     """Run this process as one rank.
 
     Args:
@@ -45,10 +46,12 @@ def run_as_rank(
         work(options, is_first=rank == 0)
     except RunStopped as stopped:
         return _report_stop(Failure.of(stopped, rank), as_json=options.json)
+    except UnreadOutputError:
+        os._exit(UNREAD_EXIT_CODE)
     except (KeyboardInterrupt, BrokenPipeError):  # BrokenPipeError as after | head: nothing reads the output
         os._exit(INTERRUPTED_EXIT_CODE)
     except BaseException as error:
-        _report_failure(Failure.of(error, rank))
+        _report_failure(error, rank)
     return 0
 
 
@@ -64,8 +67,9 @@ def _report_stop(stop: Failure, *, as_json: bool) -> int:
     return stop.exit_code
 
 
-def _report_failure(failure: Failure) -> None:
+def _report_failure(error: BaseException, rank: int) -> None:
     """Report to our launcher, or under another one to the user, why this rank fails; then end the process."""
+    failure = Failure.of(error, rank)
     with contextlib.suppress(OSError):  # a closed standard output may be the reason of the failure
         sys.stdout.flush()
     path = os.environ.get(FAILURE_FILE_VARIABLE)
@@ -73,4 +77,5 @@ def _report_failure(failure: Failure) -> None:
         failure.write(Path(path))
     else:
         print(f"[rank {failure.rank}] {failure.text()}", file=sys.stderr, flush=True)
+    announce_failure(error)
     os._exit(failure.exit_code)

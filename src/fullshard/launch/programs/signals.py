@@ -14,6 +14,8 @@ from fullshard.train import StopRequest
 SAME_REQUEST_SECONDS = 1.0
 """Signals within this time are one request: a terminal, torchrun and a batch system each pass on the same Ctrl-C."""
 
+_STOPPING = b"fullshard: stopping after this step with a checkpoint; a second signal exits at once without one\n"
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -53,6 +55,8 @@ class StopSignals(StopRequest):
             if first is None:
                 first = now
                 self.requested = True
+                if os.environ.get("RANK", "0") == "0":
+                    os.write(2, _STOPPING)  # print() may hold a lock that the main thread has
             elif now - first >= SAME_REQUEST_SECONDS:
                 os._exit(INTERRUPTED_EXIT_CODE)
 

@@ -26,14 +26,7 @@ from fullshard.train.setup.prepare import prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this process as one rank of a training run.
-
-    Args:
-        arguments: Command line; None: this process's.
-
-    Returns:
-        The exit code; see :func:`~fullshard.launch.programs.rank.run_as_rank`.
-    """
+    """Run this process as one rank of a training run; see :func:`~fullshard.launch.programs.rank.run_as_rank`."""
     return run_as_rank(make_parser(), arguments, _train)
 
 
@@ -52,9 +45,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     # Tokenizing may take long. It comes before there is a process group, so that no rank waits in a collective.
     with WorkProgress("tokenizing", shown=is_first) as progress:
         prepared = prepare(
-            config,
-            say=say if is_first else lambda line: None,
-            progress=lambda what, done, total: progress(done, total),
+            config, say=say if is_first else lambda line: None, progress=lambda what, done, total: progress(done, total)
         )
     comm = init_from_env()
     sinks: list[Sink] = []

@@ -29,21 +29,8 @@ from fullshard.launch.failure import Failure
 from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.network import address_towards
 from fullshard.launch.script.output import Output
-from fullshard.launch.script.peers import (
-    DOUBT_SECONDS,
-    MachineEnded,
-    PeerMonitor,
-    RunFailure,
-    brief,
-    lost_connection,
-)
-from fullshard.launch.script.rendezvous import (
-    STORE_TIME,
-    Rendezvous,
-    StaticRendezvous,
-    first_line,
-    make_rendezvous,
-)
+from fullshard.launch.script.peers import DOUBT_SECONDS, MachineEnded, PeerMonitor, RunFailure, brief, lost_connection
+from fullshard.launch.script.rendezvous import STORE_TIME, Rendezvous, StaticRendezvous, first_line, make_rendezvous
 from fullshard.launch.script.workers import Workers
 
 _LOOK_SECONDS = 0.1
@@ -230,17 +217,12 @@ def raised_signals(workers: Workers) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How a run ended on this machine, in addition to the failures of its ranks.
+    """How a run ended on this machine, in addition to the failures of its ranks."""
 
-    Attributes:
-        ranks: Numbers of the ranks of this machine.
-        failed: The failure shared by several machines; None if there was none, or there is one machine.
-        signal: The signal that ended this launcher, or None.
-    """
-
-    ranks: list[int]
+    ranks: list[int]  # numbers of the ranks of this machine
+    # the failure shared by several machines; None if there was none, or there is one machine
     failed: RunFailure | None = None
-    signal: signal.Signals | None = None
+    signal: signal.Signals | None = None  # the signal that ended this launcher, or None
 
 
 def run_agent(plan: MachinePlan, workers: Workers, output: Output, *, max_restarts: int, timeout_s: float) -> AgentEnd:

@@ -61,6 +61,7 @@ def main(kind: str, target: str, arguments: list[str]) -> None:
         sys.exit(INTERRUPTED)
     except BaseException as error:
         _report(error)
+        sys.last_value = error  # as the interpreter does: the watchdog tells the other ranks at exit
         sys.exit(1)
 
 

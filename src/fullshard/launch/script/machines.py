@@ -47,29 +47,17 @@ class Nodes:
 
 @dataclass(frozen=True)
 class MachineSettings:
-    """Settings of machines from one source; None where it does not set one.
+    """Settings of machines from one source; None where it does not set one."""
 
-    Attributes:
-        name: Name of the source, for messages.
-        nnodes: Number of machines.
-        node_rank: Number of this machine.
-        nproc: Ranks on this machine.
-        processes: Ranks on all machines together.
-        host: Name or address of machine 0, where the machines meet.
-        port: TCP port there.
-        backend: ``static`` or ``c10d``.
-        run_id: Distinguishes runs with the same endpoint.
-    """
-
-    name: str
-    nnodes: Nodes | None = None
-    node_rank: int | None = None
-    nproc: int | None = None
-    processes: int | None = None
-    host: str | None = None
-    port: int | None = None
-    backend: str | None = None
-    run_id: str | None = None
+    name: str  # name of the source, for messages
+    nnodes: Nodes | None = None  # number of machines
+    node_rank: int | None = None  # number of this machine
+    nproc: int | None = None  # ranks on this machine
+    processes: int | None = None  # ranks on all machines together
+    host: str | None = None  # name or address of machine 0, where the machines meet
+    port: int | None = None  # TCP port there
+    backend: str | None = None  # ``static`` or ``c10d``
+    run_id: str | None = None  # distinguishes runs with the same endpoint
 
 
 @dataclass(frozen=True)
@@ -201,9 +189,6 @@ def _agree_with_slurm(sources: Sequence[MachineSettings]) -> None:
 def slurm_settings(environment: Mapping[str, str]) -> MachineSettings | None:
     """Return Slurm's settings if it started this process, else None.
 
-    Args:
-        environment: The variables of this process.
-
     Raises:
         ConfigError: The job has several machines and only one of them runs ``fullshard launch``, or one machine runs
             it several times.
@@ -251,11 +236,7 @@ def _number(environment: Mapping[str, str], *names: str) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first machine of Slurm's list, such as ``gpu07`` of ``gpu[07-09,12],login1``.
-
-    Args:
-        hosts: The list, as in ``SLURM_JOB_NODELIST``.
-    """
+    """Return the first machine of Slurm's list, ``SLURM_JOB_NODELIST``: ``gpu07`` of ``gpu[07-09,12],login1``."""
     outside = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     first = outside.group() if outside else ""
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)

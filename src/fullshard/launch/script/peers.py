@@ -65,15 +65,10 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class RunFailure:
-    """The failure that ends a run on several machines.
-
-    Attributes:
-        failure: The failure.
-        machine: Name of the machine where it happened.
-    """
+    """The failure that ends a run on several machines."""
 
     failure: Failure
-    machine: str
+    machine: str  # name of the machine where it happened
 
 
 class MachineEnded(Exception):
@@ -163,11 +158,7 @@ class PeerMonitor:
         return self._over
 
     def failure(self, silence: float = LOST_SECONDS) -> RunFailure | None:
-        """Return the failure that has ended the run, or None.
-
-        Args:
-            silence: Seconds without a heartbeat after which a machine counts as lost.
-        """
+        """Return the failure that ended the run, or None; a machine silent for ``silence`` seconds is lost."""
         if self._failed is not None:
             return self._failed
         now = time.monotonic()

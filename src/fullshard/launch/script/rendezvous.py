@@ -145,17 +145,11 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The rendezvous of a run's machines.
+    """The rendezvous of a run's machines."""
 
-    Attributes:
-        handler: Torch's interface for the agent.
-        joined: Returns how many machines have arrived so far.
-        hosts: Whether the store runs in this process.
-    """
-
-    handler: RendezvousHandler
-    joined: Callable[[], int]
-    hosts: bool
+    handler: RendezvousHandler  # torch's interface for the agent
+    joined: Callable[[], int]  # returns how many machines have arrived so far
+    hosts: bool  # whether the store runs in this process
 
 
 def make_rendezvous(plan: MachinePlan, timeout_s: float) -> Rendezvous:

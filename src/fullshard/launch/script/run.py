@@ -33,44 +33,26 @@ _LEVEL_ERROR = 2
 
 @dataclass(frozen=True)
 class Job:
-    """A script and how to run it.
+    """A script and how to run it."""
 
-    Attributes:
-        arguments: ``script`` or ``module``, its path or name, and its arguments.
-        plan: The machines.
-        environment: Variables of every rank, overriding this process's.
-        max_restarts: How many times to restart all ranks after one has failed.
-        timeout_s: Seconds to wait for all machines.
-        as_json: Write the ranks' standard output to standard error.
-    """
-
-    arguments: Sequence[str]
-    plan: MachinePlan
-    environment: Mapping[str, str] = field(default_factory=dict)
-    max_restarts: int = 0
-    timeout_s: float = 600.0
-    as_json: bool = False
+    arguments: Sequence[str]  # ``script`` or ``module``, its path or name, and its arguments
+    plan: MachinePlan  # the machines
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of every rank, overriding this process's
+    max_restarts: int = 0  # how many times to restart all ranks after one has failed
+    timeout_s: float = 600.0  # seconds to wait for all machines
+    as_json: bool = False  # write the ranks' standard output to standard error
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a script ended on this machine.
+    """How a script ended on this machine."""
 
-    Attributes:
-        ranks: The ranks of this machine.
-        exit_code: Exit code of the command.
-        duration_s: Seconds from start to end.
-        failure: The failure that ended it, or None.
-        machine: The machine of the failure, if it is another one.
-        signal: The signal that ended it, or None.
-    """
-
-    ranks: Sequence[int]
-    exit_code: int
-    duration_s: float
-    failure: Failure | None = None
-    machine: str | None = None
-    signal: str | None = None
+    ranks: Sequence[int]  # the ranks of this machine
+    exit_code: int  # exit code of the command
+    duration_s: float  # seconds from start to end
+    failure: Failure | None = None  # the failure that ended it, or None
+    machine: str | None = None  # the machine of the failure, if it is another one
+    signal: str | None = None  # the signal that ended it, or None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints."""
@@ -91,9 +73,6 @@ def run_script(job: Job) -> Outcome:
     """Run a script as this machine's ranks; called once, in the main thread of its own process.
 
     The ranks' output is printed line by line; the first failure is printed once, at the end.
-
-    Args:
-        job: The script and how to run it.
 
     Raises:
         ProcessGroupError: Not all machines arrived in time.

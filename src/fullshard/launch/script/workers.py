@@ -77,7 +77,7 @@ class Workers:
     """The ranks of one machine. Use it in the main thread: Linux ends the ranks with the thread that starts them."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], output: Output, scratch: Path) -> None:
-        """Start nothing yet.
+        """Prepare; the ranks start on entry.
 
         Args:
             arguments: ``script`` or ``module``, its path or name, and the script's arguments.

@@ -4,5 +4,4 @@
 parameter's rows and columns.
 """
 
-from fullshard.optim.adafactor.adafactor import Adafactor as Adafactor
-from fullshard.optim.adafactor.adafactor import TorchAdafactor as TorchAdafactor
+from fullshard.optim.adafactor.adafactor import Adafactor as Adafactor, TorchAdafactor as TorchAdafactor

@@ -22,29 +22,21 @@ from fullshard.layout import ShardMeta, StatePart
 from fullshard.optim.adafactor.matrices import Matrices, matrices_of
 from fullshard.optim.owner_reduce import PooledOwnerReduce
 from fullshard.optim.shards import by_comm, copied, is_split, meta_of, require_same_parameters
+from fullshard.shards import on_rows
 
 
 @dataclass
 class ParamStep:
-    """One parameter in one step, on a rank that holds elements of it.
+    """One parameter in one step, on a rank that holds elements of it."""
 
-    Attributes:
-        param: This rank's shard.
-        group: Its parameter group.
-        meta: Its shape and place.
-        matrices: This rank's view of its matrices; None for a vector or a number.
-        state: Its state; empty before its first step.
-        mean_of_rows: The mean of the row statistics of each matrix here, (matrices,), once it is known.
-        rms: Root mean square of the full parameter before the step, 0-d, once it is known.
-    """
-
-    param: nn.Parameter
-    group: dict[str, Any]
-    meta: ShardMeta
-    matrices: Matrices | None
-    state: dict[str, Any]
+    param: nn.Parameter  # this rank's shard
+    group: dict[str, Any]  # its parameter group
+    meta: ShardMeta  # its shape and place
+    matrices: Matrices | None  # this rank's view of its matrices; None for a vector or a number
+    state: dict[str, Any]  # its state; empty before its first step
+    # the mean of the row statistics of each matrix here, (matrices,), once it is known
     mean_of_rows: torch.Tensor | None = None
-    rms: torch.Tensor | None = None
+    rms: torch.Tensor | None = None  # root mean square of the full parameter before the step, 0-d, once it is known
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,18 +83,12 @@ class FactoredOptimizer(Optimizer):
     A step computes each parameter that is complete on one rank without communication. The owners of a split parameter
     exchange, for all parameters at once and with no other rank: sums over columns (and over rows if those are split),
     the sum of the row statistics and the sum of squares of the parameter; then the sum of squares of the update.
-
-    Attributes:
-        row_key: Name of the row statistics in the state.
-        column_key: Name of the column statistics.
-        full_key: Name of the second moment of vectors and numbers.
-        keepdim: Whether statistics keep the reduced dimension with size one.
     """
 
-    row_key: str
-    column_key: str
-    full_key: str
-    keepdim: bool
+    row_key: str  # name of the row statistics in the state
+    column_key: str  # name of the column statistics
+    full_key: str  # name of the second moment of vectors and numbers
+    keepdim: bool  # whether statistics keep the reduced dimension with size one
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -123,6 +109,12 @@ class FactoredOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    @on_rows
+    def _step(self) -> None:
+        """Update all parameters."""
         self._require_same_parameters()
         group_of = {param: group for group in self.param_groups for param in group["params"] if param.requires_grad}
         rounds: list[_SplitSteps] = []
@@ -139,7 +131,6 @@ class FactoredOptimizer(Optimizer):
             one.share_updates()
         for one in rounds:
             one.finish()
-        return loss
 
     def state_kinds(self, param: nn.Parameter, group: Mapping[str, Any]) -> dict[str, None]:
         """Return the keys of a parameter's state after a step."""
@@ -264,6 +255,7 @@ class FactoredOptimizer(Optimizer):
         """Return whether ranks communicate about a parameter in a step."""
         return is_split(param)
 
+    @on_rows
     def state_part(self, param: nn.Parameter, key: str) -> StatePart | None:
         """Return which part of the unsharded optimizer's state a tensor of a parameter's state is; any rank.
 
@@ -280,6 +272,7 @@ class FactoredOptimizer(Optimizer):
         rows, columns = self._shapes(matrices.meta.global_shape)
         return matrices.part_of_rows(rows) if key == self.row_key else matrices.part_of_columns(columns)
 
+    @on_rows
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned on the same rank of a world of the same size; each rank its own.
 
@@ -301,6 +294,7 @@ class FactoredOptimizer(Optimizer):
             for key, value in given[-1]["state"].get(number, {}).items():
                 self.state[param][key] = self._loaded(param, key, value)
 
+    @on_rows
     def _loaded(self, param: nn.Parameter, key: str, value: Any) -> Any:
         """Return a loaded value of a state, on the parameter's device and in the dtype of its statistics."""
         if key == "step":

@@ -26,17 +26,11 @@ Factor = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class RowBlock:
-    """The same rows of each of some consecutive matrices.
+    """The same rows of each of some consecutive matrices."""
 
-    Attributes:
-        values: This rank's elements of them, (k, r, C).
-        first_row: Index of the first row among those that have a statistic here; k * r rows follow each other.
-        first_matrix: Index of the first matrix among those whose columns have statistics here.
-    """
-
-    values: torch.Tensor
-    first_row: int
-    first_matrix: int
+    values: torch.Tensor  # this rank's elements of them, (k, r, C)
+    first_row: int  # index of the first row among those that have a statistic here; k * r rows follow each other
+    first_matrix: int  # index of the first matrix among those whose columns have statistics here
 
     def rows_of(self, statistic: torch.Tensor) -> torch.Tensor:
         """Return the rows' elements of a row statistic, (k, r, 1), a view."""

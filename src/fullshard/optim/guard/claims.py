@@ -7,12 +7,16 @@ checksum that ranks exchange in any case: no further collective.
 
 from __future__ import annotations
 
+import zlib
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from fullshard.errors import ShardingError
 from fullshard.layout import Claims
+from fullshard.optim.guard.members import Members
 from fullshard.optim.shards import meta_of
 
 _NOT_COMPARED = ("params", "param_names", "lr", "initial_lr")
@@ -21,6 +25,24 @@ _PLAIN = (bool, int, float, str, type(None))
 
 _noted: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 """Sizes of the groups that were recorded."""
+
+
+def refuse_unreduced(members: Members) -> None:
+    """Refuse to step while gradients of ``no_sync`` or ``no_all_reduce`` wait: the step would leave them out.
+
+    Raises:
+        ShardingError: There are some.
+    """
+    units = [unit for reference in members.units if (unit := reference()) is not None]
+    waiting = [
+        unit.name for unit in units if unit.holds_gradient or any(lane.partial is not None for lane in unit.lanes)
+    ]
+    if waiting:
+        raise ShardingError(
+            f"The optimizer would step without the gradients of {len(waiting)} units, such as {waiting[0]}: they were "
+            "computed inside no_sync or no_all_reduce and wait to be summed over ranks. Run the last backward before a "
+            "step outside of both."
+        )
 
 
 def note_claims(optimizer: Optimizer) -> None:
@@ -49,8 +71,22 @@ def note_claims(optimizer: Optimizer) -> None:
         _noted[optimizer] = sizes
 
 
+def note_rates(optimizer: Optimizer, members: Members) -> None:
+    """Record the learning rates of a step, which ranks compare at the end of the next backward.
+
+    The record of a group is a product of its rate and its parameters' names, so ranks may group differently.
+    """
+    for group, compared in zip(optimizer.param_groups, members.groups, strict=True):
+        rate = group.get("lr")
+        on_device = isinstance(rate, torch.Tensor) and rate.device.type != "cpu"  # reading it would wait for the device
+        if compared is not None and rate is not None and not on_device:
+            names, first = compared
+            rates: list[tuple[int, str, float]] = vars(first)["shard_rates"]
+            rates.append((names * zlib.crc32(repr(float(rate)).encode()), meta_of(first).name, float(rate)))
+
+
 def _steps_in_backward(param: Parameter) -> bool:
-    """Return whether a parameter is stepped when its gradient arrives, which ranks without rows never do."""
+    """Return whether a parameter is stepped when its gradient arrives."""
     return hasattr(param, "shard_optimizer") or bool(param._post_accumulate_grad_hooks)
 
 

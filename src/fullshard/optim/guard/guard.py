@@ -17,16 +17,25 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fullshard.errors import ConfigError
 from fullshard.layout import ShardMeta
-from fullshard.optim.guard.claims import note_claims
-from fullshard.optim.guard.trial import Split, maker_like, steps_parts_equally
+from fullshard.optim.guard.claims import note_claims, note_rates, refuse_unreduced
+from fullshard.optim.guard.members import Members, members_before, members_of
+from fullshard.optim.guard.trial import Split, maker_like, steps_params_alone, steps_parts_equally
 from fullshard.optim.shards import is_split, meta_of
+from fullshard.shards import lay_aside, take_up
 
 BLOCK = 256
 """Elements that bitsandbytes (``blocksize``) and torchao (``block_size``; 128 for 4 bits) quantise together."""
+
+_NOT_OPTIONS = ("params", "param_names", "initial_lr")
 
 _QUANTISING = ("bitsandbytes.", "torchao.")
 """Libraries whose optimizers are judged by name and blocks: a trial on the CPU would fail, or compile kernels."""
@@ -70,10 +79,28 @@ _MODELS = frozenset(
 )
 """Names in lower case of classes that sum over all parameters."""
 
-_Verdicts = dict[Split, bool | None]
+_Verdicts = dict[Split | None, bool | str]
+"""By how parameters are divided (None: not at all): whether a class may step them, or why that could not be tried."""
+
 _tried: WeakKeyDictionary[Optimizer, _Verdicts] = WeakKeyDictionary()
-"""Verdicts on optimizers of unknown classes: whether they step parts like the full parameter; None if untried."""
-_judged: WeakSet[Optimizer] = WeakSet()
+_trusted: WeakSet[type[Optimizer]] = WeakSet()
+
+
+def trust(optimizer_class: type[Optimizer]) -> None:
+    """Accept a class of optimizers that would be refused on shards; every rank calls it.
+
+    Its step then gets shards as they are: elementwise functions compute on the rows here, norms and sums on the full
+    tensors, and what needs the full tensor is refused by name. What it reads by ``p.shape`` is about the rows.
+
+    Args:
+        optimizer_class: The class, not an optimizer.
+
+    Raises:
+        ConfigError: It is not a class of optimizers.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise ConfigError(f"trust() takes a class of optimizers; got {optimizer_class!r}. Pass type(optimizer).")
+    _trusted.add(optimizer_class)
 
 
 def why_not_elementwise(optimizer_class: type[Optimizer]) -> str | None:
@@ -123,7 +150,7 @@ def refuse_parts(optimizer: Optimizer) -> None:
         ConfigError: It would; nothing has changed.
     """
     kind = type(optimizer)
-    if kind in _ELEMENTWISE or _knows_shards(optimizer):
+    if kind in _ELEMENTWISE or kind in _trusted or _knows_shards(optimizer):
         return
     used = why_not_elementwise(kind)
     if used is not None:
@@ -136,42 +163,67 @@ def refuse_parts(optimizer: Optimizer) -> None:
         cut = [p for p in _sharded(optimizer) if _cuts_blocks(meta_of(p))]
         _refuse(cut, rule, "fullshard.optim.AdamW8bit")
     elif not kind.__module__.startswith(_QUANTISING):
-        verdicts = _on_trial(optimizer)
-        rule = f"{kind.__name__} is not elementwise (in a trial a matrix and its parts were stepped differently)"
-        failed = [p for p in _sharded(optimizer) if is_split(p) and verdicts.get(_split(meta_of(p))) is False]
-        _refuse(failed, rule, _ELSE)
+        _judge(optimizer)
+
+
+def _judge(optimizer: Optimizer) -> None:
+    """Refuse an unknown class that did not pass its trial."""
+    kind, verdicts = type(optimizer).__name__, _on_trial(optimizer)
+    for split, verdict in verdicts.items():
+        if split is None:
+            concerned = [p for p in _sharded(optimizer) if meta_of(p).layout.world_size > 1]
+            rule = f"{kind} looks at several parameters at once, of which each rank has other ones"
+        else:
+            concerned = [p for p in _sharded(optimizer) if is_split(p) and _split(meta_of(p)) is split]
+            rule = f"{kind} is not elementwise (in a trial a matrix and its parts were stepped differently)"
+        if isinstance(verdict, str):
+            rule = f"Whether {kind} is elementwise could not be tried ({verdict})"
+            remedy = f"{_ELSE}; or call fullshard.optim.trust({kind}) if you know that it is right on shards"
+            _refuse(concerned, rule, remedy, result="might")
+        elif not verdict:
+            _refuse(concerned, rule, _ELSE)
 
 
 def _on_trial(optimizer: Optimizer) -> _Verdicts:
-    """Return the verdict for each way in which the parameters are split; empty if none is.
+    """Return the verdict for each way in which the parameters are divided; empty if one rank has all.
 
-    The trial runs once, before the first step of split parameters. The trial's own optimizers also call the hooks of
-    this module, and have no shards.
+    The trial runs once, before the first step. The trial's own optimizers also call the hooks of this module, and have
+    no shards.
     """
     verdicts = _tried.get(optimizer)
     if verdicts is None:
-        splits = {_split(meta_of(param)) for param in _sharded(optimizer) if is_split(param)}
-        verdicts = {split: _verdict(optimizer, split) for split in splits}
+        sharded = [param for param in _sharded(optimizer) if meta_of(param).layout.world_size > 1]
+        splits: set[Split | None] = {_split(meta_of(param)) for param in sharded if is_split(param)}
+        splits |= {None} if sharded else set()
+        options = [
+            {**optimizer.defaults, **{key: value for key, value in group.items() if key not in _NOT_OPTIONS}}
+            for group in optimizer.param_groups
+        ]
+        verdicts = {}
+        for split in sorted(splits, key=str):
+            found = [_verdict(type(optimizer), one, split) for one in options]
+            verdicts[split] = next((one for one in found if isinstance(one, str)), all(found))
         if verdicts:
             _tried[optimizer] = verdicts
     return verdicts
 
 
-def _verdict(optimizer: Optimizer, split: Split) -> bool | None:
-    options = tuple(optimizer.defaults.items())
+def _verdict(kind: type[Optimizer], options: dict[str, Any], split: Split | None) -> bool | str:
+    given = tuple(options.items())
     try:
-        hash(options)
+        hash(given)
     except TypeError:
-        return _try(type(optimizer), options, split)
-    return _try_once(type(optimizer), options, split)
+        return _try(kind, given, split)
+    return _try_once(kind, given, split)
 
 
-def _try(kind: type[Optimizer], options: tuple[tuple[str, Any], ...], split: Split) -> bool | None:
+def _try(kind: type[Optimizer], options: tuple[tuple[str, Any], ...], split: Split | None) -> bool | str:
+    make = maker_like(kind, dict(options))
     try:
-        return steps_parts_equally(maker_like(kind, dict(options)), split)
-    except Exception:
+        return steps_params_alone(make) if split is None else steps_parts_equally(make, split)
+    except Exception as error:
         # A class of another library may raise anything; it is then one that cannot be tried.
-        return None
+        return f"{type(error).__name__}: {error}"[:200]
 
 
 _try_once = lru_cache(maxsize=64)(_try)  # stepping in backward makes an optimizer for each parameter
@@ -184,13 +236,13 @@ def _split(meta: ShardMeta) -> Split:
     return Split.ROWS if meta.row_range is not None else Split.WITHIN_ROWS
 
 
-def _refuse(params: list[nn.Parameter], rule: str, remedy: str) -> None:
+def _refuse(params: list[nn.Parameter], rule: str, remedy: str, result: str = "would") -> None:
     if not params:
         return
     first = meta_of(params[0])
     raise ConfigError(
         f"{rule}: {len(params)} of its parameters are sharded, such as {first.name}, {first.global_shape}, over "
-        f"{len(first.owners)} of {first.layout.world_size} ranks. It would run, but the result would differ from "
+        f"{len(first.owners)} of {first.layout.world_size} ranks. It would run, but the result {result} differ from "
         f"unsharded training. Use {remedy}."
     )
 
@@ -214,44 +266,67 @@ def _cuts_blocks(meta: ShardMeta) -> bool:
     return any(meta.layout.local_range(meta.placement, rank)[0] % BLOCK for rank in meta.owners)
 
 
-def refuse_strange_state(optimizer: Optimizer) -> None:
-    """Refuse an unknown optimizer whose state of a part of a matrix is neither elementwise nor single numbers.
+def _only_steps(optimizer: Optimizer, members: Members, given: Iterable[object]) -> bool:
+    """Return whether a step treats each rank's rows alone and runs no users' code, which must see shards as shards.
 
-    Only one that could not be tried: an optimizer that passed its trial may keep several tensors of a parameter as one.
-    Checked once, after the first step of a split parameter, without communication: a rank may have fewer parameters
-    than others, and ranks that step in backward do not communicate. All ranks that hold rows decide the same.
-
-    Raises:
-        ConfigError: There is one; the parameters have taken one step.
+    So do elementwise classes, known or tried, and any class where each rank has full matrices, if no closure is among
+    the step's arguments, ``given``, and no hook but fullshard's is registered.
     """
-    kind = type(optimizer)
-    if kind in _ELEMENTWISE or optimizer in _judged:
-        return
-    if _knows_shards(optimizer) or kind.__module__.startswith(_QUANTISING):
-        return
-    verdicts = _tried.get(optimizer, {})
-    for param in _sharded(optimizer):
-        state = optimizer.state.get(param)
-        if not state or not is_split(param) or verdicts.get(_split(meta_of(param))):
-            continue
-        _judged.add(optimizer)
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != param.shape:
-                meta = meta_of(param)
-                raise ConfigError(
-                    f"{kind.__name__} is not elementwise: its state {key!r} of {meta.name}, {meta.global_shape}, has "
-                    f"shape {tuple(value.shape)} on a rank that holds {meta.local_shape} of the parameter, which "
-                    f"{len(meta.owners)} ranks share. The result would differ from unsharded training. Use {_ELSE}."
-                )
+    own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    hooks = (*own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    if any(one is not None for one in given):
+        return False
+    if any(not str(getattr(hook, "__module__", "")).startswith("fullshard.") for hook in hooks):
+        return False
+    kind, verdicts = type(optimizer), _tried.get(optimizer)
+    if kind in _ELEMENTWISE or (kind not in _trusted and not members.split):
+        return True
+    return bool(verdicts) and all(verdict is True for verdict in verdicts.values())
 
 
-def _before(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+class _CheckedClosure:
+    """A closure that may run the backward which reduces what waits, as Lightning's does; checked after its call."""
+
+    def __init__(self, members: Members, given: Any) -> None:
+        self.members = members
+        self.given = given
+        self.called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self.given(*args, **kwargs)
+        self.called = True
+        refuse_unreduced(self.members)
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.given, name)
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     refuse_parts(optimizer)
+    members = members_of(optimizer)
+    optimizer_itself, *given = args
+    closure = given[0] if given else kwargs.get("closure")
+    if not callable(closure):
+        refuse_unreduced(members)
     note_claims(optimizer)
+    note_rates(optimizer, members)
+    if _only_steps(optimizer, members, (*given, *kwargs.values())):
+        lay_aside(members.sharded)
+    if not callable(closure):
+        return None
+    checked = _CheckedClosure(members, closure)
+    if given:
+        return (optimizer_itself, checked, *given[1:]), kwargs
+    return args, {**kwargs, "closure": checked}
 
 
-def _after(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-    refuse_strange_state(optimizer)
+def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    members = members_before(optimizer)
+    take_up(members.sharded)
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, _CheckedClosure) and not one.called:  # a step that does not use it
+            refuse_unreduced(members)
 
 
 register_optimizer_step_pre_hook(_before)

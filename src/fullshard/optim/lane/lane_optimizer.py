@@ -16,6 +16,7 @@ from fullshard.errors import ConfigError
 from fullshard.optim.guard.guard import is_of_blocks, remedy_for, why_not_elementwise
 from fullshard.optim.guard.trial import MakeOptimizer, Split, steps_parts_equally
 from fullshard.optim.lane.runs import ParamRun, find_runs, local, parts
+from fullshard.shards import on_rows
 
 _REFUSED = ("capturable", "differentiable")
 _NOT_OPTIONS = ("params", "param_names")
@@ -109,6 +110,12 @@ class LaneOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    @on_rows
+    def _step(self) -> None:
+        """Step the runs, and give the parameters back what the step left in the groups."""
         if self._was_changed():
             self._build()
         for group, runs, inner in zip(self.param_groups, self._runs, self._inner.param_groups, strict=True):
@@ -120,7 +127,6 @@ class LaneOptimizer(Optimizer):
             for flat in inner["params"]:
                 flat.grad = None
         self._given = None
-        return loss
 
     def _take_gradients(self, runs: list[ParamRun], flats: list[nn.Parameter]) -> None:
         """Set the gradients of a group's flat parameters; a run with only some gradients is split, in place."""
@@ -156,6 +162,7 @@ class LaneOptimizer(Optimizer):
 
     # Conversion between the parameters' states and those of the runs
 
+    @on_rows
     def _build(self) -> None:
         """Find the runs, and make the class's optimizer for them with the parameters' current states."""
         states = self.state
@@ -179,6 +186,7 @@ class LaneOptimizer(Optimizer):
                 self._inner.state[flat] = state
         self._given = None
 
+    @on_rows
     def _read_states(self) -> None:
         """Update the parameters' states from those of the runs."""
         self._given = {}
@@ -193,6 +201,7 @@ class LaneOptimizer(Optimizer):
                     self._states[param].update(new)
                     self._given[param] = {key: (value, _version(value)) for key, value in new.items()}
 
+    @on_rows
     def _was_changed(self) -> bool:
         """Return whether parameters, their memory or states that were read have changed since the runs were built."""
         now = [group["params"] for group in self.param_groups]
@@ -205,6 +214,7 @@ class LaneOptimizer(Optimizer):
             return True
         return self._given is not None and not _is_as_given(self._states, self._given)
 
+    @on_rows
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load the state read by ``load_state_dict``, through the class's own ``__setstate__``."""
         self._inner.__setstate__({"state": state["state"], "param_groups": state["param_groups"]})

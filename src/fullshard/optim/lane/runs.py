@@ -10,21 +10,16 @@ import torch
 from torch import nn
 
 from fullshard.layout import ShardMeta
+from fullshard.shards import on_rows, rows_of
 
 
 @dataclass(frozen=True, eq=False)
 class ParamRun:
-    """Parameters that are adjacent on this rank, with nothing but padding between them. Counts are of elements.
+    """Parameters that are adjacent on this rank, with nothing but padding between them. Counts are of elements."""
 
-    Attributes:
-        params: The parameters by ascending address, none of them empty.
-        starts: First element of each, counted from the first one's.
-        numel: From the first element of the first parameter to the last one of the last, padding included.
-    """
-
-    params: tuple[nn.Parameter, ...]
-    starts: tuple[int, ...]
-    numel: int
+    params: tuple[nn.Parameter, ...]  # the parameters by ascending address, none of them empty
+    starts: tuple[int, ...]  # first element of each, counted from the first one's
+    numel: int  # from the first element of the first parameter to the last one of the last, padding included
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,9 +54,10 @@ class ParamRun:
             pieces.append((ParamRun(tuple(self.params[number] for number in members), starts, numel), base))
         return pieces
 
+    @on_rows
     def as_one(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return ``tensors``, one for each parameter, as one of the run's shape; None if not in one piece of memory."""
-        first = tensors[0].as_subclass(torch.Tensor)
+        first = rows_of(tensors[0])
         if len(tensors) == 1:
             return first
         address, size, dtype = first.data_ptr(), first.element_size(), first.dtype
@@ -75,8 +71,8 @@ class ParamRun:
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's rows on this rank as a plain tensor; ``compat``'s shards behave as the full parameter."""
-    return param.detach().as_subclass(torch.Tensor)
+    """Return a parameter's rows on this rank as a plain tensor."""
+    return rows_of(param).as_subclass(torch.Tensor)
 
 
 def find_runs(params: Iterable[nn.Parameter]) -> list[ParamRun]:

@@ -27,6 +27,7 @@ from fullshard.optim.lowbit.blockwise import (
 from fullshard.optim.lowbit.narrow import NarrowAdamW, advance, descend, flat, widened
 from fullshard.optim.owner_reduce import OwnerReduce, OwnerValue
 from fullshard.optim.shards import by_comm, meta_of, refuse_torch_options, require_same_parameters
+from fullshard.shards import on_rows
 
 SMALLEST = 4096
 """Smallest number of elements, unsharded, of a parameter with 8-bit moments; the same in bitsandbytes and torchao."""
@@ -119,10 +120,12 @@ class AdamW8bit(NarrowAdamW):
         """Restore the attributes that a copy lacks: torch copies groups and state only."""
         super().__setstate__({"_books": {}, "_plan": ([], [])} | self.__dict__ | state)
 
+    @on_rows
     def communicates(self, param: nn.Parameter) -> bool:
         """Return whether ranks communicate about a parameter in a step."""
         return _is_8bit(param) and any_block_is_cut(meta_of(param))
 
+    @on_rows
     def state_part(self, param: nn.Parameter, key: str) -> StatePart | None:
         """Return which part of the unsharded optimizer's state a tensor is; None if it is elementwise."""
         meta = meta_of(param)
@@ -130,6 +133,7 @@ class AdamW8bit(NarrowAdamW):
             return on_all_owners(meta, (256,))
         return by_block(meta, BLOCK) if key in ("absmax1", "absmax2") else None
 
+    @on_rows
     def state_kinds(
         self, param: nn.Parameter, group: Mapping[str, Any]
     ) -> dict[str, torch.dtype | torch.Tensor | None]:

@@ -13,6 +13,7 @@ from fullshard.optim.lowbit.blockwise import chunks
 from fullshard.optim.lowbit.narrow import NarrowAdamW, advance, descend, flat, widened
 from fullshard.optim.lowbit.rounding import random_words, round_to_bfloat16, sixteen_bits, stream_key
 from fullshard.optim.shards import meta_of, refuse_torch_options
+from fullshard.shards import on_rows
 
 
 class AdamWBF16(NarrowAdamW):
@@ -64,6 +65,7 @@ class AdamWBF16(NarrowAdamW):
         """Make the optimizer; see the class."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed})
 
+    @on_rows
     def state_kinds(self, param: nn.Parameter, group: Mapping[str, Any]) -> dict[str, None]:
         """Return the keys of a parameter's state after a step.
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError
 from fullshard.optim.shards import copied, refuse_torch_options
+from fullshard.shards import on_rows
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -68,9 +69,11 @@ class NarrowAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update_all()
+        with torch._C.DisableTorchFunctionSubclass():  # it computes with rows
+            self._update_all()
         return loss
 
+    @on_rows
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned; tensors move to the parameter's device and keep their own dtype.
 

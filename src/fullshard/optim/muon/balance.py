@@ -14,17 +14,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SplitMatrix:
-    """A matrix that several ranks hold parts of.
+    """A matrix that several ranks hold parts of."""
 
-    Attributes:
-        first_rank: The first of these ranks; they are consecutive.
-        pieces: Elements that each of them holds, in rank order.
-        work: Cost of orthogonalising it, in any unit.
-    """
-
-    first_rank: int
-    pieces: tuple[int, ...]
-    work: int
+    first_rank: int  # the first of these ranks; they are consecutive
+    pieces: tuple[int, ...]  # elements that each of them holds, in rank order
+    work: int  # cost of orthogonalising it, in any unit
 
     @property
     def sharers(self) -> range:
@@ -43,16 +37,11 @@ class SplitMatrix:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Owner and round of every split matrix.
-
-    Attributes:
-        matrices: The matrices.
-        owners: The rank that orthogonalises each of them.
-        rounds: The matrices that are gathered together, by index, in the order in which their pieces are sent.
-    """
+    """Owner and round of every split matrix."""
 
     matrices: tuple[SplitMatrix, ...]
-    owners: tuple[int, ...]
+    owners: tuple[int, ...]  # the rank that orthogonalises each of them
+    # the matrices that are gathered together, by index, in the order in which their pieces are sent
     rounds: tuple[tuple[int, ...], ...]
 
 

@@ -18,6 +18,7 @@ from fullshard.optim.muon.matrix import NS_DTYPES, MuonMatrix, dense_gradient
 from fullshard.optim.muon.muon_groups import split_group
 from fullshard.optim.muon.rounds import MuonRounds, plan_of, step_unsplit
 from fullshard.optim.shards import by_comm, comm_of, copied, is_split, refuse_torch_options, require_same_parameters
+from fullshard.shards import on_rows
 
 
 class Muon(Optimizer):
@@ -115,6 +116,7 @@ class Muon(Optimizer):
         options = {"_muon_options": self._muon_options, "_adamw_options": self._adamw_options}
         return {**super().__getstate__(), **options}
 
+    @on_rows
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load groups, also those of torch.optim.Muon, which lack ``use_muon`` and ``ns_dtype``."""
         for group, old in zip(state["param_groups"], getattr(self, "param_groups", state["param_groups"]), strict=True):
@@ -148,6 +150,12 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    @on_rows
+    def _step(self) -> None:
+        """Step all parameters that have a gradient."""
         self._require_same_parameters()
         matrices = [
             (param, MuonMatrix(param, group, self.state))
@@ -163,7 +171,6 @@ class Muon(Optimizer):
                 self._step_adamw(group)
         for one in rounds:
             one.finish()
-        return loss
 
     def communicates(self, param: nn.Parameter) -> bool:
         """Return whether ranks communicate about a parameter in a step: a split matrix that Muon steps."""

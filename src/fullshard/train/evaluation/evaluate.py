@@ -18,14 +18,7 @@ from fullshard.data import CollateSpec, EpochPlan, TokenizedSet, batches
 from fullshard.data.examples import Example
 from fullshard.errors import ConfigError, InvariantError
 from fullshard.train.evaluation.generation import GenerationSpec, generate, require_right_text
-from fullshard.train.evaluation.metrics import (
-    Baseline,
-    baselines,
-    needs_text,
-    perplexity,
-    require_packages,
-    score,
-)
+from fullshard.train.evaluation.metrics import Baseline, baselines, needs_text, perplexity, require_packages, score
 from fullshard.train.forward import loss_sum
 from fullshard.train.reporting.reports import EvaluationReport, Prediction
 from fullshard.train.reporting.scores import Scores
@@ -36,21 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out rows, and the label set of the training rows.
+    """The held-out rows, and the label set of the training rows."""
 
-    Attributes:
-        examples: The rows as text.
-        tokenized: The same rows as token ids.
-        collate: Padding and the kind of model.
-        labels: The label set of the training rows, or None.
-        majority: The most frequent training target; None if it is not known.
-    """
-
-    examples: Sequence[Example]
-    tokenized: TokenizedSet
-    collate: CollateSpec
-    labels: Collection[str] | None = None
-    majority: str | None = None
+    examples: Sequence[Example]  # the rows as text
+    tokenized: TokenizedSet  # the same rows as token ids
+    collate: CollateSpec  # padding and the kind of model
+    labels: Collection[str] | None = None  # the label set of the training rows, or None
+    majority: str | None = None  # the most frequent training target; None if it is not known
 
     @property
     def references(self) -> list[tuple[str, ...]]:
@@ -60,21 +45,13 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """Rows, metrics and generation settings of an evaluation; the same on every rank.
+    """Rows, metrics and generation settings of an evaluation; the same on every rank."""
 
-    Attributes:
-        rows: The held-out rows.
-        batch_size: Rows of one rank's batch.
-        generation: Settings of text generation.
-        metrics: Names of the metrics; the first decides which model is the best.
-        baselines: Baseline of each metric that has one.
-    """
-
-    rows: HeldOut
-    batch_size: int
-    generation: GenerationSpec
-    metrics: tuple[Metric, ...]
-    baselines: Mapping[str, Baseline]
+    rows: HeldOut  # the held-out rows
+    batch_size: int  # rows of one rank's batch
+    generation: GenerationSpec  # settings of text generation
+    metrics: tuple[Metric, ...]  # names of the metrics; the first decides which model is the best
+    baselines: Mapping[str, Baseline]  # baseline of each metric that has one
 
     @property
     def metric(self) -> Metric:
@@ -88,11 +65,7 @@ class EvaluationSpec:
 
 
 def evaluation_spec(config: RunConfig, rows: HeldOut) -> EvaluationSpec:
-    """Return the evaluation that a run's settings describe; any rank, alone.
-
-    Args:
-        config: The run's settings.
-        rows: The held-out rows.
+    """Return the evaluation of the held-out rows that a run's settings describe; any rank, alone.
 
     Raises:
         ConfigError: A metric's package is missing, or a metric is accuracy and the targets are not a label set.
@@ -215,7 +188,7 @@ def _run(
         totals[0] += loss_sum(model, batch, causal=rows.collate.causal)
         totals[1] += batch.target_tokens
         if writes:
-            texts = generate(model, tokenizer, batch, comm, spec.generation)
+            texts = generate(model, tokenizer, batch, spec.generation)
             written = zip(batch.indices, batch.fillers, texts, strict=True)
             mine += [(index, text) for index, filler, text in written if not filler]
         progress(done, plan.num_batches)
@@ -228,10 +201,7 @@ def _run(
 def gather_texts(mine: Sequence[tuple[int, str]], rows: int, comm: Comm) -> list[str]:
     """Gather all ranks' texts in the order of the rows; every rank calls it and gets all of them.
 
-    Args:
-        mine: This rank's texts, each with the index of its row.
-        rows: Number of rows.
-        comm: The ranks.
+    ``mine`` are this rank's texts, each with the index of its row.
 
     Raises:
         InvariantError: A row has no text, or two.

@@ -1,45 +1,34 @@
-"""Text generation with a sharded model: ranks run forwards in lockstep, however many tokens each of them needs."""
+"""Text generation with a sharded model, by the run's settings."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.comm import Comm
 from fullshard.config import RunConfig
 from fullshard.data import Batch
-from fullshard.engine import root_held
 from fullshard.errors import ConfigError
 from fullshard.models import base_of
+from fullshard.models.own_loss import GATE
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_INPUT_NAMES = ("decoder_input_ids", "input_ids", "inputs_embeds")
-
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """Settings of text generation; the options of the same names in the run file's ``evaluation`` section.
+    """Settings of text generation; the options of the same names in the run file's ``evaluation`` section."""
 
-    Attributes:
-        max_new_tokens: Maximum number of tokens of a row's text.
-        min_new_tokens: Minimum number of tokens.
-        num_beams: Width of the beam search; 1: greedy.
-        length_penalty: Exponent of the length that a beam's score is divided by.
-        no_repeat_ngram_size: A text repeats no sequence of this many tokens; 0: no limit.
-    """
-
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
+    max_new_tokens: int  # maximum number of tokens of a row's text
+    min_new_tokens: int = 0  # minimum number of tokens
+    num_beams: int = 1  # width of the beam search; 1: greedy
+    length_penalty: float = 1.0  # exponent of the length that a beam's score is divided by
+    no_repeat_ngram_size: int = 0  # a text repeats no sequence of this many tokens; 0: no limit
 
     @classmethod
     def of(cls, config: RunConfig) -> GenerationSpec:
@@ -97,26 +86,23 @@ def require_right_text(model: PreTrainedModel, batch_size: int) -> None:
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, comm: Comm, spec: GenerationSpec
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, spec: GenerationSpec
 ) -> list[str]:
     """Generate a text for each row of a batch; every rank calls it, each with its own batch.
 
-    The texts are those of the unsharded model's ``generate``. Every token is a forward of the decoder, which all ranks
-    must run together, so a rank whose rows are finished runs forwards of one dummy token until all ranks are finished.
+    The texts are those of the unsharded model's ``generate``.
 
     Args:
         model: The sharded model, in evaluation mode; also with a peft adapter around it.
         tokenizer: The model's tokenizer.
         batch: On the model's device.
-        comm: The ranks the model is sharded over.
         spec: Lengths and beams.
 
     Returns:
         A text for each row, fillers included, without leading and trailing white space.
     """
     writer = base_of(model)  # generate calls it for every token, also inside an adapter
-    # The root stays gathered until the last rank is finished, because dummy forwards need it as well.
-    with _settings(writer, spec), root_held(model), _Lockstep(writer, comm):
+    with _settings(writer, spec):
         ids = model.generate(  # type: ignore[operator]
             input_ids=batch.prompt_ids_BP, attention_mask=batch.prompt_mask_BP, synced_gpus=False
         )
@@ -131,56 +117,13 @@ def _settings(writer: Any, spec: GenerationSpec) -> Iterator[None]:
 
     They are not passed to ``generate``, because it replaces settings of None by the model's own.
     """
-    own = writer.generation_config
+    own, routers = writer.generation_config, getattr(writer.config, GATE, None)
     writer.generation_config = spec.config(own)
+    if routers:  # transformers cannot compute the routers' loss of a single token
+        setattr(writer.config, GATE, False)
     try:
         yield
     finally:
         writer.generation_config = own
-
-
-class _Lockstep:
-    """Context in which all ranks run the same number of forwards of a module.
-
-    Before each forward, an all-reduce counts the ranks that still generate. A rank that has left its ``generate`` runs
-    dummy forwards until no rank does.
-    """
-
-    def __init__(self, writer: Any, comm: Comm) -> None:
-        """Follow the forwards of ``writer``, the module that ``generate`` calls for every token."""
-        self._writer = writer
-        self._comm = comm
-        self._idle: dict[str, Any] = {}
-
-    def __enter__(self) -> None:
-        """Count ranks before each forward from now on."""
-        if self._comm.size > 1:
-            self._hook = self._writer.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-
-    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        """Run dummy forwards until all ranks are finished; not after an error, which ends the run."""
-        if self._comm.size == 1:
-            return
-        self._hook.remove()
-        while kind is None and self._count(writes=False):
-            self._writer(**self._idle)
-        self._idle = {}
-
-    def _before(self, _module: Any, _args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        self._idle = _one_token(inputs)
-        self._count(writes=True, read=False)
-
-    def _count(self, *, writes: bool, read: bool = True) -> int:
-        """Count the ranks that generate; 0 if ``read`` is false: reading would make a GPU wait."""
-        number = torch.tensor(int(writes), device=self._comm.device)
-        self._comm.all_reduce(number).wait()
-        return int(number) if read else 0
-
-
-def _one_token(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a dummy forward that runs the same units: the last token, without the cache."""
-    name = next(name for name in _INPUT_NAMES if inputs.get(name) is not None)
-    call = {name: inputs[name][:, -1:], "use_cache": False}
-    if inputs.get("encoder_outputs") is not None:
-        call |= {"encoder_outputs": inputs["encoder_outputs"], "attention_mask": inputs["attention_mask"]}
-    return call
+        if routers:
+            setattr(writer.config, GATE, routers)

@@ -26,15 +26,10 @@ References = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Baseline:
-    """The score of predictions that need no model.
+    """The score of predictions that need no model."""
 
-    Attributes:
-        name: Description of the predictions.
-        value: Their score, in the metric's range.
-    """
-
-    name: str
-    value: float
+    name: str  # description of the predictions
+    value: float  # their score, in the metric's range
 
 
 def score(

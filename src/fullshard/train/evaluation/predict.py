@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fullshard.comm import Comm, together
 from fullshard.config import RunConfig
-from fullshard.data import EpochPlan, Example, batches, tokenize
+from fullshard.data import EpochPlan, Example, InputRow, batches, tokenize
 from fullshard.models import is_causal
 from fullshard.train.evaluation.evaluate import gather_texts
 from fullshard.train.evaluation.generation import GenerationSpec, generate, require_right_text
@@ -22,49 +22,67 @@ CHUNK_BATCHES = 16
 
 
 @dataclass(frozen=True)
-class PredictedRows:
-    """The texts of one chunk of rows.
+class RowPrediction:
+    """The prediction for one row."""
 
-    Attributes:
-        texts: One for each row, in order.
-        cut: Number of sources that were truncated to the maximum number of tokens.
-    """
+    source: str  # source text of the row, without the prefix
+    text: str | None  # text that the model generated; None: the row cannot be used
+    problem: str | None = None  # why it cannot be used
+    cut: bool = False  # whether the source was truncated to the maximum number of tokens
 
-    texts: list[str]
-    cut: int
+    def as_dict(self) -> dict[str, Any]:
+        """Return the line that ``fullshard predict`` writes."""
+        values: dict[str, Any] = {"input": self.source, "prediction": self.text}
+        if self.problem is not None:
+            values["problem"] = self.problem
+        return {**values, "truncated": True} if self.cut else values
 
 
 def predict(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example], config: RunConfig, comm: Comm
-) -> Iterator[PredictedRows]:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[InputRow], config: RunConfig, comm: Comm
+) -> Iterator[list[RowPrediction]]:
     """Predict a text for each row; every rank iterates to the end, with the same rows.
 
     Args:
         model: The sharded model, in evaluation mode.
         tokenizer: The model's tokenizer.
-        rows: The rows; their references are not used.
-        config: Lengths, prefix, batch size, beams.
+        rows: The rows.
+        config: Lengths, prefix, separator, batch size, beams.
         comm: The ranks the model is sharded over.
 
     Yields:
-        The texts of the next chunk, on every rank.
+        One prediction for each row of the next chunk, in order, on every rank; also for rows that cannot be used.
 
     Raises:
         DataError: A limit leaves no room for a token of text; on every rank.
     """
     batch_size, generation = config.training.per_device_eval_batch_size, GenerationSpec.of(config)
     require_right_text(model, batch_size)
-    tokens = tokenize_spec(config, causal=is_causal(model))
+    tokens = tokenize_spec(config, tokenizer, causal=is_causal(model))
     collate = collate_spec(tokenizer, causal=tokens.causal)
     size = CHUNK_BATCHES * batch_size * comm.size
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
-        tokenized = together(comm, lambda chunk=chunk: tokenize(chunk, tokenizer, tokens))
-        lengths = tokenized.lengths
-        plan = EpochPlan(len(chunk), comm.size, batch_size, training=False, lengths=lengths)
+
+    def generated(examples: list[Example]) -> Iterator[tuple[str, bool]]:
+        """Return the text for each example, and whether it was truncated."""
+        tokenized = together(comm, lambda: tokenize(examples, tokenizer, tokens))
+        plan = EpochPlan(len(examples), comm.size, batch_size, training=False, lengths=tokenized.lengths)
         mine: list[tuple[int, str]] = []
         for batch in batches(tokenized, plan, comm.rank, collate):
-            texts = generate(model, tokenizer, batch.to(comm.device), comm, generation)
+            texts = generate(model, tokenizer, batch.to(comm.device), generation)
             written = zip(batch.indices, batch.fillers, texts, strict=True)
             mine += [(index, text) for index, filler, text in written if not filler]
-        yield PredictedRows(gather_texts(mine, len(chunk), comm), tokenized.source_stats.truncated)
+        return zip(gather_texts(mine, len(examples), comm), tokenized.cut, strict=True)
+
+    for start in range(0, len(rows), size):
+        chunk = rows[start : start + size]
+        usable = [Example(row.source, (row.source,), row.line) for row in chunk if row.problem is None]
+        found = generated(usable) if usable else iter(())
+        yield [_prediction(row, found) for row in chunk]
+
+
+def _prediction(row: InputRow, found: Iterator[tuple[str, bool]]) -> RowPrediction:
+    """Return the row's own prediction; that of a usable row is the next one found."""
+    if row.problem is not None:
+        return RowPrediction(row.source, None, problem=row.problem)
+    text, cut = next(found)
+    return RowPrediction(row.source, text, cut=cut)

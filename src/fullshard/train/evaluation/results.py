@@ -26,12 +26,7 @@ SHOWN_MISTAKES = 10
 
 
 def evaluation_values(report: EvaluationReport, **more: Any) -> dict[str, Any]:
-    """Return the content of ``evaluation.json``.
-
-    Args:
-        report: The evaluation.
-        more: Further values: the model and the rows.
-    """
+    """Return the content of ``evaluation.json``: the evaluation and ``more`` values about the model and the rows."""
     values = report.as_dict()
     for name in ("kind", "step", "epoch"):
         del values[name]

@@ -16,23 +16,20 @@ from fullshard.train.setup.model import choose_loader, make_model, shard_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+BEST_NAME = "best"
+"""Directory in a run's ``output_dir`` with its best model so far."""
+
 ADAPTER_NAME = "adapter_config.json"
 """File that peft writes with an adapter."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model on disk.
+    """A trained model on disk."""
 
-    Attributes:
-        directory: Directory of the model or the adapter.
-        base: Directory of the model, or of an adapter's base model; it has the tokenizer.
-        config: The settings it was trained with, except that ``model`` names this model.
-    """
-
-    directory: Path
-    base: Path
-    config: RunConfig
+    directory: Path  # directory of the model or the adapter
+    base: Path  # directory of the model, or of an adapter's base model; it has the tokenizer
+    config: RunConfig  # the settings it was trained with, except that ``model`` names this model
 
 
 def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
@@ -46,7 +43,13 @@ def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
         ModelError: There is no model.
     """
     directory = resolve_model(path_or_id)
-    if not any((directory / name).is_file() for name in ("config.json", ADAPTER_NAME)):
+    if not _holds_model(directory):
+        best = directory / BEST_NAME
+        if _holds_model(best):
+            raise ModelError(
+                f"{directory} is a run that has not finished and has no model yet. Its best model so far is in {best}: "
+                "pass that."
+            )
         raise ModelError(
             f"{directory} has no model (neither config.json nor {ADAPTER_NAME}). A run saves its model there when it "
             "is finished; give the directory of a model."
@@ -56,7 +59,7 @@ def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
         base = resolve_model(str(_read_adapter_config(directory / ADAPTER_NAME)["base_model_name_or_path"]))
     values: dict[str, Any] = {"path": str(base)}
     if config is None:
-        plain = {"output_dir": directory, "model": values, "data": {"train_file": "-"}}
+        plain = {"output_dir": directory, "model": values, "data": {"train_file": "-", "separator": ""}}
         config = RunConfig.model_validate({**plain, "training": {"eval_strategy": "no"}})
     else:
         kept = ("class", "attn_implementation")
@@ -66,15 +69,12 @@ def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
     return Trained(directory, base, config)
 
 
+def _holds_model(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in ("config.json", ADAPTER_NAME))
+
+
 def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, tuple[str, ...]]:
-    """Load a model sharded as in training, in evaluation mode; every rank calls it.
-
-    Args:
-        trained: The model on disk.
-        comm: The ranks to shard over.
-
-    Returns:
-        The model, its tokenizer, and notes on how it was loaded.
+    """Load a model sharded as in training, in evaluation mode, with its tokenizer and notes; every rank calls it.
 
     Raises:
         UserError: It cannot be loaded or sharded; on every rank, with the same text.

@@ -32,17 +32,11 @@ _FLOPS_PER_FROZEN_WEIGHT = 4
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a token and of the devices; attention's own products are not counted.
+    """FLOPs of a token and of the devices; attention's own products are not counted."""
 
-    Attributes:
-        source_token: FLOPs of a source token; of a causal model, of any token.
-        target_token: FLOPs of a target token; 0 for a causal model.
-        peak: Peak FLOP/s of all devices together.
-    """
-
-    source_token: float
-    target_token: float
-    peak: float
+    source_token: float  # FLOPs of a source token; of a causal model, of any token
+    target_token: float  # FLOPs of a target token; 0 for a causal model
+    peak: float  # peak FLOP/s of all devices together
 
     def utilisation(self, *, tokens: int, target_tokens: int, seconds: float) -> float:
         """Return the share of the peak that a step reached.
@@ -83,12 +77,7 @@ def count_flops(model: PreTrainedModel) -> tuple[float, float]:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak FLOP/s of one device in bf16 or fp16, or None if it is not known.
-
-    Args:
-        device: This rank's device.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-    """
+    """Return the peak FLOP/s of one device in bf16 or fp16, or None if it is not known, as in fp32."""
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)

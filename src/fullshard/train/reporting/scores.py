@@ -14,15 +14,11 @@ OTHER = "(other)"
 
 @dataclass(frozen=True)
 class Confusion:
-    """A confusion matrix: the counts of each pair of correct and predicted label.
+    """A confusion matrix: the counts of each pair of correct and predicted label."""
 
-    Attributes:
-        labels: The label set; the index ``len(labels)`` stands for text that is not a label.
-        cells: Index of the correct label, index of the predicted one, and the number of rows, for cells that are not
-            empty, sorted by the indices.
-    """
-
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # the label set; the index ``len(labels)`` stands for text that is not a label
+    # index of the correct label, index of the predicted one, and the number of rows, for cells that are not empty,
+    # sorted by the indices
     cells: tuple[tuple[int, int, int], ...]
 
     def name(self, index: int) -> str:
@@ -44,15 +40,10 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of predictions.
+    """Scores of predictions."""
 
-    Attributes:
-        values: Value of each metric.
-        confusion: The confusion matrix if a metric is accuracy, else None.
-    """
-
-    values: Mapping[str, float]
-    confusion: Confusion | None = None
+    values: Mapping[str, float]  # value of each metric
+    confusion: Confusion | None = None  # the confusion matrix if a metric is accuracy, else None
 
 
 def format_metric(metric: str, value: float) -> str:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -37,40 +37,32 @@ PLAIN_LINES = 20
 """Approximate number of step lines that a run prints if there is no terminal for a progress bar."""
 
 
-class Sink(Protocol):
-    """Receiver of a run's reports, in order; on rank 0 only."""
+class Sink:
+    """Receiver of a run's reports, in order; on rank 0 only. A sink overrides what it has a use for."""
 
     def start(self, run: RunStart) -> None:
         """Receive the report of the start; called once, before the first step."""
-        ...
 
     def step(self, report: StepReport) -> None:
         """Receive the report of an optimizer step."""
-        ...
 
     def evaluating(self, done: int, total: int) -> None:
         """Receive the progress of an evaluation, in batches."""
-        ...
 
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
         """Receive an evaluation; if it is the best so far, the model was saved."""
-        ...
 
     def checkpoint(self, report: CheckpointReport) -> None:
         """Receive the report of a checkpoint on disk; steps may have been taken since it was saved."""
-        ...
 
     def trace(self, trace: StepTrace) -> None:
         """Receive the trace of the one step that is recorded."""
-        ...
 
     def finish(self, summary: RunSummary) -> None:
         """Receive the summary; called once, after the model was saved."""
-        ...
 
     def close(self) -> None:
         """Release files and the terminal; always called, also after a failure and without ``start``."""
-        ...
 
 
 class StepLog:
@@ -99,8 +91,11 @@ class StepLog:
         return rest
 
 
-class FileSink:
-    """Sink that writes ``run.json``, ``metrics.jsonl``, ``trace.json``, and in the end predictions and summary."""
+class FileSink(Sink):
+    """Sink that writes ``run.json``, ``metrics.jsonl``, ``trace.json``, and in the end predictions and summary.
+
+    Every method raises a CheckpointError if the directory or a file in it cannot be written.
+    """
 
     def __init__(self, output_dir: Path, *, logging_steps: int = 1) -> None:
         """Write into ``output_dir``: one line for every ``logging_steps``-th step, each evaluation and checkpoint."""
@@ -110,58 +105,31 @@ class FileSink:
         self._flops: Flops | None = None
 
     def start(self, run: RunStart) -> None:
-        """Start the metrics file, or truncate it after the step that the run resumes from; delete earlier results.
-
-        Raises:
-            CheckpointError: The directory cannot be written to.
-        """
+        """Start the metrics file, or truncate it after the step that the run resumes from; delete earlier results."""
         self._log.start(run)
         self._flops = run.flops
-        self._metrics = self._tried(lambda: self._open(run.resumed_step))
+        self._metrics = self._tried(lambda: self._open(run))
         write_text(self.output_dir / RUN_NAME, json.dumps(run.as_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def step(self, report: StepReport) -> None:
-        """Append the step, if it is to be logged.
-
-        Raises:
-            CheckpointError: The file cannot be written.
-        """
+        """Append the step, if it is to be logged."""
         if self._log.due(report):
             self._append_step(report)
 
-    def evaluating(self, done: int, total: int) -> None:
-        """Ignore: files have no progress."""
-
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
-        """Append the evaluation.
-
-        Raises:
-            CheckpointError: The file cannot be written.
-        """
+        """Append the evaluation."""
         self._append({**report.as_dict(), "is_best": is_best})
 
     def checkpoint(self, report: CheckpointReport) -> None:
-        """Append the checkpoint.
-
-        Raises:
-            CheckpointError: The file cannot be written.
-        """
+        """Append the checkpoint."""
         self._append(report.as_dict())
 
     def trace(self, trace: StepTrace) -> None:
-        """Write the trace.
-
-        Raises:
-            CheckpointError: The file cannot be written.
-        """
+        """Write the trace."""
         write_text(self.output_dir / TRACE_NAME, json.dumps(trace.as_dict()) + "\n")
 
     def finish(self, summary: RunSummary) -> None:
-        """Write predictions and summary; the summary last, because it marks the run as complete.
-
-        Raises:
-            CheckpointError: The file cannot be written.
-        """
+        """Write predictions and summary; the summary last, because it marks the run as complete."""
         self._append_rest()
         lines = [json.dumps(prediction.as_dict(), ensure_ascii=False) + "\n" for prediction in summary.predictions]
         if lines:
@@ -169,11 +137,7 @@ class FileSink:
         write_text(self.output_dir / SUMMARY_NAME, json.dumps(summary.as_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Append the last step, if it was not logged, and close the metrics file.
-
-        Raises:
-            CheckpointError: The file cannot be written.
-        """
+        """Append the last step, if it was not logged, and close the metrics file."""
         if self._metrics is None:
             return
         try:
@@ -193,13 +157,13 @@ class FileSink:
             values["mfu"] = self._flops.utilisation(tokens=tokens, target_tokens=targets, seconds=report.seconds)
         self._append(values)
 
-    def _open(self, resumed_step: int) -> TextIO:
+    def _open(self, run: RunStart) -> TextIO:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         # A resumed run does not record a step again, so it keeps the trace.
-        for name in (SUMMARY_NAME, PREDICTIONS_NAME, *(() if resumed_step else (TRACE_NAME,))):
+        for name in (SUMMARY_NAME, PREDICTIONS_NAME, *(() if run.resumed_step else (TRACE_NAME,))):
             (self.output_dir / name).unlink(missing_ok=True)
         path = self.output_dir / METRICS_NAME
-        write_text(path, _records_until(resumed_step, path))
+        write_text(path, _records_until(run, path))
         return path.open("a", encoding="utf-8")
 
     def _append(self, values: dict[str, Any]) -> None:
@@ -217,7 +181,7 @@ class FileSink:
             raise CheckpointError(f"Could not write to {self.output_dir}: {error}.") from error
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """Sink that prints a progress bar on a terminal, else a few plain lines; in the end samples, memory and result."""
 
     def __init__(self, console: Console, *, samples: int = 0) -> None:
@@ -280,9 +244,6 @@ class ConsoleSink:
             f"checkpoint of step {report.step:,} saved ({format_bytes(report.nbytes)} in {report.seconds:.1f} s)"
         )
 
-    def trace(self, trace: StepTrace) -> None:
-        """Ignore: ``fullshard report`` draws it."""
-
     def finish(self, summary: RunSummary) -> None:
         """Print samples, memory and the result."""
         self.close()
@@ -338,14 +299,17 @@ def _metric_text(metric: str, value: float, baseline: float | None) -> str:
     return f"{metric} {format_metric(metric, value)}{basis}"
 
 
-def _records_until(step: int, path: Path) -> str:
-    """Return the metrics up to a step; the last line of a killed run may be incomplete and is dropped."""
-    if step == 0 or not path.exists():
+def _records_until(run: RunStart, path: Path) -> str:
+    """Return the records of before a run resumed; the last line of a killed run may be incomplete and is dropped."""
+    if run.resumed_step == 0 or not path.exists():
         return ""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):
-            if json.loads(line)["step"] <= step:
+            record = json.loads(line)
+            # An evaluation after the checkpoint's step that is not in the checkpoint is made again.
+            again = record["kind"] == "evaluation" and record["step"] != run.evaluated_step
+            if record["step"] < run.resumed_step + (not again):
                 kept.append(line + "\n")
     return "".join(kept)
 

@@ -17,60 +17,36 @@ class MemoryTimeline:
     """Bytes on one rank's compute device during the step, by use; all sequences are equally long.
 
     At each moment the uses sum to the allocator's count.
-
-    Attributes:
-        seconds: Time from the start of the step.
-        parameters: Shards of the parameters.
-        gradients: Shards of the gradients, and unsharded gradients that wait to be reduced.
-        optimizer: State of the optimizer.
-        gathered: Gathered parameters.
-        activations: Everything else that was allocated in the step: activations and temporaries.
-        other: Everything else that was allocated before the step: data, buffers of the model.
     """
 
-    seconds: tuple[float, ...]
-    parameters: tuple[int, ...]
-    gradients: tuple[int, ...]
-    optimizer: tuple[int, ...]
-    gathered: tuple[int, ...]
-    activations: tuple[int, ...]
-    other: tuple[int, ...]
+    seconds: tuple[float, ...]  # time from the start of the step
+    parameters: tuple[int, ...]  # shards of the parameters
+    gradients: tuple[int, ...]  # shards of the gradients, and unsharded gradients that wait to be reduced
+    optimizer: tuple[int, ...]  # state of the optimizer
+    gathered: tuple[int, ...]  # gathered parameters
+    activations: tuple[int, ...]  # everything else that was allocated in the step: activations and temporaries
+    other: tuple[int, ...]  # everything else that was allocated before the step: data, buffers of the model
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The step on one rank.
-
-    Attributes:
-        rank: The rank.
-        seconds: Length of the step.
-        peak_bytes: Peak tensor bytes; on CUDA over the run so far.
-        events: Sorted by their start.
-        memory: Use of its memory.
-    """
+    """The step on one rank."""
 
     rank: int
-    seconds: float
-    peak_bytes: int
-    events: tuple[TraceEvent, ...]
-    memory: MemoryTimeline
+    seconds: float  # length of the step
+    peak_bytes: int  # peak tensor bytes; on CUDA over the run so far
+    events: tuple[TraceEvent, ...]  # sorted by their start
+    memory: MemoryTimeline  # use of its memory
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The trace of one step on all ranks, which start together; each rank has its own clock.
-
-    Attributes:
-        step: Number of the step.
-        device: Kind of device: ``cpu`` or ``cuda``.
-        units: Names of the units, root first.
-        ranks: Traces in rank order.
-    """
+    """The trace of one step on all ranks, which start together; each rank has its own clock."""
 
     step: int
-    device: str
-    units: tuple[str, ...]
-    ranks: tuple[RankTrace, ...]
+    device: str  # kind of device: ``cpu`` or ``cuda``
+    units: tuple[str, ...]  # names of the units, root first
+    ranks: tuple[RankTrace, ...]  # traces in rank order
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values; times are rounded to the microsecond."""

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, UserError
 from fullshard.storage import write_text
-from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport, RunStart, RunSummary, StepReport
-from fullshard.train.reporting.sinks import METRICS_NAME, StepLog
-from fullshard.train.reporting.trace import StepTrace
+from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport, RunStart, StepReport
+from fullshard.train.reporting.sinks import METRICS_NAME, Sink, StepLog
 
 MOST_PARAMS = 100
 """Maximum number of parameters in one request that MLflow's server accepts."""
@@ -29,18 +28,15 @@ class Tracker(Protocol):
 
     def start(self, run: RunStart) -> None:
         """Start a run, or continue the tracked run after ``run.resumed_step``."""
-        ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log the values after a step, by name."""
-        ...
 
     def close(self) -> None:
         """Write what is left; also called if the run has failed, and without ``start``."""
-        ...
 
 
-class TrackerSink:
+class TrackerSink(Sink):
     """Sink that logs steps and evaluations to a tracker, under the names that Hugging Face's Trainer uses.
 
     A tracker that cannot start ends the run. One that fails later is reported once and ignored, and in the end the
@@ -86,14 +82,12 @@ class TrackerSink:
             "train/loss": report.loss,
             "train/grad_norm": report.grad_norm,
             "train/learning_rate": report.learning_rate,
+            **({} if report.router_loss is None else {"train/router_loss": report.router_loss}),
             "train/epoch": report.epoch,
             "train/tokens_per_second": report.tokens_per_second,
             "train/memory_bytes": float(report.memory_bytes),
         }
         self._try_log(values, report.step)
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Ignore: trackers have no progress of an evaluation."""
 
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
         """Log the loss and every metric."""
@@ -104,12 +98,6 @@ class TrackerSink:
         """Log how long it took, and for how long training was blocked."""
         values = {"checkpoint/seconds": report.seconds, "checkpoint/stall_seconds": report.stall_seconds}
         self._try_log(values, report.step)
-
-    def trace(self, trace: StepTrace) -> None:
-        """Ignore: ``fullshard report`` draws it."""
-
-    def finish(self, summary: RunSummary) -> None:
-        """Ignore: the last evaluation has been logged."""
 
     def close(self) -> None:
         """Log the last step, if it was not logged, close the tracker, and report how many lines it lost."""
@@ -147,9 +135,7 @@ class TrackerSink:
 def tracker_sinks(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> list[TrackerSink]:
     """Return a sink for each tracker of ``training.report_to``; on rank 0.
 
-    Args:
-        config: The run's settings.
-        say: Receives a line if a tracker fails, and one with the number of lines it lost.
+    ``say`` receives a line if a tracker fails, and one with the number of lines it lost.
 
     Raises:
         ConfigError: A tracker is not installed.

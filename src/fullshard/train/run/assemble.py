@@ -11,12 +11,13 @@ from fullshard.comm import Comm, together
 from fullshard.config import RunConfig
 from fullshard.data import BatchPlan, CollateSpec, TokenizedSet, padding_share
 from fullshard.errors import MismatchError
+from fullshard.models import RouterLoss
 from fullshard.optim import ShardedGradScaler
 from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
 from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.learning_rate import LearningRateSchedule, learning_rate_schedule
-from fullshard.train.setup.model import prepare_model, shard_model
+from fullshard.train.setup.model import own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, collate_spec, prepare
 
@@ -26,41 +27,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of a run on one rank.
+    """The parts of a run on one rank."""
 
-    Attributes:
-        config: The run's settings.
-        comm: The ranks.
-        tokenizer: The model's tokenizer.
-        model: The sharded model, in training mode; with an adapter, peft's model around it.
-        optimizer: Over this rank's shards.
-        scaler: Scales the loss in fp16; None in other precisions.
-        schedule: Learning rate factor of each step.
-        train_set: Token ids of the training rows.
-        plan: Rows of each step of the first epoch.
-        collate: Padding and the kind of model.
-        evaluation: Rows and metrics of an evaluation; None if the run never evaluates.
-        parameters: Elements of all parameters, a tied one counted once.
-        padding_share: Share of padding among all positions of an epoch's batches.
-        flops: FLOPs of a token and of the devices; None if the devices' are not known.
-        notes: Notes on data and model for the user.
-    """
-
-    config: RunConfig
-    comm: Comm
-    tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
-    scaler: ShardedGradScaler | None
-    schedule: LearningRateSchedule
-    train_set: TokenizedSet
-    plan: BatchPlan
-    collate: CollateSpec
-    evaluation: EvaluationSpec | None
-    parameters: int
-    padding_share: float
-    flops: Flops | None
-    notes: tuple[str, ...]
+    config: RunConfig  # the run's settings, with the separator that was chosen
+    comm: Comm  # the ranks
+    tokenizer: PreTrainedTokenizerBase  # the model's tokenizer
+    model: PreTrainedModel  # the sharded model, in training mode; with an adapter, peft's model around it
+    optimizer: torch.optim.Optimizer  # over this rank's shards
+    scaler: ShardedGradScaler | None  # scales the loss in fp16; None in other precisions
+    schedule: LearningRateSchedule  # learning rate factor of each step
+    train_set: TokenizedSet  # token ids of the training rows
+    plan: BatchPlan  # rows of each step of the first epoch
+    collate: CollateSpec  # padding and the kind of model
+    evaluation: EvaluationSpec | None  # rows and metrics of an evaluation; None if the run never evaluates
+    parameters: int  # elements of all parameters, a tied one counted once
+    padding_share: float  # share of padding among all positions of an epoch's batches
+    router_loss: RouterLoss | None  # the routers' own loss of a mixture of experts; None: it is not trained
+    flops: Flops | None  # FLOPs of a token and of the devices; None if the devices' are not known
+    notes: tuple[str, ...]  # notes on data and model for the user
 
 
 def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *, group: int | None = None) -> Assembly:
@@ -80,10 +64,12 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
     ready_data = prepared or together(comm, lambda: prepare(config))
     tokenizer, train_set, causal = ready_data.tokenizer, ready_data.train_set, ready_data.causal
     require_same_rows(comm, ready_data)
+    config = _with_separator(config, ready_data.separator)
     evaluation = together(comm, lambda: make_evaluation(config, ready_data))
     plan = together(comm, lambda: make_plan(config, train_set, comm.size, causal=causal, group=group))
     ready = together(comm, lambda: prepare_model(config, tokenizer, ready_data.model_directory))
     model = ready.model
+    router, router_notes = together(comm, lambda: own_loss(model, config))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     source_flops, target_flops = count_flops(model)
     peak = peak_flops(comm.device, config.training.precision)
@@ -103,9 +89,20 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
         evaluation=evaluation,
         parameters=parameters,
         padding_share=share,
+        router_loss=router,
         flops=None if peak is None else Flops(source_flops, target_flops, peak * comm.size),
-        notes=(*ready_data.notes, f"training batches: {share:.1%} of all positions are padding", *ready.notes),
+        notes=(
+            *ready_data.notes,
+            f"training batches: {share:.1%} of all positions are padding",
+            *router_notes,
+            *ready.notes,
+        ),
     )
+
+
+def _with_separator(config: RunConfig, separator: str | None) -> RunConfig:
+    """Return the settings with the separator that was chosen: they are recorded, and read again to predict."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"separator": separator})})
 
 
 _MAY_DIFFER = frozenset({"nproc", "model.path", "data.train_file", "data.validation_file", "data.cache_dir"})

@@ -23,6 +23,7 @@ from fullshard.comm import Comm, together, together_in_background
 from fullshard.errors import CheckpointError
 from fullshard.saving import save
 from fullshard.storage import write_text
+from fullshard.train.evaluation.trained import BEST_NAME
 from fullshard.train.reporting.reports import EvaluationReport
 
 LABEL = Path("fullshard", "evaluation.json")
@@ -38,7 +39,7 @@ class BestModel:
 
     def __init__(self, output_dir: Path, comm: Comm) -> None:
         """Change nothing yet."""
-        self.directory = output_dir / "best"
+        self.directory = output_dir / BEST_NAME
         self._comm = comm
         self._named: dict[int, int] = {}  # of the last two checkpoints: step -> step of the best model they name
 
@@ -72,11 +73,7 @@ class BestModel:
             self._delete(path for path in self._asides() if path.name not in kept)
 
     def restore(self, checkpoint_step: int, best: EvaluationReport | None) -> bool:
-        """Make ``best/`` the model that a checkpoint's record names; every rank calls it.
-
-        Args:
-            checkpoint_step: Step of the checkpoint.
-            best: The evaluation that its record names.
+        """Make ``best/`` the model that the record of the checkpoint of ``checkpoint_step`` names; every rank calls it.
 
         Returns:
             Whether the model was found; True if the record names none.

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from fullshard.errors import ConfigError
+from fullshard.comm import together_in_background
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.saving import Checkpoints, SaveReport
 from fullshard.saving.full import write_assets
-from fullshard.storage import read_completion, step_directory
-from fullshard.train.reporting.reports import CheckpointReport
+from fullshard.storage import add_small_file, read_completion, step_directory
+from fullshard.train.evaluation.metrics import higher_is_better
+from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport
 from fullshard.train.reporting.sinks import Sink
 from fullshard.train.run.assemble import Assembly
 from fullshard.train.run.best import BestModel
 from fullshard.train.run.record import Record
 from fullshard.train.setup.data_plan import group_size
-from fullshard.train.setup.resume import StartingPoint
+from fullshard.train.setup.resume import EVALUATION_NAME, StartingPoint
 
 
 class RunCheckpoints:
@@ -34,6 +37,7 @@ class RunCheckpoints:
     ) -> None:
         """Change nothing yet."""
         self.newest: tuple[int, Path | None] = (0, None)
+        self._extendable = start.comparable
         self._parts = parts
         self._start = start
         self._checkpoints = checkpoints
@@ -53,6 +57,7 @@ class RunCheckpoints:
         start, parts, comm = self._start, self._parts, self._parts.comm
         if start.path is None or start.values is None:
             return 0, Record(), ()
+        self._require_same_separator()
         options = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
         restored = self._checkpoints.load(parts.model, parts.optimizer, path=start.path)
         assert restored is not None, "a path was given"
@@ -70,8 +75,29 @@ class RunCheckpoints:
             parts.scaler.load_state_dict(start.values["scaler"])
         if restored.path.parent.resolve() == self._checkpoints.directory.resolve():
             self.newest = (restored.step, restored.path)
-        record = Record.from_values(start.values["record"], rank=comm.rank, world_size=comm.size)
+        try:
+            record = Record.from_values(start.values["record"], rank=comm.rank, world_size=comm.size)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"The record of the run in {start.path} is damaged: {error!r}.") from error
         return restored.step, record, self._restore_best(restored.step, record)
+
+    def _require_same_separator(self) -> None:
+        """Raise if the run would put another text between source and target than it began with, and nobody asked.
+
+        Raises:
+            ConfigError: The checkpoint is of a version that chose another one.
+        """
+        start, key = self._start, "data.separator"
+        assert start.values is not None, "the run resumes"
+        # Versions without the option put nothing between them.
+        before, now = start.values.get("separator", ""), self._parts.config.data.separator
+        asked = start.settings.get(key) != start.values["settings"].get(key)
+        if now is not None and before != now and not asked:
+            raise ConfigError(
+                f"{start.path} was trained with {before!r} between source and target; without data.separator it would "
+                f"be {now!r} from here on. To resume, set resume={start.path} and "
+                f"'data.separator={json.dumps(before)}'; to start from scratch, resume=never."
+            )
 
     def _restore_best(self, step: int, record: Record) -> tuple[str, ...]:
         """Restore the best model so far, or drop it from the record if it is lost or cannot be compared any more."""
@@ -87,22 +113,13 @@ class RunCheckpoints:
         record.best, record.evaluated_step, record.stale_evaluations = None, 0, 0
         return (f"the best model so far, of step {best.step:,}, {why}: the best from here on is kept",)
 
-    def save(
-        self,
-        step: int,
-        record: Record,
-        train_seconds: float,
-        *,
-        metric: float | None = None,
-        background: bool = True,
-    ) -> None:
+    def save(self, step: int, record: Record, train_seconds: float, *, background: bool = True) -> None:
         """Save a checkpoint, after the one before it was reported by ``report(wait=True)``.
 
         Args:
             step: Steps trained.
             record: The run so far.
             train_seconds: Wall time of the run so far.
-            metric: Value of the evaluation after this step, if there was one.
             background: Write while training continues; :meth:`report` reports it once it is on disk.
 
         Raises:
@@ -112,6 +129,7 @@ class RunCheckpoints:
         peaks = parts.comm.all_gather_object(record.peak_bytes)
         values = {
             "settings": self._start.settings,
+            "separator": parts.config.data.separator,
             "group_rows": self._start.group or group_size(parts.config, parts.comm.size),
             "total_steps": parts.schedule.total_steps,
             "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
@@ -123,22 +141,46 @@ class RunCheckpoints:
             parts.optimizer,
             step=step,
             values=values,
-            metric=metric,
             background=background,
             assets=lambda directory: write_assets(parts.model, directory, tokenizer=parts.tokenizer),
         )
         path = step_directory(self._checkpoints.directory, step)
         self.newest = (step, path)
+        self._extendable = True
         self._best.named(step, record.best)
         if not background:
             seconds = time.monotonic() - started
             self._committed(step, path, seconds, stall_seconds=seconds)
 
-    def report(self, *, wait: bool = False) -> None:
-        """Report a checkpoint that was saved in the background, once it is on disk.
+    def add_evaluation(self, evaluation: EvaluationReport, record: Record, train_seconds: float) -> None:
+        """Add an evaluation to the checkpoint of its step, if there is one: a resumed run does not make it again.
 
         Args:
-            wait: Wait until it is.
+            evaluation: The evaluation.
+            record: The run so far, with the evaluation.
+            train_seconds: Wall time of the run so far.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        step, path = self.newest
+        # A run that resumed with other settings of the evaluation leaves the checkpoint with its own.
+        if path is None or step != evaluation.step or not self._extendable:
+            return
+        comm = self._parts.comm
+        values = record.as_values(train_seconds=train_seconds, peaks=comm.all_gather_object(record.peak_bytes))
+        text, greater = json.dumps({"record": values}) + "\n", higher_is_better(evaluation.metric)
+
+        def add() -> None:
+            if comm.rank == 0:
+                add_small_file(path, EVALUATION_NAME, text, metric=evaluation.value, greater_is_better=greater)
+
+        together_in_background(comm, add)
+        self._best.named(step, record.best)
+        self._best.committed(step)
+
+    def report(self, *, wait: bool = False) -> None:
+        """Report a checkpoint saved in the background, once it is on disk; with ``wait``, wait until it is.
 
         Raises:
             CheckpointError: It could not be written; on every rank.

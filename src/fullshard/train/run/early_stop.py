@@ -14,11 +14,7 @@ from fullshard.train.run.record import Record
 def ends_early(settings: TrainingConfig, record: Record, train_seconds: float, comm: Comm) -> EndedBy | None:
     """Return why the run ends here, or None; every rank calls it after each step and gets the same answer.
 
-    Args:
-        settings: The limits.
-        record: The run so far.
-        train_seconds: Wall time of the run so far, on this rank.
-        comm: The ranks; their clocks differ, so the time is up as soon as it is up on any of them.
+    Ranks' clocks differ, so the time is up as soon as ``train_seconds`` of any rank are.
     """
     patience = settings.early_stopping_patience
     if patience is not None and record.stale_evaluations >= patience:
@@ -30,12 +26,9 @@ def ends_early(settings: TrainingConfig, record: Record, train_seconds: float, c
 
 
 def count_stale(record: Record, report: EvaluationReport, threshold: float) -> int:
-    """Return the number of evaluations in a row, this one included, that did not improve on the best one.
+    """Return the number of evaluations in a row, this one included, that did not improve by more than ``threshold``.
 
-    Args:
-        record: The run before this evaluation.
-        report: The evaluation.
-        threshold: An improvement must be greater than this.
+    ``record`` is the run before this evaluation.
     """
     best = record.best
     if best is None:

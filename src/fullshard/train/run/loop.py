@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fullshard.comm import Comm, together_in_background
+from fullshard.comm import Comm, device_of, together_in_background
 from fullshard.config import RunConfig
 from fullshard.errors import RunStopped
 from fullshard.models import Objective
@@ -29,7 +29,7 @@ from fullshard.train.run.best import BestModel
 from fullshard.train.run.checkpoints import RunCheckpoints
 from fullshard.train.run.early_stop import any_rank, count_stale, ends_early
 from fullshard.train.run.record import Record
-from fullshard.train.run.step import StepSpec, train_step
+from fullshard.train.run.step import IssuedStep, StepSpec, issue_step
 from fullshard.train.run.stop import StopRequest
 from fullshard.train.run.summary import describe_start, summarise
 from fullshard.train.run.timetable import Position, StepInput, Timetable
@@ -102,15 +102,7 @@ class TrainingRun:
     def __init__(
         self, parts: Assembly, start: StartingPoint, checkpoints: Checkpoints, sinks: Sequence[Sink], stop: StopRequest
     ) -> None:
-        """Change nothing yet.
-
-        Args:
-            parts: The parts of the run.
-            start: Where it starts.
-            checkpoints: The directory of its checkpoints, locked by this run.
-            sinks: Receive everything as it happens; on rank 0 only.
-            stop: Request to stop on this rank.
-        """
+        """Change nothing yet. This run holds the lock on ``checkpoints``; there are ``sinks`` on rank 0 only."""
         self.record = Record()
         self.resumed_step = 0
         self.ended_by: EndedBy = "steps"
@@ -124,6 +116,10 @@ class TrainingRun:
         self._best = BestModel(Path(parts.config.output_dir), parts.comm)
         self._checkpoints = RunCheckpoints(parts, start, checkpoints, self._best, sinks)
         self._timetable = Timetable(parts)
+        decided = parts.scaler is None and parts.config.training.on_nonfinite == "stop"
+        self._late = decided and device_of(parts.comm.device).queues
+        self._unread: IssuedStep | None = None
+        self._read_s = 0.0
 
     @property
     def train_seconds(self) -> float:
@@ -145,16 +141,20 @@ class TrainingRun:
                 reason = self._early_end()
                 if reason is not None:
                     self.ended_by = reason
-                    self._evaluate_and_save_early_end()
+                    self._save_and_evaluate_early_end()
                     break
                 position = due.position
-                report = self._take_step(due, traced=position.step == traced)
-                if report.stop_requested:
+                evaluates = self._timetable.evaluation_is_due(position)
+                saves = self._timetable.checkpoint_is_due(position)
+                stops = self._take_step(due, traced=position.step == traced, late=not (evaluates or saves))
+                if stops:
                     self._leave(position.step)
-                evaluation = self._evaluate(position) if self._timetable.evaluation_is_due(position) else None
-                if self._timetable.checkpoint_is_due(position):
-                    self._save(position.step, None if evaluation is None else evaluation.value)
+                if saves:
+                    self._save(position.step, background=not evaluates)
+                if evaluates:
+                    self._evaluate(position)
                 self._checkpoints.report()
+        self._read_step()
         self._checkpoints.report(wait=True)
         return self._finish()
 
@@ -170,7 +170,7 @@ class TrainingRun:
         if self._start.path is None:
             _on_rank_0(self._comm, self._best.discard)
         notes = (*self._start.notes, *notes)
-        start = describe_start(self._parts, resumed_step=self.resumed_step, notes=notes)
+        start = describe_start(self._parts, self.record, resumed_step=self.resumed_step, notes=notes)
         for sink in self._sinks:
             sink.start(start)
 
@@ -178,7 +178,10 @@ class TrainingRun:
         """Return why the run ends before its next step, or None. A run has at least one step."""
         if self.record.last is None:
             return None
-        return ends_early(self._config.training, self.record, self.train_seconds, self._comm)
+        reason = ends_early(self._config.training, self.record, self.train_seconds, self._comm)
+        if reason is not None:
+            self._read_step()
+        return reason
 
     def _make_up_evaluation(self) -> None:
         """Make the evaluation that was due after the step that the run resumes from, if it was not made."""
@@ -187,17 +190,21 @@ class TrainingRun:
         if position.step and not made and self._timetable.evaluation_is_due(position):
             self._evaluate(position)
 
-    def _evaluate_and_save_early_end(self) -> None:
-        """Evaluate and save after the last step of a run that ends early, as after the last planned step."""
+    def _save_and_evaluate_early_end(self) -> None:
+        """Save and evaluate after the last step of a run that ends early, as after the last planned step."""
         last = self.record.last
         assert last is not None, "a run has at least one step"
-        if self._parts.evaluation is not None and self.record.evaluated_step != last.step:
-            self._evaluate(self._timetable.position(last.step))
+        evaluates = self._parts.evaluation is not None and self.record.evaluated_step != last.step
         if self._config.training.save_strategy != "no" and self._checkpoints.newest[0] != last.step:
-            self._save(last.step)
+            self._save(last.step, background=not evaluates)
+        if evaluates:
+            self._evaluate(self._timetable.position(last.step))
 
-    def _take_step(self, due: StepInput, *, traced: bool) -> StepReport:
-        """Take one optimizer step and report it."""
+    def _take_step(self, due: StepInput, *, traced: bool, late: bool) -> bool:
+        """Take one optimizer step, report it, and return whether some rank is asked to stop.
+
+        On a device with a queue, ``late`` leaves the report to the next call, when the device has got that step's work.
+        """
         parts, record, settings = self._parts, self.record, self._config.training
         spec = StepSpec(
             step=due.position.step,
@@ -207,27 +214,51 @@ class TrainingRun:
             causal=parts.collate.causal,
             stop=self._stop.requested,
             objective=Objective(settings.label_smoothing_factor, settings.z_loss),
+            router_loss=parts.router_loss,
             on_nonfinite=settings.on_nonfinite,
             precision=settings.precision,
         )
 
-        def take() -> StepReport:
-            return train_step(parts.model, parts.optimizer, due.micro_batches, parts.comm, spec, parts.scaler)
+        late = late and self._late and not traced
+
+        def take() -> IssuedStep:
+            inputs = parts.model, parts.optimizer, due.micro_batches, parts.comm, spec, parts.scaler
+            return issue_step(*inputs, late=late)
 
         if traced:
-            report, trace = traced_step(parts.model, parts.optimizer, parts.comm, take)
+            stops = self._read_step()
+            report, trace = traced_step(parts.model, parts.optimizer, parts.comm, lambda: take().report())
             record.peak_bytes = trace.ranks[parts.comm.rank].peak_bytes
             for sink in self._sinks:
                 sink.trace(trace)
-        else:
-            report = take()
-        record.add_step(report)
+            return self._note(report) or stops
+        issued = take()
+        stops, self._unread = self._read_step(), issued
+        if stops or not late:  # what is saved after a stop includes this step
+            stops |= self._read_step()
+        return stops
+
+    def _read_step(self) -> bool:
+        """Report the step that was issued last, if it was not yet; return whether some rank is asked to stop.
+
+        Raises:
+            TrainingError: Its loss or its gradient is not finite; on every rank.
+        """
+        issued, self._unread = self._unread, None
+        return False if issued is None else self._note(issued.report(since=self._read_s))
+
+    def _note(self, report: StepReport) -> bool:
+        self._read_s = time.perf_counter()
+        self.record.add_step(report)
         for sink in self._sinks:
             sink.step(report)
-        return report
+        return report.stop_requested
 
-    def _evaluate(self, position: Position) -> EvaluationReport:
+    def _evaluate(self, position: Position) -> None:
         """Evaluate, and keep the model if it is the best so far.
+
+        A checkpoint of this step is saved before, so that an error in generation costs no training; the evaluation is
+        added to it afterwards.
 
         Raises:
             RunStopped: A stop was requested on some rank meanwhile. A resumed run makes the evaluation again.
@@ -242,6 +273,8 @@ class TrainingRun:
                 raise _StopDuringEvaluationError
 
         step, epoch = position.step, position.epoch
+        # A save that is still being written would be given up if the evaluation failed.
+        self._checkpoints.report(wait=True)
         try:
             report = evaluate(
                 parts.model, parts.tokenizer, parts.evaluation, self._comm, step=step, epoch=epoch, progress=progress
@@ -257,12 +290,12 @@ class TrainingRun:
             record.best = report
         for sink in self._sinks:
             sink.evaluation(report, is_best=is_best)
-        return report
+        self._checkpoints.add_evaluation(report, record, self.train_seconds)
 
-    def _save(self, step: int, metric: float | None = None, *, background: bool = True) -> None:
+    def _save(self, step: int, *, background: bool = True) -> None:
         # The time that this takes is part of the run's time, which is saved.
         self._checkpoints.report(wait=True)
-        self._checkpoints.save(step, self.record, self.train_seconds, metric=metric, background=background)
+        self._checkpoints.save(step, self.record, self.train_seconds, background=background)
 
     def _leave(self, step: int) -> NoReturn:
         """Save a checkpoint, unless this step is already saved, and end the run here.

@@ -11,31 +11,18 @@ from fullshard.train.reporting.reports import EvaluationReport, StepReport
 
 @dataclass
 class Record:
-    """A run so far, as one rank sees it.
+    """A run so far, as one rank sees it."""
 
-    Attributes:
-        last: The last step.
-        best: The best evaluation.
-        evaluated_step: Step after which the last evaluation was made; 0 before the first.
-        tokens: Tokens trained on, of all ranks.
-        train_seconds: Wall time of the run up to the checkpoint that it resumed from.
-        step_seconds: Wall time of all steps.
-        evaluation_seconds: Wall time of all evaluations.
-        peak_bytes: Peak memory of this rank in the traced step; 0 before it.
-        stale_evaluations: Evaluations since the last one that was better, by early stopping's threshold.
-        skipped_steps: Steps that were skipped because the loss or the gradient was not finite.
-    """
-
-    last: StepReport | None = None
-    best: EvaluationReport | None = None
-    evaluated_step: int = 0
-    tokens: int = 0
-    train_seconds: float = 0.0
-    step_seconds: float = 0.0
-    evaluation_seconds: float = 0.0
-    peak_bytes: int = 0
-    stale_evaluations: int = 0
-    skipped_steps: int = 0
+    last: StepReport | None = None  # the last step
+    best: EvaluationReport | None = None  # the best evaluation
+    evaluated_step: int = 0  # step after which the last evaluation was made; 0 before the first
+    tokens: int = 0  # tokens trained on, of all ranks
+    train_seconds: float = 0.0  # wall time of the run up to the checkpoint that it resumed from
+    step_seconds: float = 0.0  # wall time of all steps
+    evaluation_seconds: float = 0.0  # wall time of all evaluations
+    peak_bytes: int = 0  # peak memory of this rank in the traced step; 0 before it
+    stale_evaluations: int = 0  # evaluations since the last one that was better, by early stopping's threshold
+    skipped_steps: int = 0  # steps that were skipped because the loss or the gradient was not finite
 
     def add_step(self, report: StepReport) -> None:
         """Count one more step."""
@@ -45,12 +32,7 @@ class Record:
         self.skipped_steps += report.skipped
 
     def as_values(self, *, train_seconds: float, peaks: Sequence[int]) -> dict[str, Any]:
-        """Return JSON-able values.
-
-        Args:
-            train_seconds: Wall time of the run so far.
-            peaks: ``peak_bytes`` of every rank.
-        """
+        """Return JSON-able values; ``peaks`` are ``peak_bytes`` of every rank."""
         return {**asdict(self), "train_seconds": train_seconds, "peak_bytes": list(peaks)}
 
     @classmethod

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from fullshard.comm import Comm
+from fullshard.comm import Comm, device_of
 from fullshard.data import Batch
 from fullshard.errors import TrainingError
-from fullshard.models import PLAIN, Objective
+from fullshard.models import PLAIN, Objective, RouterLoss
 from fullshard.optim import ShardedGradScaler, clip_grad_norm_
-from fullshard.train.forward import loss_sum
+from fullshard.shards import rows_of
+from fullshard.train.forward import losses
 from fullshard.train.reporting.reports import StepReport
 
 if TYPE_CHECKING:
@@ -27,43 +29,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Number, rate and limits of one step.
+    """Number, rate and limits of one step."""
 
-    Attributes:
-        step: Number of the step, from 1.
-        epoch: Epochs trained after it.
-        learning_rate: Learning rate of its update.
-        max_grad_norm: Norm that the full gradient is clipped to; None: it is not clipped.
-        causal: Whether source and target are one sequence (decoder-only).
-        stop: Whether a stop was requested on this rank; the report has whether it was on any rank.
-        objective: Label smoothing and z-loss.
-        on_nonfinite: If the loss or the gradient is not finite: ``stop`` ends the run, ``skip`` skips the step.
-        precision: The run's precision, for the advice in errors.
-    """
-
-    step: int
-    epoch: float
-    learning_rate: float
-    max_grad_norm: float | None
-    causal: bool
-    stop: bool = False
-    objective: Objective = PLAIN
+    step: int  # number of the step, from 1
+    epoch: float  # epochs trained after it
+    learning_rate: float  # learning rate of its update
+    max_grad_norm: float | None  # norm that the full gradient is clipped to; None: it is not clipped
+    causal: bool  # whether source and target are one sequence (decoder-only)
+    stop: bool = False  # whether a stop was requested on this rank; the report has whether it was on any rank
+    objective: Objective = PLAIN  # label smoothing and z-loss
+    router_loss: RouterLoss | None = None  # the routers' own loss of a mixture of experts; None: it is not trained
+    # if the loss or the gradient is not finite: ``stop`` ends the run, ``skip`` skips the step
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    precision: str = "fp32"
+    precision: str = "fp32"  # the run's precision, for the advice in errors
 
 
-def train_step(
+def issue_step(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[Batch],
     comm: Comm,
     spec: StepSpec,
     scaler: ShardedGradScaler | None = None,
-) -> StepReport:
+    *,
+    late: bool = False,
+) -> IssuedStep:
     """Take one optimizer step; every rank calls it with its own micro-batches, equally many.
 
     The loss is the sum over all target tokens of all ranks and micro-batches divided by their number, so world size and
-    accumulation do not change it. In fp16, if the loss is finite and the gradient is not, the step is skipped and the
+    accumulation do not change it. The routers' own loss is not a sum over tokens: that of each micro-batch counts in
+    proportion to its tokens. In fp16, if the loss is finite and the gradient is not, the step is skipped and the
     loss scale halved, as long as it is at least 1.
 
     Args:
@@ -73,74 +68,127 @@ def train_step(
         comm: The ranks the model is sharded over.
         spec: Number, rate and limits of this step.
         scaler: Scales the loss in fp16.
+        late: Update the weights before loss and norm are known, so that nothing waits for the device. Only where a
+            step is never skipped.
 
     Returns:
-        The report, with the same loss, norm and counts on every rank.
+        The step, whose report has the same loss, norm and counts on every rank.
 
     Raises:
-        TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights change.
+        TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights change. With
+            ``late`` the report raises it, and they have changed.
     """
+    assert not late or (scaler is None and spec.on_nonfinite == "stop"), "whether to skip is decided before the update"
     started = time.perf_counter()
-    totals = _count(micro_batches, comm, spec)
+    device = device_of(comm.device)
+    counts = _count(micro_batches, comm, spec)
     optimizer.zero_grad(set_to_none=True)
     loss_scale = None if scaler is None else scaler.get_scale()
-    # The engine averages gradients over ranks; times the world size makes it their sum.
-    total = _accumulate(model, micro_batches, comm, spec, comm.size / totals.target_tokens, scaler)
+    total, router = _accumulate(model, micro_batches, comm, spec, counts, scaler)
     if scaler is not None:
         scaler.unscale_(optimizer)
     norm = clip_grad_norm_(model, math.inf)
-    loss, grad_norm = torch.stack([total / totals.target_tokens, norm.to(total)]).tolist()
-    # Loss and norm are global, so every rank decides the same.
-    finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    # A gradient that overflowed may be finite with a smaller scale.
-    overflow = loss_scale is not None and loss_scale >= 1 and math.isfinite(loss)
-    if not finite and spec.on_nonfinite == "stop" and not overflow:
-        raise TrainingError(_nonfinite_message(model, micro_batches, comm, spec, loss, grad_norm))
-    _update(model, optimizer, spec, norm if finite else None, scaler)
-    return StepReport(
-        step=spec.step,
-        epoch=spec.epoch,
-        loss=loss,
-        grad_norm=grad_norm,
-        learning_rate=spec.learning_rate,
-        target_tokens=totals.target_tokens,
-        tokens=totals.tokens,
-        seconds=time.perf_counter() - started,
-        memory_bytes=peak_memory_bytes(comm.device),
-        stop_requested=totals.stop,
-        memory_bytes_per_rank=totals.memory,
-        skipped=not finite,
-        loss_scale=loss_scale,
-    )
+    measured = torch.stack([total / counts[0], norm.to(total), router])
+    numbers = torch.cat([measured.double(), counts.double()])
+    on_host = device.empty_host(numbers.numel(), torch.float64, pinned=True)
+    issued = IssuedStep(spec, started, loss_scale, comm, on_host, device.copy_to_host([(on_host, numbers)]))
+    if late:
+        _update(model, optimizer, spec, norm, None)
+        return issued
+    if issued.ends_run:
+        raise TrainingError(_nonfinite_message(model, micro_batches, comm, spec, *issued.loss_and_norm))
+    _update(model, optimizer, spec, norm if issued.finite else None, scaler)
+    return issued
 
 
-@dataclass(frozen=True)
-class _Totals:
-    """Counts over all ranks.
+class IssuedStep:
+    """A step that was issued to the device. Reading any of its numbers waits until the device has computed them."""
 
-    Attributes:
-        target_tokens: Target tokens of the step.
-        tokens: All tokens of the step, without padding.
-        stop: Whether a stop was requested on any rank.
-        memory: Peak bytes of each rank.
+    def __init__(
+        self,
+        spec: StepSpec,
+        started: float,
+        loss_scale: float | None,
+        comm: Comm,
+        on_host: Tensor,
+        wait: Callable[[], None],
+    ) -> None:
+        """Keep what the report needs; ``on_host`` may be read after ``wait()``."""
+        self._spec = spec
+        self._started = started
+        self._loss_scale = loss_scale
+        self._comm = comm
+        self._on_host = on_host
+        self._wait = wait
+
+    @functools.cached_property
+    def _numbers(self) -> list[float]:
+        self._wait()
+        return self._on_host.tolist()
+
+    @property
+    def loss_and_norm(self) -> tuple[float, float]:
+        """The loss with the routers' own, and the norm of the gradient."""
+        loss, norm, router = self._numbers[:3]
+        return loss + router, norm
+
+    @property
+    def finite(self) -> bool:
+        """Whether both are finite. They are global, so every rank decides the same."""
+        return all(map(math.isfinite, self.loss_and_norm))
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether loss or gradient is not finite, such steps are not skipped, and a smaller loss scale cannot help."""
+        scale = self._loss_scale
+        overflowed = scale is not None and scale >= 1 and math.isfinite(self.loss_and_norm[0])
+        return not self.finite and self._spec.on_nonfinite == "stop" and not overflowed
+
+    def report(self, since: float = 0.0) -> StepReport:
+        """Return the report; ``since``: when the step before was known to be done, if later than this one's start.
+
+        Raises:
+            TrainingError: Loss or norm is not finite, and the step was not skipped; on every rank.
+        """
+        spec, (loss, norm) = self._spec, self.loss_and_norm
+        target_tokens, tokens, stop, *memory = map(int, self._numbers[3:])
+        if self.ends_run:
+            raise TrainingError(
+                f"Step {spec.step}: the loss is {loss} and the gradient norm is {norm}; both must be finite. The "
+                "weights have been updated with it; nothing is saved from here on. Resume from the last checkpoint "
+                f"with a learning rate below {spec.learning_rate:g} or more training.warmup_steps, or set "
+                "training.on_nonfinite=skip to skip such steps."
+            )
+        return StepReport(
+            step=spec.step,
+            epoch=spec.epoch,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=spec.learning_rate,
+            target_tokens=target_tokens,
+            tokens=tokens,
+            seconds=time.perf_counter() - max(self._started, since),
+            memory_bytes=peak_memory_bytes(self._comm.device),
+            stop_requested=stop > 0,
+            memory_bytes_per_rank=tuple(memory),
+            skipped=not self.finite,
+            loss_scale=self._loss_scale,
+            router_loss=None if spec.router_loss is None else self._numbers[2],
+        )
+
+
+def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> Tensor:
+    """Return over all ranks: target tokens, tokens without padding, requests to stop, each rank's peak memory.
+
+    int64, (3 + ranks,), on the device, where the loss is divided by them: reading them would wait for the last step.
     """
-
-    target_tokens: int
-    tokens: int
-    stop: bool
-    memory: tuple[int, ...]
-
-
-def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> _Totals:
-    """Sum the counts over ranks and micro-batches; one all-reduce also carries stop requests and each rank's memory."""
     target_tokens = sum(batch.target_tokens for batch in micro_batches)
     tokens = sum(batch.tokens for batch in micro_batches)
     counts = [target_tokens, tokens, int(spec.stop), *[0] * comm.size]
     counts[3 + comm.rank] = peak_memory_bytes(comm.device)
-    totals = torch.tensor(counts, device=comm.device)
+    totals = device_of(comm.device).from_host(torch.tensor(counts))
     comm.all_reduce(totals).wait()
-    target_tokens, tokens, stop, *memory = totals.tolist()
-    return _Totals(target_tokens, tokens, stop > 0, tuple(memory))
+    return totals
 
 
 def _accumulate(
@@ -148,22 +196,32 @@ def _accumulate(
     micro_batches: Sequence[Batch],
     comm: Comm,
     spec: StepSpec,
-    factor: float,
+    counts: Tensor,
     scaler: ShardedGradScaler | None,
-) -> Tensor:
-    """Run backward on ``factor`` times each micro-batch's summed loss; return the losses' sum over all ranks, 0-d."""
-    total = torch.zeros((), device=comm.device)
-    expected_gradient = factor if scaler is None else factor * scaler.get_scale()
+) -> tuple[Tensor, Tensor]:
+    """Run backward on each micro-batch; return over all ranks the summed loss and the mean of the routers', 0-d."""
+    total = torch.zeros(2, device=comm.device)
+    # The engine averages gradients over ranks; times the world size makes it their sum.
+    factor = comm.size / counts[0].double()
+    expected_gradient = factor.float() * (1.0 if scaler is None else scaler.get_scale())
     for batch in micro_batches:
-        on_device = batch.to(comm.device)
-        loss = loss_sum(
-            model, on_device, causal=spec.causal, objective=spec.objective, expected_gradient=expected_gradient
+        loss, router = losses(
+            model,
+            batch.to(comm.device),
+            spec.router_loss,
+            causal=spec.causal,
+            objective=spec.objective,
+            expected_gradient=expected_gradient,
         )
-        scaled = loss * factor
+        scaled = loss * factor.to(loss.dtype)
+        total[0] += loss.detach()
+        if router is not None:
+            share = (batch.tokens / counts[1].double()).to(router.dtype)
+            scaled = scaled + router * (comm.size * share)
+            total[1] += router.detach() * share
         (scaled if scaler is None else scaler.scale(scaled)).backward()
-        total += loss.detach()
     comm.all_reduce(total).wait()
-    return total
+    return total[0], total[1]
 
 
 def _update(
@@ -198,16 +256,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _nonfinite_message(
-    model: torch.nn.Module,
-    micro_batches: Sequence[Batch],
-    comm: Comm,
-    spec: StepSpec,
-    loss: float,
-    grad_norm: float,
+    model: torch.nn.Module, micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec, loss: float, grad_norm: float
 ) -> str:
     """Return an error message with the rows and the parameters that are not finite; every rank calls it."""
     mine = [index for batch in micro_batches for index in batch.indices]
-    bad = [p for p in model.parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    bad = [p for p in model.parameters() if p.grad is not None and not rows_of(p.grad).isfinite().all()]
     names = [p.shard_meta.name for p in bad]  # type: ignore[attr-defined]
     gathered = comm.all_gather_object((mine, names))
     rows = "; ".join(f"rank {rank}: {_some(indices)}" for rank, (indices, _) in enumerate(gathered))

@@ -18,14 +18,8 @@ from fullshard.train.setup.optimizers import held_state_bytes, optimizer_title
 from fullshard.version import __version__
 
 
-def describe_start(parts: Assembly, *, resumed_step: int, notes: Sequence[str]) -> RunStart:
-    """Return the report of the start; any rank.
-
-    Args:
-        parts: The run's parts.
-        resumed_step: Steps trained before; 0 for a new run.
-        notes: Notes on where the run starts.
-    """
+def describe_start(parts: Assembly, record: Record, *, resumed_step: int, notes: Sequence[str]) -> RunStart:
+    """Return the report of the start, after ``resumed_step`` steps (0: a new run); any rank."""
     earlier: tuple[str, ...] = ()
     if holds_model(Path(parts.config.output_dir)):
         earlier = (f"{parts.config.output_dir} holds an earlier run's model; this run's model replaces it at the end",)
@@ -46,18 +40,12 @@ def describe_start(parts: Assembly, *, resumed_step: int, notes: Sequence[str]) 
         flops=parts.flops,
         notes=(*parts.notes, *notes, *earlier),
         resumed_step=resumed_step,
+        evaluated_step=record.evaluated_step,
     )
 
 
 def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: EndedBy) -> RunSummary:
-    """Return the summary; every rank calls it, and gets every rank's memory.
-
-    Args:
-        parts: The run's parts.
-        record: The finished run.
-        train_seconds: Wall time of the run.
-        ended_by: What ended the run.
-    """
+    """Return the summary of a finished run; every rank calls it, and gets every rank's memory."""
     assert record.last is not None, "a run has at least one step"
     best, last = record.best, record.last
     return RunSummary(

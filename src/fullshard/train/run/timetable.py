@@ -12,30 +12,19 @@ from fullshard.train.run.assemble import Assembly
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come.
+    """How far a run has come."""
 
-    Attributes:
-        step: Steps trained.
-        epoch: Epochs trained, a fraction within an epoch.
-        ends_epoch: Whether the step is the last one of an epoch.
-    """
-
-    step: int
-    epoch: float
-    ends_epoch: bool
+    step: int  # steps trained
+    epoch: float  # epochs trained, a fraction within an epoch
+    ends_epoch: bool  # whether the step is the last one of an epoch
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """Input of one step.
+    """Input of one step."""
 
-    Attributes:
-        position: How far the run has come after the step.
-        micro_batches: This rank's micro-batches, on the CPU.
-    """
-
-    position: Position
-    micro_batches: list[Batch]
+    position: Position  # how far the run has come after the step
+    micro_batches: list[Batch]  # this rank's micro-batches, on the CPU
 
 
 class Timetable:
@@ -88,13 +77,8 @@ class Timetable:
     def heaviest_step(self, resumed_step: int) -> int:
         """Return the step to trace: of the current epoch, the one with rank 0's largest padded micro-batch.
 
-        It is not the first step, which has no optimizer state yet, unless that is the only one.
-
-        Args:
-            resumed_step: Steps trained before.
-
-        Returns:
-            The number of the step, the same on every rank; 0 if no step is left.
+        It is not the first step, which has no optimizer state yet, unless that is the only one. The same on every rank;
+        0 if no step is left after ``resumed_step``.
         """
         parts = self._parts
         epoch, taken = divmod(resumed_step, self._per_epoch)

@@ -13,32 +13,20 @@ from fullshard.config.training import TrainingConfig
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Factor on the learning rate of each optimizer step.
+    """Factor on the learning rate of each optimizer step."""
 
-    Attributes:
-        kind: ``linear``: from 1 after warm-up down to 0 after the last step. ``cosine``: the same along half a cosine,
-            as Hugging Face's ``get_cosine_schedule_with_warmup``. ``step``: multiplied by ``gamma`` every
-            ``step_epochs`` epochs, as torch's ``StepLR`` stepped once an epoch. ``constant``: 1.
-        total_steps: Optimizer steps of the run.
-        steps_per_epoch: Optimizer steps of one epoch.
-        warmup_steps: Steps over which the factor first rises linearly from 0.
-        step_epochs: Epochs between two decays of ``step``.
-        gamma: Factor of each decay of ``step``.
-    """
-
+    # ``linear``: from 1 after warm-up down to 0 after the last step. ``cosine``: the same along half a cosine, as
+    # Hugging Face's ``get_cosine_schedule_with_warmup``. ``step``: multiplied by ``gamma`` every ``step_epochs``
+    # epochs, as torch's ``StepLR`` stepped once an epoch. ``constant``: 1
     kind: Literal["linear", "cosine", "step", "constant"]
-    total_steps: int
-    steps_per_epoch: int
-    warmup_steps: int = 0
-    step_epochs: int = 1
-    gamma: float = 1.0
+    total_steps: int  # optimizer steps of the run
+    steps_per_epoch: int  # optimizer steps of one epoch
+    warmup_steps: int = 0  # steps over which the factor first rises linearly from 0
+    step_epochs: int = 1  # epochs between two decays of ``step``
+    gamma: float = 1.0  # factor of each decay of ``step``
 
     def factor(self, step: int) -> float:
-        """Return the factor of one step, from 0 to 1.
-
-        Args:
-            step: Steps taken before it; 0 for the first step.
-        """
+        """Return the factor, from 0 to 1, of the step after ``step`` steps."""
         if step < self.warmup_steps:
             return step / self.warmup_steps
         left = max(0.0, (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps))
@@ -52,12 +40,7 @@ class LearningRateSchedule:
 
 
 def learning_rate_schedule(config: RunConfig, steps_per_epoch: int) -> LearningRateSchedule:
-    """Return the learning rate schedule of a run, which also has the number of its steps.
-
-    Args:
-        config: The run's settings.
-        steps_per_epoch: Optimizer steps of each epoch: its plan's ``num_steps``.
-    """
+    """Return the learning rate schedule of a run, which also has the number of its steps."""
     settings = config.training
     total_steps = ceil(steps_per_epoch * settings.num_train_epochs)
     if settings.max_steps is not None:

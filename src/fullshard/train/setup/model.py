@@ -16,7 +16,9 @@ from fullshard.engine.setup.wrap import BY_CLASS, ONE_UNIT
 from fullshard.errors import ConfigError, ModelError, WrapError
 from fullshard.models import (
     AdapterSpec,
+    RouterLoss,
     add_adapter,
+    base_of,
     build_model,
     build_skeleton,
     compile_blocks,
@@ -27,7 +29,9 @@ from fullshard.models import (
     is_causal,
     load_model,
     require_fp16_fit,
+    require_plain_loss,
     resolve_model,
+    router_loss,
     set_attention_dropout,
 )
 from fullshard.models.packing import enable_packing
@@ -45,29 +49,23 @@ from fullshard.saving import AdaptedWeights, Pretrained
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_CASTS_ITSELF = {"SwitchTransformersTop1Router"}
+"""Classes of transformers whose forward casts the module to float32: a gathered parameter cannot change its dtype."""
+
 
 @dataclass(frozen=True)
 class ReadyModel:
-    """A model that is ready to be sharded.
+    """A model that is ready to be sharded."""
 
-    Attributes:
-        model: On the CPU or the meta device; with an adapter, peft's model around it.
-        weights: Source of the weights; None: the model has its values.
-        notes: Notes for the user.
-    """
-
-    model: PreTrainedModel
-    weights: WeightSource | None
-    notes: tuple[str, ...]
+    model: PreTrainedModel  # on the CPU or the meta device; with an adapter, peft's model around it
+    weights: WeightSource | None  # source of the weights; None: the model has its values
+    notes: tuple[str, ...]  # notes for the user
 
 
 def prepare_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> ReadyModel:
     """Build the model, or its skeleton on the meta device, and change it for training; any rank, alone.
 
-    Args:
-        config: The run's settings.
-        tokenizer: The model's tokenizer.
-        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
+    ``directory`` is ``model.path`` resolved by ``resolve_model``; None: resolved here.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
@@ -100,10 +98,7 @@ def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
 def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> PreTrainedModel:
     """Return the model of ``model.config`` on the CPU, the same on every rank, or of ``model.path`` on the meta device.
 
-    Args:
-        config: The run's settings.
-        tokenizer: The model's tokenizer.
-        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
+    ``directory`` is ``model.path`` resolved by ``resolve_model``; None: resolved here.
 
     Raises:
         ModelError: It cannot be built.
@@ -122,11 +117,7 @@ def choose_loader(
 ) -> tuple[PreTrainedModel, Pretrained | None, tuple[str, ...]]:
     """Decide whether ``model.path`` is read shard by shard, or must be loaded in full by transformers.
 
-    Args:
-        skeleton: The model on the meta device.
-        config: The run's settings, with ``model.path``.
-        tokenizer: The model's tokenizer.
-        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
+    ``skeleton`` is the model on the meta device, ``directory`` the resolved ``model.path``; None: resolved here.
 
     Returns:
         The skeleton and the weights to shard it with, or the loaded model, None and a note for the user.
@@ -163,7 +154,28 @@ def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
         require_fp16_fit(model.config.model_type)
     if config.training.fused_cross_entropy:
         fuse_head(model)
+    require_plain_loss(model.config)
     return model
+
+
+def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tuple[str, ...]]:
+    """Return the routers' own loss to train, or None, and notes for the user; any rank, alone.
+
+    Args:
+        model: The run's model, with its adapter if it has one.
+        config: The run's settings.
+
+    Raises:
+        ConfigError: It cannot be trained.
+    """
+    router, note = router_loss(base_of(model).config, config.model.output_router_logits)
+    adapter = config.model.adapter
+    if router is not None and adapter is not None and adapter.type == "prefix":
+        raise ConfigError(
+            "A prefix adapter is incompatible with the routers' own loss: transformers takes the prefix for tokens "
+            "that the routers have seen. Set model.output_router_logits: false, or use another adapter."
+        )
+    return router, () if note is None else (note,)
 
 
 def _adapted(ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> ReadyModel:
@@ -256,19 +268,26 @@ def _with_run_file_remedies(text: str, config: RunConfig) -> str:
 def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSource | None) -> None:
     settings = config.sharding
     strategy = ShardingStrategy(settings.strategy)
-    compute = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
     fully_shard(
         model,
         machine_axes(comm, config.nproc) if strategy.needs_two_axes else comm,
         wrap=_wrap_policy(settings.wrap),
         strategy=strategy,
-        mp_policy=MixedPrecision() if compute is None else MixedPrecision(param=compute, reduce="float32"),
+        mp_policy=_mixed_precision(model, config),
         prefetch=BackwardPrefetch(settings.prefetch),
         offload_policy=CPUOffload() if settings.cpu_offload else None,
         frozen=settings.frozen,
         device=comm.device,
         weights=weights,
     )
+
+
+def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
+    if config.training.precision == "fp32":
+        return MixedPrecision()
+    kept = _CASTS_ITSELF & {type(module).__name__ for module in model.modules()}
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
+    return MixedPrecision(param=dtype, reduce="float32", keep_fp32=tuple(kept))
 
 
 def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
@@ -282,10 +301,6 @@ def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
 
 def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
     """Return the model without weights, on the meta device, with its adapter, to inspect its units; any process.
-
-    Args:
-        config: The run's settings.
-        tokenizer: The model's tokenizer.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.

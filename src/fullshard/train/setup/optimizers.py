@@ -34,27 +34,17 @@ _TABLES = 2 * 256 * _FP32
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the optimizers.
+    """One of the optimizers."""
 
-    Attributes:
-        title: Its name for people.
-        make: Makes the optimizer for the groups of ``_groups``.
-        state_bytes: Returns the bytes of state that this rank holds for these groups.
-    """
-
-    title: str
-    make: Callable[[Groups, RunConfig], Optimizer]
-    state_bytes: Callable[[Groups], int]
+    title: str  # its name for people
+    make: Callable[[Groups, RunConfig], Optimizer]  # makes the optimizer for the groups of ``_groups``
+    state_bytes: Callable[[Groups], int]  # returns the bytes of state that this rank holds for these groups
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> Optimizer:
     """Return the optimizer of a run, over all trainable parameters in the same order; every rank calls it.
 
     As in Hugging Face's Trainer, vectors (biases, norms) have no weight decay.
-
-    Args:
-        model: The sharded model.
-        config: The run's settings.
 
     Raises:
         ConfigError: The model has no trainable parameters.
@@ -70,9 +60,7 @@ def optimizer_title(name: str) -> str:
 def expected_state_bytes(model: nn.Module, config: RunConfig) -> int:
     """Return the bytes of optimizer state that this rank holds after a step with all gradients; no communication.
 
-    Args:
-        model: The sharded model, which may be on the meta device.
-        config: The run's settings.
+    The sharded model may be on the meta device.
 
     Raises:
         ConfigError: The model has no trainable parameters.
@@ -81,11 +69,9 @@ def expected_state_bytes(model: nn.Module, config: RunConfig) -> int:
 
 
 def held_state_bytes(optimizer: Optimizer, device: torch.device | None = None) -> int:
-    """Return the bytes of optimizer state that this rank holds; a tensor that several parameters share counts once.
+    """Return the bytes of optimizer state that this rank holds on ``device`` (None: on all devices).
 
-    Args:
-        optimizer: Any optimizer.
-        device: Count only tensors on this device; None: on all devices.
+    A tensor that several parameters share counts once.
     """
     values = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [v for v in values if isinstance(v, torch.Tensor) and device in (None, v.device)]

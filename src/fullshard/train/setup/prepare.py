@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +22,20 @@ from fullshard.data import (
     Split,
     TokenizedSet,
     TokenizeSpec,
+    UnusableRowsError,
     cached,
+    choose_separator,
     default_directory,
+    describe_separator,
     fingerprint,
     open_tokens,
     read_split,
     tokenize_to,
+    uses_chat_template,
+    with_rows_of,
     writes_date,
 )
-from fullshard.errors import DataError
+from fullshard.errors import ConfigError, DataError
 from fullshard.models import load_tokenizer, resolve_model, train_tokenizer
 from fullshard.models.kind import reads_one_sequence, task_prefixes
 
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 MOST_LABELS = 1000
 """Maximum number of distinct targets of a label set."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the cache entries; to be increased when the same inputs give other entries."""
 
 _EXAMPLES_NAME = "examples.json"
@@ -50,29 +56,19 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenizer and data of a run.
+    """Tokenizer and data of a run."""
 
-    Attributes:
-        tokenizer: The model directory's tokenizer, or one trained on the training rows.
-        model_directory: Local directory of ``model.path``; None with ``model.config``.
-        causal: Whether source and target are one sequence (decoder-only) rather than two (encoder-decoder).
-        train_set: Token ids of the training rows.
-        held_out: The held-out rows as text; empty if the run never evaluates.
-        held_out_set: Their token ids, or None.
-        labels: The distinct training targets and the number of rows of each, if there are at most 1,000; else None.
-        majority: The most frequent training target.
-        notes: Notes for the user: recognised columns, skipped rows, lengths, truncated rows.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    model_directory: Path | None
-    causal: bool
-    train_set: TokenizedSet
-    held_out: list[Example]
-    held_out_set: TokenizedSet | None
+    tokenizer: PreTrainedTokenizerBase  # the model directory's tokenizer, or one trained on the training rows
+    model_directory: Path | None  # local directory of ``model.path``; None with ``model.config``
+    causal: bool  # whether source and target are one sequence (decoder-only) rather than two (encoder-decoder)
+    separator: str | None  # text between source and target; None: an encoder-decoder, or a chat template
+    train_set: TokenizedSet  # token ids of the training rows
+    held_out: list[Example]  # the held-out rows as text; empty if the run never evaluates
+    held_out_set: TokenizedSet | None  # their token ids, or None
+    # the distinct training targets and the number of rows of each, if there are at most 1,000; else None
     labels: Mapping[str, int] | None
-    majority: str
-    notes: tuple[str, ...]
+    majority: str  # the most frequent training target
+    notes: tuple[str, ...]  # notes for the user: recognised columns, skipped rows, lengths, truncated rows
 
 
 def prepare(
@@ -95,7 +91,7 @@ def prepare(
     Raises:
         DataError: The data cannot be used, or the cache directory cannot be written.
         ModelError: The tokenizer or the model's configuration cannot be read.
-        ConfigError: The template is invalid.
+        ConfigError: The template is invalid, or the separator would not be used.
     """
     work = _Preparation(config, say, progress, rows_file)
     path = config.model.path
@@ -104,15 +100,19 @@ def prepare(
     content = _content_of(tokenizer)
     source = directory if config.model.config is None else config.model.config
     causal = reads_one_sequence(source, config.model.model_class)  # type: ignore[arg-type]
-    spec = tokenize_spec(config, causal=causal)
-    date_notes: list[str] = []
+    spec = tokenize_spec(config, tokenizer, causal=causal)
+    separator = separator_of(tokenizer, spec)
+    prompt_notes: list[str] = [] if separator is None else [describe_separator(separator, tokenizer)]
     if writes_date(tokenizer, spec):
         today = date.today()
         content = f"{content} {today}"
-        date_notes = [f"the tokenizer's chat template writes the date: {today} in this run's prompts"]
+        prompt_notes += [f"the tokenizer's chat template writes the date: {today} in this run's prompts"]
     train_set, kept, _ = _tokens(work, "train", tokenizer, content, spec)
-    notes = [*kept["notes"], *_prefix_notes(config, directory), *_vocabulary_notes(config, tokenizer), *date_notes]
-    notes += _length_notes("training", train_set)
+    # With other rows to measure on, the training rows give no more than their labels.
+    trains = rows_file is None
+    notes = [*kept["notes"], *_vocabulary_notes(config, tokenizer)] if trains else []
+    notes += [*_prefix_notes(config, directory), *prompt_notes]
+    notes += _length_notes("training", train_set) if trains else []
     held_out: list[Example] = []
     held_out_set = None
     if config.training.eval_strategy != "no" and (rows_file is not None or config.data.holds_out):
@@ -124,6 +124,7 @@ def prepare(
         tokenizer=_without_padding(tokenizer),
         model_directory=directory,
         causal=spec.causal,
+        separator=separator,
         train_set=train_set,
         held_out=held_out,
         held_out_set=held_out_set,
@@ -133,16 +134,36 @@ def prepare(
     )
 
 
-def tokenize_spec(config: RunConfig, *, causal: bool) -> TokenizeSpec:
-    """Return how a run's rows are tokenized; any process, alone."""
+def tokenize_spec(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> TokenizeSpec:
+    """Return how a run's rows are tokenized; any process, alone.
+
+    Raises:
+        ConfigError: The run has a separator that would not be used.
+        DataError: See :func:`~fullshard.data.uses_chat_template`.
+    """
     data = config.data
-    return TokenizeSpec(
+    spec = TokenizeSpec(
         max_source_length=data.max_source_length,
         max_target_length=data.max_target_length,
         source_prefix=data.source_prefix,
         causal=causal,
         chat_template=data.chat_template,
     )
+    chats = uses_chat_template(tokenizer, spec)
+    if causal and not chats:
+        return replace(spec, separator=choose_separator(data.separator, data.template, tokenizer))
+    if data.separator:
+        kind = "this model has a chat template" if causal else "this one is an encoder-decoder"
+        raise ConfigError(
+            f"data.separator: {data.separator!r} is put between source and target of a causal model without a chat "
+            f"template; {kind}. Remove it{', or set data.chat_template: false' if causal else ''}."
+        )
+    return spec
+
+
+def separator_of(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> str | None:
+    """Return the text between source and target; None where there is none to choose."""
+    return spec.separator if spec.causal and not uses_chat_template(tokenizer, spec) else None
 
 
 def collate_spec(tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> CollateSpec:
@@ -175,7 +196,7 @@ class _Preparation:
     say: Callable[[str], None]
     progress: Progress = lambda what, done, total: None
     rows_file: Path | None = None
-    read: dict[Split, tuple[list[Example], tuple[str, ...]]] = field(default_factory=dict)
+    read: dict[Split, tuple[list[Example], tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
     hashed: dict[Split, str] = field(default_factory=dict)
 
     def source(self, split: Split) -> SourceSpec:
@@ -183,25 +204,43 @@ class _Preparation:
         own = source_spec(self.config)
         if split == "train" or self.rows_file is None:
             return own
-        return replace(own, validation_file=self.rows_file, validation_fraction=0.0)
+        return with_rows_of(self.rows_file, own)
 
     @property
     def directory(self) -> Path:
         """Directory of the cache."""
         return self.config.data.cache_dir or default_directory()
 
-    def rows(self, split: Split) -> tuple[list[Example], tuple[str, ...]]:
-        """Return the rows to use of a split, and notes; they are read once."""
+    def rows(self, split: Split) -> tuple[list[Example], tuple[str, ...], tuple[str, ...]]:
+        """Return the rows to use of a split, notes, and lines on skipped rows beyond the notes; they are read once."""
         if split not in self.read:
-            table = read_split(self.source(split), split)
+            try:
+                table = read_split(self.source(split), split)
+            except UnusableRowsError as error:
+                raise DataError("\n".join([str(error), *self.listed(split, error.beyond_shown)])) from error
             used = table.examples[: self.limit(split)]
             notes = table.notes
             if len(used) < len(table.examples):
                 name, option = ("training", "train") if split == "train" else ("held-out", "eval")
                 cut = f"{name}: the first {len(used):,} of {len(table.examples):,} rows (data.max_{option}_samples)"
                 notes = (*notes, cut)
-            self.read[split] = (used, notes)
+            self.read[split] = (used, notes, table.skipped)
         return self.read[split]
+
+    def listed(self, split: Split, lines: Sequence[str]) -> tuple[str, ...]:
+        """Write a line for each unusable row into the output directory, and return a note that says where; any rank."""
+        if not lines:
+            return ()
+        path = Path(self.config.output_dir, f"unusable_rows_{split}.txt")
+        # Each rank writes the same, under a name of its own first.
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
+            temporary.replace(path)
+        except OSError as error:
+            return (f"The list of all {len(lines):,} unusable rows could not be written: {error}.",)
+        return (f"All {len(lines):,} unusable rows, one a line: {path}",)
 
     def content(self, split: Split) -> str:
         """Return the fingerprint of a split, computed once."""
@@ -236,16 +275,16 @@ def make_tokenizer(work: _Preparation, directory: Path | None) -> PreTrainedToke
         return _without_padding(load_tokenizer(directory))
     settings = work.config.model.tokenizer
     assert settings is not None, "the schema requires model.tokenizer with model.config"
-    prefix = work.config.data.source_prefix
+    prefix, separator = work.config.data.source_prefix, work.config.data.separator or ""
 
     def build(entry: Path) -> dict[str, Any]:
-        rows, _ = work.rows("train")
+        rows, _, _ = work.rows("train")
         work.say(f"training a tokenizer on {len(rows):,} rows")
-        texts = [prefix + row.source for row in rows] + [row.target for row in rows]
+        texts = [prefix + row.source + separator for row in rows] + [row.target for row in rows]
         train_tokenizer(texts, settings.vocab_size).save_pretrained(entry)
         return {}
 
-    entry, _ = work.find(work.key("train", "tokenizer", prefix, settings.vocab_size), build, "tokenizer")
+    entry, _ = work.find(work.key("train", "tokenizer", prefix, separator, settings.vocab_size), build, "tokenizer")
     return _without_padding(load_tokenizer(entry))
 
 
@@ -265,10 +304,10 @@ def _tokens(
     what = "training rows" if split == "train" else "held-out rows"
 
     def build(entry: Path) -> dict[str, Any]:
-        rows, notes = work.rows(split)
+        rows, notes, skipped = work.rows(split)
         work.say(f"tokenizing {len(rows):,} {what}")
         stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
-        kept = {"stats": stats, "notes": notes}
+        kept = {"stats": stats, "notes": notes, "skipped": skipped}
         if split == "train":
             return kept | _count_targets(rows)
         texts = [(row.source, row.references, row.line) for row in rows]
@@ -277,6 +316,7 @@ def _tokens(
 
     key = work.key(split, "tokens", content, asdict(spec))
     entry, kept = work.find(key, build, "tokens")
+    kept["notes"] = [*kept["notes"], *work.listed(split, kept["skipped"])]
     return open_tokens(entry, kept["stats"]), kept, entry
 
 

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from fullshard.config import RunConfig
 from fullshard.data import split_lists
 from fullshard.errors import CheckpointError, ConfigError, DataError
-from fullshard.storage import check_completion, find_checkpoints, read_index, remove_checkpoint, write_text
+from fullshard.storage import (
+    FINISHED_NAME,
+    Survey,
+    changed_small_files,
+    find_checkpoints,
+    instead_of,
+    read_completion,
+    read_index,
+    read_json,
+    remove_checkpoint,
+    set_aside,
+    set_aside_name,
+    shown,
+    survey,
+    write_text,
+)
 from fullshard.train.reporting.reports import EndedBy
 from fullshard.train.setup.prepare import source_spec
 
 CHECKPOINTS_NAME = "checkpoints"
-FINISHED_NAME = "finished.json"
-"""File in the directory of the checkpoints that marks a finished run."""
+EVALUATION_NAME = "evaluation.json"
+"""File that an evaluation after a checkpoint's step adds to the checkpoint: the run so far, with the evaluation."""
 
 GLOBAL_BATCH = "global batch (ranks x training.per_device_train_batch_size x training.gradient_accumulation_steps)"
 
@@ -71,23 +87,15 @@ _SAMPLES = 64
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run starts.
+    """Where a run starts."""
 
-    Attributes:
-        settings: Settings that affect training, by dotted key; saved in the run's checkpoints.
-        path: The checkpoint to resume from; None: the run starts from scratch.
-        values: The values that the run saved in that checkpoint.
-        comparable: Whether evaluations before that checkpoint can be compared with later ones.
-        superseded: Checkpoints to delete before the first step.
-        notes: Notes for the user.
-    """
-
-    settings: Mapping[str, Any]
-    path: Path | None = None
-    values: Mapping[str, Any] | None = None
-    comparable: bool = True
-    superseded: tuple[Path, ...] = ()
-    notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any]  # settings that affect training, by dotted key; saved in the run's checkpoints
+    path: Path | None = None  # the checkpoint to resume from; None: the run starts from scratch
+    values: Mapping[str, Any] | None = None  # the values that the run saved in that checkpoint
+    comparable: bool = True  # whether evaluations before that checkpoint can be compared with later ones
+    superseded: tuple[Path, ...] = ()  # checkpoints to delete before the first step
+    damaged: tuple[Path, ...] = ()  # damaged checkpoints to rename then, so that later runs do not find them
+    notes: tuple[str, ...] = ()  # notes for the user
 
     @property
     def group(self) -> int | None:
@@ -98,38 +106,43 @@ class StartingPoint:
 def choose_starting_point(config: RunConfig, world_size: int) -> StartingPoint:
     """Return where a run starts, and change nothing; on rank 0, under the lock on the checkpoints.
 
-    Args:
-        config: The run's settings.
-        world_size: Number of ranks.
-
     Raises:
         ConfigError: The settings differ from the checkpoint's.
-        CheckpointError: The requested checkpoint, or every one there is, is incomplete or was not saved by a run.
+        CheckpointError: The requested checkpoint is damaged or was not saved by a run, or the newest one is damaged and
+            ``resume`` is not ``previous``.
         DataError: A file that the settings name cannot be read.
     """
     settings = deciding_settings(config, world_size)
-    directory = Path(config.output_dir, CHECKPOINTS_NAME)
-    found = find_checkpoints(directory)
+    found = survey(Path(config.output_dir, CHECKPOINTS_NAME), parse_newest=True)
+    complete = [path for _, path in found.complete]
     if config.resume == "never":
-        names = ", ".join(path.name for path in found)
-        notes = (f"resume=never: {names} in {directory} deleted",) if found else ()
-        return StartingPoint(settings, superseded=tuple(found), notes=notes)
+        doomed = (*complete, *(one.path for one in found.damaged))
+        names = ", ".join(path.name for path in doomed)
+        notes = (f"resume=never: {names} in {found.directory} deleted",) if doomed else ()
+        return StartingPoint(settings, superseded=doomed, notes=notes)
     if isinstance(config.resume, Path):
-        return _at(config.resume, settings, directory, found)
-    if (directory / FINISHED_NAME).exists():
-        further = f", resume={found[-1]} with a higher {_limit_of(directory / FINISHED_NAME)}" if found else ""
+        return _at(config.resume, settings, found)
+    finished = found.directory / FINISHED_NAME
+    if finished.exists():
+        further = f", resume={complete[-1]} with a higher {_limit_of(finished)}" if complete else ""
         raise ConfigError(
             f"{config.output_dir} holds a finished run. Set another output_dir{further}, or resume=never to start from "
-            "scratch, which deletes its checkpoints and in the end replaces its model."
+            "scratch, which deletes its checkpoints now and replaces its model at the end."
         )
-    if found:
-        return _newest(found[-1], settings)
-    _require_none_incomplete(directory)
-    return StartingPoint(settings)
+    aside = found.newer_damaged() if config.resume == "previous" and complete else ()
+    found = replace(found, damaged=tuple(one for one in found.damaged if one not in aside))
+    newest = found.newest()
+    return (
+        StartingPoint(settings)
+        if newest is None
+        else _newest(newest, settings, found, tuple(one.path for one in aside))
+    )
 
 
 def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
-    """Delete the checkpoints that the run replaces, and the mark of a finished run; on rank 0, under the lock.
+    """Delete the checkpoints that the run replaces, set damaged ones aside, and delete the mark of a finished run.
+
+    On rank 0, under the lock.
 
     Raises:
         CheckpointError: The file system refused.
@@ -142,9 +155,11 @@ def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
             finished.unlink(missing_ok=True)
         for path in start.superseded:
             remove_checkpoint(path)
+        for path in start.damaged:
+            set_aside(path)
         finished.unlink(missing_ok=True)
     except OSError as error:
-        raise CheckpointError(f"An earlier run's checkpoints could not be deleted: {error}.") from error
+        raise CheckpointError(f"An earlier run's checkpoints could not be deleted or renamed: {error}.") from error
 
 
 def mark_finished(config: RunConfig, steps: int, ended_by: EndedBy) -> None:
@@ -167,7 +182,7 @@ def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
 def _limit_of(finished: Path) -> str:
     """Return the setting that ended a finished run, from its mark."""
     try:
-        return json.loads(finished.read_text(encoding="utf-8"))["limit"]
+        return str(read_json(finished)["limit"])
     except (OSError, ValueError, TypeError, KeyError):  # damaged, or without a limit (older versions): the usual one
         return "training.num_train_epochs"
 
@@ -183,10 +198,6 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     """Return the settings that affect the weights of a step or the metric of an evaluation, by dotted key; on one rank.
 
     Files are represented by their content, not their path.
-
-    Args:
-        config: The run's settings.
-        world_size: Number of ranks.
 
     Raises:
         DataError: A file cannot be read.
@@ -206,8 +217,8 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     return {**settings, GLOBAL_BATCH: global_batch(config, world_size)}
 
 
-def _newest(path: Path, settings: Mapping[str, Any]) -> StartingPoint:
-    """Resume from the newest checkpoint of the output directory, only with the same settings."""
+def _newest(path: Path, settings: Mapping[str, Any], found: Survey, aside: tuple[Path, ...]) -> StartingPoint:
+    """Resume from the newest good checkpoint of the output directory, only with the same settings."""
     step, values = _read_values(path)
     different = _differences(settings, values["settings"])
     if different:
@@ -219,20 +230,29 @@ def _newest(path: Path, settings: Mapping[str, Any]) -> StartingPoint:
             f"checkpoints there, or another output_dir. To resume with the new settings, set resume={path}; the "
             "model, the optimizer and the global batch must be the same even then."
         )
-    incomplete = [other.name for other in sorted(path.parent.glob("step-*")) if other.name > path.name]
-    skipped = (f"{', '.join(incomplete)} skipped: incomplete",) if incomplete else ()
-    return StartingPoint(settings, path, values, notes=(f"resuming after step {step:,} from {path}", *skipped))
+    older = tuple(f"{one.problem} It is older than {path.name} and is not used." for one in found.damaged)
+    notes = (f"resuming after step {step:,} from {path}", *_aside_notes(aside), *older)
+    return StartingPoint(settings, path, values, damaged=aside, notes=notes)
 
 
-def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Path]) -> StartingPoint:
-    """Resume from a checkpoint that the user names; later ones in the output directory are deleted."""
+def _aside_notes(paths: Sequence[Path]) -> list[str]:
+    return [
+        f"{path.name} is damaged and is renamed to {set_aside_name(path).name}; delete that if you do not need it"
+        for path in paths
+    ]
+
+
+def _at(path: Path, settings: Mapping[str, Any], found: Survey) -> StartingPoint:
+    """Resume from a checkpoint that the user names; later ones in the output directory are deleted or set aside."""
     if path.is_file():
         raise ConfigError(
-            f"resume must be auto, never or the directory of a checkpoint; {path} is a file. Give its directory: "
-            f"resume={path.parent}."
+            f"resume must be auto, previous, never or the directory of a checkpoint; {path} is a file. Give its "
+            f"directory: resume={path.parent}."
         )
     if not path.is_dir():
-        raise ConfigError(f"resume must be auto, never or the directory of a checkpoint; {path} does not exist.")
+        raise ConfigError(
+            f"resume must be auto, previous, never or the directory of a checkpoint; {path} does not exist."
+        )
     inside = find_checkpoints(path) or find_checkpoints(path / CHECKPOINTS_NAME)
     if inside:
         raise ConfigError(f"{path} holds several checkpoints; name one of them, such as resume={inside[-1]}.")
@@ -246,33 +266,64 @@ def _at(path: Path, settings: Mapping[str, Any], directory: Path, found: list[Pa
             + "\nRestore the earlier settings, or start a new run from its weights: fullshard export, then model.path."
         )
     notes = (f"resuming after step {step:,} from {path}", *(f"changed: {line}" for line in different.values()))
-    mine = [other for other in found if other.resolve() == path.resolve()]
-    earlier = found[: found.index(mine[0]) + 1] if mine else []
-    superseded = tuple(other for other in found if other not in earlier)
+    complete = [other for _, other in found.complete]
+    mine = [number for number, other in enumerate(complete) if other.resolve() == path.resolve()]
+    superseded = tuple(complete[mine[0] + 1 :] if mine else complete)
+    chosen = found.complete[mine[0]][0] if mine else None
+    aside = tuple(one.path for one in found.damaged if chosen is None or one.may_be_newer(chosen))
     if superseded:
-        notes = (*notes, f"{', '.join(other.name for other in superseded)} in {directory} deleted")
-    return StartingPoint(settings, path, values, _EVALUATION_SETTINGS.isdisjoint(different), superseded, notes)
+        notes = (*notes, f"{', '.join(other.name for other in superseded)} in {found.directory} deleted")
+    comparable = _EVALUATION_SETTINGS.isdisjoint(different)
+    return StartingPoint(settings, path, values, comparable, superseded, aside, (*notes, *_aside_notes(aside)))
 
 
 def _read_values(path: Path) -> tuple[int, Mapping[str, Any]]:
-    """Return step and values of a run's checkpoint."""
+    """Return step and values of a run's checkpoint.
+
+    Raises:
+        CheckpointError: It is damaged, or was not saved by a run.
+    """
     index = read_index(path)
-    if "settings" not in index.values:
+    values = index.values
+    if "settings" not in values:
         raise CheckpointError(f"{path} was not saved by fullshard train: it has no settings of a run.")
+    rows, scaler = values.get("group_rows"), values.get("scaler")
+    numbers = [value for value in (scaler or {}).values() if isinstance(value, float)] if _is_object(scaler) else []
+    problems = {
+        "settings": not isinstance(values["settings"], Mapping),
+        "record": not isinstance(values.get("record"), Mapping),
+        "group_rows": type(rows) is not int or rows < 1,
+        "scaler": not _is_object(scaler) or not all(isfinite(value) for value in numbers),
+    }
+    wrong = [name for name, is_wrong in problems.items() if is_wrong]
+    if wrong:
+        raise CheckpointError(
+            f"{path / 'index.json'} has values that no run saves: {wrong[0]} is {shown(values.get(wrong[0]))}. "
+            f"{instead_of(path)}"
+        )
     # Checkpoints of older versions, which had only AdamW, do not name the optimizer.
-    settings = {"training.optimizer": "adamw", **index.values["settings"]}
-    return index.step, {**index.values, "settings": settings}
+    settings = {"training.optimizer": "adamw", **values["settings"]}
+    return index.step, {**values, **_added_values(path), "settings": settings}
 
 
-def _require_none_incomplete(directory: Path) -> None:
-    """Raise if there are checkpoints, all incomplete: a run must not silently start from scratch."""
-    for path in sorted(directory.glob("step-*"), reverse=True):
-        try:
-            check_completion(path)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"No checkpoint in {directory} is complete. {error} Set resume=never to start from scratch."
-            ) from error
+def _added_values(path: Path) -> Mapping[str, Any]:
+    """Return what the evaluation after a complete checkpoint's step added to it."""
+    # A file that a killed run wrote without listing it is not part of the checkpoint.
+    done = read_completion(path)
+    if EVALUATION_NAME not in done.files:
+        return {}
+    try:
+        for name, text in changed_small_files(path, done):
+            if name == EVALUATION_NAME:
+                raise ValueError(text)
+        return {"record": read_json(path / EVALUATION_NAME)["record"]}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path / EVALUATION_NAME} cannot be read: {error}. {instead_of(path)}") from error
+
+
+def _is_object(value: object) -> bool:
+    """Return whether a value is an object or null."""
+    return value is None or isinstance(value, Mapping)
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, str]:

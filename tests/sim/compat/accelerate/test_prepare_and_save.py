@@ -1,5 +1,6 @@
 """What Accelerate's object does with ranks, played by threads: values of the first rank, and saving."""
 
+import copy
 import functools
 import threading
 from types import SimpleNamespace
@@ -9,14 +10,14 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard, unsharded
-from fullshard.compat.accelerate import FullyShardedDataParallelPlugin as Plugin
-from fullshard.compat.accelerate import prepare as sharding
-from fullshard.compat.accelerate import saving
+from fullshard.comm import axes_of
+from fullshard.compat.accelerate import FullyShardedDataParallelPlugin as Plugin, prepare as sharding, saving
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.compat.torch_fsdp.wrap import transformer_auto_wrap_policy
 from fullshard.errors import FullshardError
 from fullshard.testing import run_ranks
-from support.models import Block, TinyLM
+from support.models import Block, TinyLM, batches, lm_loss
+from support.parity import ROWS_PER_RANK, assert_same_run, steps_for, train_sharded, train_unsharded
 
 BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
 
@@ -77,6 +78,61 @@ def test_version_1_leaves_other_ranks_without_values_to_the_wrapper_and_fills_wh
     assert options["sync_module_states"] is True
     assert numel_here(models[1]) == options["ignored"]
     assert torch.equal(models[1].unused.weight, models[0].unused.weight)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_seeds_of_their_own_train_as_the_unsharded_run_from_rank_0s_values(size, monkeypatch):
+    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)  # a plugin of another test may have set it
+    models = []
+    for rank in range(size):
+        with torch.random.fork_rng():
+            torch.manual_seed(7 + rank)
+            models.append(TinyLM())
+    plain = copy.deepcopy(models[0])
+    data = batches(steps_for(size), size * ROWS_PER_RANK)
+
+    def work(comm):
+        model = models[comm.rank]
+        sharding.shard(model, Plugin(fsdp_version=2, auto_wrap_policy=BLOCKS), comm)
+        return train_sharded(model, comm, lm_loss, data, sharded=True)
+
+    with pytest.warns(UserWarning, match="different values") as told:
+        runs = run_ranks(size, work)
+    assert len(told) == 1
+    for run in runs:
+        assert_same_run(run, train_unsharded(copy.deepcopy(plain), lm_loss, data))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", None])
+def test_two_axes_shard_over_one_and_replicate_over_the_other(strategy):
+    """Four ranks, two by two, as ``parallelism_config`` sets them; None: version 2."""
+    rows = torch.randint(3, 50, (8, 9), generator=torch.Generator().manual_seed(4))
+    plain, models = build(), [build() for _ in range(4)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        lm_loss(plain, rows).backward()
+        optimizer.step()
+
+    def work(comm):
+        settings = {"fsdp_version": 2} if strategy is None else {"sharding_strategy": strategy}
+        plugin = Plugin(**settings, auto_wrap_policy=BLOCKS)
+        model = sharding.shard(models[comm.rank], plugin, comm, axes_of(comm, 2))
+        held = sum(param.nbytes for param in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            lm_loss(model, rows[2 * comm.rank : 2 * comm.rank + 2]).backward()
+            optimizer.step()
+        inner = sharding.unwrapped(model)
+        with unsharded(inner):
+            return held, {name: value.detach().clone() for name, value in inner.named_parameters()}
+
+    results = run_ranks(4, work)
+    whole = sum(param.nbytes for param in plain.parameters())
+    assert results[0][0] + results[1][0] == results[2][0] + results[3][0] == whole
+    for _, found in results:
+        torch.testing.assert_close(found, dict(plain.named_parameters()), atol=1e-5, rtol=1e-5)
 
 
 def test_narrow_parameters_without_values_are_widened_without_being_written():
@@ -154,7 +210,7 @@ def test_ranks_wait_for_a_slow_write_in_short_exchanges(tmp_path, monkeypatch):
         ranks = Counted(comm)
         if comm.rank == 1:
             ranks.thrice = other
-        saving._State(accelerator_of(ranks), tmp_path).save_model(model, 0)
+        saving.State(accelerator_of(ranks), tmp_path).save_model(model, 0)
 
     run_ranks(2, work)
     assert waited == [True]

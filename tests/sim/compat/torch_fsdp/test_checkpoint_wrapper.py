@@ -8,8 +8,7 @@ import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as theirs
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from fullshard import TransformerBlocks
-from fullshard import fully_shard as native_fully_shard
+from fullshard import TransformerBlocks, fully_shard as native_fully_shard
 from fullshard.comm import MemoryMeter
 from fullshard.compat.torch_fsdp import checkpointing as ours
 from fullshard.compat.torch_fsdp.checkpointing import (

@@ -15,6 +15,7 @@ from fullshard.compat.torch_fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CustomPolicy,
+    FullyShardedDataParallel as FSDP,
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
@@ -22,7 +23,6 @@ from fullshard.compat.torch_fsdp import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP
 from fullshard.compat.torch_fsdp.wrap import wrap
 from fullshard.errors import ConfigError, WrapError
 from fullshard.testing import run_ranks

@@ -6,7 +6,7 @@ from torch import nn
 
 from fullshard import unsharded
 from fullshard.compat.torch_fsdp.fsdp2 import fully_shard
-from fullshard.errors import ConfigError
+from fullshard.shards import Shard
 from fullshard.testing import RecordingComm, run_ranks
 from support.fsdp2 import SIZE, rows_of, shard, with_models
 from support.models import TinyLM, batches, lm_loss
@@ -56,7 +56,7 @@ def test_a_gradients_norm_is_the_whole_gradients_and_a_rank_without_rows_takes_p
         model(torch.ones(2, 3)).sum().backward()
         weight = model.weight
         norms = [weight.grad.norm(), torch.linalg.vector_norm(weight.grad.detach()), torch.norm(weight.grad)]
-        assert type(weight.grad * 2) is torch.Tensor
+        assert type(weight.grad * 2) is Shard
         return len(weight), [norm.item() for norm in norms]
 
     rows, norms = zip(
@@ -66,14 +66,17 @@ def test_a_gradients_norm_is_the_whole_gradients_and_a_rank_without_rows_takes_p
     assert norms[0] == norms[1] == pytest.approx([2 * 3**0.5] * 3)
 
 
-def test_norms_of_parts_of_a_gradient_are_refused():
-    def work(comm):
-        model = fully_shard(nn.Linear(4, 4), mesh=comm)
+def test_norms_of_columns_are_of_all_ranks_and_norms_of_rows_of_the_rows_here():
+    def work(comm, model):
+        model = fully_shard(model, mesh=comm)
         model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(ConfigError, match="rank's rows"):
-            model.weight.grad.norm(dim=0)
+        grad = model.weight.grad
+        assert torch.equal(grad.norm(dim=1), torch.full(grad.shape[:1], 4.0))
+        assert type(grad.norm(dim=1)) is Shard
+        return grad.norm(dim=0)
 
-    run_ranks(1, work)
+    for columns in with_models(SIZE, work, lambda: nn.Linear(4, 4)):
+        torch.testing.assert_close(columns, torch.full((4,), 4.0))
 
 
 def test_torchs_scaler_skips_on_every_rank_what_overflows_on_one():
@@ -83,7 +86,7 @@ def test_torchs_scaler_skips_on_every_rank_what_overflows_on_one():
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         scaler.scale(model(torch.ones(2, 40)).sum()).backward()
         if comm.rank == 1:
-            model.weight.grad[0, 0] = float("inf")
+            model.weight.grad.to_local()[0, 0] = float("inf")
         before = model.weight.detach().clone()
         scaler.step(optimizer)
         return torch.equal(model.weight, before)

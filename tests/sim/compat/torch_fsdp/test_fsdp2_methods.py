@@ -23,8 +23,7 @@ def gathers(model, ledger, tokens):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [(None, (5, 4)), (True, (5, 5)), (False, (5, 0)), (1, (5, 0)), (SIZE, (5, 5))],
+    ("given", "expected"), [(None, (5, 4)), (True, (5, 5)), (False, (5, 0)), (1, (5, 0)), (SIZE, (5, 5))]
 )
 def test_reshard_after_forward_says_what_backward_gathers(given, expected):
     def work(comm, model):
@@ -229,10 +228,7 @@ def scale(model):
         param.data.mul_(0.5)
 
 
-CHANGES = {
-    "fused_step": lambda model: torch.optim.SGD(model.parameters(), lr=0.5, fused=True).step(),
-    "data": scale,
-}
+CHANGES = {"fused_step": lambda model: torch.optim.SGD(model.parameters(), lr=0.5, fused=True).step(), "data": scale}
 
 
 @pytest.mark.parametrize("keep", ["after_backward", "unshard"])

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from fullshard import unsharded
 from fullshard.compat.torch_fsdp.api import StateDictType
 from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
-from fullshard.errors import MismatchError, ShardingError
+from fullshard.errors import MismatchError
 from fullshard.testing import run_ranks
 from support.fsdp2 import SIZE, rows_of, shard, with_models
 from support.models import TinyLM, batches, lm_loss
@@ -35,11 +35,9 @@ def test_state_dicts_of_root_and_blocks_are_this_ranks_part_and_come_back():
     with_models(SIZE, work)
 
 
-def test_a_part_is_not_saved_for_the_whole():
+def test_a_full_state_dict_is_saved_as_plain_tensors():
     def work(comm, model):
         model = shard(model, comm)
-        with pytest.raises(ShardingError, match="one rank's part"):
-            torch.save(model.state_dict(), io.BytesIO())
         set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
         torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), io.BytesIO())
         return {name: tuple(value.shape) for name, value in get_model_state_dict(model).items()}

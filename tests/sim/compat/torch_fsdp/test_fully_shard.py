@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
-from fullshard import fully_shard as native_fully_shard
-from fullshard import units
+from fullshard import fully_shard as native_fully_shard, units
 from fullshard.compat.torch_fsdp.fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -154,8 +153,7 @@ def test_modules_without_parameters_are_fsdp_modules_without_a_unit():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"mp_policy": torch_fsdp.MixedPrecisionPolicy()}, {"offload_policy": torch_fsdp.CPUOffloadPolicy()}],
+    "options", [{"mp_policy": torch_fsdp.MixedPrecisionPolicy()}, {"offload_policy": torch_fsdp.CPUOffloadPolicy()}]
 )
 def test_the_native_door_names_the_compat_one_for_torchs_policies(options):
     def work(comm):

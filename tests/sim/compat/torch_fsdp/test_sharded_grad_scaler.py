@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP
-from fullshard.compat.torch_fsdp import ShardedGradScaler
+from fullshard.compat.torch_fsdp import FullyShardedDataParallel as FSDP, ShardedGradScaler
 from fullshard.testing import run_ranks
 from support.parity import replicas
 
@@ -23,7 +22,7 @@ def test_the_scaler_takes_torchs_arguments_and_skips_on_all_ranks():
             loss = model(torch.ones(1, 64)).sum()
             scaler.scale(loss).backward()
             if spoilt and comm.rank == 1:
-                next(model.parameters()).grad[0, 0] = float("inf")
+                next(model.parameters()).grad.to_local()[0, 0] = float("inf")
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
@@ -47,7 +46,7 @@ def test_further_ranks_of_the_scalers_group_skip_too():
         scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=everyone)
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
         if comm.rank == 1:
-            next(model.parameters()).grad[0, 0] = float("nan")
+            next(model.parameters()).grad.to_local()[0, 0] = float("nan")
         scaler.step(optimizer)
         scaler.update()
         return scaler.get_scale()

@@ -33,7 +33,7 @@ def adapter_rows():
 def test_an_adapters_table_is_120_wide_and_keeps_the_names_that_matter():
     lines = lines_of(*adapter_rows())
     assert max(map(len, lines)) <= 120
-    assert lines[0] == "25 units over 2 ranks; but for the root they are inside base_model.model"
+    assert lines[0] == "25 units over 2 ranks; all but the root are inside base_model.model"
     assert "trainable" in lines[1]
     text = "\n".join(lines)
     assert "encoder.block.0 .. 11 (x12)" in text

@@ -1,5 +1,7 @@
 """Ranks compare each collective of the first pass, and one checksum a step after that."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -110,3 +112,13 @@ def test_optimizers_that_step_different_parameters_are_named():
 def test_with_the_debug_variable_every_pass_is_compared(monkeypatch):
     monkeypatch.setenv("FULLSHARD_DEBUG", "1")
     assert messages(lambda agreement: agreement.before("all-gather", 1)) == ["all_reduce"]
+
+
+@pytest.mark.parametrize("claims", [[], [{"weight": (0, ("lr",))}]])
+def test_where_the_device_is_not_waited_for_the_error_tells_that_optimizers_may_differ_if_there_are_any(claims):
+    agreement = agreement_of(SoloComm(torch.device("cpu")))
+    agreement.mesh = SimpleNamespace(device=torch.device("cuda"), rank=0)
+    agreement.claims = claims
+    with pytest.raises(MismatchError) as told:
+        agreement._raise_mismatch(3)
+    assert ("gave optimizers different parameters" in str(told.value)) is bool(claims)

@@ -1,5 +1,6 @@
 """The hooks of a unit's modules: when it is gathered and released, and which inputs and outputs they change."""
 
+import contextlib
 from collections import OrderedDict
 
 import pytest
@@ -12,6 +13,7 @@ from fullshard.engine.step.unit import Keep
 from fullshard.errors import ShardingError
 from fullshard.testing import run_ranks
 from support.optimizers import copies
+from support.parity import assert_gradients as assert_gradients_equal, sharded_gradients
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def shown(units):
 def assert_gradients(params):
     """Every parameter of which this rank has rows has a gradient of them."""
     for param in params:
-        assert (param.grad is not None) == (param.numel() > 0)
+        assert param.grad is not None
         assert param.grad is None or param.grad.shape == param.shape
 
 
@@ -103,20 +105,110 @@ def test_a_submodule_called_alone_gathers_its_unit_for_that_call():
     on_two_ranks(work)
 
 
-def test_a_forward_that_fails_leaves_no_unit_open_or_shown():
+def test_a_submodule_that_reads_its_weight_in_backward_may_be_called_alone():
+    def work(model, units):
+        x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+        (expected,) = torch.autograd.grad(nn.LayerNorm(8)(x.tanh()).pow(3).sum(), x)
+        model.last(x.tanh()).pow(3).sum().backward()
+        torch.testing.assert_close(x.grad, expected)
+        assert shown(units) == set()
+
+    on_two_ranks(work, last=lambda: nn.LayerNorm(8))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_forward_that_fails_leaves_no_unit_open_or_shown(alone):
     def fail(_):
         raise ZeroDivisionError
 
     def work(model, units):
+        schedule = model._fullshard_runtime.schedule
         model.b.output = fail
         with pytest.raises(ZeroDivisionError):
-            model(X)
+            (model.b if alone else model)(X)
         assert shown(units) == set()
         assert all(unit.open_calls == 0 for unit in units.values())
+        assert [call.unit for _, call in schedule.events] == ([] if alone else [units["a"].index] * 2)
         model.b.output = lambda y: y
         model(X).sum().backward()
 
     on_two_ranks(work)
+
+
+def test_the_next_forward_forgets_one_that_was_interrupted():
+    def interrupt(_):
+        raise KeyboardInterrupt  # torch calls no hooks then
+
+    def work(model, units):
+        runtime = model._fullshard_runtime
+        model.b.output = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+        assert len(runtime.open_calls) == 2
+        model.b.output = lambda y: y
+        model(X).sum().backward()
+        assert runtime.open_calls == []
+        assert shown(units) == set()
+        assert_gradients(model.parameters())
+
+    on_two_ranks(work)
+
+
+def test_backward_may_begin_inside_a_unit_past_its_outputs():
+    """A block keeps a loss of its own, as one of experts does, so nothing tells that backward comes to it."""
+
+    class Aside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.aside = self.second(self.first(x)).square().mean()
+            return x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Aside()
+
+        def forward(self, x):
+            return self.block(x)
+
+    reference = Model()
+    models = copies(reference, 2)
+    reference(X)
+    reference.block.aside.backward()
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=lambda module: isinstance(module, Aside))
+        model(X)
+        model.block.aside.backward()
+        return sharded_gradients(model)
+
+    assert_gradients_equal(run_ranks(2, work), reference)
+
+
+def test_a_forward_may_go_on_after_a_unit_that_failed():
+    class Tolerant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Block(), Block()
+            self.a.output = lambda y: y / "not a number"
+
+        def forward(self, x):
+            with contextlib.suppress(TypeError):
+                x = self.a(x)
+            return self.b(x)
+
+    models = copies(Tolerant(), 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=lambda module: isinstance(module, Block))
+        model(X).sum().backward()
+        assert_gradients(model.b.parameters())
+        assert all(p.grad is None for p in model.a.parameters())
+
+    run_ranks(2, work)
 
 
 def test_an_output_that_views_a_parameter_is_refused():

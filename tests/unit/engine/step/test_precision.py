@@ -1,6 +1,6 @@
 """Tensors are found and cast in whatever modules take and return."""
 
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -43,3 +43,11 @@ def test_integers_are_not_cast_and_nothing_to_cast_is_the_same_object():
     assert cast_floats(value, "bfloat16") is value
     assert cast_floats(value, None) is value
     assert map_tensors(value, lambda t: t) is value
+
+
+def test_a_dict_of_another_class_is_copied_with_what_it_carries():
+    value = defaultdict(list, a=torch.ones(2))
+    result = cast_floats(value, "bfloat16")
+    assert result["a"].dtype == torch.bfloat16
+    assert result.default_factory is list
+    assert value["a"].dtype == torch.float32

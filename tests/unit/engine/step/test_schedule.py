@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from fullshard.engine.step.schedule import Schedule, Verb
+from fullshard.policy import Prefetch
 
-ROOT, A, B, C = range(4)
+ROOT, A, B, C, D = range(5)
 
 
 class Rank:
@@ -139,3 +140,15 @@ def test_calls_outside_the_plan_flush_what_arrived():
     schedule.reset()
     assert schedule.backward_begins(call) == [(Verb.GATHER, A)]
     assert schedule.backward_ends(call) == [(Verb.FLUSH, A), (Verb.RESHARD, A)]
+
+
+def test_what_an_earlier_pass_gathered_for_nothing_does_not_count_against_the_bound():
+    schedule = Schedule([True] * 5, root=ROOT, prefetch=Prefetch(max_in_flight=2))
+    for units in ((A, B, C, D), (A,)):  # the second pass gathers B ahead, and does not run it
+        schedule.pass_begins()
+        for unit in units:
+            call, _ = schedule.forward_begins(unit)
+            schedule.forward_ends(call, needs_backward=False)
+        schedule.pass_ends()
+    schedule.pass_begins()
+    assert schedule.forward_begins(C)[1] == [(Verb.GATHER, C), (Verb.PREFETCH, D)]

@@ -9,8 +9,10 @@ from torch import nn
 
 from fullshard import fully_shard
 from fullshard.engine.step.lane import LaneState
+from fullshard.engine.step.recorder import SilentRecorder
 from fullshard.engine.step.unit import Keep
 from fullshard.errors import InvariantError, ShardingError
+from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 from support.optimizers import copies
 
@@ -137,7 +139,7 @@ def test_a_reduce_leaves_the_mean_over_ranks_in_the_shards_and_no_unsharded_grad
                 else torch.equal(param.sharded.grad, torch.full_like(rows, 3.5))
             )
         assert unit.lanes[0].account.live["gradients"] == 0
-        assert unit.gradient_bytes() == sum(param.sharded.numel() * 4 for param in unit.params)
+        assert unit.gradient_bytes() == sum(rows_of(param.sharded).numel() * 4 for param in unit.params)
 
     on_two_ranks(work)
 
@@ -189,3 +191,46 @@ def test_it_is_neither_copied_nor_pickled():
                 action(unit)
 
     on_two_ranks(work)
+
+
+def test_a_write_to_a_full_parameter_is_told_once():
+    def work(unit, module, full):
+        gather(unit)
+        with torch.no_grad():
+            module.weight.add_(1.0)
+        with pytest.raises(ShardingError, match="changed a parameter in place, one of weight, bias"):
+            unit.refuse_writes()
+        unit.refuse_writes()
+
+    on_two_ranks(work)
+
+
+def test_a_unit_is_trainable_while_one_of_its_parameters_is():
+    def work(unit, module, full):
+        trainable = []
+        for param in unit.params:
+            trainable.append(unit.trainable)
+            param.trainable = False
+            unit.count_trainable()
+        return [*trainable, unit.trainable, *(lane.trainable for lane in unit.lanes)]
+
+    assert on_two_ranks(work) == [[True, True, False, False]] * 2
+
+
+def test_a_recorder_is_given_the_works_of_both_collectives():
+    class Works(SilentRecorder):
+        def __init__(self):
+            self.counts = []
+
+        def issued(self, unit, kind, works):
+            self.counts.append((kind, len(works)))
+
+    def work(unit, module, full):
+        unit.recorder = Works()
+        fill(unit, 1.0)
+        unit.issue_reduce(across=True, final=True)
+        unit.finish_reduce()
+        return unit.recorder.counts, len(unit.lanes)
+
+    for counts, lanes in on_two_ranks(work):
+        assert counts == [("gather", lanes), ("reduce", lanes)]

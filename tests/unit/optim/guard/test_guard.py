@@ -1,14 +1,18 @@
 """Optimizers that are not elementwise are refused on shards before any change; others are accepted."""
 
+import copy
+import time
+
 import pytest
 import torch
 from torch import nn
 
 from fullshard import fully_shard, step_in_backward
 from fullshard.errors import ConfigError
-from fullshard.optim.guard.guard import why_not_elementwise
+from fullshard.optim.guard.guard import trust, why_not_elementwise
 from fullshard.optim.guard.trial import Split, steps_parts_equally
 from fullshard.optim.muon.muon import Muon
+from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 
 
@@ -50,9 +54,9 @@ def sharded(comm, inputs=8, outputs=12):
 
 def changes(model, optimizer):
     """Whether a step changes this rank's weights."""
-    before = model.weight.detach().clone()
+    before = rows_of(model.weight).clone()
     optimizer.step()
-    return not torch.equal(before, model.weight)
+    return not torch.equal(before, rows_of(model.weight))
 
 
 REFUSED = {
@@ -95,7 +99,7 @@ def test_a_rank_without_rows_refuses_too():
         assert 1 < len(model.weight.shard_meta.owners) < comm.size
         with pytest.raises(ConfigError, match="uses full matrices"):
             torch.optim.Adafactor(model.parameters()).step()
-        return model.weight.numel()
+        return rows_of(model.weight).numel()
 
     assert 0 in run_ranks(4, work)
 
@@ -119,12 +123,10 @@ def test_one_rank_is_left_alone(kind):
     assert run_ranks(1, work) == [[True]]
 
 
-def test_an_unknown_class_with_state_of_rows_is_refused_after_its_first_step():
+def test_an_unknown_class_with_state_of_rows_is_refused():
     def work(comm):
         model = sharded(comm)
-        with pytest.raises(
-            ConfigError, match=r"Sums is not elementwise: its state 'sums' of weight, \(12, 8\), has shape"
-        ):
+        with pytest.raises(ConfigError, match=r"Whether Sums is elementwise could not be tried"):
             Sums(model.parameters(), lr=0.1).step()
 
     run_ranks(3, work)
@@ -190,7 +192,7 @@ def test_step_in_backward_refuses_them_on_every_rank_at_once():
         model = sharded(comm, 160, 2)
         with pytest.raises(ConfigError, match="Adafactor uses full matrices"):
             step_in_backward(model, torch.optim.Adafactor)
-        return model.weight.numel()
+        return rows_of(model.weight).numel()
 
     assert 0 in run_ranks(4, work)
 
@@ -270,7 +272,6 @@ TRIED = {
     "an option": (lambda params: Cautious(params, caution=True), True),
     "the option left out": (Cautious, False),
     "stacked state": (Stacked, False),
-    "random numbers": (Noisy, False),
     "options without a hash": (lambda params: Listed(params, [0.1]), True),
 }
 
@@ -284,7 +285,7 @@ def test_unknown_classes_are_tried_on_every_rank_before_anything_changes(name):
         optimizer = make(model.parameters())
         before = model.weight.detach().clone()
         if not refused:
-            return model.weight.numel() == 0 or changes(model, optimizer)
+            return changes(model, optimizer) or rows_of(model.weight).numel() == 0
         for _ in range(2):
             with pytest.raises(ConfigError, match=r"\(in a trial .*such as weight, \(2, 160\), over"):
                 optimizer.step()
@@ -301,11 +302,81 @@ def test_a_trial_leaves_the_random_state_as_it_was():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_strange_state_is_refused_where_the_class_cannot_be_tried():
+class Slow(torch.optim.SGD):
+    """Takes seconds for a step of the trial."""
+
+    def step(self, closure=None):
+        begin = time.thread_time()
+        while time.thread_time() - begin < 0.21:
+            pass
+        return super().step(closure)
+
+
+UNTRIED = {
+    "needs an argument": (lambda params: StackedUntried(params, "this"), "missing 1 required positional argument"),
+    "draws random numbers": (Noisy, "steps the same values differently each time"),
+    "takes too long": (Slow, r"took longer than 0\.2 s"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRIED)
+def test_a_class_that_cannot_be_tried_is_refused_unless_it_is_trusted(name):
+    make, why = UNTRIED[name]
+
     def work(comm):
         model = sharded(comm)
-        with pytest.raises(ConfigError, match="its state 'buffers' of weight"):
-            StackedUntried(model.parameters(), "this").step()
+        with pytest.raises(ConfigError, match=rf"could not be tried \(.*{why}.*fullshard\.optim\.trust\("):
+            make(model.parameters()).step()
+
+    run_ranks(2, work)
+
+
+def test_a_trusted_class_gets_shards_whose_norms_are_those_of_the_full_tensors():
+    class Trusted(ByNorm):
+        pass
+
+    trust(Trusted)
+    torch.manual_seed(0)
+    reference = nn.Linear(8, 12, bias=False)
+    models = [copy.deepcopy(reference) for _ in range(2)]
+    reference(torch.ones(2, 8)).sum().backward()
+    Trusted(reference.parameters(), lr=0.1).step()
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=None)
+        model(torch.ones(2, 8)).sum().backward()
+        Trusted(model.parameters(), lr=0.1).step()
+        return model.weight.full_tensor()
+
+    for full in run_ranks(2, work):
+        torch.testing.assert_close(full, reference.weight.detach(), atol=1e-6, rtol=0)
+
+
+class ByAllNorms(torch.optim.SGD):
+    """Clips by the norm of all gradients that it sees, as Adan does with max_grad_norm."""
+
+    def __init__(self, params, lr=0.1, largest=0.0):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["largest"] = largest
+
+    def step(self, closure=None):
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self.param_groups[0]["largest"]:
+            torch.nn.utils.clip_grad_norm_(params, self.param_groups[0]["largest"])
+        return super().step(closure)
+
+
+def test_a_class_that_sums_over_all_gradients_is_refused_also_where_nothing_is_split():
+    model = nn.Linear(4, 2, bias=False)
+    models = [model, copy.deepcopy(model)]
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=None)
+        model(torch.ones(1, 4)).sum().backward()
+        ByAllNorms(model.parameters()).step()
+        with pytest.raises(ConfigError, match=r"ByAllNorms (looks at several parameters|is not elementwise)"):
+            ByAllNorms(model.parameters(), largest=0.01).step()
 
     run_ranks(2, work)
 
@@ -343,7 +414,7 @@ def test_a_class_is_tried_once_for_equal_options():
             optimizer.step()
         return len(made)
 
-    assert run_ranks(2, work)[0] <= 2 * (5 + 4)
+    assert run_ranks(2, work)[0] <= 2 * (5 + 8)  # a trial of each of two kinds makes four
 
 
 @pytest.mark.parametrize(
@@ -373,3 +444,14 @@ def test_libraries_of_narrow_states_are_judged_by_name(name, module, text):
 @pytest.mark.parametrize("name", ["StableAdamW", "AdamP", "SGDP", "NvNovoGrad", "Mars", "FusedNovoGrad", "Nero"])
 def test_known_names_need_no_trial(name):
     assert why_not_elementwise(renamed(name)) == "full matrices"
+
+
+@pytest.mark.parametrize("call", [lambda step: step(), lambda step: step(None), lambda step: step(closure=None)])
+def test_a_step_without_a_closure_gives_no_state_to_a_rank_without_rows(call):
+    def work(comm):
+        model = sharded(comm, outputs=1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        call(optimizer.step)
+        return bool(optimizer.state), rows_of(model.weight).numel() > 0
+
+    assert [has_state == has_rows for has_state, has_rows in run_ranks(2, work)] == [True, True]

@@ -3,8 +3,7 @@
 from fractions import Fraction
 from itertools import product
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fullshard.optim.muon.balance import RoundPlan, SplitMatrix, newton_schulz_flops, plan_rounds
 

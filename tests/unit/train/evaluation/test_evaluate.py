@@ -37,9 +37,7 @@ def examples(count):
     """Rows of one to six words; every third has two references."""
     return [
         Example(
-            " ".join(WORDS[row : row + 1 + row * 5 % 6]),
-            (f"text {row}", "other text")[: 1 + (row % 3 == 0)],
-            row + 1,
+            " ".join(WORDS[row : row + 1 + row * 5 % 6]), (f"text {row}", "other text")[: 1 + (row % 3 == 0)], row + 1
         )
         for row in range(count)
     ]

@@ -12,8 +12,7 @@ from transformers.utils import logging
 
 from fullshard.config import RunConfig
 from fullshard.config.recorded import read_run, recorded_run
-from fullshard.data import SourceSpec, read_inputs, read_split
-from fullshard.data.examples import Example
+from fullshard.data import InputRow, SourceSpec, read_inputs, read_split
 from fullshard.errors import ConfigError, DataError, ModelError
 from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
 from fullshard.testing import run_ranks
@@ -27,7 +26,7 @@ from support.tiny_run import MODEL, read_jsonl, settings
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.5}
 LINES = ["where is my card", "i lost it", "what is the rate of exchange today", "my card", "the rate is lost today"]
-ROWS = [Example(line, (line,), number) for number, line in enumerate(LINES, start=1)]
+ROWS = [InputRow(line, number) for number, line in enumerate(LINES, start=1)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def written_by(directory, ranks, config=None, **evaluation):
         model, its_tokenizer, notes = load_trained(trained, comm)
         settings_ = trained.config.evaluation.model_copy(update={"max_new_tokens": 6, **evaluation})
         changed = trained.config.model_copy(update={"evaluation": settings_})
-        return [text for part in predict(model, its_tokenizer, ROWS, changed, comm) for text in part.texts], notes
+        return [one.text for part in predict(model, its_tokenizer, ROWS, changed, comm) for one in part], notes
 
     return run_ranks(ranks, work)
 
@@ -75,7 +74,7 @@ def test_a_plain_model_predicts_as_it_does_alone(ranks, tokenizer, tmp_path, mon
         assert texts == expected
 
 
-def test_sources_that_are_cut_are_counted(tokenizer, tmp_path):
+def test_a_source_that_is_cut_says_so(tokenizer, tmp_path):
     directory = save(build_model(GPT2, tokenizer, seed=3), tokenizer, tmp_path / "model")
 
     def work(comm):
@@ -84,11 +83,33 @@ def test_sources_that_are_cut_are_counted(tokenizer, tmp_path):
         changed = trained.config.model_copy(
             update={"data": trained.config.data.model_copy(update={"max_source_length": 5, "max_target_length": 2})}
         )
-        return [part.cut for part in predict(model, its_tokenizer, ROWS, changed, comm)]
+        return [one.cut for part in predict(model, its_tokenizer, ROWS, changed, comm) for one in part]
 
-    longer = sum(len(tokenizer(line).input_ids) > 5 for line in LINES)
-    assert 0 < longer < len(LINES)
-    assert run_ranks(2, work) == [[longer]] * 2
+    longer = [len(tokenizer(line).input_ids) > 5 for line in LINES]
+    assert 0 < sum(longer) < len(LINES)
+    assert run_ranks(2, work) == [longer] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_row_has_its_own_prediction_also_where_it_is_repeated_or_cannot_be_used(
+    ranks, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(predict_module, "CHUNK_BATCHES", 1)
+    directory = save(build_model(GPT2, tokenizer, seed=3), tokenizer, tmp_path / "model")
+    expected = dict(zip(LINES, written_alone(AutoModelForCausalLM.from_pretrained(directory), tokenizer), strict=True))
+    texts = [*([""] * 19), *LINES, "", *reversed(LINES), LINES[0], ""]  # a chunk of nothing usable among them
+    rows = [InputRow(text, line, None if text else "it is empty") for line, text in enumerate(texts, start=1)]
+
+    def work(comm):
+        trained = find_trained(str(directory))
+        model, its_tokenizer, _ = load_trained(trained, comm)
+        settings_ = trained.config.evaluation.model_copy(update={"max_new_tokens": 6})
+        changed = trained.config.model_copy(update={"evaluation": settings_})
+        return [one.as_dict() for part in predict(model, its_tokenizer, rows, changed, comm) for one in part]
+
+    unusable = {"input": "", "prediction": None, "problem": "it is empty"}
+    for written in run_ranks(ranks, work):
+        assert written == [{"input": text, "prediction": expected[text]} if text else unusable for text in texts]
 
 
 def finished_run(directory, model, tokenizer, **changes):
@@ -150,6 +171,13 @@ def test_a_directory_without_a_model_is_said_to_be_one(tmp_path):
         find_trained(str(tmp_path))
 
 
+def test_a_run_that_has_not_finished_has_its_best_model_named(tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=rf"has not finished .* so far is in {tmp_path}/best: pass that"):
+        find_trained(str(tmp_path))
+
+
 def test_settings_of_a_finished_run_follow_it_to_another_place(tokenizer, tmp_path):
     out, config = finished_run(tmp_path, build_model(MODEL, tokenizer, seed=3), tokenizer)
     moved = out.rename(tmp_path / "moved")
@@ -175,25 +203,87 @@ def write(path, text):
 @pytest.mark.parametrize(
     ("name", "text", "options"),
     [
-        ("rows.txt", "one\n\n two \nthree", {}),
+        ("rows.txt", "one\n two \r\nthree", {}),
         ("rows.csv", "text\none\n two \nthree\n", {}),
         ("rows.csv", "id,text\n1,one\n2, two \n3,three\n", {}),
         ("rows.csv", "id,question\n1,one\n2, two \n3,three\n", {"source_column": "question", "target_column": "gone"}),
         ("rows.jsonl", '{"a": "one"}\n{"a": " two "}\n{"a": "three"}\n', {"template": "{a}", "target_column": "gone"}),
         ("rows.csv", "question,context\none,\n two ,\nthree,\n", {}),
         ("rows.csv", "id,sentence\n1,one\n2, two \n3,three\n", {"format": "phrasebank"}),
+        ("rows.csv", "id;text\n1;one\n2; two \n3;three\n", {}),
+        ("rows.csv", "id~text\n1~one\n2~ two \n3~three\n", {"delimiter": "~"}),
+        ("rows.csv", "id,text\n1,one\n2, two \n3,three\n", {"delimiter": ";"}),
+        ("rows.jsonl", '{"text": "one"}\n{"text": " two "}\n{"text": "three"}\n', {"delimiter": ";"}),
     ],
-    ids=["lines", "only column", "known column", "given column", "template", "known columns", "phrasebank"],
+    ids=[
+        *("lines", "only column", "known column", "given column", "template", "known columns", "phrasebank"),
+        *("semicolons", "the run's delimiter", "not the run's delimiter", "no delimiter"),
+    ],
 )
 def test_only_the_source_of_a_row_is_read(name, text, options, tmp_path):
     table = read_inputs(write(tmp_path / name, text), SourceSpec(train_file=tmp_path / "gone.csv", **options))
-    assert [row.source for row in table.examples] == ["one", " two ", "three"]
+    assert [(row.source, row.problem) for row in table.rows] == [("one", None), (" two ", None), ("three", None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "expected"),
+    [
+        (
+            "rows.txt",
+            b"\xef\xbb\xbfone\n\n  \nbad \xff\nfive\n\n",
+            {},
+            [
+                ("one", 1, None),
+                ("", 2, "it is empty"),
+                ("  ", 3, "it is empty"),
+                ("", 4, "byte 0xff is not UTF-8"),
+                ("five", 5, None),
+                ("", 6, "it is empty"),
+            ],
+        ),
+        (
+            "rows.csv",
+            b'id,text\n1,one\n2,\n3\n4," "\n5,five\n',
+            {},
+            [
+                ("one", 2, None),
+                ("", 3, "column 'text' is empty"),
+                ("", 4, "the row has 1 cells, the header 2"),
+                ("", 5, "column 'text' is empty"),
+                ("five", 6, None),
+            ],
+        ),
+        (
+            "rows.jsonl",
+            b'{"text": "one"}\n{"text": null}\n{"te\n[]\n{"text": "five"}\n',
+            {"source_column": "text"},
+            [
+                ("one", 1, None),
+                ("", 2, "column 'text' is missing"),
+                ("", 3, "broken JSON"),
+                ("", 4, "the line is a JSON list"),
+                ("five", 5, None),
+            ],
+        ),
+        ("rows.csv", b"a,b\n,two\n,\n", {"template": "{a}{b}"}, [("two", 2, None), ("", 3, "'a' and 'b' is empty")]),
+    ],
+    ids=["lines", "cells", "objects", "template"],
+)
+def test_rows_that_cannot_be_used_keep_their_place(name, content, options, expected, tmp_path):
+    """However few ``max_bad_rows`` training would allow."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    rows = read_inputs(path, SourceSpec(**options)).rows
+    assert [(row.source.strip("\n"), row.line) for row in rows] == [(source, line) for source, line, _ in expected]
+    for row, (_, _, problem) in zip(rows, expected, strict=True):
+        assert (row.problem is None) == (problem is None)
+        assert problem is None or problem in row.problem
 
 
 def test_wikihow_articles_are_mended_as_for_training(tmp_path):
     path = write(tmp_path / "new.csv", 'text,title\n"One.\n\n, Two.\n,Three",t\n')
     table = read_inputs(path, SourceSpec(format="wikihow"))
-    assert [row.source for row in table.examples] == ["One.\n Two.\nThree"]
+    assert [row.source for row in table.rows] == ["One.\n Two.\nThree"]
 
 
 @pytest.mark.parametrize(
@@ -210,21 +300,21 @@ def test_columns_that_training_joins_are_joined(text, options, tmp_path):
     path = write(tmp_path / "rows.jsonl", text)
     learned = read_split(SourceSpec(train_file=path, **options), "train").examples
     table = read_inputs(path, SourceSpec(**options))
-    assert [row.source for row in table.examples] == [row.source for row in learned]
+    assert [row.source for row in table.rows] == [row.source for row in learned]
     assert "chosen by name" in table.notes[0]
     without = path.read_text()
     for target in ("answer", "output"):  # rows to predict for need have none
         without = without.replace(f', "{target}": "{target[0]}"', "")
     table = read_inputs(write(path, without), SourceSpec(**options))
-    assert [row.source for row in table.examples] == [row.source for row in learned]
+    assert [row.source for row in table.rows] == [row.source for row in learned]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("rows.csv", "a,b\n1,2\n", "Its columns: 'a', 'b'"),
+        ("rows.csv", "a,b,c\n1,2,3\n", "Its columns: 'a', 'b', 'c'"),
         ("rows.csv", "text,question\n1,2\n", "which column is the source"),
-        ("rows.txt", " \n\n", "is empty"),
+        ("rows.txt", "", "is empty"),
         ("rows.xml", "<a/>", "must end in"),
     ],
 )
@@ -312,4 +402,4 @@ def test_a_prompt_adapter_of_a_causal_model_takes_one_row_at_a_time(tokenizer, t
 
     with pytest.raises(ConfigError, match="--batch-size 1"):
         run_ranks(1, lambda comm: work(comm, 2))
-    assert len(run_ranks(1, lambda comm: work(comm, 1))[0][0].texts) == 2
+    assert len(run_ranks(1, lambda comm: work(comm, 1))[0][0]) == 2

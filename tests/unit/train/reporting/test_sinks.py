@@ -175,7 +175,9 @@ def test_an_earlier_runs_results_do_not_pass_for_this_one(tmp_path):
     sink.close()
 
 
-def test_a_run_that_goes_on_keeps_the_metrics_up_to_its_step_and_appends(tmp_path):
+@pytest.mark.parametrize(("evaluated", "kept"), [(2, [("evaluation", 2)]), (0, [])])
+def test_a_run_that_goes_on_keeps_the_metrics_up_to_its_step_and_appends(tmp_path, evaluated, kept):
+    """An evaluation that the checkpoint does not have is made again, and recorded then."""
     sink = FileSink(tmp_path)
     sink.start(START)
     for number in (1, 2, 3):
@@ -187,13 +189,12 @@ def test_a_run_that_goes_on_keeps_the_metrics_up_to_its_step_and_appends(tmp_pat
     for name in ("summary.json", "trace.json"):
         (tmp_path / name).write_text("{}")
     sink = FileSink(tmp_path)
-    sink.start(dataclasses.replace(START, resumed_step=2))
+    sink.start(dataclasses.replace(START, resumed_step=2, evaluated_step=evaluated))
     sink.step(step(3, loss=0.125))
     sink.close()
     records = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [(record["kind"], record["step"]) for record in records] == [
-        ("step", 1), ("step", 2), ("evaluation", 2), ("step", 3)
-    ]  # fmt: skip
+    found = [(record["kind"], record["step"]) for record in records]
+    assert found == [("step", 1), ("step", 2), *kept, ("step", 3)]
     assert records[-1]["loss"] == 0.125
     assert (tmp_path / "trace.json").exists(), "the step that was recorded is not recorded again"
     assert not (tmp_path / "summary.json").exists()

@@ -6,6 +6,7 @@ import torch
 from fullshard.comm import together
 from fullshard.config import RunConfig
 from fullshard.errors import DataError, MismatchError, ModelError
+from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 from fullshard.train.run.assemble import assemble
 from fullshard.train.setup.data_plan import make_plan
@@ -101,7 +102,11 @@ def test_the_optimizer_has_every_shard_also_empty_ones_so_that_ranks_agree_about
     def work(comm):
         parts = assemble(settings_, comm)
         held = [p for group in parts.optimizer.param_groups for p in group["params"]]
-        return [p.numel() for p in parts.model.parameters()], [p.numel() for p in held], parts.parameters
+        return (
+            [rows_of(p).numel() for p in parts.model.parameters()],
+            [rows_of(p).numel() for p in held],
+            parts.parameters,
+        )
 
     for every, held, total in run_ranks(2, work):
         assert 0 in every

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from fullshard.errors import CheckpointError
 from fullshard.saving import Checkpoints
 from fullshard.storage import find_checkpoints, find_completions, rank_by_metric
+from fullshard.storage.verify import verify
 from fullshard.testing import run_ranks
 from fullshard.train.run import loop, step
 from support.interrupted_run import (
@@ -24,6 +25,7 @@ from support.interrupted_run import (
     run_until_killed,
     run_until_stopped,
 )
+from support.tiny_run import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("unmetered")
 
@@ -64,15 +66,78 @@ def test_stopped_in_an_evaluation_it_makes_it_again(tmp_path, uninterrupted, num
 def test_killed_it_goes_on_from_the_last_checkpoint_to_the_bit(tmp_path, uninterrupted, place):
     run_until_killed(tmp_path, place, training__save_strategy="steps", training__save_steps=3, **OFTEN)
     memory = run(tmp_path, training__save_strategy="steps", training__save_steps=3, **OFTEN)
-    assert memory.begun[0].resumed_step in (3, 6)
+    assert memory.begun[0].resumed_step in (3, 6, 8)
     assert_same(tmp_path, uninterrupted)
 
 
+class GenerationError(Exception):
+    """What may go wrong while text is generated."""
+
+
+def test_an_evaluation_that_raises_costs_no_training(tmp_path, uninterrupted, monkeypatch):
+    evaluate = loop.evaluate
+
+    def failing(*args, step, **kwargs):
+        if step == 4:
+            raise GenerationError
+        return evaluate(*args, step=step, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", failing)
+        with pytest.raises(GenerationError):
+            run(tmp_path, **OFTEN)
+    (checkpoint,) = find_checkpoints(tmp_path / "out" / "checkpoints")
+    assert checkpoint.name == "step-00000004", "the epoch's checkpoint is there, complete"
+    memory = run(tmp_path, **OFTEN)
+    assert [report.step for report in memory.steps] == [5, 6, 7, 8]
+    assert [report.step for report, _ in memory.evaluations] == [4, 6, 8]
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_a_save_that_is_under_way_is_complete_before_an_evaluation_may_fail(tmp_path, monkeypatch):
+    def failing(*_args, step, **_kwargs):
+        assert step == 2
+        raise GenerationError
+
+    monkeypatch.setattr(loop, "evaluate", failing)
+    with pytest.raises(GenerationError):
+        run(tmp_path, training__save_strategy="steps", training__save_steps=1, **OFTEN)
+    assert [path.name for path in find_checkpoints(tmp_path / "out" / "checkpoints")] == [
+        "step-00000001",
+        "step-00000002",
+    ]
+
+
+@pytest.mark.parametrize(("place", "again"), [(("evaluation", 4), [4, 6, 8]), (("step", 5), [6, 8])])
+def test_an_evaluation_after_a_checkpoint_is_added_to_it(tmp_path, uninterrupted, place, again):
+    """The run was killed before or after that; the resumed one makes only an evaluation that is missing."""
+    run_until_killed(tmp_path, place, **OFTEN)
+    memory = run(tmp_path, **OFTEN)
+    assert memory.begun[0].resumed_step == 4
+    assert [report.step for report, _ in memory.evaluations] == again
+    assert_same(tmp_path, uninterrupted)
+    out = tmp_path / "out"
+    measured = {one["step"]: one["value"] for one in read_jsonl(out / "metrics.jsonl") if one["kind"] == "evaluation"}
+    found = find_completions(out / "checkpoints")
+    assert [(done.step, done.metric) for done, _ in found] == [(4, measured[4]), (8, measured[8])]
+    assert not verify(out / "checkpoints").problems
+
+
+def test_a_damaged_evaluation_in_a_checkpoint_is_an_error_that_names_it(tmp_path):
+    run_until_killed(tmp_path, ("step", 5), **OFTEN)
+    (checkpoint,) = find_checkpoints(tmp_path / "out" / "checkpoints")
+    file = checkpoint / "evaluation.json"
+    file.write_text("x" * file.stat().st_size)
+    assert any(problem.file == "evaluation.json" for one in verify(checkpoint).results for problem in one.problems)
+    with pytest.raises(CheckpointError, match=r"step-00000004/evaluation\.json cannot be read: .*no other complete"):
+        run(tmp_path, **OFTEN)
+
+
 def test_killed_in_the_middle_of_a_steps_micro_batches(tmp_path, uninterrupted, monkeypatch):
-    loss_sum, calls = step.loss_sum, iter(range(100))
+    losses, calls = step.losses, iter(range(100))
     with monkeypatch.context() as patch:
         # Seven micro-batches an epoch: the second one of step 6.
-        patch.setattr(step, "loss_sum", lambda *args, **kw: kill() if next(calls) == 10 else loss_sum(*args, **kw))
+        patch.setattr(step, "losses", lambda *args, **kw: kill() if next(calls) == 10 else losses(*args, **kw))
         with pytest.raises(KilledError):
             run(tmp_path, **OFTEN)
     assert run(tmp_path, **OFTEN).begun[0].resumed_step == 4

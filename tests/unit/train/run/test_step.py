@@ -10,13 +10,13 @@ import torch
 from fullshard import MixedPrecision, fully_shard, unsharded
 from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.errors import TrainingError
-from fullshard.models import Objective, fuse_head
-from fullshard.models import loss as loss_module
+from fullshard.models import Objective, fuse_head, loss as loss_module
 from fullshard.optim import ShardedGradScaler
 from fullshard.testing import run_ranks
 from fullshard.train.forward import loss_sum
-from fullshard.train.run.step import StepSpec, train_step
+from fullshard.train.run.step import StepSpec
 from support.models import gpt2, t5
+from support.one_step import train_step
 
 STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)
 ROWS = TokenizedSet(
@@ -125,7 +125,7 @@ def test_a_loss_that_is_no_number_stops_every_rank_before_the_weights_change(siz
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
         if comm.rank == size - 1:  # one rank's shard is enough
             with torch.no_grad():
-                next(p for p in model.parameters() if p.numel()).fill_(math.nan)
+                next(p for p in model.parameters() if p.nbytes).fill_(math.nan)
         before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(TrainingError) as caught:
             train_step(model, optimizer, [batch_of(range(4))], comm, spec(step=7, learning_rate=0.5))
@@ -151,7 +151,7 @@ def test_the_error_names_rows_and_parameters_and_advises_fp32_only_where_it_is_n
         for precision in ("fp32", "bf16"):
             # one parameter's gradient is spoilt after backward, where a hook sees it
             bad = model.get_parameter("encoder.final_layer_norm.weight")
-            handle = bad.register_post_accumulate_grad_hook(lambda p: p.grad.fill_(math.inf) if p.numel() else None)
+            handle = bad.register_post_accumulate_grad_hook(lambda p: p.grad.fill_(math.inf) if p.nbytes else None)
             with pytest.raises(TrainingError) as caught:
                 train_step(model, optimizer, batches, comm, spec(precision=precision))
             handle.remove()
@@ -175,7 +175,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_every_rank_and_counted():
         model = fully_shard(models[comm.rank], comm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
         bad = model.get_parameter("encoder.final_layer_norm.weight")
-        handle = bad.register_post_accumulate_grad_hook(lambda p: p.grad.fill_(math.nan) if p.numel() else None)
+        handle = bad.register_post_accumulate_grad_hook(lambda p: p.grad.fill_(math.nan) if p.nbytes else None)
         reports = []
         for step in (1, 2):
             before = [p.detach().clone() for p in model.parameters()]

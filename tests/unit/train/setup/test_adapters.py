@@ -14,9 +14,10 @@ from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, colla
 from fullshard.errors import ConfigError, ModelError
 from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
 from fullshard.testing import run_ranks
-from fullshard.train.run.step import StepSpec, train_step
+from fullshard.train.run.step import StepSpec
 from fullshard.train.setup.model import outline_model, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
+from support.one_step import train_step
 
 pytestmark = [
     # peft's own, where the tests use it by itself

@@ -214,6 +214,9 @@ def test_rows_of_another_file_are_measured_by_the_labels_that_training_saw(tmp_p
     measured = prepare(with_rows(config, other), said.append, rows_file=other)
     assert measured.labels == seen.labels
     assert [row.references for row in measured.held_out] == [("m done",), ("n done",)]
+    assert any(note.startswith("training: ") for note in seen.notes)
+    assert any(note.startswith("held-out: 2 rows") for note in measured.notes)
+    assert not any("training" in note or "rows.csv" in note for note in measured.notes)
     assert said == ["tokenizing 2 held-out rows"], "the training rows are those of the run, made before"
 
 
@@ -240,3 +243,26 @@ def test_a_models_type_is_told_without_a_network(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     assert kind.known_kind(str(tmp_path)) is None
     assert kind.known_kind("nobody/has-this") is None
+
+
+@pytest.mark.parametrize("allowed", [0, 9])
+def test_all_unusable_rows_are_listed_in_the_output_directory(tmp_path, allowed):
+    """Also where the tokens are found in the cache, and the message shows five of them."""
+    rows = "".join(f"a{n},\n" for n in range(8)) + "a,b\n" * 4
+    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
+    data = {"train_file": str(tmp_path / "rows.csv"), "max_bad_rows": allowed, "cache_dir": str(tmp_path / "cache")}
+    values = settings(tmp_path, data=data)
+    values["training"] = {**values.get("training", {}), "eval_strategy": "no"}
+    for place in ("first", "second"):
+        out = tmp_path / place
+        config = RunConfig.model_validate({**values, "output_dir": str(out)})
+        said = f"All 8 unusable rows, one a line: {out / 'unusable_rows_train.txt'}"
+        if allowed:
+            assert said in prepare(config).notes
+        else:
+            with pytest.raises(DataError) as caught:
+                prepare(config)
+            assert str(caught.value).splitlines()[-2:] == ["  ... and 3 more", said]
+        lines = (out / "unusable_rows_train.txt").read_text().splitlines()
+        assert lines == [f"{tmp_path / 'rows.csv'}:{n}: column 'label' is empty" for n in range(2, 10)]
+        assert len(list(out.iterdir())) == 1

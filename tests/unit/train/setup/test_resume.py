@@ -9,9 +9,10 @@ import pytest
 
 from fullshard.config import RunConfig
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.storage import find_checkpoints
+from fullshard.storage import Completion, Survey, find_checkpoints
 from fullshard.train.run import loop
 from fullshard.train.setup.resume import TITLE_LISTS, choose_starting_point, deciding_settings, mark_finished
+from support.forged import forge_index
 from support.interrupted_run import OFTEN, SMALL, assert_same, before, files, run, run_until_stopped
 from support.tiny_run import settings, write_rows
 
@@ -48,7 +49,7 @@ def test_never_starts_anew_and_says_what_it_deletes(tmp_path, uninterrupted):
 @pytest.mark.parametrize(
     ("resume", "text"),
     [
-        ("nevr", "auto, never or"),
+        ("nevr", "auto, previous, never or"),
         ("out", r"name one of them, such as resume=.*/out/checkpoints/step-00000006\."),
         ("out/checkpoints", "name one of them"),
         ("out/checkpoints/step-00000006/index.json", r"is a file\. Give .* resume=.*/step-00000006\."),
@@ -144,13 +145,13 @@ def test_what_does_not_decide_training_may_change(tmp_path, uninterrupted):
 
 def test_a_named_checkpoint_takes_changed_settings_but_no_other_model_or_global_batch(tmp_path, monkeypatch):
     decays = []
-    train_step = loop.train_step
+    issue_step = loop.issue_step
 
-    def spy(model, optimizer, *rest):
+    def spy(model, optimizer, *rest, late):
         decays.append(optimizer.param_groups[0]["weight_decay"])
-        return train_step(model, optimizer, *rest)
+        return issue_step(model, optimizer, *rest, late=late)
 
-    monkeypatch.setattr(loop, "train_step", spy)
+    monkeypatch.setattr(loop, "issue_step", spy)
     path = run_until_stopped(tmp_path, ("step", 2)).checkpoint
     shutil.copytree(path, tmp_path / "mine")
     path = str(tmp_path / "mine")
@@ -167,14 +168,86 @@ def test_a_named_checkpoint_takes_changed_settings_but_no_other_model_or_global_
         run(tmp_path, resume=path, training__max_steps=2)
 
 
-def test_a_torn_newest_checkpoint_is_skipped_and_said(tmp_path, uninterrupted):
+@pytest.mark.parametrize("file", ["shard-00000-of-00001.safetensors", "index.json", "complete.json"])
+def test_a_damaged_newest_checkpoint_is_an_error_and_going_back_is_a_choice(file, tmp_path, uninterrupted):
     run_until_stopped(tmp_path, before(6), **OFTEN)
-    shard = tmp_path / "out" / "checkpoints" / "step-00000006" / "shard-00000-of-00001.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    memory = run(tmp_path, **OFTEN)
+    good, damaged = (tmp_path / "out" / "checkpoints" / f"step-0000000{step}" for step in (4, 6))
+    (damaged / file).write_bytes((damaged / file).read_bytes()[:-2])
+    found = files(tmp_path / "out")
+    for resume in ("auto", str(damaged)):
+        with pytest.raises(CheckpointError) as info:
+            run(tmp_path, resume=resume, **OFTEN)
+        assert str(damaged) in str(info.value)
+        assert file in str(info.value)
+        assert str(good) in str(info.value)
+    assert "resume=previous" not in str(info.value)
+    assert files(tmp_path / "out") == found
+    memory = run(tmp_path, resume="previous", **OFTEN)
     assert memory.begun[0].resumed_step == 4
-    assert "step-00000006 skipped: incomplete" in memory.begun[0].notes
+    note = "step-00000006 is damaged and is renamed to step-00000006.damaged; delete that if you do not need it"
+    assert note in memory.begun[0].notes
+    assert damaged.with_name("step-00000006.damaged").is_dir()
     assert_same(tmp_path, uninterrupted)
+
+
+def test_previous_is_auto_where_nothing_is_damaged(tmp_path, uninterrupted):
+    run_until_stopped(tmp_path, before(6), resume="previous", **OFTEN)
+    memory = run(tmp_path, resume="previous", **OFTEN)
+    assert memory.begun[0].resumed_step == 6
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        run(tmp_path, resume="previous", **OFTEN)
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_a_damaged_older_checkpoint_is_said_and_stands_in_nobodys_way(tmp_path, uninterrupted):
+    run_until_stopped(tmp_path, before(6), **OFTEN)
+    older = tmp_path / "out" / "checkpoints" / "step-00000004"
+    (older / "index.json").unlink()
+    memory = run(tmp_path, **OFTEN)
+    assert memory.begun[0].resumed_step == 6
+    assert any(f"{older} is not complete: index.json is missing. It is older than" in n for n in memory.begun[0].notes)
+    assert_same(tmp_path, uninterrupted)
+
+
+def test_never_deletes_damaged_checkpoints_too(tmp_path):
+    run_until_stopped(tmp_path, before(6), **OFTEN)
+    damaged = tmp_path / "out" / "checkpoints" / "step-00000006"
+    assert damaged.is_dir()
+    (damaged / "index.json").unlink()
+    stopped = run_until_stopped(tmp_path, None, resume="never", **OFTEN)
+    assert stopped.step == 1
+    assert not damaged.exists()
+    assert run(tmp_path, **OFTEN).begun[0].resumed_step == 1
+
+
+def test_a_named_earlier_checkpoint_sets_damaged_later_ones_aside(tmp_path, uninterrupted):
+    run_until_stopped(tmp_path, before(6), **OFTEN)
+    directory = tmp_path / "out" / "checkpoints"
+    (directory / "step-00000006" / "complete.json").write_text("{")
+    (directory / "step-00000006" / "index.json").write_text("{")
+    memory = run(tmp_path, resume=directory / "step-00000004", **OFTEN)
+    assert memory.begun[0].resumed_step == 4
+    assert (directory / "step-00000006.damaged").is_dir()
+    assert not (directory / "step-00000006").exists()
+    assert_same(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values: values.update(group_rows=-4), "group_rows is -4"),
+        (lambda values: values.update(group_rows=True), "group_rows is True"),
+        (lambda values: values.pop("record") and None, "record is None"),
+        (lambda values: values.update(settings=[1]), r"settings is \[1\]"),
+        (lambda values: values.update(scaler={"scale": float("nan")}), "scaler is {'scale': nan}"),
+        (lambda values: values.update(record={"last": None}), "The record of the run in .*step-.* is damaged"),
+    ],
+)
+def test_values_that_no_run_saves_are_refused(change, words, tmp_path):
+    path = Path(run_until_stopped(tmp_path, None).checkpoint)
+    forge_index(path, lambda index: change(index["values"]))
+    with pytest.raises(CheckpointError, match=words):
+        run(tmp_path)
 
 
 def test_a_flipped_bit_names_another_checkpoint_that_goes_on_when_typed(tmp_path, uninterrupted):
@@ -194,7 +267,9 @@ def test_a_flipped_bit_names_another_checkpoint_that_goes_on_when_typed(tmp_path
 def test_torn_checkpoints_alone_are_an_error_and_not_a_new_run(tmp_path):
     path = run_until_stopped(tmp_path, None).checkpoint
     Path(path, "complete.json").unlink()
-    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is complete.*complete\.json.*resume=never"):
+    with pytest.raises(
+        CheckpointError, match=r"complete\.json.* is the newest .* No checkpoint there is complete.*resume=never"
+    ):
         run(tmp_path)
 
 
@@ -253,7 +328,8 @@ def test_a_finished_run_says_what_ended_it(tmp_path, monkeypatch, ended_by, step
     directory = tmp_path / "out" / "checkpoints"
     directory.mkdir(parents=True)
     mark_finished(config, steps, ended_by)
-    monkeypatch.setattr("fullshard.train.setup.resume.find_checkpoints", lambda _: [directory / "step-00000002"])
+    found = Survey(directory, ((Completion(2, None, "", {}), directory / "step-00000002"),), ())
+    monkeypatch.setattr("fullshard.train.setup.resume.survey", lambda *_, **__: found)
     with pytest.raises(ConfigError, match=rf"resume={directory}/step-00000002 with a higher {limit}, or resume=never"):
         choose_starting_point(config, 1)
     (directory / "finished.json").write_text('{"steps": 2}')

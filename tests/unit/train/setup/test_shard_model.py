@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fullshard.config import RunConfig
 from fullshard.engine import units
@@ -12,6 +13,8 @@ from fullshard.train import train
 from fullshard.train.dry_run import inspect_units
 from fullshard.train.run import loop
 from fullshard.train.run.assemble import assemble
+from fullshard.train.setup.model import shard_model
+from support.mixtures import mixture
 from support.tiny_run import MODEL, Memory, settings
 
 PLAIN = {"config": MODEL | {"dropout_rate": 0.0}, "tokenizer": {"vocab_size": 60}}
@@ -67,3 +70,26 @@ def test_a_hybrid_run_is_laid_out_over_the_ranks_of_a_machine(tmp_path, monkeypa
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     hybrid = config(tmp_path, sharding__strategy="hybrid_shard")
     assert inspect_units(hybrid, 8).world_size == hybrid.nproc == 2
+
+
+def test_routers_that_cast_themselves_stay_in_float32_and_are_trained(tmp_path):
+    """In 16 bits the first step's cast stayed the router's weight for ever."""
+    run = config(tmp_path, training__precision="bf16")
+    models = [mixture("switch_transformers") for _ in range(2)]
+
+    def work(comm):
+        model = models[comm.rank]
+        shard_model(model, run, comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        x = torch.arange(2, 18).view(2, 8)
+        found = []
+        for _ in range(2):
+            output = model(input_ids=x, labels=x, output_router_logits=True)
+            (output.loss + output.encoder_router_logits[1][0].square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(output.encoder_router_logits[1][0].detach())
+        return found
+
+    for first, second in run_ranks(2, work):
+        assert (first - second).abs().max() > 0.01

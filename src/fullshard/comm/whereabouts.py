@@ -1,0 +1,134 @@
+"""Where this process's program is, and whether another process of this machine is stopped: for messages about waits."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+MACHINE_VARIABLE = "FULLSHARD_MACHINE"
+"""Name of this rank's machine, for ranks that see each other's processes but shall count as several machines."""
+
+_TORCH_COLLECTIVES = frozenset({
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "monitored_barrier", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor",
+})  # fmt: skip
+"""torch's collectives that end only when every member of the group has joined."""
+
+_TORCH_FILE = dist.distributed_c10d.__file__
+_LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parent),
+    str(Path(os.__file__).parent),
+    "<frozen ",
+)
+
+
+class Place(NamedTuple):
+    """Where the main thread is.
+
+    Attributes:
+        text: The line, for messages.
+        members: If it is inside a collective of torch's own, the global ranks of its group, else empty.
+        frames: Equal for two looks only if the thread has not left this place in between, or has come back to it.
+    """
+
+    text: str
+    members: tuple[int, ...]
+    frames: tuple[tuple[int, int], ...]
+
+
+def main_thread_place() -> Place | None:
+    """Return where the main thread is now; None if it has ended."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return None
+    frames = _outwards(frame)
+    own = next((one for one in frames if not one.f_code.co_filename.startswith(_LIBRARIES)), frame)
+    line = f"{os.path.basename(own.f_code.co_filename)}:{own.f_lineno} ({own.f_code.co_name})"
+    marks = tuple((id(one), one.f_lasti) for one in frames)
+    inside = next((one for one in reversed(frames) if _is_collective(one.f_code)), None)
+    if inside is None:
+        return Place(line, (), marks)
+    return Place(f"torch.distributed.{inside.f_code.co_name}, called at {line}", _members(inside), marks)
+
+
+def _outwards(frame: FrameType) -> list[FrameType]:
+    """Return the frames of a thread, the innermost first."""
+    frames, outer = [frame], frame.f_back
+    while outer is not None:
+        frames.append(outer)
+        outer = outer.f_back
+    return frames
+
+
+def _is_collective(code: CodeType) -> bool:
+    return code.co_filename == _TORCH_FILE and code.co_name in _TORCH_COLLECTIVES
+
+
+def _members(frame: FrameType) -> tuple[int, ...]:
+    """Return the global ranks of the group of torch's collective that ``frame`` runs; empty if they are unknown."""
+    try:
+        return tuple(dist.get_process_group_ranks(frame.f_locals.get("group")))
+    except (RuntimeError, ValueError, KeyError):  # not among the groups that torch knows
+        return ()
+
+
+@functools.cache
+def machine() -> str:
+    """Return an identifier shared by processes that can see each other's process ids; empty if there is none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def named_machine() -> str:
+    """Return an identifier of this rank's machine, as the environment says; ranks with the same one share memory.
+
+    Processes that see each other are on one machine, unless :data:`MACHINE_VARIABLE` differs. Where a launcher says
+    that there are several machines, those with another number of it, or another network namespace, are others too: that
+    is how containers that share process ids are told apart.
+    """
+    parts = [machine()]
+    world = os.environ.get("WORLD_SIZE", "")
+    if os.environ.get(MACHINE_VARIABLE):
+        parts.append(os.environ[MACHINE_VARIABLE])
+    elif os.environ.get("LOCAL_WORLD_SIZE", world) != world:
+        parts += [os.environ.get("GROUP_RANK", ""), _link("/proc/self/ns/net")]
+    return " ".join(parts)
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether process ``pid`` of this machine is stopped, by a signal or a debugger."""
+    return _state(pid) in ("T", "t")
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether process ``pid`` of this machine is no more, or waits only to be noticed by its parent."""
+    return _state(pid) in ("", "Z", "X")
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process as Linux writes it; empty if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,133 @@
+"""Functions and classes of Accelerate that need another body for a model that fullshard sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate import utils
+from accelerate.state import PartialState as _PartialState
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.compat.accelerate.accelerator import Accelerator
+from fullshard.compat.accelerate.plugin import FullyShardedDataParallelPlugin
+from fullshard.compat.accelerate.prepare import unwrapped
+from fullshard.compat.accelerate.saving import State
+from fullshard.errors import ConfigError
+
+
+class PartialState(_PartialState):
+    """Accelerate's, which on a machine without a GPU joins torchrun's ranks; there each would be a single process."""
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:  # noqa: FBT001, FBT002 (Accelerate's signature)
+        """Join the ranks, unless an earlier state of this process did."""
+        super().__init__(cpu or not torch.cuda.is_available(), **kwargs)
+
+
+_extract = utils.extract_model_from_parallel
+
+
+def extract_model_from_parallel(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Return the module inside the wrappers; it stays sharded."""
+    return _extract(unwrapped(model), *args, **kwargs)
+
+
+def save_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    model: nn.Module,
+    output_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,  # noqa: FBT001, FBT002
+    use_dcp: bool = True,  # noqa: FBT001, FBT002
+) -> None:
+    """Write one model as ``save_state`` does; every rank calls it.
+
+    With ``adapter_only``, of a PEFT model what trains and buffers, under the model's names.
+    """
+    _state(fsdp_plugin, accelerator, output_dir, adapter_only, use_dcp).save_model(unwrapped(model), model_index)
+
+
+def load_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    model: nn.Module,
+    input_dir: str,
+    model_index: int = 0,
+    adapter_only: bool = False,  # noqa: FBT001, FBT002
+    use_dcp: bool = True,  # noqa: FBT001, FBT002
+) -> None:
+    """Read one model that :func:`save_fsdp_model` wrote; every rank calls it.
+
+    With ``adapter_only``, frozen parameters of a PEFT model that are not in the file keep their values.
+    """
+    _state(fsdp_plugin, accelerator, input_dir, adapter_only, use_dcp).load_model(unwrapped(model), model_index)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    optimizer: Optimizer,
+    model: nn.Module,
+    output_dir: str,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,  # noqa: FBT001, FBT002
+) -> None:
+    """Write the optimizer of a model as ``save_state`` does; every rank calls it."""
+    state = _state(fsdp_plugin, accelerator, output_dir, adapter_only=False, use_dcp=use_dcp)
+    state.save_optimizer(unwrapped(model), getattr(optimizer, "optimizer", optimizer), optimizer_index)
+
+
+def load_fsdp_optimizer(  # noqa: PLR0913 (Accelerate's signature)
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    optimizer: Optimizer,
+    model: nn.Module,
+    input_dir: str,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,  # noqa: FBT001, FBT002
+    use_dcp: bool = True,  # noqa: FBT001, FBT002
+) -> None:
+    """Read what :func:`save_fsdp_optimizer` wrote; every rank calls it."""
+    state = _state(fsdp_plugin, accelerator, input_dir, adapter_only, use_dcp)
+    state.load_optimizer(unwrapped(model), getattr(optimizer, "optimizer", optimizer), optimizer_index)
+
+
+def _state(
+    plugin: FullyShardedDataParallelPlugin,
+    accelerator: Accelerator,
+    directory: str,
+    adapter_only: bool,  # noqa: FBT001
+    use_dcp: bool,  # noqa: FBT001
+) -> State:
+    if not use_dcp:
+        raise ConfigError(
+            "fullshard saves and loads models and optimizers in torch's distributed format or as one file; got "
+            "use_dcp=False. Leave it out."
+        )
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    state = State(accelerator, Path(directory))
+    state.kind = plugin.state_dict_type
+    state.adapter_only = adapter_only
+    return state
+
+
+REPLACED: list[tuple[Any, Any]] = [
+    (accelerate.Accelerator, Accelerator),
+    (accelerate.FullyShardedDataParallelPlugin, FullyShardedDataParallelPlugin),
+    (_PartialState, PartialState),
+    *(
+        (getattr(utils, ours.__name__), ours)
+        for ours in (
+            extract_model_from_parallel,
+            save_fsdp_model,
+            load_fsdp_model,
+            save_fsdp_optimizer,
+            load_fsdp_optimizer,
+        )
+    ),
+]
+"""Objects of Accelerate, compared by identity, and ours in their place."""

@@ -1,0 +1,132 @@
+"""The names of ``torch.distributed.tensor`` that scripts for FSDP2 use, for the shards of fullshard.
+
+Such a script imports ``DTensor``, ``distribute_tensor`` and ``Shard`` from here, not from ``torch.distributed.tensor``.
+torch's ``Shard(0)`` means equal chunks of rows. Ours are runs of rows or elements of any size: :class:`RaggedShard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed import tensor as theirs
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from fullshard.comm import Mesh, settle
+from fullshard.saving.shard_tensor import ShardTensor, UnsplitTensor, part_or_full
+from fullshard.shards import Shard as Rows
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Partial",
+    "Placement",
+    "RaggedShard",
+    "Replicate",
+    "Shard",
+    "distribute_tensor",
+    "init_device_mesh",
+]
+
+
+class _AnyDTensor(type):
+    def __instancecheck__(cls, one: Any) -> bool:
+        return isinstance(one, (Rows, ShardTensor, UnsplitTensor, theirs.DTensor))
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(theirs.DTensor, name)
+
+
+class DTensor(metaclass=_AnyDTensor):
+    """What ``isinstance`` finds to be a distributed tensor: a shard, its part in a state dict, or torch's DTensor.
+
+    Other attributes (``from_local``) are those of torch's class.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedShard:
+    """The placement of a tensor that is cut into runs of elements of any size, in the order of ranks.
+
+    It equals ``Shard(0)``, which says as much about the dimension and is wrong about the sizes.
+
+    Attributes:
+        mesh: The ranks that share the tensor, and those that hold replicas of it.
+        elements: First and past-the-last element of this rank, in the flattened full tensor.
+        dim: Always 0.
+    """
+
+    mesh: Mesh
+    elements: tuple[int, int]
+    dim: int = 0
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Return whether the tensor is divided, along ``dim`` if that is given."""
+        return dim in (None, 0)
+
+    def is_replicate(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Return False."""
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether ``other`` divides the first dimension too."""
+        return isinstance(other, (RaggedShard, Shard)) and other.dim == 0
+
+    def __hash__(self) -> int:
+        """Return that of ``Shard(0)``."""
+        return hash(Shard(0))
+
+    def __repr__(self) -> str:
+        """Show this rank's elements."""
+        return f"RaggedShard(elements {self.elements[0]} to {self.elements[1]})"
+
+
+def place_like(tensor: torch.Tensor, param: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
+    """Give a part, of ``elements``, the ``device_mesh`` and ``placements`` of what ``param`` is a shard of."""
+    if "placements" in vars(param) and isinstance(tensor, (ShardTensor, UnsplitTensor)):
+        *replicas, place = vars(param)["placements"]
+        placements = (*replicas, replace(place, elements=elements))
+        tensor.describe(vars(param)["device_mesh"], placements)
+    return tensor
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> torch.Tensor:
+    """Return this rank's part of a full tensor, for ``load_state_dict``; every rank calls it.
+
+    Args:
+        tensor: The full tensor; the values of ``src_data_rank`` count.
+        device_mesh: Of the parameter or its part in a state dict.
+        placements: Of the same. With torch's own placements torch's function is called.
+        src_data_rank: The rank, along each axis of the mesh, that has the values; None: each rank has them.
+
+    Returns:
+        A part as in ``model.state_dict()``.
+    """
+    place = placements[-1] if placements else None
+    if not isinstance(place, RaggedShard):
+        return theirs.distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+    comm = place.mesh.shard_group
+    full = tensor.detach().to(comm.device, copy=src_data_rank is not None).contiguous()
+    for axis in (place.mesh.replica_group, comm):
+        if src_data_rank is not None and axis.size > 1:
+            work = axis.broadcast(full, src_data_rank)
+            work.wait()
+            settle(work)
+    start, stop = place.elements
+    part = part_or_full(full.shape, start, full.view(-1)[start:stop].clone(), comm=comm)
+    assert isinstance(part, (ShardTensor, UnsplitTensor))
+    part.describe(device_mesh, tuple(placements or ()))
+    return part

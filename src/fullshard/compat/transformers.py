@@ -1,0 +1,131 @@
+"""Hugging Face's ``Trainer`` and ``Seq2SeqTrainer`` with models sharded by fullshard.
+
+A script changes one import: ``from fullshard.compat.transformers import Trainer``. For trainers that a library derives
+from Hugging Face's (TRL's SFTTrainer, DPOTrainer, …), call :func:`install` once before they are created.
+
+A trainer creates its ``Accelerator`` and saves and loads by functions that ``transformers`` imported from Accelerate.
+Those names are pointed at ``fullshard.compat.accelerate``; everything else is Hugging Face's code.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import accelerate
+import transformers
+from torch import nn
+from transformers import modeling_utils, trainer
+
+from fullshard.compat.accelerate import Accelerator, FullyShardedDataParallelPlugin, replaced
+from fullshard.compat.accelerate.prepare import unwrapped
+from fullshard.compat.torch_fsdp.api import StateDictType
+
+__all__ = ["Seq2SeqTrainer", "Trainer", "install"]
+
+_FILES = ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
+_METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_model")
+_library = {name: getattr(transformers.Trainer, name) for name in _METHODS}  # as they were before any install()
+
+
+def _create_ours(self: Any) -> None:
+    """Create fullshard's ``Accelerator`` in place of Accelerate's; every rank calls it."""
+    for name in _FILES:
+        _replace(trainer, name, getattr(replaced, name))
+    for module in {sys.modules[cls.__module__] for cls in type(self).__mro__}:
+        if hasattr(module, "prepare_fsdp"):  # TRL's, for a reference model; without this it uses torch's FSDP
+            _replace(module, "prepare_fsdp", _prepare_reference)
+    setattr(modeling_utils, "extract_model_from_parallel", replaced.extract_model_from_parallel)  # noqa: B010
+    with (
+        _set_for_a_while(trainer, "Accelerator", Accelerator),
+        _set_for_a_while(accelerate.utils, "FullyShardedDataParallelPlugin", FullyShardedDataParallelPlugin),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "DistributedDataParallelKwargs")  # not the user's: every trainer passes them
+        _library["create_accelerator_and_postprocess"](self)
+
+
+def _wrap_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Return the model, in the wrapper that an earlier call of ``train`` or ``evaluate`` put around it.
+
+    Hugging Face's forgets the wrapper of ``evaluate``, so that ``train`` after it fails under version 1.
+    """
+    if not isinstance(self.accelerator, Accelerator):
+        return _library["_wrap_model"](self, model, *args, **kwargs)
+    return self.model if unwrapped(self.model) is unwrapped(model) else model
+
+
+def _save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
+    """Write the model for ``from_pretrained``; every rank calls it.
+
+    With SHARDED_STATE_DICT too, for which Hugging Face's writes nothing; only its checkpoints are sharded.
+    """
+    with ExitStack() as stack:
+        if isinstance(self.accelerator, Accelerator) and not _internal_call:
+            plugin = self.accelerator.state.fsdp_plugin
+            stack.enter_context(_set_for_a_while(plugin, "state_dict_type", StateDictType.FULL_STATE_DICT))
+        _library["save_model"](self, output_dir, _internal_call)
+
+
+@contextmanager
+def _set_for_a_while(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute, and put it back: other trainers of this process may be the library's."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _replace(module: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Replace a function ``(…, accelerator, …)`` of ``module``: for accelerators of fullshard ``ours`` is called."""
+    theirs = getattr(module, name)
+    if hasattr(theirs, "of_fullshard"):
+        return
+
+    @functools.wraps(theirs)
+    def call(first: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = ours if isinstance(accelerator, Accelerator) else theirs
+        return chosen(first, accelerator, *args, **kwargs)
+
+    vars(call)["of_fullshard"] = True
+    setattr(module, name, call)
+
+
+def _prepare_reference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Shard a model that only runs forward, such as DPO's reference; every rank calls it."""
+    sharded = accelerator.prepare_model(model.requires_grad_(requires_grad=False))
+    accelerator._models.remove(sharded)  # the trainer prepares its own model for evaluation only where there is none
+    return sharded.eval()
+
+
+class Trainer(transformers.Trainer):
+    """Hugging Face's ``Trainer``, whose model is always sharded by fullshard.
+
+    ``TrainingArguments(fsdp=True, fsdp_config={…})`` sets how, with ``"version": 1`` or ``2``; without ``fsdp`` the
+    ``FSDP_*`` variables that ``accelerate launch`` and ``fullshard launch`` set, or else the plugin's defaults. Every
+    rank creates it and calls its methods; without a GPU the ranks are CPU ranks. Raises what
+    :class:`fullshard.compat.accelerate.Accelerator` raises, a ``ConfigError`` of settings that it refuses.
+    """
+
+    create_accelerator_and_postprocess = _create_ours
+    _wrap_model = _wrap_model
+    save_model = _save_model
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """Hugging Face's ``Seq2SeqTrainer``, whose model is always sharded by fullshard; see :class:`Trainer`."""
+
+
+def install() -> None:
+    """Make every trainer created from now on in this process shard by fullshard, also those of TRL.
+
+    Trainers that exist keep what they have.
+    """
+    for name in _METHODS:
+        setattr(transformers.Trainer, name, vars(Trainer)[name])

@@ -1,0 +1,73 @@
+"""The delimiter of a CSV file: found in its header and first rows, outside quoted cells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from fullshard.errors import DataError
+
+DELIMITERS = (",", ";", "\t", "|")
+"""Delimiters that are recognised."""
+
+_FIRST_ROWS = 20
+"""Rows below the header that must have as many delimiters as the header."""
+
+# A quote opens a cell only where a cell begins, whichever delimiter the file has. Possessive, so that a doubled quote
+# at the end of a line is never taken for the closing one.
+_OPENING = r'(?:^|(?<=[,;\t|]))"'
+_INSIDE = r'[^"]*+(?:""[^"]*+)*+'
+_QUOTED_CELL = re.compile(f'{_OPENING}{_INSIDE}"')
+_OPEN_CELL = re.compile(_OPENING)
+_REST_OF_CELL = re.compile(f'{_INSIDE}"')
+_BLANK = ' ",;\t|\r\n'
+"""Characters of a line that is no header."""
+
+
+def find_delimiter(lines: Iterable[str], path: Path) -> str:
+    r"""Return the delimiter of a CSV text whose ``lines`` end at ``\n``: a comma wherever it can be one.
+
+    It can be one that is in the header and equally often in each of the first 20 rows, not counting those inside quoted
+    cells. Where none is, the file has one column, or rows that are broken: a comma then.
+
+    Raises:
+        DataError: Several can be, and the comma is none of them.
+    """
+    records = (record for record in _unquoted(lines))
+    header = next((record for record in records if record.strip(_BLANK)), "")
+    rows = list(islice((record for record in records if record.strip("\r\n")), _FIRST_ROWS))
+    counts = {one: header.count(one) for one in DELIMITERS}
+    fitting = [one for one, count in counts.items() if count and all(row.count(one) == count for row in rows)]
+    if "," in fitting or not fitting:
+        return ","
+    if len(fitting) > 1:
+        listed = " or ".join(f"{shown(one)} ({counts[one] + 1} columns)" for one in fitting)
+        raise DataError(f"{path}: cells may be separated by {listed}: set data.delimiter to the one that does.")
+    return fitting[0]
+
+
+def shown(delimiter: str) -> str:
+    """Return a delimiter as text for messages."""
+    return "a tab" if delimiter == "\t" else repr(delimiter)
+
+
+def _unquoted(lines: Iterable[str]) -> Iterator[str]:
+    """Yield each record without its quoted cells; one of several lines counts as one record."""
+    record, inside = "", False
+    for line in lines:
+        rest = line
+        if inside:
+            end = _REST_OF_CELL.match(line)
+            if end is None:
+                continue
+            rest = line[end.end() :]
+        # What is left of a quoted cell is a mark: a record of such cells is not a blank line.
+        rest = _QUOTED_CELL.sub("x", rest)
+        opening = _OPEN_CELL.search(rest)
+        inside = opening is not None
+        record += "x" + rest[: opening.start()] if opening else rest
+        if not inside:
+            yield record
+            record = ""

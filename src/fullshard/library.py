@@ -1,0 +1,83 @@
+"""The library: what ``fullshard``'s public names are taken from, in one import."""
+
+from fullshard.comm import init_from_env as init, shutdown
+from fullshard.engine import (
+    UnitTable,
+    average_ignored_gradients,
+    broadcast_buffers,
+    full_state_dict,
+    full_tensors,
+    fully_shard,
+    memory_summary,
+    no_all_reduce,
+    no_sync,
+    register_forward_method,
+    reset,
+    units,
+    unsharded,
+)
+from fullshard.optim import ShardedGradScaler, StepInBackward, clip_grad_norm_, step_in_backward
+from fullshard.policy import (
+    BackwardPrefetch,
+    CPUOffload,
+    MinNumel,
+    MixedPrecision,
+    Named,
+    Prefetch,
+    ShardingStrategy,
+    TransformerBlocks,
+)
+from fullshard.saving import (
+    Checkpoints,
+    Pretrained,
+    Restored,
+    full_optimizer_state,
+    load,
+    load_checkpoint,
+    load_optimizer_state,
+    save,
+    write_assets,
+)
+from fullshard.shards import Shard
+from fullshard.version import __version__
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "Checkpoints",
+    "MinNumel",
+    "MixedPrecision",
+    "Named",
+    "Prefetch",
+    "Pretrained",
+    "Restored",
+    "Shard",
+    "ShardedGradScaler",
+    "ShardingStrategy",
+    "StepInBackward",
+    "TransformerBlocks",
+    "UnitTable",
+    "__version__",
+    "average_ignored_gradients",
+    "broadcast_buffers",
+    "clip_grad_norm_",
+    "full_optimizer_state",
+    "full_state_dict",
+    "full_tensors",
+    "fully_shard",
+    "init",
+    "load",
+    "load_checkpoint",
+    "load_optimizer_state",
+    "memory_summary",
+    "no_all_reduce",
+    "no_sync",
+    "register_forward_method",
+    "reset",
+    "save",
+    "shutdown",
+    "step_in_backward",
+    "units",
+    "unsharded",
+    "write_assets",
+]

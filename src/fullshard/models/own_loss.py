@@ -1,0 +1,137 @@
+"""A model's own terms of the loss, which ``model(..., labels=...)`` adds to the cross-entropy: trained, or refused.
+
+Mixtures of experts add their routers' loss where ``output_router_logits`` is set. For other types that add something,
+training would silently be another one: they are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+GATE = "output_router_logits"
+"""Name of transformers' option of configurations and forwards."""
+
+MIXTURES = frozenset(
+    (
+        "doge",
+        "ernie4_5_moe",
+        "flex_olmo",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "jamba",
+        "jetmoe",
+        "laguna",
+        "mellum",
+        "minimax",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "switch_transformers",
+    )
+)
+"""Model types whose routers' loss is compared with transformers' in a test."""
+
+_BALANCE = ("router_aux_loss_coef", ("aux_loss",))
+_TERMS = {
+    "jetmoe": (("aux_loss_coef", ("aux_loss",)),),
+    "switch_transformers": (
+        ("router_aux_loss_coef", ("encoder_aux_loss", "decoder_aux_loss")),
+        ("router_z_loss_coef", ("encoder_z_loss", "decoder_z_loss")),
+    ),
+}
+"""Coefficients in the configuration, and the outputs of forward that they multiply; of other types ``_BALANCE``."""
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """The routers' own loss of a mixture of experts.
+
+    Attributes:
+        terms: Names of outputs of the model's forward, and their coefficients.
+    """
+
+    terms: tuple[tuple[str, float], ...]
+
+    def of(self, output: Any) -> Tensor:
+        """Return the loss of one forward with ``output_router_logits``, 0-d: what transformers adds to its loss."""
+        total: Any = 0.0
+        for name, coefficient in self.terms:
+            # A stack without routers returns the number 0.
+            total = total + coefficient * getattr(output, name)
+        return total
+
+
+def router_loss(config: PreTrainedConfig, wanted: bool | None = None) -> tuple[RouterLoss | None, str | None]:  # noqa: FBT001
+    """Return the routers' loss to train, or None, and a note for the user if the model has routers; any process.
+
+    Args:
+        config: The model's configuration.
+        wanted: ``model.output_router_logits`` of the run file; None: the configuration's.
+
+    Raises:
+        ConfigError: The routers' loss is requested, and the model has none, or one that is not known here.
+    """
+    if config.model_type not in MIXTURES:
+        config = getattr(config, "text_config", config)  # of a model that has other parts too
+    kind = config.model_type
+    coefficients = _TERMS.get(kind, (_BALANCE,))
+    has_routers = kind in MIXTURES or hasattr(config, GATE)
+    if not has_routers:
+        if wanted:
+            raise ConfigError(
+                f"model.{GATE}: true needs a mixture of experts; {kind} has no routers. Remove it, or set it to null."
+            )
+        return None, None
+    if not (getattr(config, GATE, False) if wanted is None else wanted):
+        why = f"model.{GATE}: false" if wanted is False else f"the model's configuration does not set {GATE}"
+        return None, f"the routers' own loss is not trained: {why}"
+    if kind not in MIXTURES:
+        raise ConfigError(
+            f"model.{GATE} (or the same option of the model's configuration) adds the routers' own loss to the "
+            f"training loss; how {kind} weighs it is not known here. Known are {', '.join(sorted(MIXTURES))}. Set "
+            f"model.{GATE}: false to train {kind} without it."
+        )
+    terms = [(name, float(getattr(config, option))) for option, names in coefficients for name in names]
+    shown = ", ".join(f"{option} {getattr(config, option):g}" for option, _ in coefficients)
+    return RouterLoss(tuple(terms)), f"the routers' own loss is trained too ({shown})"
+
+
+def require_plain_loss(config: PreTrainedConfig) -> None:
+    """Raise if a model's own loss has a term that is not trained here; any process, alone.
+
+    Raises:
+        ConfigError: It is z-loss over all positions (Bamba), or of several tokens ahead (ProphetNet).
+    """
+    kind = config.model_type
+    if kind == "bamba" and getattr(config, "z_loss_coefficient", 0):
+        raise ConfigError(
+            f"bamba's own loss has a z-loss (z_loss_coefficient: {config.z_loss_coefficient:g}) over all positions, "
+            "prompts and padding included, which is not trained here. Set z_loss_coefficient: 0 in the model's "
+            "configuration; training.z_loss is the same over the targets."
+        )
+    if kind == "prophetnet" and not config.disable_ngram_loss:
+        raise ConfigError(
+            f"prophetnet's own loss is of {config.ngram} tokens ahead (disable_ngram_loss: false), of which only the "
+            "next one would be trained here. Set disable_ngram_loss: true in the model's configuration to train that "
+            "one alone."
+        )
+    if kind == "prophetnet" and config.eps:
+        raise ConfigError(
+            f"prophetnet's own loss has label smoothing (eps: {config.eps:g}), which is not trained here. Set eps: 0 "
+            "in the model's configuration, and training.label_smoothing_factor."
+        )

@@ -1,0 +1,80 @@
+"""What is known of an optimizer's sharded parameters, looked up when they change and not at every step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.optim.shards import is_split, meta_of
+
+# An attribute of the optimizer: parameters may refer to their optimizer, as with step_in_backward, and a table of
+# optimizers outside of them, whose entries hold parameters, would then keep both for ever.
+_NAME = "_fullshard_members"
+
+
+@dataclass(frozen=True)
+class Members:
+    """The sharded parameters of an optimizer.
+
+    Attributes:
+        key: What this was looked up from: for each group its parameters, their units, and whether backward steps them.
+        given: The optimizer's parameters, which keeps their identities from being used again.
+        sharded: Those that are sharded.
+        split: Whether several ranks hold parts of one of them.
+        units: Their units, as weak references; not of parameters that are stepped in backward.
+        groups: For each group the checksum of its parameters' names and its first parameter; None if none takes part
+            in the comparison of learning rates.
+    """
+
+    key: list[list[tuple[int, int, bool]]]
+    given: list[nn.Parameter]
+    sharded: list[nn.Parameter]
+    split: bool
+    units: list[Callable[[], Any]]
+    groups: list[tuple[int, nn.Parameter] | None]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be None in a copy or a pickle of the optimizer, whose parameters are others."""
+        return type(None), ()
+
+
+def members_of(optimizer: Optimizer) -> Members:
+    """Return what is known of an optimizer's parameters; any rank, no communication."""
+    # Sharding anew makes another unit.
+    key = [
+        [(id(param), id(vars(param).get("shard_unit")), _in_backward(param)) for param in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    known: Members | None = vars(optimizer).get(_NAME)
+    if known is None or known.key != key:
+        known = vars(optimizer)[_NAME] = _look_up(optimizer, key)
+    return known
+
+
+def members_before(optimizer: Optimizer) -> Members:
+    """Return what :func:`members_of` returned before the step, whatever the step has changed since."""
+    return vars(optimizer)[_NAME]
+
+
+def _look_up(optimizer: Optimizer, key: list[list[tuple[int, int, bool]]]) -> Members:
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    sharded = [param for param in given if hasattr(param, "shard_meta")]
+    after_backward = (vars(p)["shard_unit"] for p in sharded if "shard_unit" in vars(p) and not _in_backward(p))
+    units = {id(unit()): unit for unit in after_backward}
+    groups = [_compared(group["params"]) for group in optimizer.param_groups]
+    return Members(key, given, sharded, any(map(is_split, sharded)), list(units.values()), groups)
+
+
+def _compared(params: list[nn.Parameter]) -> tuple[int, nn.Parameter] | None:
+    compared = [param for param in params if "shard_rates" in vars(param) and not _in_backward(param)]
+    names = sum(zlib.crc32(meta_of(param).name.encode()) for param in compared)
+    return (names, compared[0]) if compared else None
+
+
+def _in_backward(param: nn.Parameter) -> bool:
+    return hasattr(param, "shard_optimizer")

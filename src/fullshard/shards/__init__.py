@@ -1,0 +1,31 @@
+"""Shards that tell the truth: tensors that know that they are this rank's rows of a larger tensor.
+
+Between passes a sharded model's parameters and gradients are of the class :class:`Shard`. A function of torch that gets
+one follows one of three rules (``rules`` has the tables):
+
+- **local**: computed element by element on the rows here; the result is a shard again (``elementwise``, ``views``).
+- **global**: computed over all ranks; the result is a plain tensor, the same bits on every rank (``reductions``).
+- **refused**: anything else, by name, with the line to write instead.
+"""
+
+from fullshard.shards import rules as _rules  # noqa: F401 (sets the rules of the class)
+from fullshard.shards.cut import Cut as Cut, cut_of as cut_of
+from fullshard.shards.gather import gather_full as gather_full
+from fullshard.shards.guarded import (
+    FreedParameter as FreedParameter,
+    FullParameter as FullParameter,
+    GuardedShard as GuardedShard,
+    WatchedParameter as WatchedParameter,
+)
+from fullshard.shards.shard import (
+    STATE_ON_ALL_RANKS as STATE_ON_ALL_RANKS,
+    Shard as Shard,
+    ShardParameter as ShardParameter,
+    as_shard as as_shard,
+    lay_aside as lay_aside,
+    on_rows as on_rows,
+    parameter_class as parameter_class,
+    rows_of as rows_of,
+    take_up as take_up,
+)
+from fullshard.shards.untraced import untraced as untraced

@@ -1,0 +1,144 @@
+"""Classes of a model's Parameters at the times when their elements are not to be used, or their use is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.errors import ShardingError
+from fullshard.layout import ShardMeta
+from fullshard.shards.cut import tensors_in
+from fullshard.shards.shard import ShardParameter
+
+# Attributes that can be read without memory behind the tensor.
+_HARMLESS = frozenset({"shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "is_cuda"})
+
+# Attributes and methods of a shard allowed while the model computes: none reads or writes its elements.
+_ABOUT_SHARDS = (
+    _HARMLESS
+    | {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "element_size", "itemsize", "nbytes"}
+    | {"is_contiguous", "is_floating_point", "is_complex", "is_meta", "is_cpu", "is_sparse", "is_quantized"}
+    | {"is_nested", "is_inference", "is_pinned", "is_shared", "get_device", "grad_fn", "grad_dtype", "retains_grad"}
+    | {"names", "requires_grad_", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "__len__"}
+    | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "result_type"}
+)
+
+
+def _attribute_of(func: Any) -> str:
+    """Return the name of the attribute that ``func`` reads, if it is the getter of a property."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
+class FreedParameter(nn.Parameter):
+    """The class of a full parameter whose memory is free: any use raises an error instead of reading freed memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Allow metadata and refuse the rest.
+
+        Raises:
+            ShardingError: Anything but metadata is used.
+        """
+        attribute = _attribute_of(func)
+        if attribute in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ShardingError(
+            f"A full parameter was used ({attribute or getattr(func, '__name__', func)}) after its unit released it: "
+            "its memory is free outside forward and backward. Read it inside `with unsharded(model):` or clone it "
+            "during forward."
+        )
+
+
+class FullParameter(nn.Parameter):
+    """The class of a full parameter while it is shown: what is written to it through ``data`` is not lost in silence.
+
+    Attributes:
+        watcher: Returns what the engine knows of the parameter.
+    """
+
+    watcher: Callable[[], Any]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values, detached; unlike torch's, with the parameter's version, by which the engine notices a write."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if _is_same(self, value):
+            return  # module.to(dtype) in forward, where it is of that dtype
+        name = self.watcher().meta.name
+        raise ShardingError(
+            f"{name}.data was assigned during forward ({self.dtype} to {value.dtype}): the gathered memory is freed "
+            "after it, so the change would be lost. Assign it after the step, or compute with a new tensor in forward. "
+            "If the module casts itself, keep it in its dtype: MixedPrecision(keep_fp32=(name of its class,))."
+        )
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
+
+
+class WatchedParameter(FullParameter):
+    """The class of a table while it is shown: notes any use outside linear and embedding modules."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the use, unless it only reads metadata."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if _attribute_of(func) not in _HARMLESS:
+                for one in tensors_in((args, kwargs)):
+                    if isinstance(one, WatchedParameter):
+                        one.watcher().plain_use = True
+            return func(*args, **kwargs)
+
+
+class GuardedShard(ShardParameter):
+    """The class of a shard while its model's forward runs: it must not be used as if it were the full parameter.
+
+    A root that uses a block's weight outside the block meets it, or a module that keeps a Parameter in a list or a
+    closure: slots show the full parameter only inside the call of its unit.
+    """
+
+    shard_meta: ShardMeta
+    shard_unit: Callable[[], Any]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Allow metadata of the shard and refuse the rest.
+
+        Raises:
+            ShardingError: Anything but metadata is used.
+        """
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        name = _attribute_of(func) if name in ("__get__", "__set__", "__delete__") else name
+        cast_like_it = name in ("to", "type_as") and not isinstance(args[0], cls)
+        if name in _ABOUT_SHARDS or cast_like_it or (name == "type" and len(args) == 1 and not kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        shard = next(one for one in tensors_in((args, kwargs)) if isinstance(one, cls))
+        unit = shard.shard_unit()
+        raise ShardingError(
+            f"{shard.shard_meta.name}, of shape {shard.shard_meta.global_shape}, was used ({name}) during the model's "
+            f"forward but outside the forward of its unit {'?' if unit is None else unit.name}, where only this rank's "
+            "rows of it are available. Call the module that owns it (`self.block.linear(x)`); or use a wrap policy "
+            "that puts its uses into that unit, or it into the root; or exclude it with ignored_params."
+        )

@@ -1,0 +1,133 @@
+"""JSON files that are not trusted: bounded before they are parsed, and with a checksum of themselves.
+
+A sealed file ends with ``"own_sha256"``, the SHA-256 of every byte before that entry: a flipped bit is found in the
+file alone, without the files around it. It is a checksum, not a signature: who can write the file can seal it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SEAL = "own_sha256"
+"""Name of the last entry of a sealed file."""
+
+_SEALED = re.compile(rb',\s*"own_sha256":\s*"([^"]*)"\s*\}\s*\Z')
+_SEAL_BYTES = 200
+"""The seal is within the last bytes of a file."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The most that a file may have; checked before it is parsed, because parsing takes twenty times its memory."""
+
+    nbytes: int
+    names: int  # in its objects
+    values: int  # in its objects and lists
+
+
+SMALL = Bounds(256 << 20, 4_000_000, 16_000_000)
+"""Of configurations, tokenizers and the index of a model in several files."""
+
+
+def read_bounded(path: Path, nbytes: int) -> bytes:
+    """Read a file of at most ``nbytes``; any rank.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is larger, or not a regular file (a pipe would make the reader wait for ever).
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
+        if status.st_size > nbytes:
+            raise ValueError(f"it has {status.st_size:,} bytes; at most {nbytes:,} are read")
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read(nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def require_bounded(content: bytes, bounds: Bounds) -> None:
+    """Count what is in a JSON text, without parsing it.
+
+    Raises:
+        ValueError: It has more than ``bounds``.
+    """
+    if len(content) > bounds.nbytes:
+        raise ValueError(f"it has {len(content):,} bytes; at most {bounds.nbytes:,} are read")
+    # Both counts are upper bounds, because strings may contain the characters too.
+    names, values = content.count(b":"), content.count(b",") + content.count(b"[") + content.count(b"{")
+    for found, limit, what in ((names, bounds.names, "names"), (values, bounds.values, "values")):
+        if found > limit:
+            raise ValueError(f"it has up to {found:,} {what}; at most {limit:,} are read")
+
+
+def parse_bounded(content: bytes, bounds: Bounds) -> Any:
+    """Parse JSON in UTF-8, after counting what is in it.
+
+    Raises:
+        ValueError: It has more than ``bounds``, is nested too deeply, or is not JSON.
+    """
+    require_bounded(content, bounds)
+    try:
+        return json.loads(content.decode("utf-8-sig"))
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+
+
+def read_json(path: Path, bounds: Bounds = SMALL) -> Any:
+    """Read and parse a JSON file; any rank.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: As for :func:`read_bounded` and :func:`parse_bounded`.
+    """
+    return parse_bounded(read_bounded(path, bounds.nbytes), bounds)
+
+
+def seal(text: str) -> str:
+    """Add the checksum of the file to the text of a JSON object with at least one entry."""
+    body = text.rstrip()[:-1].rstrip()
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{body},\n"{SEAL}":"{digest}"}}\n'
+
+
+def require_sealed(content: bytes, *, needed: bool = False) -> None:
+    """Compare a file with its own checksum, if it has one.
+
+    Args:
+        content: All bytes of the file.
+        needed: Whether it must have one.
+
+    Raises:
+        ValueError: It has another checksum, or none although it is needed.
+    """
+    tail = max(0, len(content) - _SEAL_BYTES)
+    found = _SEALED.search(content, tail)
+    if found is None:
+        if needed:
+            raise ValueError(f"its last entry is not {SEAL}, the checksum of the file")
+        return
+    digest = hashlib.sha256(memoryview(content)[: found.start()]).hexdigest()
+    if found[1] != digest.encode():
+        written = found[1].decode(errors="replace")
+        raise ValueError(f"it was changed after it was written: it has SHA-256 {digest}, expected {written}")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a regular file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
