@@ -263,8 +263,10 @@ class UnitHooks:
     def guard(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
         """Gather on demand when a submodule is called outside its unit's forward (``generate`` calls the encoder)."""
         # The hooks of a compiled block gather before its graph runs; a call in the graph would cut it in two.
-        if not (torch.compiler.is_compiling() and self.unit.shown and self.unit.modules[0]._compiled_call_impl):
-            self._gather_on_demand(module)
+        # ("is not None": torch 2.11 cannot trace the truth of a bound method, and cuts the graph at every call.)
+        if torch.compiler.is_compiling() and self.unit.shown and self.unit.modules[0]._compiled_call_impl is not None:
+            return
+        self._gather_on_demand(module)
 
     @untraced
     def _gather_on_demand(self, module: nn.Module) -> None:
@@ -299,9 +301,7 @@ class _BackwardBegins:
     """The hook on an output tensor; an object, so that copying a sharded model reaches it and is refused."""
 
     def __init__(self, hooks: UnitHooks, call: Call, token: _GraphToken | None) -> None:
-        self.hooks = hooks
-        self.call = call
-        self.token = token
+        self.hooks, self.call, self.token = hooks, call, token
 
     def __call__(self, _gradient: torch.Tensor) -> None:
         self.hooks.backward_begins(self.call)
