@@ -53,10 +53,16 @@ class Contest:
         """Return the contest that this machine can hold.
 
         Raises:
-            Lacking: A library is missing, or no engine can run.
+            Lacking: A library is missing, the devices are too small, or no engine can run.
         """
         if self.method.lora:
             check_lora()
+        state = self.shape.state_bytes(lora=self.method.lora)
+        memory = machine.facts["memory_bytes"] * max(1, min(machine.facts["devices"], self.world))
+        if machine.cuda and state > memory:
+            raise Lacking(
+                f"parameters, gradients and AdamW's moments take {state / 1e9:.0f} GB, and there are {memory / 1e9:.0f}"
+            )
         if machine.devices_suffice(self.world):
             return self
         ours = [entry for entry in self.entries if entry.engine == "fullshard"]  # torch's need NCCL, a device a rank

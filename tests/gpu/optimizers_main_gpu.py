@@ -33,6 +33,27 @@ def no_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
+class OnTheHost:
+    """An optimizer of a model's copy in host memory: a processor rounds some operations in another way than a GPU."""
+
+    def __init__(self, model, make):
+        self.params = list(model.parameters())
+        self.copies = [param.detach().cpu().requires_grad_() for param in self.params]
+        self.optimizer = make(self.copies)
+
+    def zero_grad(self):
+        for param in self.params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        for param, copy in zip(self.params, self.copies, strict=True):
+            copy.grad = param.grad.cpu()
+        self.optimizer.step()
+        for param, copy in zip(self.params, self.copies, strict=True):
+            param.copy_(copy)
+
+
 def on(device, data):
     return [tuple(part.to(device) for part in batch) for batch in data]
 
@@ -46,7 +67,8 @@ def case(comm, make, **options):
     train(model, optimizer, mine[:20])
     ours = {name: param.cpu() for name, param in whole(model).items()}
     plain = zoo().to(comm.device)
-    train_by_parts(plain, make(plain.parameters()), data[:20], comm.size)
+    beside = OnTheHost(plain, make) if "offload_policy" in options else make(plain.parameters())
+    train_by_parts(plain, beside, data[:20], comm.size)
     errors = update_errors(ours, {name: param.detach().cpu() for name, param in plain.named_parameters()})
     waited = ""
     if "offload_policy" not in options:

@@ -105,6 +105,18 @@ class Device(Protocol):
         """
         ...
 
+    def read_later(self, work: Work, numbers: torch.Tensor) -> Callable[[], list[int]]:
+        """Copy a collective's result to host memory, behind the collective and nothing issued after it.
+
+        Args:
+            work: The collective, just issued.
+            numbers: Its result, flat.
+
+        Returns:
+            A function that waits until the copy has arrived, not for later operations, and returns the numbers.
+        """
+        ...
+
     def for_thread(self, work: Callable[[], T]) -> Callable[[], T]:
         """Wrap ``work`` for another thread to call, while this one issues nothing and waits for it.
 
@@ -176,6 +188,15 @@ class CpuDevice:
             target.copy_(source)
         return lambda: None
 
+    def read_later(self, work: Work, numbers: torch.Tensor) -> Callable[[], list[int]]:
+        """See :meth:`Device.read_later`: read when asked."""
+
+        def read() -> list[int]:
+            work.wait()
+            return numbers.tolist()
+
+        return read
+
     def for_thread(self, work: Callable[[], T]) -> Callable[[], T]:
         """See :meth:`Device.for_thread`: ``work`` itself."""
         return work
@@ -235,7 +256,7 @@ class CudaDevice:
         """See :meth:`Device.empty`."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def on_side_stream(self, name: str, work: Callable[[], None]) -> Work:
+    def on_side_stream(self, name: str, work: Callable[[], None]) -> _SideWork:
         """See :meth:`Device.on_side_stream`."""
         if name not in self._streams:
             self._streams[name] = torch.cuda.Stream(self.device)
@@ -278,6 +299,22 @@ class CudaDevice:
         done.record(torch.cuda.current_stream(self.device))
         return done.synchronize
 
+    def read_later(self, work: Work, numbers: torch.Tensor) -> Callable[[], list[int]]:
+        """See :meth:`Device.read_later`."""
+        target = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+
+        def copy() -> None:
+            work.wait()  # on the side stream: compute goes on
+            target.copy_(numbers, non_blocking=True)
+
+        copied = self.on_side_stream("numbers", copy)
+
+        def read() -> list[int]:
+            copied.synchronize()
+            return target.tolist()
+
+        return read
+
     def for_thread(self, work: Callable[[], T]) -> Callable[[], T]:
         """See :meth:`Device.for_thread`."""
         stream = torch.cuda.current_stream(self.device)
@@ -314,6 +351,11 @@ class _SideWork:
     def wait(self) -> None:
         """See :meth:`fullshard.comm.protocol.Work.wait`."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._work = None
+
+    def synchronize(self) -> None:
+        """Return when the operations are complete; the CPU waits."""
+        self._done.synchronize()
         self._work = None
 
 

@@ -18,7 +18,7 @@ from fullshard.models.build import (
     load_tokenizer as load_tokenizer,
     train_tokenizer as train_tokenizer,
 )
-from fullshard.models.compile import compile_blocks as compile_blocks
+from fullshard.models.compile import compile_blocks as compile_blocks, uncompiled as uncompiled
 from fullshard.models.hub import resolve_model as resolve_model
 from fullshard.models.loss import (
     PLAIN as PLAIN,

@@ -249,6 +249,40 @@ def test_the_cpu_waits_for_host_copies_only(cuda):
     assert cuda.log == ["CPU waits for side 2"]
 
 
+class PlayedWork:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def wait(self):
+        self.cuda.log.append(f"{self.cuda.now.name} waits for the collective")
+
+
+@pytest.fixture
+def _no_pinned(monkeypatch):
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: plain(*args, **options))
+
+
+@pytest.mark.usefixtures("_no_pinned")
+def test_numbers_are_read_when_their_collective_is_over_and_not_behind_compute(cuda):
+    numbers = torch.tensor([3, 5])
+    read = device_of(CUDA).read_later(PlayedWork(cuda), numbers)
+    assert cuda.log == ["side 1 waits for compute", "side 1 waits for the collective", "event on side 1"]
+    cuda.log.clear()
+    numbers.zero_()  # after the copy
+    assert read() == [3, 5]
+    assert cuda.log == ["CPU waits for event of side 1"]
+
+
+def test_on_the_cpu_numbers_are_read_when_asked(cuda):
+    numbers = torch.tensor([3, 5])
+    read = device_of(CPU).read_later(PlayedWork(cuda), numbers)
+    assert cuda.log == []
+    numbers.add_(1)  # by the collective, say
+    assert read() == [4, 6]
+    assert cuda.log == ["compute waits for the collective"]
+
+
 def test_work_that_another_thread_does_comes_after_compute_and_on_its_stream(cuda):
     work = device_of(CUDA).for_thread(lambda: cuda.log.append(f"work on {cuda.now.name}") or 7)
     assert cuda.log == ["event on compute"]
@@ -349,3 +383,20 @@ def test_cuda_copies_reach_pinned_memory(real):
     assert host[-1].item() == 1 << 20
     native, text = real.supports_bf16()
     assert ("in hardware" in text) is native
+
+
+@pytest.mark.gpu
+def test_cuda_numbers_are_read_while_compute_goes_on(real):
+    class Nothing:
+        def wait(self):
+            pass
+
+    numbers = torch.tensor([1, 2], device=real.device)
+    torch.cuda._sleep(10_000_000)  # compute is late with the numbers
+    numbers.mul_(10)
+    read = real.read_later(Nothing(), numbers)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    late = torch.cuda.Event()
+    late.record()
+    assert read() == [10, 20]
+    assert not late.query()

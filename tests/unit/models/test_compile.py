@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from transformers import T5ForConditionalGeneration
 
 from fullshard import fully_shard
 from fullshard.errors import ModelError
-from fullshard.models import compile_blocks
+from fullshard.models import compile_blocks, uncompiled
 from fullshard.testing import run_ranks
-from support.models import TinyLM, bart, gpt2, llama, t5
+from support.models import TinyLM, bart, gpt2, llama, t5, tiny_t5_config
 
 DYNAMO = pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own code
 
@@ -41,7 +42,7 @@ def trained(model, data):
     losses, counts = [], []
     for tokens in data:
         optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -70,6 +71,38 @@ def test_a_sharded_model_of_compiled_blocks_trains_alike_with_one_graph_a_block(
     assert graphs <= blocks + 1  # gpt2's first block is compiled for no mask, too
     assert breaks <= 1  # the hooks, which are not in a graph
     assert counts[1:] == [counts[1]] * 3, "compiled again after the second step"
+
+
+@DYNAMO
+def test_blocks_that_are_alike_share_their_graphs():
+    """The compiler gives up on a function that it has compiled eight times, so a model may have many blocks."""
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(tiny_t5_config(num_layers=10, num_decoder_layers=10))
+    compile_blocks(model, backend="eager")
+    tokens = torch.randint(3, 40, (2, 6))
+    torch._dynamo.reset()
+    counters.clear()
+    _, counts = run_ranks(1, lambda comm: trained(fully_shard(model, comm), [tokens] * 2))[0]
+    assert counts[-1] == (4, 1)  # the first block of each stack computes the position bias; the hooks break the graph
+
+
+@DYNAMO
+def test_evaluation_compiles_nothing():
+    torch.manual_seed(0)
+    model = t5()
+    compile_blocks(model, backend="eager", dynamic=True)
+    torch._dynamo.reset()
+    counters.clear()
+
+    def work(comm):
+        sharded = fully_shard(model, comm)
+        with torch.no_grad(), uncompiled(sharded):
+            output(sharded)
+        before = counters["stats"]["unique_graphs"]
+        output(sharded)
+        return before, counters["stats"]["unique_graphs"]
+
+    assert run_ranks(1, work)[0] == (0, 4)
 
 
 @DYNAMO

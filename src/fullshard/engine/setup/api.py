@@ -16,6 +16,7 @@ from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
 from fullshard.engine.registry import attach, detach, is_sharded, runtime_of
 from fullshard.engine.setup.build import UnitBuilder, keep_in_float32, move_buffers
 from fullshard.engine.setup.fill import fill, give_memory, open_weights
+from fullshard.engine.setup.fuse import fuse
 from fullshard.engine.setup.identity import Differing, check_same_model, different_values, refuse_different_values
 from fullshard.engine.setup.initial import FirstValues, Initializer
 from fullshard.engine.setup.source import WeightSource
@@ -28,7 +29,6 @@ from fullshard.engine.setup.wrap import (
     merge_tiny,
     modules_kept,
 )
-from fullshard.engine.step import fused
 from fullshard.engine.step.buffers import Account, ReusableBuffer
 from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.precision import dtypes_of
@@ -153,7 +153,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     keep_in_float32(kept, policy.precision, units[0])
     for unit in units:
         unit.hooks = UnitHooks(unit, kept_ids)
-        fused.install(unit.hooks)
+        fuse(unit.hooks)
     units[0].options = dataclasses.replace(units[0].options, casts_output=True)
     units = _include(root, units, inner, ranks, account)
     runtime = Runtime(units, ranks, _as_prefetch(prefetch), account, runtime_device, frozenset(map(id, ignored)))

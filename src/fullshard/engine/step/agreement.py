@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 
-from fullshard.comm import Mesh, Work
+from fullshard.comm import Mesh, device_of
 from fullshard.errors import MismatchError
 from fullshard.layout.sharded import Claims
 
@@ -26,6 +26,7 @@ class Agreement:
 
     Attributes:
         mesh: The ranks that share the model.
+        device: Where verdicts are computed.
         names: Names of the units.
         first_pass: Whether each collective is compared before it starts.
         every_pass: Whether that never ends; set by ``FULLSHARD_DEBUG=1``.
@@ -36,6 +37,7 @@ class Agreement:
     def __init__(self, mesh: Mesh, names: Sequence[str]) -> None:
         """Compare among the ranks of ``mesh``."""
         self.mesh = mesh
+        self.device = device_of(mesh.device)
         self.names = list(names)
         self.first_pass = True
         self.every_pass = os.environ.get("FULLSHARD_DEBUG", "") == "1"
@@ -44,7 +46,7 @@ class Agreement:
         self._stepped: list[tuple[int, str, float]] = []
         self._checksums: list[int] = []
         self._issued = 0  # checksum of the collectives since the last comparison, in their order
-        self._verdict: tuple[Work, torch.Tensor, int] | None = None
+        self._verdict: tuple[Callable[[], list[int]], int] | None = None  # of the step before
 
     def before(self, collective: str, unit: int) -> None:
         """Announce a collective, and in the first pass compare it over ranks.
@@ -108,25 +110,22 @@ class Agreement:
         self._issued = 0
         message = torch.tensor([mark, mark * mark, *arrived], dtype=torch.int64).to(self.mesh.device, non_blocking=True)
         self.mesh.announce("which parameters got a gradient, at the end of backward")
-        self._verdict = (self.mesh.all_reduce(message), message, mark)
-        if self.first_pass or self.mesh.device.type == "cpu":
-            self._check_verdict()
+        self._verdict = self.device.read_later(self.mesh.all_reduce(message), message), mark
+        now = self.first_pass or self.mesh.device.type == "cpu" or not all(arrived)
+        counts = self._check_verdict() if now else []
         self.pass_is_over()
-        if all(arrived):
-            return None
-        self._check_verdict()
-        return [count > 0 for count in message[2:].tolist()]
+        return None if all(arrived) else [count > 0 for count in counts[2:]]
 
-    def _check_verdict(self) -> None:
+    def _check_verdict(self) -> list[int]:
+        """Return the sums over ranks that :meth:`after_backward` left; empty if it left none."""
         if self._verdict is None:
-            return
-        work, message, mark = self._verdict
-        self._verdict = None
-        work.wait()
-        total, squares = message[:2].tolist()
+            return []
+        (read, mark), self._verdict = self._verdict, None
+        total, squares, *_ = counts = read()
         # Sum and sum of squares match those of equal marks only if all marks are equal (Cauchy-Schwarz).
         if total != mark * self.mesh.size or squares != mark * mark * self.mesh.size:
             self._raise_mismatch(mark)
+        return counts
 
     def _raise_mismatch(self, mark: int) -> NoReturn:
         """Raise an error that says how ranks differ, after their checksums have differed."""

@@ -18,7 +18,6 @@ from torch import nn
 
 from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
-from fullshard.engine.step.plain_modules import is_plain_embedding, plain_type
 from fullshard.engine.step.torch_private import in_backward, will_execute
 from fullshard.errors import ShardingError
 
@@ -59,8 +58,11 @@ class _Site:
             self.hooks.runtime.receive(self.unit, self.param, write)
 
 
-class _LinearSite(_Site):
+class LinearSite(_Site):
+    """An ``nn.Linear``."""
+
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the module's output."""
         dtypes = self.param.lane.dtypes
         if not self.applies() or input.dtype != dtypes.reduce or dtypes.compute != dtypes.reduce:
             return self.plain(self.module, input)
@@ -90,13 +92,16 @@ class _LinearSite(_Site):
             view.addmm_(out_gradient.t(), x)
 
 
-class _EmbeddingSite(_Site):
+class EmbeddingSite(_Site):
+    """A plain ``nn.Embedding``."""
+
     @property
     def padding_index(self) -> int | None:
         """Index of the row without gradient, or None."""
         return self.module.padding_idx  # type: ignore[return-value]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the module's output."""
         if not self.applies():
             return self.plain(self.module, input)
         with torch._C.DisableTorchFunctionSubclass():
@@ -124,7 +129,7 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        site: _LinearSite,
+        site: LinearSite,
         reads: bool,  # noqa: FBT001 (autograd passes by position)
     ) -> torch.Tensor:
         ctx.site, ctx.reads = site, reads
@@ -138,7 +143,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
-        site: _LinearSite = ctx.site
+        site: LinearSite = ctx.site
         rows = gradient.reshape(-1, gradient.shape[-1])
         # The input's gradient first: the weight's may complete the unit, which then releases its parameters.
         x_gradient = site.input_gradient(gradient, was_counted=ctx.reads) if ctx.needs_input_grad[0] else None
@@ -149,7 +154,7 @@ class _Linear(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: torch.Tensor, weight: torch.Tensor, site: _EmbeddingSite) -> torch.Tensor:
+    def forward(ctx: Any, indices: torch.Tensor, weight: torch.Tensor, site: EmbeddingSite) -> torch.Tensor:
         ctx.site = site
         ctx.save_for_backward(indices)
         return F.embedding(indices, weight)
@@ -157,19 +162,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (indices,) = ctx.saved_tensors
-        site: _EmbeddingSite = ctx.site
+        site: EmbeddingSite = ctx.site
         rows = gradient.reshape(-1, gradient.shape[-1])
         site.receive(lambda: site.write(rows, indices.reshape(-1)))
         return None, None, None
-
-
-def install(hooks: UnitHooks) -> None:
-    """Have the plain linear and embedding modules of a unit write their weight gradients into the lane."""
-    for param in hooks.unit.params:
-        for module, key in param.slots:
-            if key != "weight" or "forward" in module.__dict__:
-                continue
-            if plain_type(module) is nn.Linear:
-                module.forward = _LinearSite(hooks, param, module)
-            elif is_plain_embedding(module):
-                module.forward = _EmbeddingSite(hooks, param, module)

@@ -17,6 +17,7 @@ from fullshard.config.evaluation import Metric
 from fullshard.data import CollateSpec, EpochPlan, TokenizedSet, batches
 from fullshard.data.examples import Example
 from fullshard.errors import ConfigError, InvariantError
+from fullshard.models import uncompiled
 from fullshard.train.evaluation.generation import GenerationSpec, generate, require_right_text
 from fullshard.train.evaluation.metrics import Baseline, baselines, needs_text, perplexity, require_packages, score
 from fullshard.train.forward import loss_sum
@@ -155,11 +156,12 @@ def _score(spec: EvaluationSpec, loss: float, texts: Sequence[str]) -> Scores:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context in which the model has no dropout; afterwards its mode is what it was."""
+    """Context in which the model has no dropout and is not compiled; afterwards its mode is what it was."""
     was_training = model.training
     model.eval()
     try:
-        yield
+        with uncompiled(model):
+            yield
     finally:
         model.train(was_training)
 

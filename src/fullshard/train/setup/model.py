@@ -90,7 +90,7 @@ def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
     if config.training.gradient_checkpointing:
         enable_activation_checkpointing(model)
     if config.training.torch_compile:
-        compile_blocks(model)
+        compile_blocks(model, dynamic=True)  # rows differ in length
     if config.training.packing:
         enable_packing(model)
 
