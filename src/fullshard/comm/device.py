@@ -38,9 +38,12 @@ class Device(Protocol):
 
     Attributes:
         device: Where units compute; a CUDA device with its index.
+        reduces_behind: Reduce-scatters that may still be under way when the next unit's gradients need memory. Each
+            costs the memory of a unit's gradients. One hides it behind the next unit's backward.
     """
 
     device: torch.device
+    reduces_behind: int
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give ``nbytes`` of memory, with undefined content, to a storage that has none; on the compute stream."""
@@ -134,6 +137,8 @@ class Device(Protocol):
 
 class CpuDevice:
     """The CPU, where everything happens in the order it is issued; also the meta device, where nothing does."""
+
+    reduces_behind = 0
 
     def __init__(self, device: torch.device) -> None:
         """Compute on ``device``."""
@@ -238,6 +243,8 @@ def _ask_for_huge_pages(address: int, nbytes: int) -> None:
 
 class CudaDevice:
     """One CUDA device."""
+
+    reduces_behind = 1
 
     def __init__(self, device: torch.device) -> None:
         """Compute on ``device``; without an index, on the current one."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.comm import add_rows
 from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
 from fullshard.engine.step.torch_private import in_backward, will_execute
@@ -115,11 +116,7 @@ class EmbeddingSite(_Site):
         rows = out_gradient.to(view.dtype)
         if self.padding_index is not None:
             rows = rows.masked_fill(torch.eq(indices, self.padding_index).unsqueeze(1), 0)
-        # index_put_ sorts on CUDA and so adds in a fixed order, where index_add_ would not.
-        if view.is_cuda:
-            view.index_put_((indices,), rows, accumulate=True)
-        else:
-            view.index_add_(0, indices, rows)
+        add_rows(view, indices, rows)
 
 
 class _Linear(torch.autograd.Function):

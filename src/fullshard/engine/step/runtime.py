@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -70,7 +71,7 @@ class Runtime:
         for _, param in self.all_params():
             vars(param.sharded).update(shard_claims=self.agreement.claims, shard_rates=self.agreement.rates)
         self.open_calls: list[Call] = []
-        self._reducing: Unit | None = None
+        self._reducing: deque[Unit] = deque()  # in the order in which their reduces were issued
         self._in_backward = False
         self._guarded = False
         self.check_buffers: Callable[[Runtime], None] | None = None
@@ -162,17 +163,18 @@ class Runtime:
             return
         if unit.index not in self.schedule.with_input_node:  # no other event shows that its backward is over
             self.recorder.end(unit.name, "backward")
-        self._finish_reducing()
+        self._finish_reducing(0 if unit.reducing else self.device.reduces_behind)
         self.agreement.before("reduce-scatter", unit.index)
         unit.issue_reduce(across=self.reduces_across and unit.options.all_reduce, final=final)
-        self._reducing = unit
+        self._reducing.append(unit)
 
-    def _finish_reducing(self) -> None:
-        if self._reducing is not None:
+    def _finish_reducing(self, left: int = 0) -> None:
+        """Wait for reduces until ``left`` are under way."""
+        while len(self._reducing) > left:
+            unit = self._reducing.popleft()
             # The all-reduce across replicas may start only now, after another unit was announced.
-            self.mesh.announce(f"reduce-scatter of unit {self._reducing.name}")
-            self._reducing.finish_reduce()
-            self._reducing = None
+            self.mesh.announce(f"reduce-scatter of unit {unit.name}")
+            unit.finish_reduce()
 
     def configure(self, unit: Unit, **changes: Any) -> None:
         """Change fields of the unit's :class:`UnitOptions`; every rank calls it with the same values."""
@@ -361,10 +363,10 @@ class Runtime:
     def receive(self, unit: Unit, param: ShardedParam, write: Callable[[], None]) -> None:
         """Have ``write`` put a gradient of ``param`` into its lane."""
         self.backward_event()
-        # Finish the previous reduce before allocating this gradient: at most one unit's unsharded gradients exist. Wait
+        # Finish earlier reduces before allocating this gradient, which bounds the memory of unsharded gradients. Wait
         # for one of this unit too: writing into a lane that is being reduced corrupts it.
         if param.lane.gradient is None or unit.reducing:
-            self._finish_reducing()
+            self._finish_reducing(0 if unit.reducing else self.device.reduces_behind)
         write()
         param.arrived = True
 
@@ -421,7 +423,7 @@ class Runtime:
             unit.open_calls, unit.group_call = 0, None
             unit.drop_gradients()
             self.release(unit)
-        self._reducing = None
+        self._reducing.clear()
         self.schedule.reset()
 
     def watch(self, recorder: SilentRecorder) -> None:
