@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.comm.placement import SHARED
@@ -78,7 +78,8 @@ class MemoryMeter:
             return self
         self.start_bytes = live_tensor_bytes()
         self._epoch_s = time.time() - time.perf_counter()  # the profiler's clock is the time of day
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        # Not torch.profiler's: under torch 2.11 it warns once of lost events, of which there are none here.
+        self._profile = profile(profile_memory=True, use_kineto=True)
         self._profile.__enter__()
         return self
 
@@ -91,9 +92,9 @@ class MemoryMeter:
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
             return
         self._profile.__exit__(kind, error, trace)
-        profiler: Any = self._profile.profiler
+        recorded: Any = self._profile.kineto_results
         live = self.start_bytes
-        for event in profiler.kineto_results.events():
+        for event in recorded.events():
             if event.name() == "[memory]":
                 live += event.nbytes()
                 self.timeline.append((event.start_ns() / 1e9 - self._epoch_s, live))

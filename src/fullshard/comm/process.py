@@ -227,7 +227,8 @@ def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm
 
 def _device_for(backends: dict[str, str]) -> torch.device:
     """Return the device of collectives for which none was named; ``backends`` maps a device's type to a backend."""
-    found = torch.accelerator.current_accelerator()
+    # A build of torch for CUDA names it on a machine without a GPU too, unless asked whether there is one.
+    found = torch.accelerator.current_accelerator(check_available=True)
     # gloo goes through host memory, MPI often cannot take memory of a device, a fake group is for dry runs.
     if found is not None and backends.get(found.type) not in (None, "gloo", "mpi", "fake"):
         return torch.device(found.type, torch.accelerator.current_device_index())

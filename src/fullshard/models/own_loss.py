@@ -68,11 +68,21 @@ class RouterLoss:
     terms: tuple[tuple[str, float], ...]
 
     def of(self, output: Any) -> Tensor:
-        """Return the loss of one forward with ``output_router_logits``, 0-d: what transformers adds to its loss."""
+        """Return the loss of one forward with ``output_router_logits``, 0-d: what transformers adds to its loss.
+
+        Raises:
+            ConfigError: No part of the model returned its routers' outputs, so there is nothing to train.
+        """
         total: Any = 0.0
         for name, coefficient in self.terms:
             # A stack without routers returns the number 0.
             total = total + coefficient * getattr(output, name)
+        if not isinstance(total, Tensor):
+            raise ConfigError(
+                "The routers' own loss cannot be trained: the model's forward returned no outputs of its routers. "
+                "Either the model has no routers, or this release of transformers does not collect them (5.17 does not "
+                f"for granitemoe). Upgrade transformers, or set model.{GATE}: false to train without that loss."
+            )
         return total
 
 

@@ -181,12 +181,20 @@ def all_reduce_hook(api):
     return train(model, steps=1)
 
 
+NEWER_HINTS = {
+    "set_reduce_scatter_unused_params": False,
+    "set_reduce_scatter_max_input_buffers": 2,
+    "set_separate_reduce_scatter_group": False,
+}
+"""Hints that torch 2.11 lacks; without effect on the numbers, as ours are."""
+
+
 def hints(api):
     model = shard(api, model_of())
-    model.set_reduce_scatter_unused_params(False)
-    model.set_reduce_scatter_max_input_buffers(2)
-    model.set_separate_reduce_scatter_group(False)
     model.set_post_optim_event(None)
+    for name, value in NEWER_HINTS.items():
+        if api is ours or hasattr(model, name):
+            getattr(model, name)(value)
     api.share_comm_ctx([model, *model.blocks])
     return train(model)
 

@@ -153,7 +153,7 @@ def test_the_backend_is_the_one_that_carries_the_device(gloo_of_one, monkeypatch
 
 
 def test_the_accelerator_is_taken_where_a_backend_is_made_for_it(gloo_of_one, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     found = {}
     for config in ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:mpi,cuda:mpi", "cpu:ucc,cuda:ucc", "cpu:ucc"):
@@ -163,6 +163,15 @@ def test_the_accelerator_is_taken_where_a_backend_is_made_for_it(gloo_of_one, mo
         "cpu:gloo,cuda:nccl": "cuda:3", "cpu:gloo,cuda:gloo": "cpu", "cpu:mpi,cuda:mpi": "cpu",
         "cpu:ucc,cuda:ucc": "cuda:3", "cpu:ucc": "cpu",
     }  # fmt: skip
+
+
+def test_an_accelerator_that_only_the_build_of_torch_knows_is_not_taken(gloo_of_one, monkeypatch):
+    known = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else known
+    )
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:ucc,cuda:ucc")
+    assert str(comm_of_group(gloo_of_one, None).device) == "cpu"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", None])

@@ -120,6 +120,7 @@ def test_damaged_files_of_torch(tmp_path, damage):
         WeightFiles(path)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns when it loads a sparse tensor
 @pytest.mark.parametrize(
     ("content", "rule"),
     [

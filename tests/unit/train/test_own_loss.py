@@ -5,10 +5,12 @@ import copy
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -27,7 +29,7 @@ from fullshard.models import (
     fuse_head,
     router_loss,
 )
-from fullshard.models.own_loss import MIXTURES, require_plain_loss
+from fullshard.models.own_loss import MIXTURES, RouterLoss, require_plain_loss
 from fullshard.testing import run_ranks
 from fullshard.train import train
 from fullshard.train.dry_run import dry_run
@@ -40,6 +42,8 @@ from support.tiny_run import Memory, settings
 
 STATS = LengthStats(1.0, 9, 0, 9)
 LENGTHS = [(5, 3), (2, 6), (7, 2), (3, 3)]
+MENDED = {"doge", "granitemoe", "granitemoehybrid", "granitemoeshared", "switch_transformers"}
+"""Types whose forward with ``output_router_logits`` fails in transformers 5.17, and does not since 5.18."""
 
 
 def rows():
@@ -57,9 +61,15 @@ def batch_of(some, model, fillers=()):
 
 
 def transformers_loss(model, batch):
+    """The reference; skips the test if this release of transformers cannot compute it."""
     causal = not model.config.is_encoder_decoder
     inputs = model_inputs(model, batch, causal=causal)
-    return model(**inputs, labels=batch.labels_BT, output_router_logits=True).loss
+    try:
+        return model(**inputs, labels=batch.labels_BT, output_router_logits=True).loss
+    except (AttributeError, TypeError, ValueError) as error:
+        if model.config.model_type not in MENDED or Version(transformers.__version__) >= Version("5.18"):
+            raise
+        pytest.skip(f"{model.config.model_type} of transformers {transformers.__version__} fails: {error}")
 
 
 def our_loss(model, batch):
@@ -126,8 +136,7 @@ def test_a_step_weighs_each_micro_batch_by_its_tokens(deal, kind):
     """``deal``: for each rank its micro-batches of rows. One micro-batch on one rank is transformers' loss."""
     model = mixture(kind)
     step_spec = spec(model)
-    if deal == [[[0, 1, 2, 3]]]:
-        alone = transformers_loss(model, batch_of(range(4), model)).item()
+    alone = transformers_loss(model, batch_of(range(4), model)).item()
     models = [copy.deepcopy(model) for _ in deal]
     loss, router, weights = reference_step(model, deal, step_spec)
     runs = run_ranks(
@@ -257,13 +266,22 @@ def test_another_own_loss_is_refused_by_name(kind, options, message):
     require_plain_loss(AutoConfig.for_model(kind, **harmless[kind]))
 
 
+def test_a_forward_that_returns_nothing_of_its_routers_is_refused():
+    """transformers 5.17 returns the number 0 for granitemoe: a run ended with an AttributeError about a float."""
+    terms = RouterLoss((("encoder_aux_loss", 0.5), ("decoder_aux_loss", 0.5)))
+    one_stack = SimpleNamespace(encoder_aux_loss=0, decoder_aux_loss=torch.tensor(3.0))
+    assert terms.of(one_stack).item() == 1.5
+    with pytest.raises(ConfigError, match=r"no outputs of its routers.*set model\.output_router_logits: false"):
+        terms.of(SimpleNamespace(encoder_aux_loss=0, decoder_aux_loss=0))
+
+
 NOT_TEXT = {"musicgen", "musicgen_melody"}
 """Their loss is of audio codes: no tokenizer makes their rows."""
 
 STANDARD = re.compile(
     r"loss = None|if labels is not None:|(masked_)?(lm_)?loss = (self\.loss_function|loss_fct|loss_func)\(.*"
     r"|loss_(fct|func) = (nn\.)?CrossEntropyLoss\(.*\)|loss=(masked_)?(lm_)?loss,?|(masked_)?lm_loss = None"
-    r"|return .*|loss=outputs\[0\] if labels is not None else None,|logits = self\.lm_loss\(hidden_states\)"
+    r"|return .*|loss=outputs\[0\] if labels is not None else None,|logits = self\.lm_loss\(hidden_states(\[.*\])?\)"
 )
 
 
@@ -284,7 +302,9 @@ def test_every_class_of_transformers_that_adds_to_the_loss_is_known_here():
     names = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.items()]
     adding = {kind for kind, name in names if adds_to_the_loss(bodies.get(name, ""))}
     assert {"mixtral", "switch_transformers", "bamba", "prophetnet"} <= adding
-    assert {kind for kind in adding if not has_routers(kind)} == {"bamba", "prophetnet"} | NOT_TEXT
+    assert adding >= NOT_TEXT
+    # Left out: in older releases a configuration of musicgen_melody cannot be made without those of its parts.
+    assert {kind for kind in adding - NOT_TEXT if not has_routers(kind)} == {"bamba", "prophetnet"}
 
 
 def has_routers(kind):
