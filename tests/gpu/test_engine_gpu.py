@@ -62,8 +62,8 @@ def test_embedding_gradients_are_deterministic(ranks):
 def test_peak_memory_is_bounded(ranks):
     for rank in ranks:
         figures = rank["memory"]
-        # gradients' shards, two units, one unit's gradients, and what the allocator rounds up
-        assert figures["above_start"] <= figures["shards"] + 3 * figures["unit"] + (4 << 20), figures
+        # gradients' shards, two units, two units' gradients, and what the allocator rounds up
+        assert figures["above_start"] <= figures["shards"] + 4 * figures["unit"] + (4 << 20), figures
 
 
 def test_a_recorded_step_has_its_events_in_order(ranks):

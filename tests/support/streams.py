@@ -26,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.comm import DONE
-from fullshard.comm.device import CpuDevice
+from fullshard.comm.device import CpuDevice, CudaDevice
 
 COMPUTE = "compute"
 HOST = "host"
@@ -403,6 +403,8 @@ class CheckedWork:
 class CheckedDevice:
     """A :class:`~fullshard.comm.device.Device` with CUDA's streams for a checker, and the CPU's memory."""
 
+    reduces_behind = CudaDevice.reduces_behind
+
     def __init__(self, checker):
         self.checker = checker
         self.inner = CpuDevice(torch.device("cpu"))
@@ -426,6 +428,23 @@ class CheckedDevice:
         finally:
             clocks.current = before
         return CheckedWork(self.checker, side, clocks.mark(side), DONE, keep=work)
+
+    def read_later(self, work, numbers):
+        target = self.empty_host(len(numbers), numbers.dtype, pinned=True)
+
+        def copy():
+            work.wait()
+            target.copy_(numbers)
+
+        copied = self.on_side_stream("numbers", copy)
+
+        def read():
+            self.checker.clocks.wait(HOST, copied.mark)
+            copied.wait()  # what the host issues from now on comes later
+            with self.checker.silent():
+                return target.tolist()
+
+        return read
 
     def host_ready(self):
         self.checker.clocks.wait(HOST, self.checker.clocks.mark("offload stream"))

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from fullshard import BackwardPrefetch, CPUOffload, MixedPrecision, Prefetch, ShardingStrategy
+from fullshard.comm import device_of
 from support.behaviours.running import (
     HYBRID,
     compare,
@@ -163,23 +164,28 @@ def peaks(ranks, make, loss_of, **options):
 
 
 def b33_peak_memory_bound_per_phase(ranks):
-    """Forward: the root and two units. Backward: the same, and the gradients of one unit."""
+    """Forward: the root and two units. Backward: the same, and the gradients of one unit, on CUDA of two."""
+    behind = device_of(ranks.device).reduces_behind
+
+    def gradients(root, unit):
+        return max(root[1] + behind * unit[1], (1 + behind) * unit[1])
+
     for precision in (MixedPrecision(), MixedPrecision(param=torch.bfloat16, reduce=torch.float32)):
         got, root, unit = peaks(ranks, Tower, tower_loss, mp_policy=precision)
         two = root[0] + 2 * unit[0]
-        expect(got, (two, root[0], two, max(unit[1], root[1])), "FULL_SHARD")
+        expect(got, (two, root[0], two, gradients(root, unit)), "FULL_SHARD")
         everything = root[0] + 5 * unit[0]
         got, _, _ = peaks(ranks, Tower, tower_loss, mp_policy=precision, strategy=ShardingStrategy.SHARD_GRAD_OP)
-        expect(got, (everything, everything, everything, max(unit[1], root[1])), "SHARD_GRAD_OP")
+        expect(got, (everything, everything, everything, gradients(root, unit)), "SHARD_GRAD_OP")
     # a tied head's gradients wait for the embedding's
     got, root, unit = peaks(ranks, lm, lm_loss)
     two = root[0] + 2 * unit[0]
-    expect(got, (two, root[0], two, unit[1] + root[1]), "tied head")
+    expect(got, (two, root[0], two, unit[1] * (1 + behind) + root[1]), "tied head")
     got, root, unit = peaks(ranks, Tower, tower_loss, strategy=ShardingStrategy.NO_SHARD)
-    expect(got, (0, 0, 0, max(unit[1], root[1])), "NO_SHARD")
+    expect(got, (0, 0, 0, gradients(root, unit)), "NO_SHARD")
     got, root, unit = peaks(ranks, Tower, tower_loss, prefetch=Prefetch(BackwardPrefetch.NONE, forward=False))
     one = root[0] + unit[0]
-    expect(got, (one, root[0], one, max(unit[1], root[1])), "no prefetch")
+    expect(got, (one, root[0], one, gradients(root, unit)), "no prefetch")
 
 
 def b34_cpu_offload_parity(ranks):

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from fullshard.comm import Mesh, device_of
+from fullshard.comm import Device, Mesh
 from fullshard.errors import MismatchError
 from fullshard.layout.sharded import Claims
 
@@ -34,10 +34,10 @@ class Agreement:
         rates: A checksum, a parameter and the learning rate of each group that was stepped since the last backward.
     """
 
-    def __init__(self, mesh: Mesh, names: Sequence[str]) -> None:
+    def __init__(self, mesh: Mesh, device: Device, names: Sequence[str]) -> None:
         """Compare among the ranks of ``mesh``."""
         self.mesh = mesh
-        self.device = device_of(mesh.device)
+        self.device = device
         self.names = list(names)
         self.first_pass = True
         self.every_pass = os.environ.get("FULLSHARD_DEBUG", "") == "1"

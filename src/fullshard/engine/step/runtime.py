@@ -67,7 +67,7 @@ class Runtime:
         self.recorder: SilentRecorder = SILENT
         self.unwrapped: WrapError | None = None
         self.state_dict: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        self.agreement = Agreement(mesh, [unit.name for unit in units])
+        self.agreement = Agreement(mesh, device, [unit.name for unit in units])
         for _, param in self.all_params():
             vars(param.sharded).update(shard_claims=self.agreement.claims, shard_rates=self.agreement.rates)
         self.open_calls: list[Call] = []

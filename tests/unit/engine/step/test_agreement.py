@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fullshard.comm import Mesh, SoloComm
+from fullshard.comm import Mesh, SoloComm, device_of
 from fullshard.engine.step.agreement import Agreement
 from fullshard.errors import MismatchError
 from fullshard.testing import RecordingComm, run_ranks
@@ -14,7 +14,7 @@ NAMES = ["(root)", "blocks.0", "blocks.1"]
 
 
 def agreement_of(comm):
-    return Agreement(Mesh(comm, SoloComm(torch.device("cpu"))), NAMES)
+    return Agreement(Mesh(comm, SoloComm(comm.device)), device_of(comm.device), NAMES)
 
 
 def messages(work, size=2):
