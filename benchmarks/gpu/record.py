@@ -123,7 +123,8 @@ def run_cases(
         began, allowed = clock(), min(case.limit_s, end - clock())
         status, figures, why = _outcome(case, allowed)
         seconds = clock() - began
-        if status == "failed" and seconds >= allowed and allowed < case.limit_s:
+        late = seconds >= allowed or figures.get("aborted_after_s") is not None
+        if status == "failed" and late and allowed < case.limit_s:
             status = "cut"
         record.put(case.name, status, seconds, figures, why)
         tell(f"{case.name}: {status} in {seconds:.1f} s {why[:300]}")
