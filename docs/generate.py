@@ -59,8 +59,8 @@ COLUMNS_HEAD = """\
 
 Without `data.source_column`, `data.template` and `data.target_column`, the columns are those of the only pair below
 that a table has, in upper or lower case; a pair inside a larger one that the table also has does not count. Of exactly
-two columns with none of these names, the first is the source and the second the target. Each choice is printed;
-everything else is an error with the lines to paste.
+two columns with none of these names, or a known source and another, the first is the source and the second the target.
+Each choice is printed; everything else is an error with the lines to paste.
 """
 
 

@@ -77,8 +77,8 @@ def test_of_two_columns_without_known_names_the_first_is_the_source():
     recipe = choose(SourceSpec(), ["Satz", "Klasse"], "t.csv")
     assert (recipe.sources, recipe.target) == (("Satz",), "Klasse")
     assert recipe.notes == (
-        "t.csv: source is 'Satz', target is 'Klasse', the first and the second of two columns, whose names are not "
-        "known; to choose otherwise, set data.source_column and data.target_column.",
+        "t.csv: source is 'Satz', target is 'Klasse', the first and the second of two columns; to choose "
+        "otherwise, set data.source_column and data.target_column.",
     )
     assert choose_sources(SourceSpec(), ["Satz", "Klasse"], "t.csv").sources == ("Satz",)
 
@@ -89,6 +89,12 @@ def test_of_two_columns_the_one_that_is_not_given_is_the_other_one():
         assert example(["Satz", "Klasse"], source_column=given).references == (f"<{other}>",)
         assert example(["Satz", "Klasse"], target_column=given).source == f"<{other}>"
         assert choose_sources(SourceSpec(target_column=given), ["Satz", "Klasse"], "t.csv").sources == (other,)
+
+
+def test_a_known_source_is_followed_by_its_target():
+    recipe = choose(SourceSpec(), ["Text", "team"], "rows.csv")
+    assert (recipe.sources, recipe.target) == (("Text",), "team")
+    assert "the first and the second of two columns" in recipe.notes[0]
 
 
 def test_two_columns_with_one_known_name_are_not_guessed():

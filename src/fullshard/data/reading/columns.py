@@ -52,9 +52,9 @@ columns are a subset of another's do not count, and exactly one must remain."""
 
 _TARGETS = frozenset(target for _, target in KNOWN_SHAPES)
 _NAMES = _TARGETS | {name for sources, _ in KNOWN_SHAPES for name in sources}
+_SOURCES = frozenset(sources[0] for sources, _ in KNOWN_SHAPES if len(sources) == 1)
 _BY_ORDER = (
-    "the first and the second of two columns, whose names are not known; to choose otherwise, set data.source_column "
-    "and data.target_column."
+    "the first and the second of two columns; to choose otherwise, set data.source_column and data.target_column."
 )
 _PLAIN_NAME = re.compile(r"[^\W\d][\w ()/.-]*(?<! )")
 _YAML_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
@@ -253,7 +253,13 @@ def _choose_by_name(spec: SourceSpec, columns: Sequence[str], where: str) -> tup
         fitting = [((name,), given.lower()) for name in sorted(known)]
     if not fitting and given is not None and len(columns) == 2:
         return (next(name for name in columns if name != given),), given, "the other column is the source."
-    if not fitting and len(columns) == 2 and not _NAMES & set(names):
+    unknown = [name for name in columns if name.lower() not in _NAMES]
+    if (
+        not fitting
+        and len(columns) == 2
+        and columns[1] in unknown
+        and (len(unknown) == 2 or columns[0].lower() in _SOURCES)
+    ):
         return (columns[0],), columns[1], _BY_ORDER
     largest = [shape for shape in fitting if not any(_columns_of(shape) < _columns_of(other) for other in fitting)]
     if len(largest) != 1:
