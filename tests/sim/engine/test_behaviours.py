@@ -2,6 +2,7 @@
 
 import pytest
 
+from fullshard.comm.device import CpuDevice, CudaDevice
 from fullshard.testing import run_ranks
 from support.behaviours import BEHAVIOURS, Ranks
 
@@ -14,4 +15,13 @@ def test_there_are_forty():
 
 @pytest.mark.parametrize("name", BEHAVIOURS)
 def test_behaviour(name):
+    run_ranks(4, lambda comm: BEHAVIOURS[name](Ranks.as_threads(comm)), timeout_s=40)
+
+
+REDUCING = ("b08", "b10", "b12", "b17", "b18", "b19", "b20", "b21", "b32", "b33", "b34", "b35", "b36")
+
+
+@pytest.mark.parametrize("name", [name for name in BEHAVIOURS if name.startswith(REDUCING)])
+def test_behaviour_with_as_many_reduces_under_way_as_on_cuda(name, monkeypatch):
+    monkeypatch.setattr(CpuDevice, "reduces_behind", CudaDevice.reduces_behind)
     run_ranks(4, lambda comm: BEHAVIOURS[name](Ranks.as_threads(comm)), timeout_s=40)
