@@ -203,7 +203,7 @@ class FSDPModule:
         """No effect: zeros are sent for parameters unused on this rank; those unused on all ranks get no gradient."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Only validate the number: at most one unit's gradients exist unsharded.
+        """Only validate the number: one unit's gradients exist unsharded, on CUDA two units'.
 
         Raises:
             ConfigError: ``max_input_buffers`` is not an int of at least 1.
