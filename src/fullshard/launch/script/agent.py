@@ -193,7 +193,10 @@ class ScriptAgent(SimpleElasticAgent):
 
 @contextlib.contextmanager
 def raised_signals(workers: Workers) -> Iterator[None]:
-    """While entered, Ctrl-C, SIGTERM and SIGHUP raise torch's SignalException; a second one kills the ranks."""
+    """While entered, Ctrl-C, SIGTERM and SIGHUP raise torch's SignalException; a second one kills the ranks.
+
+    While ranks are being started it is raised when all have been.
+    """
     raised = False
 
     def handle(number: int, _frame: object) -> None:
@@ -202,7 +205,9 @@ def raised_signals(workers: Workers) -> Iterator[None]:
             workers.kill()
             return
         raised = True
-        raise SignalException(f"received {signal.Signals(number).name}", signal.Signals(number))
+        error = SignalException(f"received {signal.Signals(number).name}", signal.Signals(number))
+        if not workers.hold(error):
+            raise error
 
     before: dict[int, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -92,6 +92,8 @@ class Workers:
         self._workers: list[_Worker] = []
         self._starts = 0
         self._stopped = True
+        self._starting = False
+        self._held: BaseException | None = None
 
     @property
     def ranks(self) -> list[int]:
@@ -99,14 +101,34 @@ class Workers:
         return [worker.rank for worker in self._workers]
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
-        """Start one rank per local rank with its variables; return the process ids."""
+        """Start one rank per local rank with its variables; return the process ids.
+
+        Raises:
+            BaseException: What :meth:`hold` was given meanwhile.
+        """
         self._starts += 1
         self._workers = []
         self._stopped = False
-        for local_rank, variables in environments.items():
-            self._workers.append(self._start(int(variables["RANK"]), variables))
-            assert len(self._workers) == local_rank + 1
+        self._starting = True
+        try:
+            for local_rank, variables in environments.items():
+                self._workers.append(self._start(int(variables["RANK"]), variables))
+                assert len(self._workers) == local_rank + 1
+        finally:
+            self._starting = False
+        held, self._held = self._held, None
+        if held is not None:
+            raise held
         return {local_rank: worker.process.pid for local_rank, worker in enumerate(self._workers)}
+
+    def hold(self, error: BaseException) -> bool:
+        """Have ``error`` raised when all ranks have started; return whether they are being started.
+
+        For a signal's handler: raised between a rank's start and the note of it, the rank would not be stopped.
+        """
+        if self._starting:
+            self._held = error
+        return self._starting
 
     def _start(self, rank: int, variables: Mapping[str, str]) -> _Worker:
         failure_path = self._scratch / f"rank{rank}.{self._starts}.json"
