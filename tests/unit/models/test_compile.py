@@ -74,15 +74,24 @@ def test_a_sharded_model_of_compiled_blocks_trains_alike_with_one_graph_a_block(
 
 
 @DYNAMO
-def test_blocks_that_are_alike_share_their_graphs():
+@pytest.mark.parametrize("when", ["before sharding", "after sharding"])
+def test_blocks_that_are_alike_share_their_graphs(when):
     """The compiler gives up on a function that it has compiled eight times, so a model may have many blocks."""
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(tiny_t5_config(num_layers=10, num_decoder_layers=10))
-    compile_blocks(model, backend="eager")
     tokens = torch.randint(3, 40, (2, 6))
     torch._dynamo.reset()
     counters.clear()
-    _, counts = run_ranks(1, lambda comm: trained(fully_shard(model, comm), [tokens] * 2))[0]
+
+    def work(comm):
+        if when == "before sharding":
+            compile_blocks(model, backend="eager")
+        fully_shard(model, comm)
+        if when == "after sharding":
+            compile_blocks(model, backend="eager")
+        return trained(model, [tokens] * 2)
+
+    _, counts = run_ranks(1, work)[0]
     assert counts[-1] == (4, 1)  # the first block of each stack computes the position bias; the hooks break the graph
 
 

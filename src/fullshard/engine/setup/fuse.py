@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
+import torch
 from torch import nn
 
 from fullshard.engine.step.fused import EmbeddingSite, LinearSite
 from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.plain_modules import is_plain_embedding, plain_type
 
+_SITE = "_fullshard_site"  # in a module's __dict__
+
 
 def fuse(hooks: UnitHooks) -> None:
-    """Have the plain linear and embedding modules of a unit write their weight gradients into the lane.
-
-    Not those inside a module that is compiled already: their graphs would call the module's own forward anyway, and the
-    compiler would compile each block anew, because it takes another ``forward`` for another kind of block.
-    """
-    compiled = {
-        id(inner)
-        for module in hooks.unit.modules
-        for outer in module.modules()
-        if outer._compiled_call_impl is not None
-        for inner in outer.modules()
-    }
+    """Have the plain linear and embedding modules of a unit write their weight gradients into the lane."""
     for param in hooks.unit.params:
         for module, key in param.slots:
-            if key != "weight" or "forward" in module.__dict__ or id(module) in compiled:
+            if key != "weight" or "forward" in module.__dict__:
                 continue
             if plain_type(module) is nn.Linear:
-                module.forward = LinearSite(hooks, param, module)
+                _replace_forward(module, LinearSite(hooks, param, module))
             elif is_plain_embedding(module):
-                module.forward = EmbeddingSite(hooks, param, module)
+                _replace_forward(module, EmbeddingSite(hooks, param, module))
+
+
+def _replace_forward(module: nn.Module, site: LinearSite | EmbeddingSite) -> None:
+    module.__dict__[_SITE] = site
+    module.forward = MethodType(_forward, module)
+
+
+def _forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    # One function for all modules, not each module's site: the compiler takes another ``forward`` for another kind of
+    # block, compiles each block anew, and gives up after the eighth.
+    if torch.compiler.is_compiling():
+        return type(module).forward(module, input)
+    return module.__dict__[_SITE](input)

@@ -24,7 +24,7 @@ from fullshard.errors import ShardingError
 
 
 class _Site:
-    """A module whose weight is a sharded parameter; replaces the module's ``forward``."""
+    """A module whose weight is a sharded parameter, and what its ``forward`` calls instead of its class's."""
 
     def __init__(self, hooks: UnitHooks, param: ShardedParam, module: nn.Module) -> None:
         self.hooks = hooks
@@ -34,13 +34,12 @@ class _Site:
         self.plain = type(module).forward
 
     def applies(self) -> bool:
-        """Return whether this call can bypass autograd: eager, recording, with the full weight in its slot."""
+        """Return whether this call can bypass autograd: recording, with the full weight in its slot."""
         device = self.param.lane.full.tensor.device.type
         return (
             torch.is_grad_enabled()
             and self.param.trainable
             and self.module._parameters["weight"] is self.param.full
-            and not torch.compiler.is_compiling()
             and not torch._C._are_functorch_transforms_active()
             and not torch.is_autocast_enabled(device)
         )
