@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -144,6 +145,14 @@ class ShardTensor(_Described, torch.Tensor):
             )
         return gather_full(self.comm, self.shape, self.start, self.flat)
 
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's rows, (rows here, *rest), of the same memory; a run of elements, 1-D, if it cuts a row."""
+        shape = tuple(self.shape)[1:]
+        row = math.prod(shape)
+        if row == 0 or self.start % row or self.flat.numel() % row:
+            return self.flat
+        return self.flat.view(-1, *shape)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse functions of elements, most of which are on other ranks; ``to``, ``cpu`` and ``detach`` use ``flat``.
@@ -258,6 +267,10 @@ class UnsplitTensor(_Described, torch.Tensor):
         """Return the full tensor; see :meth:`ShardTensor.full_tensor`."""
         flat = self.as_subclass(torch.Tensor).reshape(-1)
         return gather_full(self.comm, self.shape, 0, flat)
+
+    def to_local(self) -> torch.Tensor:
+        """Return all elements as a plain tensor of the same memory: this rank has them."""
+        return self.as_subclass(torch.Tensor)
 
     def to(self, *args: Any, **kwargs: Any) -> UnsplitTensor:
         """Move or cast it; every rank can still call ``full_tensor()``."""

@@ -11,14 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.comm import Mesh, together
-from fullshard.compat.torch_fsdp.optim_save import StateDict, root_and_ranks
-from fullshard.engine import local_tensors
+from fullshard.compat.torch_fsdp.optim_save import Contents, StateDict
 from fullshard.errors import CheckpointError, ShardingError
 from fullshard.optim.shards import holds_rows
 from fullshard.saving.full_optimizer import group_options
 from fullshard.saving.optimizer_state import cut
 from fullshard.saving.shard_tensor import ShardTensor, state_as_part
-from fullshard.saving.stepped import Stepped, by_parameter, local_of, saved_options
+from fullshard.saving.stepped import Stepped, local_of, saved_options
 from fullshard.shards import STATE_ON_ALL_RANKS
 
 Source = Literal["own", "local", "rank 0"]
@@ -49,8 +48,8 @@ def state_to_load(
     Raises:
         CheckpointError: Names or shapes do not match; raised on every rank.
     """
-    root, mesh = root_and_ranks(model, group)
-    by_param = by_parameter(local_tensors(root))
+    contents = Contents(model, group)
+    mesh, by_param = contents.mesh, contents.by_param
 
     def own_parameters() -> list[Stepped]:
         states: Mapping[Any, dict[str, Any]] = {} if optim is None else optim.state
