@@ -1,12 +1,14 @@
 """Optimizer states of FSDP1's wrapper on rank threads."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 from fullshard.compat.torch_fsdp.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictType
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
-from fullshard.errors import CheckpointError, ProcessGroupError, ShardingError
+from fullshard.errors import CheckpointError, MismatchError, ProcessGroupError, ShardingError
 from fullshard.saving.shard_tensor import ShardTensor
 from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
@@ -298,5 +300,18 @@ def test_parts_over_different_numbers_of_ranks_have_no_state_in_common():
         optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2)
         with pytest.raises(ShardingError, match="sharded over 1 and 2 ranks"):
             FSDP.optim_state_dict(plain, optimizer)
+
+    with_parts(2, work)
+
+
+@pytest.mark.parametrize("rates", [(1e-2, 1e-2), (1e-2, 2e-2)])
+def test_ranks_may_list_parameters_of_several_models_in_another_order_but_not_with_another_rate(rates):
+    """A set of parameters, say, has another order in each process."""
+
+    def work(comm, model, plain):
+        params = [*model.parameters()]
+        optimizer = torch.optim.AdamW(params[::-1] if comm.rank else params, lr=rates[comm.rank])
+        with pytest.raises(MismatchError, match="learning rates") if rates[0] != rates[1] else nullcontext():
+            trained_parts(comm, model, optimizer)
 
     with_parts(2, work)
