@@ -76,7 +76,9 @@ def _compared(params: list[nn.Parameter]) -> list[tuple[int, nn.Parameter]]:
     for param in params:
         if "shard_rates" in vars(param) and not _in_backward(param):
             of_model.setdefault(id(vars(param)["shard_rates"]), []).append(param)
-    return [(sum(zlib.crc32(meta_of(p).name.encode()) for p in compared), compared[0]) for compared in of_model.values()]
+    return [
+        (sum(zlib.crc32(meta_of(p).name.encode()) for p in compared), compared[0]) for compared in of_model.values()
+    ]
 
 
 def _in_backward(param: nn.Parameter) -> bool:
