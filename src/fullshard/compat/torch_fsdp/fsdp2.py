@@ -208,8 +208,8 @@ def _check_parameters(params: Sequence[nn.Parameter], placement: Callable[[nn.Pa
         if is_traceable_wrapper_subclass(param):
             raise WrapError(
                 f"A parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a tensor made of others, "
-                "which torch gathers by its fsdp_pre_all_gather. fullshard gathers plain memory only: leave out what made it "
-                "(float8 or quantized training), or use torch's own fully_shard."
+                "which torch gathers by its fsdp_pre_all_gather. fullshard gathers plain memory only: leave out what "
+                "made it (float8 or quantized training), or use torch's own fully_shard."
             )
     if placement is not None:
         _check_placements([param for param in params if not hasattr(param, "shard_meta")], placement)
@@ -258,8 +258,8 @@ def _reshard(after_forward: Any, mesh: Any, device: torch.device | None) -> bool
         warnings.warn(
             f"reshard_after_forward={after_forward} is taken for True: after forward, parameters are freed down to the "
             f"shards of all {size} ranks, not kept in groups of {after_forward}. What is computed is the same; "
-            "backward gathers over more ranks, and less memory is held. To gather inside smaller groups only, shard inside "
-            "them: a mesh of 2 axes, (replicate, shard).",
+            "backward gathers over more ranks, and less memory is held. To gather inside smaller groups only, shard "
+            "inside them: a mesh of 2 axes, (replicate, shard).",
             stacklevel=3,
         )
     return after_forward > 1

@@ -83,12 +83,16 @@ class OptimState:
         Args:
             model: The wrapped or sharded model.
             optim: The optimizer of its parameters.
-            given: What ``optim.state_dict()`` returned, to be used instead of the current state.
+            given: What ``optim.state_dict()`` returned, to be used instead of the current state; if its groups were
+                removed, the result has none.
             group: The model's process group, or None.
             to_host: Put the values in host memory.
         """
         contents = Contents(model, group)
         self.mesh, self.to_host = contents.mesh, to_host
+        self.without_groups = given is not None and "param_groups" not in given
+        if given is not None and self.without_groups:
+            given = {**given, "param_groups": optim.state_dict()["param_groups"]}
         groups = optim.param_groups if given is None else given["param_groups"]
         own = together(self.mesh, lambda: _stepped(contents.by_param, optim, given))
         names = iter(one.local.name for one in own)
@@ -112,7 +116,7 @@ class OptimState:
             state |= {prefix + name: of_param for name, of_param in of_part.items()}
         if rank0_only and self.mesh.rank > 0:
             return {}
-        return {"state": state | self._beside(), "param_groups": self.groups}
+        return self._with_groups(state)
 
     def sharded(self) -> StateDict:
         """Return this rank's parts, for torch's distributed checkpoints."""
@@ -131,7 +135,11 @@ class OptimState:
                 for key, value in of_param.items():
                     if isinstance(value, Described):
                         state[prefix + name][key] = self._part(one, key, value, as_value)
-        return {"state": state | self._beside(), "param_groups": self.groups}
+        return self._with_groups(state)
+
+    def _with_groups(self, state: StateDict) -> StateDict:
+        state |= self._beside()
+        return {"state": state} if self.without_groups else {"state": state, "param_groups": self.groups}
 
     def _beside(self) -> dict[str, dict[str, Any]]:
         """Return the state of the parameters that are in none of the sharded models."""

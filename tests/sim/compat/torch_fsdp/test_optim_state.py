@@ -315,3 +315,41 @@ def test_ranks_may_list_parameters_of_several_models_in_another_order_but_not_wi
             trained_parts(comm, model, optimizer)
 
     with_parts(2, work)
+
+
+def test_a_sharded_state_loads_into_a_model_that_is_wrapped_otherwise():
+    def work(comm, model, plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trained_parts(comm, model, optimizer)
+        FSDP.set_state_dict_type(model, SHARDED)
+        state = FSDP.optim_state_dict(model, optimizer)
+        plain.between = FSDP(plain.between, comm)
+        other = FSDP(plain, comm)
+        FSDP.set_state_dict_type(other, SHARDED)
+        params = [*other.parameters()]
+        fresh = torch.optim.AdamW(params[::-1] if comm.rank else params, lr=0.5)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, state))
+        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        assert_close_states(
+            sorted_groups(FSDP.full_optim_state_dict(other, fresh, rank0_only=False)), sorted_groups(full)
+        )
+
+    with_parts(3, work)
+
+
+def test_groups_that_were_removed_stay_away_and_options_stay_what_they_are():
+    def work(comm, model, plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trained_parts(comm, model, optimizer)
+        given = optimizer.state_dict()
+        expected = FSDP.optim_state_dict(model, optimizer)
+        del given["param_groups"]
+        state = FSDP.optim_state_dict(model, optimizer, given)
+        assert list(state) == ["state"]
+        assert_close_states(state | {"param_groups": 0}, expected | {"param_groups": 0})
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, state))
+        assert fresh.param_groups[0]["lr"] == 0.5
+        assert_close_states(FSDP.optim_state_dict(model, fresh) | {"param_groups": 0}, expected | {"param_groups": 0})
+
+    with_parts(2, work)
