@@ -99,7 +99,7 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     _check_modules(members)
     ignored = frozenset(ignored_params or ()) | _ignored_inside(members)
     params = list(dict.fromkeys(p for member in members for p in member.parameters() if p not in ignored))
-    _check_parameters(params, shard_placement_fn)
+    _check_parameters(members, params, shard_placement_fn)
     if dp_mesh_dims is not None:
         raise ConfigError("dp_mesh_dims is not supported: pass only the data parallel axes, mesh=mesh[names].")
     precision, offload = precision_of(mp_policy), offload_of(offload_policy)
@@ -198,8 +198,18 @@ def _ignored_inside(members: Sequence[nn.Module]) -> frozenset[nn.Parameter]:
     return frozenset(param for part in parts for param in state_of(part).ignored)
 
 
-def _check_parameters(params: Sequence[nn.Parameter], placement: Callable[[nn.Parameter], Any] | None) -> None:
+def _check_parameters(
+    members: Sequence[nn.Module], params: Sequence[nn.Parameter], placement: Callable[[nn.Parameter], Any] | None
+) -> None:
+    inside = {part for member in members for part in member.modules()}
     for param in params:
+        unit = vars(param)["shard_unit"]() if "shard_unit" in vars(param) else None
+        if unit is not None and inside.isdisjoint(unit.modules):
+            raise WrapError(
+                f"A parameter of {type(members[0]).__name__} was sharded by an earlier call on another module, "
+                f"{type(unit.modules[0]).__name__}: it is tied, and belongs to one unit. Call fully_shard once on the "
+                "list of both modules, or only on a module around both."
+            )
         if hasattr(param, "placements") and not hasattr(param, "shard_meta"):
             raise WrapError(
                 f"A parameter of shape {tuple(param.shape)} is a DTensor (tensor parallel). fullshard shards only "

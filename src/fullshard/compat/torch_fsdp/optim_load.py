@@ -199,8 +199,9 @@ class _Scatter:
         part = self.own[name].part_of_saved(key, value.shape)
         if not isinstance(value, ShardTensor):
             return True  # this rank has all elements
-        same = part is not None and value.flat.numel() == part.numel
-        return same and (value.flat.numel() == 0 or value.start == part.held[0])
+        if part is None or value.flat.numel() != part.numel:
+            return False
+        return part.numel == 0 or value.start == part.held[0]
 
     def _broadcast(self, sent: _Sent, tensor: torch.Tensor | None) -> torch.Tensor:
         device = self.mesh.device

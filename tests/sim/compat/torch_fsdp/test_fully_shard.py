@@ -56,6 +56,27 @@ def test_a_placement_along_another_dimension_is_advice_and_the_run_is_the_same()
         assert_same_run(run, plain)
 
 
+def test_a_parameter_tied_between_two_calls_is_refused_and_one_call_on_both_takes_it():
+    def tied():
+        model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    _, models = replicas(tied, 4)
+
+    def work(comm):
+        model = models[comm.rank]
+        fully_shard(model[0], mesh=comm)
+        with pytest.raises(WrapError, match="earlier call on another module, FSDPEmbedding: it is tied"):
+            fully_shard(model[1], mesh=comm)
+        assert type(model[1]) is nn.Linear
+        model = models[2 + comm.rank]
+        fully_shard([model[0], model[1]], mesh=comm)
+        fully_shard(model, mesh=comm)(torch.arange(4)).sum().backward()
+
+    run_ranks(2, work)
+
+
 def test_a_parameter_made_of_other_tensors_is_refused_by_its_class():
     def work(comm):
         model = nn.Linear(4, 4)
