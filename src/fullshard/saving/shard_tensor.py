@@ -41,8 +41,10 @@ _PICKLED = (
     "StateDictType.FULL_STATE_DICT (set_state_dict_type), or fullshard.save(model, directory)."
 )
 
-_MOVES = frozenset({"to", "cpu", "detach"})
-"""Functions by which torch's state dict getters offload each tensor, and ``nn.Parameter`` takes it."""
+_MOVES = frozenset({"to", "cpu", "detach", "clone"})
+"""Functions by which torch's getters offload each tensor, ``nn.Parameter`` takes it, and scripts keep a copy."""
+
+_FILLS = frozenset({"fill_", "zero_"})
 
 
 class _Ranks:
@@ -155,7 +157,7 @@ class ShardTensor(_Described, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions of elements, most of which are on other ranks; ``to``, ``cpu`` and ``detach`` use ``flat``.
+        """Refuse functions of elements, most of which are on other ranks; copies, moves and fills use ``flat``.
 
         ``data_ptr`` is 0 and ``new_empty`` makes one without elements: ``dcp.async_save`` copies a tensor without
         memory by ``new_empty`` and its attributes, ``flat`` among them.
@@ -173,6 +175,9 @@ class ShardTensor(_Described, torch.Tensor):
             moved = _placed(ShardTensor.of(part.shape, part.start, flat, part.written), part.place)
             moved._ranks = part._ranks
             return moved
+        if name in _FILLS:
+            func(args[0].flat, *args[1:], **(kwargs or {}))
+            return args[0]
         if name == "data_ptr":
             return 0
         if name == "new_empty" and tuple(args[1]) == tuple(args[0].shape):
@@ -283,6 +288,10 @@ class UnsplitTensor(_Described, torch.Tensor):
     def detach(self) -> UnsplitTensor:
         """Detach it; see :meth:`to`."""
         return self._like(self.as_subclass(torch.Tensor).detach())
+
+    def clone(self, *args: Any, **kwargs: Any) -> UnsplitTensor:
+        """Copy it; see :meth:`to`."""
+        return self._like(self.as_subclass(torch.Tensor).clone(*args, **kwargs))
 
     def _like(self, full: torch.Tensor) -> UnsplitTensor:
         made = full.as_subclass(UnsplitTensor)
