@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -40,8 +41,10 @@ _PICKLED = (
     "StateDictType.FULL_STATE_DICT (set_state_dict_type), or fullshard.save(model, directory)."
 )
 
-_MOVES = frozenset({"to", "cpu", "detach"})
-"""Functions by which torch's state dict getters offload each tensor, and ``nn.Parameter`` takes it."""
+_MOVES = frozenset({"to", "cpu", "detach", "clone"})
+"""Functions by which torch's getters offload each tensor, ``nn.Parameter`` takes it, and scripts keep a copy."""
+
+_FILLS = frozenset({"fill_", "zero_"})
 
 
 class _Ranks:
@@ -144,9 +147,17 @@ class ShardTensor(_Described, torch.Tensor):
             )
         return gather_full(self.comm, self.shape, self.start, self.flat)
 
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's rows, (rows here, *rest), of the same memory; a run of elements, 1-D, if it cuts a row."""
+        shape = tuple(self.shape)[1:]
+        row = math.prod(shape)
+        if row == 0 or self.start % row or self.flat.numel() % row:
+            return self.flat
+        return self.flat.view(-1, *shape)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions of elements, most of which are on other ranks; ``to``, ``cpu`` and ``detach`` use ``flat``.
+        """Refuse functions of elements, most of which are on other ranks; copies, moves and fills use ``flat``.
 
         ``data_ptr`` is 0 and ``new_empty`` makes one without elements: ``dcp.async_save`` copies a tensor without
         memory by ``new_empty`` and its attributes, ``flat`` among them.
@@ -164,6 +175,9 @@ class ShardTensor(_Described, torch.Tensor):
             moved = _placed(ShardTensor.of(part.shape, part.start, flat, part.written), part.place)
             moved._ranks = part._ranks
             return moved
+        if name in _FILLS:
+            func(args[0].flat, *args[1:], **(kwargs or {}))
+            return args[0]
         if name == "data_ptr":
             return 0
         if name == "new_empty" and tuple(args[1]) == tuple(args[0].shape):
@@ -259,6 +273,10 @@ class UnsplitTensor(_Described, torch.Tensor):
         flat = self.as_subclass(torch.Tensor).reshape(-1)
         return gather_full(self.comm, self.shape, 0, flat)
 
+    def to_local(self) -> torch.Tensor:
+        """Return all elements as a plain tensor of the same memory: this rank has them."""
+        return self.as_subclass(torch.Tensor)
+
     def to(self, *args: Any, **kwargs: Any) -> UnsplitTensor:
         """Move or cast it; every rank can still call ``full_tensor()``."""
         return self._like(self.as_subclass(torch.Tensor).to(*args, **kwargs))
@@ -270,6 +288,10 @@ class UnsplitTensor(_Described, torch.Tensor):
     def detach(self) -> UnsplitTensor:
         """Detach it; see :meth:`to`."""
         return self._like(self.as_subclass(torch.Tensor).detach())
+
+    def clone(self, *args: Any, **kwargs: Any) -> UnsplitTensor:
+        """Copy it; see :meth:`to`."""
+        return self._like(self.as_subclass(torch.Tensor).clone(*args, **kwargs))
 
     def _like(self, full: torch.Tensor) -> UnsplitTensor:
         made = full.as_subclass(UnsplitTensor)

@@ -411,9 +411,26 @@ def ours_in_the_background():
     checkpoint_from(ours, ours, dcp.async_save)
 
 
+def a_checkpoint_is_loaded_into_the_parameters():
+    """Without ``load_state_dict``: the values of a state dict are the parameters' memory."""
+    for api in (theirs, ours):
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        one, _ = stepped(api, 1)
+        dcp.save(one.state_dict(), checkpoint_id=folder[0])
+        two, _ = stepped(api, 2)
+        dcp.load(two.state_dict(), checkpoint_id=folder[0])
+        expected, found = parameters(one), parameters(two)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
 CHECKPOINTS = {
     one.__name__: one
-    for one in (theirs_to_ours, ours_to_theirs, ours_to_ours, ours_in_the_background, full_state_dicts_are_loaded)
+    for one in (
+        *(theirs_to_ours, ours_to_theirs, ours_to_ours, ours_in_the_background),
+        *(full_state_dicts_are_loaded, a_checkpoint_is_loaded_into_the_parameters),
+    )
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard import engine
 from fullshard.comm import as_mesh, device_mesh_of
@@ -33,7 +35,7 @@ from fullshard.compat.torch_fsdp.fsdp_module import (
 from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model_state_dict
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_of
 from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
-from fullshard.compat.torch_fsdp.tensor import RaggedShard, Replicate
+from fullshard.compat.torch_fsdp.tensor import RaggedShard, Replicate, Shard
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.param import ShardedParam
 from fullshard.errors import ConfigError, ShardingError, WrapError
@@ -75,8 +77,9 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
         mesh: A DeviceMesh with 1 axis (shard) or 2 (replicate, shard), or anything else that ``fullshard.fully_shard``
             takes; None: all ranks.
         reshard_after_forward: Whether to free parameters between forward and backward; None: all but the root's.
-            An int must be 1 (False) or the number of ranks that shard (True).
-        shard_placement_fn: Called with each parameter; must return None or ``Shard(0)``.
+            An int must divide the number of ranks that shard: 1 is False, others are taken for True, with a warning.
+        shard_placement_fn: Called with each parameter; must return None or ``Shard(dim)``. Parameters are cut by rows
+            all the same; another dimension than 0 gives a warning.
         mp_policy: A :class:`MixedPrecisionPolicy`, or torch's.
         offload_policy: :class:`OffloadPolicy` or :class:`CPUOffloadPolicy`, or torch's.
         ignored_params: Parameters left unsharded, here and by later calls on enclosing modules.
@@ -96,7 +99,7 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     _check_modules(members)
     ignored = frozenset(ignored_params or ()) | _ignored_inside(members)
     params = list(dict.fromkeys(p for member in members for p in member.parameters() if p not in ignored))
-    _check_parameters(params, shard_placement_fn)
+    _check_parameters(members, params, shard_placement_fn)
     if dp_mesh_dims is not None:
         raise ConfigError("dp_mesh_dims is not supported: pass only the data parallel axes, mesh=mesh[names].")
     precision, offload = precision_of(mp_policy), offload_of(offload_policy)
@@ -195,37 +198,81 @@ def _ignored_inside(members: Sequence[nn.Module]) -> frozenset[nn.Parameter]:
     return frozenset(param for part in parts for param in state_of(part).ignored)
 
 
-def _check_parameters(params: Sequence[nn.Parameter], placement: Callable[[nn.Parameter], Any] | None) -> None:
+def _check_parameters(
+    members: Sequence[nn.Module], params: Sequence[nn.Parameter], placement: Callable[[nn.Parameter], Any] | None
+) -> None:
+    inside = {part for member in members for part in member.modules()}
     for param in params:
+        unit = vars(param)["shard_unit"]() if "shard_unit" in vars(param) else None
+        if unit is not None and inside.isdisjoint(unit.modules):
+            raise WrapError(
+                f"A parameter of {type(members[0]).__name__} was sharded by an earlier call on another module, "
+                f"{type(unit.modules[0]).__name__}: it is tied, and belongs to one unit. Call fully_shard once on the "
+                "list of both modules, or only on a module around both."
+            )
         if hasattr(param, "placements") and not hasattr(param, "shard_meta"):
             raise WrapError(
                 f"A parameter of shape {tuple(param.shape)} is a DTensor (tensor parallel). fullshard shards only "
                 "plain parameters: leave out parallelize_module, or use torch's own fully_shard."
             )
-        chosen = None if placement is None or hasattr(param, "shard_meta") else placement(param)
-        if chosen is not None and getattr(chosen, "dim", None) != 0:
-            raise ConfigError(
-                f"shard_placement_fn returned {chosen!r} for a parameter of shape {tuple(param.shape)}. Parameters are "
-                "sharded by rows of their first dimension: return None or Shard(0)."
+        if is_traceable_wrapper_subclass(param):
+            raise WrapError(
+                f"A parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a tensor made of others, "
+                "which torch gathers by its fsdp_pre_all_gather. fullshard gathers plain memory only: leave out what "
+                "made it (float8 or quantized training), or use torch's own fully_shard."
             )
+    if placement is not None:
+        _check_placements([param for param in params if not hasattr(param, "shard_meta")], placement)
+
+
+def _check_placements(params: Sequence[nn.Parameter], placement: Callable[[nn.Parameter], Any]) -> None:
+    """Take the placement of each parameter for advice: all are cut by rows, which changes no value.
+
+    Raises:
+        ConfigError: It is not a ``Shard``, or not of a dimension that the parameter has.
+    """
+    chosen = [(param, placement(param)) for param in params]
+    for param, one in chosen:
+        if one is not None and (not isinstance(one, Shard) or not -param.ndim <= one.dim < param.ndim):
+            raise ConfigError(
+                f"shard_placement_fn returned {one!r} for a parameter of shape {tuple(param.shape)}. It must return "
+                "None or Shard(dim) of a dimension that the parameter has; other placements and other meshes for "
+                "single parameters are not supported."
+            )
+    others = [(param, one) for param, one in chosen if one is not None and one.dim % param.ndim != 0]
+    if others:
+        param, one = others[0]
+        warnings.warn(
+            f"shard_placement_fn returned {one!r} for a parameter of shape {tuple(param.shape)}, and a dimension other "
+            f"than 0 for {len(others) - 1} more: fullshard cuts all parameters by rows. What is computed is the same; "
+            "to_local() differs from torch's. Return None or Shard(0) to hear no more of it.",
+            stacklevel=4,
+        )
 
 
 def _reshard(after_forward: Any, mesh: Any, device: torch.device | None) -> bool | None:
     """Return ``reshard_after_forward`` as a bool or None, also where it is an int.
 
     Raises:
-        ConfigError: It is an int other than 1 and the number of ranks that shard.
+        ConfigError: It is an int that does not divide the number of ranks that shard.
     """
     if after_forward is None or isinstance(after_forward, bool):
         return after_forward
     size = as_mesh(mesh, _strategy(mesh, keep=False), device).shard_group.size
-    if isinstance(after_forward, int) and after_forward in (1, size):
-        return after_forward == size and size > 1
-    raise ConfigError(
-        f"reshard_after_forward={after_forward!r}: it must be True or False; resharding to a smaller group than the "
-        f"{size} ranks is not supported. To gather inside smaller groups only, shard inside them with a mesh of 2 "
-        "axes, (replicate, shard)."
-    )
+    if not isinstance(after_forward, int) or after_forward < 1 or size % after_forward:
+        raise ConfigError(
+            f"reshard_after_forward={after_forward!r}: it must be True, False or a number that divides the {size} "
+            "ranks which share the parameters."
+        )
+    if 1 < after_forward < size:
+        warnings.warn(
+            f"reshard_after_forward={after_forward} is taken for True: after forward, parameters are freed down to the "
+            f"shards of all {size} ranks, not kept in groups of {after_forward}. What is computed is the same; "
+            "backward gathers over more ranks, and less memory is held. To gather inside smaller groups only, shard "
+            "inside them: a mesh of 2 axes, (replicate, shard).",
+            stacklevel=3,
+        )
+    return after_forward > 1
 
 
 def _strategy(mesh: Any, *, keep: bool) -> ShardingStrategy:

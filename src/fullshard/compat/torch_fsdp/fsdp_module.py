@@ -58,6 +58,17 @@ class FSDPModule:
         plain: Any = mro[mro.index(FSDPModule) + 1]
         return plain(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse: a copy would share this rank's buffers and join other ranks' collectives.
+
+        Raises:
+            ShardingError: Always.
+        """
+        raise ShardingError(
+            f"FSDP does not support deepcopy, here of a {type(self).__name__}: the copy would take part in the same "
+            "collectives. Copy the model before fully_shard, or load its state dict into another one."
+        )
+
     # Parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

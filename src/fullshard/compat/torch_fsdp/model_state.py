@@ -45,7 +45,8 @@ def model_state_dict(
         - FULL: copies of full tensors in the shards' dtype, on the model's device, or in host memory with
           ``offload_to_cpu`` (then at most one unit is full on the device at a time); with ``rank0_only``, an empty dict
           on all ranks except 0;
-        - SHARDED: copies of this rank's rows as :class:`ShardTensor`, for ``torch.distributed.checkpoint``;
+        - SHARDED: this rank's rows as :class:`ShardTensor`, for ``torch.distributed.checkpoint``: copies of them, with
+          ``fully_shard`` the rows themselves;
         - LOCAL: this rank's rows themselves.
 
         What is not sharded (ignored parameters, buffers) is full in all three.
@@ -123,7 +124,10 @@ def _sharded(entry: StateEntry) -> torch.Tensor:
         return tensor.detach().clone()
     start, stop = entry.meta.element_range
     comm: Comm = tensor.shard_comm  # type: ignore[attr-defined]
-    part = part_or_full(entry.shape, start, rows_of(tensor).reshape(-1).clone(), comm=comm)
+    rows = rows_of(tensor).reshape(-1)
+    # Version 2's values are the parameters' memory, as a module's are: dcp.load(model.state_dict()) loads the model.
+    flat = rows if "placements" in vars(tensor) else rows.clone()
+    part = part_or_full(entry.shape, start, flat, comm=comm)
     return place_like(part, tensor, (start, stop))
 
 

@@ -11,14 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.comm import Mesh, together
-from fullshard.compat.torch_fsdp.optim_save import StateDict, root_and_ranks
-from fullshard.engine import local_tensors
+from fullshard.compat.torch_fsdp.optim_save import Contents, StateDict
 from fullshard.errors import CheckpointError, ShardingError
-from fullshard.optim.shards import holds_rows
+from fullshard.optim.shards import comm_of, holds_rows
 from fullshard.saving.full_optimizer import group_options
 from fullshard.saving.optimizer_state import cut
 from fullshard.saving.shard_tensor import ShardTensor, state_as_part
-from fullshard.saving.stepped import Stepped, by_parameter, local_of, saved_options
+from fullshard.saving.stepped import Stepped, local_of, saved_options
 from fullshard.shards import STATE_ON_ALL_RANKS
 
 Source = Literal["own", "local", "rank 0"]
@@ -49,8 +48,8 @@ def state_to_load(
     Raises:
         CheckpointError: Names or shapes do not match; raised on every rank.
     """
-    root, mesh = root_and_ranks(model, group)
-    by_param = by_parameter(local_tensors(root))
+    contents = Contents(model, group)
+    mesh, by_param = contents.mesh, contents.by_param
 
     def own_parameters() -> list[Stepped]:
         states: Mapping[Any, dict[str, Any]] = {} if optim is None else optim.state
@@ -63,6 +62,12 @@ def state_to_load(
     own = together(mesh, own_parameters)
     if source == "rank 0":
         saved = _Scatter(mesh, own).scatter(saved)
+    elif source == "own" and "state" in saved:
+        saved = _Scatter(mesh, own).cut_anew(saved)
+    if "state" in saved and "param_groups" not in saved:  # they were removed: options stay what they are here
+        names = iter(one.saved_name(saved["state"]) for one in own)
+        now = [{**group_options(of_group), "params": [next(names) for _ in of_group["params"]]} for of_group in groups]
+        saved = {**saved, "param_groups": now}
     loaded = together(mesh, lambda: _cut(own, saved, local=source == "local"))
     new: StateDict = {"state": {}, "param_groups": []}
     number = 0
@@ -115,8 +120,11 @@ def _part(one: Stepped, key: str, value: Any) -> Any:
     part = one.part_of_saved(key, value.shape)
     if isinstance(value, ShardTensor) and part is not None:
         try:
-            comm = one.param.shard_comm  # type: ignore[attr-defined]
-            return value.elements(f"{key!r} of {one.local.name}", part.held, comm).clone().view(part.local_shape)
+            return (
+                value.elements(f"{key!r} of {one.local.name}", part.held, comm_of(one.param))
+                .clone()
+                .view(part.local_shape)
+            )
         except ShardingError as error:
             raise CheckpointError(str(error)) from error
     # Cloned: a view would keep the full tensor alive.
@@ -137,7 +145,7 @@ def _local_part(one: Stepped, key: str, value: Any) -> Any:
 
 
 class _Scatter:
-    """Distributes a full state dict on rank 0 to all ranks, one tensor at a time."""
+    """Gives each rank its part of a state dict, one tensor at a time: of one on rank 0, or of one cut otherwise."""
 
     def __init__(self, mesh: Mesh, own: Sequence[Stepped]) -> None:
         """Create it for the ranks of ``mesh``, of which this one holds ``own``."""
@@ -167,6 +175,33 @@ class _Scatter:
             full = self._broadcast(value, saved["state"][name][key] if first else None)
             state[name][key] = self._part(name, key, full)
         return {**outline, "state": state} if "state" in outline else outline
+
+    def cut_anew(self, saved: StateDict) -> StateDict:
+        """Return ``saved`` with this rank's parts of tensors of which some rank has another part than it steps.
+
+        A state dict of a model with other units has such; the ranks that share a tensor gather it, in the same order.
+        """
+        parts = {
+            (name, key): value
+            for name in sorted(saved["state"])
+            for key, value in saved["state"][name].items()
+            if name in self.own and getattr(value, "comm", None) is not None
+        }
+        if not parts:  # on any rank: whether a value is a part does not depend on the rank
+            return saved
+        others = [place for place, value in parts.items() if not self._fits(*place, value)]
+        state = dict(saved["state"])
+        for name, key in sorted({place for of_rank in self.mesh.all_gather_object(others) for place in of_rank}):
+            state[name] = {**state[name], key: self._part(name, key, parts[name, key].full_tensor())}
+        return {**saved, "state": state}
+
+    def _fits(self, name: str, key: str, value: Any) -> bool:
+        part = self.own[name].part_of_saved(key, value.shape)
+        if not isinstance(value, ShardTensor):
+            return True  # this rank has all elements
+        if part is None or value.flat.numel() != part.numel:
+            return False
+        return part.numel == 0 or value.start == part.held[0]
 
     def _broadcast(self, sent: _Sent, tensor: torch.Tensor | None) -> torch.Tensor:
         device = self.mesh.device

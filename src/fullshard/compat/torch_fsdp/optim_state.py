@@ -187,8 +187,8 @@ def rekey_optim_state_dict(
 
 def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> list[dict[str, Any]]:
     """Return the parameter groups of ``optim``, or of an optimizer created from ``optim_input``."""
+    _not_needed(optim_input)
     if optim is not None:
-        _not_needed(optim_input)
         return optim.param_groups
     given = list(model.parameters() if optim_input is None else optim_input)
     if any(isinstance(one, dict) for one in given):
@@ -199,5 +199,7 @@ def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) 
 def _not_needed(optim_input: OptimInput) -> None:
     if optim_input is not None:
         warnings.warn(
-            "optim_input has no effect when an optimizer is given; leave it out.", FutureWarning, stacklevel=3
+            "The `optim_input` argument is deprecated, as in torch: pass optim=, with which it has no effect.",
+            FutureWarning,
+            stacklevel=3,
         )

@@ -79,8 +79,9 @@ def note_rates(optimizer: Optimizer, members: Members) -> None:
     for group, compared in zip(optimizer.param_groups, members.groups, strict=True):
         rate = group.get("lr")
         on_device = isinstance(rate, torch.Tensor) and rate.device.type != "cpu"  # reading it would wait for the device
-        if compared is not None and rate is not None and not on_device:
-            names, first = compared
+        if rate is None or on_device:
+            continue
+        for names, first in compared:
             rates: list[tuple[int, str, float]] = vars(first)["shard_rates"]
             rates.append((names * zlib.crc32(repr(float(rate)).encode()), meta_of(first).name, float(rate)))
 

@@ -27,8 +27,8 @@ class Members:
         sharded: Those that are sharded.
         split: Whether several ranks hold parts of one of them.
         units: Their units, as weak references; not of parameters that are stepped in backward.
-        groups: For each group the checksum of its parameters' names and its first parameter; None if none takes part
-            in the comparison of learning rates.
+        groups: For each group, and each sharded model that it steps and whose learning rates are compared, the checksum
+            of its parameters' names and the first of them.
     """
 
     key: list[list[tuple[int, int, bool]]]
@@ -36,7 +36,7 @@ class Members:
     sharded: list[nn.Parameter]
     split: bool
     units: list[Callable[[], Any]]
-    groups: list[tuple[int, nn.Parameter] | None]
+    groups: list[list[tuple[int, nn.Parameter]]]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be None in a copy or a pickle of the optimizer, whose parameters are others."""
@@ -70,10 +70,15 @@ def _look_up(optimizer: Optimizer, key: list[list[tuple[int, int, bool]]]) -> Me
     return Members(key, given, sharded, any(map(is_split, sharded)), list(units.values()), groups)
 
 
-def _compared(params: list[nn.Parameter]) -> tuple[int, nn.Parameter] | None:
-    compared = [param for param in params if "shard_rates" in vars(param) and not _in_backward(param)]
-    names = sum(zlib.crc32(meta_of(param).name.encode()) for param in compared)
-    return (names, compared[0]) if compared else None
+def _compared(params: list[nn.Parameter]) -> list[tuple[int, nn.Parameter]]:
+    # By model: ranks may list the parameters in another order, and then another model's would be the first.
+    of_model: dict[int, list[nn.Parameter]] = {}
+    for param in params:
+        if "shard_rates" in vars(param) and not _in_backward(param):
+            of_model.setdefault(id(vars(param)["shard_rates"]), []).append(param)
+    return [
+        (sum(zlib.crc32(meta_of(p).name.encode()) for p in compared), compared[0]) for compared in of_model.values()
+    ]
 
 
 def _in_backward(param: nn.Parameter) -> bool:

@@ -1,5 +1,7 @@
 """Methods of FSDP2 modules on rank threads: when parameters are gathered and freed."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -41,15 +43,35 @@ def test_reshard_after_forward_says_what_backward_gathers(given, expected):
         assert freed == (5, 5)
 
 
-def test_reshard_after_forward_refuses_smaller_groups_and_other_values():
+def test_resharding_to_a_smaller_group_is_taken_for_true_with_a_warning_and_other_numbers_are_refused():
     def work(comm, model):
-        with pytest.raises(ConfigError, match="4 ranks is not supported"):
-            fully_shard(model, mesh=comm, reshard_after_forward=2)
-        model = fully_shard(model, mesh=comm)
+        with pytest.raises(ConfigError, match="divides the 4 ranks"):
+            fully_shard(model, mesh=comm, reshard_after_forward=3)
+        ledger = RecordingComm(comm)
+        model = shard(model, ledger, reshard_after_forward=2)
         with pytest.raises(ConfigError, match="True or False"):
             model.set_reshard_after_forward(2)
+        return gathers(model, ledger, rows_of(comm, 1)[0])
 
-    with_models(4, work)
+    with pytest.warns(UserWarning, match="reshard_after_forward=2 is taken for True"):
+        assert with_models(4, work) == [(5, 5)] * 4
+
+
+class NeedsSize(nn.Linear):
+    """Its constructor has no defaults, so no copy can be made by calling it."""
+
+    def __init__(self, size):
+        super().__init__(size, size)
+
+
+def test_a_deep_copy_is_refused():
+    def work(comm):
+        model = fully_shard(nn.Sequential(fully_shard(NeedsSize(3), mesh=comm)), mesh=comm)
+        for one in (model, model[0]):
+            with pytest.raises(ShardingError, match=r"FSDP does not support deepcopy, here of a FSDP[SN]"):
+                copy.deepcopy(one)
+
+    run_ranks(1, work)
 
 
 def test_without_reshard_after_backward_the_next_forward_gathers_nothing_until_a_step():

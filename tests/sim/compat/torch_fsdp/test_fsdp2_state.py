@@ -23,6 +23,7 @@ def test_state_dicts_of_root_and_blocks_are_this_ranks_part_and_come_back():
         assert set(part) == {name.removeprefix("blocks.0.") for name in whole if name.startswith("blocks.0.")}
         assert whole["embed.weight"].shape == (50, 24)  # the whole tensor's, as a DTensor has it
         before = [p.detach().clone() for p in model.parameters()]
+        whole, part = ({name: value.detach().clone() for name, value in one.items()} for one in (whole, part))
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
@@ -33,6 +34,28 @@ def test_state_dicts_of_root_and_blocks_are_this_ranks_part_and_come_back():
             assert model.state_dict()["embed.weight"].shape == (50, 24)
 
     with_models(SIZE, work)
+
+
+def test_values_of_a_state_dict_are_the_parameters_memory_until_they_are_cloned():
+    """As a module's: torch's checkpoints load into them in place, without ``load_state_dict``."""
+
+    def work(comm, model):
+        model = shard(model, comm)
+        state = model.state_dict()
+        kept = {name: value.clone() for name, value in state.items()}
+        params = dict(model.named_parameters(remove_duplicate=False))
+        held = {name: param.to_local().clone() for name, param in params.items()}
+        for value in state.values():
+            value.fill_(3.0)
+        assert all((param.to_local() == 3.0).all() for param in params.values())
+        for name, value in kept.items():
+            assert value.placements == state[name].placements
+            assert torch.equal(value.to_local(), held[name])
+            assert value.full_tensor().shape == params[name].global_shape
+        model.load_state_dict(kept)
+        assert all(torch.equal(param.to_local(), held[name]) for name, param in params.items())
+
+    with_models(3, work)
 
 
 def test_a_full_state_dict_is_saved_as_plain_tensors():

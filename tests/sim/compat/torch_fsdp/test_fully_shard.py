@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fullshard import fully_shard as native_fully_shard, units
 from fullshard.compat.torch_fsdp.fsdp2 import (
@@ -33,6 +34,57 @@ def test_bottom_up_calls_give_the_unsharded_run(kind):
 
     for run in run_ranks(SIZE, work):
         assert_same_run(run, plain)
+
+
+def test_a_placement_along_another_dimension_is_advice_and_the_run_is_the_same():
+    make, loss_of = KINDS["lm"]
+    reference, models = replicas(make, SIZE)
+    data = batches(2, SIZE * ROWS_PER_RANK)
+    plain = train_unsharded(reference, loss_of, data)
+
+    def longest(param):
+        return torch.distributed.tensor.Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
+
+    def work(comm):
+        model = shard(models[comm.rank], comm, shard_placement_fn=longest)
+        assert all(param.placements[-1] == torch.distributed.tensor.Shard(0) for param in model.parameters())
+        return train_sharded(model, comm, loss_of, data, sharded=True)
+
+    with pytest.warns(UserWarning, match=r"returned Shard\(dim=1\) .* cuts all parameters by rows"):
+        runs = run_ranks(SIZE, work)
+    for run in runs:
+        assert_same_run(run, plain)
+
+
+def test_a_parameter_tied_between_two_calls_is_refused_and_one_call_on_both_takes_it():
+    def tied():
+        model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    _, models = replicas(tied, 4)
+
+    def work(comm):
+        model = models[comm.rank]
+        fully_shard(model[0], mesh=comm)
+        with pytest.raises(WrapError, match="earlier call on another module, FSDPEmbedding: it is tied"):
+            fully_shard(model[1], mesh=comm)
+        assert type(model[1]) is nn.Linear
+        model = models[2 + comm.rank]
+        fully_shard([model[0], model[1]], mesh=comm)
+        fully_shard(model, mesh=comm)(torch.arange(4)).sum().backward()
+
+    run_ranks(2, work)
+
+
+def test_a_parameter_made_of_other_tensors_is_refused_by_its_class():
+    def work(comm):
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+        with pytest.raises(WrapError, match=r"\(4, 4\) is a TwoTensor, .* fsdp_pre_all_gather"):
+            fully_shard(model, mesh=comm)
+
+    run_ranks(1, work)
 
 
 def test_blocks_and_root_stay_fsdp_modules_and_keep_their_units():
@@ -86,7 +138,8 @@ def test_an_embedding_of_its_own_keeps_the_engines_ways():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (lambda m: {"shard_placement_fn": lambda p: torch.distributed.tensor.Shard(1)}, ConfigError, "Shard\\(0\\)"),
+        (lambda m: {"shard_placement_fn": lambda p: torch.distributed.tensor.Shard(2)}, ConfigError, "Shard\\(dim\\)"),
+        (lambda m: {"shard_placement_fn": lambda p: "rows"}, ConfigError, "returned 'rows'"),
         (lambda m: {"dp_mesh_dims": DataParallelMeshDims(shard="dp")}, ConfigError, "dp_mesh_dims"),
         (lambda m: {"mp_policy": torch_fsdp.MixedPrecision()}, ConfigError, "mp_policy"),
         (lambda m: {"offload_policy": torch_fsdp.CPUOffload(True)}, ConfigError, "offload_policy"),

@@ -1,14 +1,20 @@
 """Optimizer states of FSDP1's wrapper on rank threads."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch import nn
 
 from fullshard.compat.torch_fsdp.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictType
 from fullshard.compat.torch_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
-from fullshard.errors import CheckpointError, ProcessGroupError
+from fullshard.errors import CheckpointError, MismatchError, ProcessGroupError, ShardingError
 from fullshard.saving.shard_tensor import ShardTensor
+from fullshard.shards import rows_of
+from fullshard.testing import run_ranks
 from support.fsdp1 import KINDS, on_ranks
 from support.models import batches, lm_loss
+from support.parity import replicas
 
 FULL, SHARDED, LOCAL = (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT)
 
@@ -213,3 +219,137 @@ def test_states_that_do_not_fit_are_refused():
 
     first, second = on_ranks("lm", 2, work)
     assert first == second
+
+
+class Parts(nn.Module):
+    """Two wrapped modules, one with a wrapped one inside, and parameters beside them, some of the same short names."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+        self.first = nn.Linear(6, 5)
+        self.between = nn.Linear(5, 5)
+        self.last = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x * self.weight).relu()))
+
+
+def with_parts(size, work):
+    """Run ``work(comm, model, plain)`` where the root is not wrapped."""
+
+    def rank(comm, model, plain):
+        model.first = FSDP(model.first, comm)
+        model.last[1] = FSDP(model.last[1], comm)
+        model.last = FSDP(model.last, comm)
+        return work(comm, model, plain)
+
+    _, models = replicas(Parts, 2 * size)
+    return run_ranks(size, lambda comm: rank(comm, models[comm.rank], models[size + comm.rank]))
+
+
+def trained_parts(comm, model, optimizer):
+    for step in range(2):
+        x = torch.randn(2 * comm.size, 6, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()  # the same rows on each rank, so that what is beside needs no reduction
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
+def test_a_model_of_which_only_parts_are_wrapped_has_one_optimizer_state(kind):
+    def work(comm, model, plain):
+        both = [(one, torch.optim.AdamW([*one.parameters()][::-1], lr=1e-2)) for one in (model, plain)]
+        for one, optimizer in both:
+            trained_parts(comm, one, optimizer)
+        (_, optimizer), (_, other) = both
+        expected = by_name(other, plain)
+        assert_close_states(sorted_groups(FSDP.optim_state_dict(model, optimizer)), sorted_groups(expected))
+        FSDP.set_state_dict_type(model, kind)
+        state = FSDP.optim_state_dict(model, optimizer)
+        assert state["state"].keys() == expected["state"].keys()
+        assert type(state["state"]["weight"]["exp_avg"]) is torch.Tensor, "what is beside is full on each rank"
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, state))
+        assert fresh.param_groups[0]["lr"] == 1e-2
+        for param in model.parameters():
+            for key, value in optimizer.state[param].items():
+                assert torch.equal(rows_of(fresh.state[param][key]), rows_of(value))
+
+    with_parts(3, work)
+
+
+def test_a_state_of_rank_0_is_given_to_all_parts():
+    def work(comm, model, plain):
+        optimizer, other = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain))
+        for one, stepping in ((model, optimizer), (plain, other)):
+            trained_parts(comm, one, stepping)
+        state = FSDP.full_optim_state_dict(model, optimizer)
+        assert (state == {}) is (comm.rank > 0)
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+        fresh.load_state_dict(FSDP.scatter_full_optim_state_dict(state, model, optim=fresh))
+        assert_close_states(sorted_groups(FSDP.optim_state_dict(model, fresh)), by_name(other, plain))
+
+    with_parts(2, work)
+
+
+def test_parts_over_different_numbers_of_ranks_have_no_state_in_common():
+    def work(comm, model, plain):
+        plain.first = FSDP(plain.first, comm)
+        plain.last = FSDP(plain.last, comm.split([[0], [1]]))
+        optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2)
+        with pytest.raises(ShardingError, match="sharded over 1 and 2 ranks"):
+            FSDP.optim_state_dict(plain, optimizer)
+
+    with_parts(2, work)
+
+
+@pytest.mark.parametrize("rates", [(1e-2, 1e-2), (1e-2, 2e-2)])
+def test_ranks_may_list_parameters_of_several_models_in_another_order_but_not_with_another_rate(rates):
+    """A set of parameters, say, has another order in each process."""
+
+    def work(comm, model, plain):
+        params = [*model.parameters()]
+        optimizer = torch.optim.AdamW(params[::-1] if comm.rank else params, lr=rates[comm.rank])
+        with pytest.raises(MismatchError, match="learning rates") if rates[0] != rates[1] else nullcontext():
+            trained_parts(comm, model, optimizer)
+
+    with_parts(2, work)
+
+
+def test_a_sharded_state_loads_into_a_model_that_is_wrapped_otherwise():
+    def work(comm, model, plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trained_parts(comm, model, optimizer)
+        FSDP.set_state_dict_type(model, SHARDED)
+        state = FSDP.optim_state_dict(model, optimizer)
+        plain.between = FSDP(plain.between, comm)
+        other = FSDP(plain, comm)
+        FSDP.set_state_dict_type(other, SHARDED)
+        params = [*other.parameters()]
+        fresh = torch.optim.AdamW(params[::-1] if comm.rank else params, lr=0.5)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, state))
+        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        assert_close_states(
+            sorted_groups(FSDP.full_optim_state_dict(other, fresh, rank0_only=False)), sorted_groups(full)
+        )
+
+    with_parts(3, work)
+
+
+def test_groups_that_were_removed_stay_away_and_options_stay_what_they_are():
+    def work(comm, model, plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trained_parts(comm, model, optimizer)
+        given = optimizer.state_dict()
+        expected = FSDP.optim_state_dict(model, optimizer)
+        del given["param_groups"]
+        state = FSDP.optim_state_dict(model, optimizer, given)
+        assert list(state) == ["state"]
+        assert_close_states(state | {"param_groups": 0}, expected | {"param_groups": 0})
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, state))
+        assert fresh.param_groups[0]["lr"] == 0.5
+        assert_close_states(FSDP.optim_state_dict(model, fresh) | {"param_groups": 0}, expected | {"param_groups": 0})
+
+    with_parts(2, work)

@@ -110,3 +110,24 @@ def test_parts_keep_their_placements_when_they_move():
                 assert moved.placements == part.placements
 
     on_ranks(work)
+
+
+def test_a_part_gives_its_rows_as_a_plain_tensor():
+    """torch's way to compare a sharded model with a full one: the full one's values, cut like the parameter."""
+
+    def work(model, comm):
+        shapes = []
+        for name, param in model.named_parameters():
+            full = param.full_tensor()
+            part = distribute_tensor(full, param.device_mesh, param.placements)
+            for one in (part, model.state_dict()[name]):
+                assert type(one.to_local()) is torch.Tensor
+                assert one.to_local().shape == param.to_local().shape
+                assert torch.equal(one.to_local(), param.to_local())
+            shapes.append(param.to_local().shape)
+        part.to_local().fill_(3.0)
+        assert (part.to_local() == 3.0).all(), "it is the same memory"
+        return shapes
+
+    found = on_ranks(work)
+    assert any(0 in shape for shapes in found for shape in shapes), "some rank has no rows of some parameter"
