@@ -64,10 +64,7 @@ def state_to_load(
         saved = _Scatter(mesh, own).scatter(saved)
     elif source == "own" and "state" in saved:
         saved = _Scatter(mesh, own).cut_anew(saved)
-    if "state" in saved and "param_groups" not in saved:  # they were removed: options stay what they are here
-        names = iter(one.saved_name(saved["state"]) for one in own)
-        now = [{**group_options(of_group), "params": [next(names) for _ in of_group["params"]]} for of_group in groups]
-        saved = {**saved, "param_groups": now}
+    saved = _with_groups(own, groups, saved)
     loaded = together(mesh, lambda: _cut(own, saved, local=source == "local"))
     new: StateDict = {"state": {}, "param_groups": []}
     number = 0
@@ -78,6 +75,15 @@ def state_to_load(
         new["state"] |= {one: loaded[one][0] for one in numbers if loaded[one][0]}
         number += len(numbers)
     return new
+
+
+def _with_groups(own: Sequence[Stepped], groups: Sequence[dict[str, Any]], saved: StateDict) -> StateDict:
+    """Return ``saved`` with the optimizer's own groups if they were removed: options stay what they are here."""
+    if "state" not in saved or "param_groups" in saved:
+        return saved
+    names = iter(one.saved_name(saved["state"]) for one in own)
+    now = [{**group_options(of_group), "params": [next(names) for _ in of_group["params"]]} for of_group in groups]
+    return {**saved, "param_groups": now}
 
 
 def _cut(own: Sequence[Stepped], saved: StateDict, *, local: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
