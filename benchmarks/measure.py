@@ -122,7 +122,7 @@ class TensorMeter:
     def __enter__(self) -> "TensorMeter":
         """Start counting from zero."""
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with _silenced():
+        with silenced():
             self._profile.__enter__()
         self._settling = _settling_waits()
         self._settling.__enter__()
@@ -131,7 +131,7 @@ class TensorMeter:
     def __exit__(self, *error: Any) -> None:
         """Stop counting and compute the stretches."""
         self._settling.__exit__(*error)
-        with _silenced():
+        with silenced():
             self._profile.__exit__(*error)
         profiler: Any = self._profile.profiler
         events = profiler.kineto_results.events()
@@ -163,7 +163,7 @@ def _settling_waits() -> Iterator[None]:
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Suppress what the profiler's library prints on stderr when it starts and stops."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)

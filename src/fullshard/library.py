@@ -17,6 +17,7 @@ from fullshard.engine import (
     unsharded,
 )
 from fullshard.optim import ShardedGradScaler, StepInBackward, clip_grad_norm_, step_in_backward
+from fullshard.planner import Plan, plan
 from fullshard.policy import (
     BackwardPrefetch,
     CPUOffload,
@@ -48,6 +49,7 @@ __all__ = [
     "MinNumel",
     "MixedPrecision",
     "Named",
+    "Plan",
     "Prefetch",
     "Pretrained",
     "Restored",
@@ -72,6 +74,7 @@ __all__ = [
     "memory_summary",
     "no_all_reduce",
     "no_sync",
+    "plan",
     "register_forward_method",
     "reset",
     "save",

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent / "help"
         "config convert",
         "config check",
         "inspect",
+        "plan",
         "export",
         "verify",
     ],

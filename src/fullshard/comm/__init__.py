@@ -3,6 +3,7 @@
 from fullshard.comm.clock import Clock as Clock, clock_of as clock_of
 from fullshard.comm.device import Device as Device, device_of as device_of
 from fullshard.comm.gloo import GlooComm as GlooComm
+from fullshard.comm.ledger import LedgerEntry as LedgerEntry, RecordingComm as RecordingComm
 from fullshard.comm.machine_axes import (
     axes_of as axes_of,
     machine_axes as machine_axes,

@@ -1,0 +1,4 @@
+"""Runs the real model, engine and optimizer as one rank of many, without memory, and counts what they hold and send."""
+
+from fullshard.planner.plan import Plan as Plan, candidates as candidates, highest as highest, plan as plan
+from fullshard.planner.rehearsal import Rehearsed as Rehearsed, rehearse as rehearse

@@ -1,0 +1,259 @@
+"""Runs a program's operators without their memory: tensors have shapes, dtypes and addresses, but nobody writes them.
+
+The engine changes the classes of parameters, compares addresses and resizes storages, which torch's FakeTensor does not
+survive. So tensors here are plain CPU tensors whose memory is reserved and never touched: the system gives it no page.
+torch's FakeTensorMode says what each operator returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from fullshard.engine.step.torch_private import in_backward
+from fullshard.errors import ModelError
+from fullshard.planner.meter import Meter
+
+KNOWN_NUMEL = 1 << 18
+"""Elements up to which whole numbers (token ids, masks, checksums) keep their values: programs branch on them."""
+
+_CONSTANTS = {"aten::ones", "aten::zeros", "aten::full", "aten::arange", "aten::scalar_tensor"}
+_CONSTANT_NUMEL = 1 << 16
+"""Elements up to which floats from these operators keep their values: masks of ones are made of them."""
+
+_SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
+"""Operators that change or return their argument without reading it, apart from views."""
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The outputs of an operator without their memory."""
+
+    leaves: list[Any]  # fake tensors and other values
+    owners: list[int | None]  # for each, the index of the input whose memory it shares
+    spec: TreeSpec  # how they are nested
+
+
+class HollowMode(TorchDispatchMode):
+    """Context in which operators compute shapes instead of values.
+
+    Whole numbers that follow from known ones are computed, up to 262,144 elements a tensor, so that a model may look at
+    its masks and the engine at its checksums. Everything else is hollow: a float's value is never known.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        """Report every tensor to ``meter``."""
+        super().__init__()
+        self.meter = meter
+        self._fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self._unshared: tuple[int, int, int] | None = None
+
+    def __enter__(self) -> HollowMode:
+        """Start; also count what no operator does: resized storages, and copies of the random state."""
+        resize, state, meter = torch.UntypedStorage.resize_, torch.get_rng_state, self.meter
+
+        def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            meter.resized(storage)
+            return result
+
+        def counted_state() -> torch.Tensor:
+            made = state()
+            meter.see(made)
+            return made
+
+        self._replaced = ExitStack()
+        torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign]
+        self._replaced.callback(delattr, torch.UntypedStorage, "resize_")
+        torch.get_rng_state = counted_state
+        self._replaced.callback(setattr, torch, "get_rng_state", state)
+        super().__enter__()
+        self._count_references()
+        return self
+
+    def _count_references(self) -> None:
+        """Find out how many references there are to a gradient that only autograd's sum holds."""
+        with torch.enable_grad():
+            start = torch.empty(2, 2, requires_grad=True) * 1
+            (start.exp() + start.sin()).sum().backward()
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop."""
+        super().__exit__(*error)
+        self._replaced.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what ``func`` would return, without computing it.
+
+        Raises:
+            ModelError: Its result depends on values, or torch does not know its shape.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.ops.aten.add.Tensor and in_backward() and not torch.is_grad_enabled():
+                taken = self._summed_in_place(*args, **(kwargs or {}))
+                if taken is not None:
+                    return taken
+            return self._run(func, args, kwargs or {})
+
+    def _summed_in_place(self, one: Any, other: Any, alpha: Any = 1) -> torch.Tensor | None:
+        """Return the gradient that autograd would add another one to, in place; None if it would make a third.
+
+        It does so if nothing else holds the first one, except while a dispatch mode is on, as here.
+        """
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or alpha != 1:
+            return None
+        # Counted at one place: each name and each call on the way here is a reference to the object.
+        counts = [_references(one), _references(other)]
+        if self._unshared is None:
+            self._unshared = counts[0]
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return None
+        for index, tensor in enumerate((one, other)):
+            if counts[index] == self._unshared and _is_dense(tensor):
+                return tensor
+        return None
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = list(_tensors((args, kwargs)))
+        for tensor in given:
+            self.meter.see(tensor)
+        if _keeps_memory(func):
+            return self._computed(func, args, kwargs)
+        known = not any(map(self.meter.is_hollow, given))
+        try:
+            shapes = self._shapes_of(func, args, kwargs, given)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if not known:
+                raise _unknown(func) from error
+            return self._computed(func, args, kwargs)
+        except UnsupportedOperatorException as error:
+            raise ModelError(
+                f"The plan cannot follow {func}: torch does not know the shape of its result without computing it. "
+                "Plan the model without the module that calls it."
+            ) from error
+        if known and _is_small(func, shapes, given):
+            return self._computed(func, args, kwargs)
+        for tensor in _written(func, args, kwargs):
+            self.meter.see(tensor, hollow=True)
+        result = self._hollow(shapes, given)
+        self.meter.pulse(_cast_bytes(func, given))
+        return result
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self.meter.see(tensor)
+        return result
+
+    def _shapes_of(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
+        """Return the outputs of an operator on fake inputs."""
+        made: dict[int, FakeTensor] = {}
+
+        def fake_of(tensor: torch.Tensor) -> FakeTensor:
+            if id(tensor) not in made:
+                shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+                made[id(tensor)] = FakeTensor(self._fake, shape, tensor.device)
+            return made[id(tensor)]
+
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake_of, (args, kwargs))
+        with self._fake:
+            result = func(*fake_args, **fake_kwargs)
+        inputs = {made[id(tensor)].untyped_storage()._cdata: index for index, tensor in enumerate(given)}
+        leaves, spec = tree_flatten(result)
+        owners = [inputs.get(t.untyped_storage()._cdata) if isinstance(t, torch.Tensor) else None for t in leaves]
+        return _Shapes(leaves, owners, spec)
+
+    def _hollow(self, shapes: _Shapes, given: list[torch.Tensor]) -> Any:
+        """Return tensors of these shapes; where one shares an input's memory, that input or a view of it."""
+        outputs = []
+        for leaf, owner in zip(shapes.leaves, shapes.owners, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                outputs.append(leaf)
+            elif owner is None:
+                made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                self.meter.see(made, hollow=True)
+                outputs.append(made)
+            else:
+                outputs.append(_alias(given[owner], leaf))
+        return tree_unflatten(outputs, shapes.spec)
+
+
+def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
+    """Return whether an operator on known values is to be computed: few elements, and no weights or activations."""
+    made = [leaf for leaf in shapes.leaves if isinstance(leaf, torch.Tensor)]
+    if any(tensor.numel() > KNOWN_NUMEL or tensor.is_meta for tensor in (*made, *given)):
+        return False
+    if given or not any(tensor.is_floating_point() for tensor in made):
+        return True
+    return func._schema.name in _CONSTANTS and all(tensor.numel() <= _CONSTANT_NUMEL for tensor in made)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _alias(owner: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return ``owner`` itself, or the view of it that has the shape of ``like``."""
+    if owner.size() == like.size() and owner.stride() == like.stride():
+        return owner
+    return torch.as_strided(owner, like.size(), like.stride(), like.storage_offset() + owner.storage_offset())
+
+
+def _cast_bytes(func: Any, given: list[torch.Tensor]) -> int:
+    """Return the bytes of inputs that a pointwise operator casts first: on the CPU it computes on one dtype."""
+    if torch.Tag.pointwise not in func.tags:
+        return 0
+    numbers = [tensor for tensor in given if tensor.dtype != torch.bool and tensor.dim()]
+    if len({tensor.dtype for tensor in numbers}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in numbers))
+    return sum(tensor.numel() * common.itemsize for tensor in numbers if tensor.dtype != common)
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return how many references there are to a tensor, to its Python object and to its storage."""
+    storage: Any = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return tensor._use_count(), sys.getrefcount(tensor), storage  # type: ignore[attr-defined]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no gaps and no overlaps: only then does ``empty_like`` keep its strides."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+@functools.cache
+def _keeps_memory(func: Any) -> bool:
+    """Return whether an operator only makes views: running it reads and writes no element."""
+    schema = func._schema
+    aliased = [one.alias_info for one in schema.returns if one.alias_info is not None]
+    is_view = bool(aliased) and not any(one.is_write for one in aliased)
+    return is_view or schema.name in _SHAPE_ONLY or torch.Tag.inplace_view in func.tags
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """Yield the tensors that an operator writes to."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+
+
+def _unknown(func: Any) -> ModelError:
+    return ModelError(
+        f"The model or its loss reads a number that only a computation gives ({func}), and a plan computes shapes, not "
+        "values. Leave that out of the planned step, or make it depend on the batch's whole numbers alone."
+    )

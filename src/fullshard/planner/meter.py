@@ -1,0 +1,98 @@
+"""Counts the bytes of the tensors that are alive, by storage, from the operators that make them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+PHASES = ("before_first_step", "forward", "backward", "optimizer")
+"""The phases of a plan: everything before the measured steps, and the three parts of a step."""
+
+
+class _Held:
+    """A storage that is alive: its bytes, and whether nobody knows its values."""
+
+    def __init__(self, nbytes: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
+        self.nbytes = nbytes
+        self.hollow = False
+        self.ref = ref
+
+
+class Meter:
+    """Counts live bytes by storage: views share one, and a storage counts until its last tensor is gone.
+
+    Attributes:
+        live: Bytes alive now.
+        peaks: Highest ``live`` of each phase since :meth:`restart`.
+        phase: Returns the phase that a change belongs to.
+        on_peak: Called when ``live`` exceeds everything since :meth:`restart`.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing alive, before the first step."""
+        self.live = 0
+        self.peaks: dict[str, int] = {}
+        self.phase: Callable[[], str] = lambda: PHASES[0]
+        self.on_peak: Callable[[], None] = lambda: None
+        self._highest = 0
+        self._held: dict[int, _Held] = {}
+
+    def restart(self, phase: Callable[[], str], on_peak: Callable[[], None]) -> None:
+        """Forget all peaks, and measure those of other phases from now on."""
+        self.phase, self.on_peak = phase, on_peak
+        self.peaks, self._highest = {}, 0
+        self._change(0)
+
+    def see(self, tensor: torch.Tensor, *, hollow: bool = False) -> None:
+        """Count the storage of ``tensor``, if it is new; tensors on the meta device have no memory.
+
+        Args:
+            tensor: An input or an output of an operator.
+            hollow: Whether the values of its storage are unknown from now on.
+        """
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = _Held(storage.nbytes(), weakref.ref(storage, partial(self._gone, key)))
+            self._change(held.nbytes)
+        held.hollow = held.hollow or hollow
+
+    def is_hollow(self, tensor: torch.Tensor) -> bool:
+        """Return whether the values of ``tensor`` are unknown."""
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return True
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        return held is not None and held.hollow
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew after it was resized in place."""
+        held = self._held.get(storage._cdata)
+        if held is not None:
+            before, held.nbytes = held.nbytes, storage.nbytes()
+            self._change(held.nbytes - before)
+
+    def pulse(self, nbytes: int) -> None:
+        """Count memory that an operator takes and gives back before it returns."""
+        if nbytes:
+            self._change(nbytes)
+            self._change(-nbytes)
+
+    def _gone(self, key: int, _ref: Any) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            self._change(-held.nbytes)
+
+    def _change(self, nbytes: int) -> None:
+        phase = self.phase()
+        before, self.live = self.live, self.live + nbytes
+        self.peaks[phase] = max(self.peaks.get(phase, 0), before, self.live)
+        if self.live > self._highest:
+            self._highest = self.live
+            self.on_peak()

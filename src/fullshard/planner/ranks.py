@@ -1,0 +1,96 @@
+"""The other ranks of a plan: they do what this one does, and nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fullshard.comm import DONE, Comm, RecordingComm, SoloComm, Work
+from fullshard.comm.protocol import ReduceOp
+
+
+class PlannedComm:
+    """Rank ``rank`` of ``size`` ranks of which only this one runs, as if all had its values."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        """Take part as ``rank``; tensors are on ``device``."""
+        self.rank, self.size, self.device = rank, size, device
+
+    def announce(self, what: str) -> None:
+        """See :meth:`Comm.announce`: ignored."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """See :meth:`Comm.all_gather`: nothing."""
+        return DONE
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
+        """See :meth:`Comm.reduce_scatter`: nothing."""
+        return DONE
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """See :meth:`Comm.all_reduce`: the result if all ranks had equal values, which checks of agreement read."""
+        if op == "sum":
+            tensor.mul_(self.size)
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
+        """See :meth:`Comm.broadcast`: nothing."""
+        return DONE
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
+        """See :meth:`Comm.gather`: nothing."""
+        return DONE
+
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
+        """See :meth:`Comm.exchange`: nothing."""
+        return DONE
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See :meth:`Comm.all_gather_object`: this rank's value for every rank."""
+        return [value] * self.size
+
+    def barrier(self) -> None:
+        """See :meth:`Comm.barrier`: nothing."""
+
+
+class Ledger:
+    """Communicators of one planned rank, all of whose collectives are written down."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        """Be ``rank`` of ``size`` ranks on the CPU."""
+        self.comms: list[RecordingComm] = []
+        self.world = self.recorded(rank, size)
+
+    def recorded(self, rank: int, size: int) -> Comm:
+        """Return a communicator of ``size`` ranks that writes down; a group of one rank sends nothing."""
+        device = torch.device("cpu")
+        comm = _Splitting(self, PlannedComm(rank, size, device) if size > 1 else SoloComm(device))
+        self.comms.append(comm)
+        return comm
+
+    def clear(self) -> None:
+        """Forget what was written down."""
+        for comm in self.comms:
+            comm.entries.clear()
+
+    def sent(self) -> dict[str, tuple[int, int]]:
+        """Return for each kind of collective how many there were and the bytes that this rank sent."""
+        entries = [entry for comm in self.comms if comm.size > 1 for entry in comm.entries]
+        kinds = sorted({entry.collective for entry in entries})
+        by_kind = {kind: [entry.sent_bytes for entry in entries if entry.collective == kind] for kind in kinds}
+        return {kind: (len(sent), sum(sent)) for kind, sent in by_kind.items()}
+
+
+class _Splitting(RecordingComm):
+    """A recorded communicator that can be split into groups, whose collectives are recorded too."""
+
+    def __init__(self, ledger: Ledger, inner: Comm) -> None:
+        super().__init__(inner)
+        self._ledger = ledger
+
+    def split(self, groups: list[list[int]]) -> Comm:
+        """Return this rank's group among ``groups``."""
+        mine = next(ranks for ranks in groups if self.rank in ranks)
+        return self._ledger.recorded(mine.index(self.rank), len(mine))

@@ -1,0 +1,153 @@
+"""Runs a sharded model's steps without memory, and notes what is alive at the fullest moment."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fullshard.comm import Comm
+from fullshard.engine.registry import runtime_of
+from fullshard.engine.step.recorder import SilentRecorder
+from fullshard.engine.step.torch_private import in_backward
+from fullshard.planner.hollow import HollowMode
+from fullshard.planner.meter import PHASES, Meter
+from fullshard.planner.ranks import Ledger
+
+STEPS = 3
+"""Steps of a rehearsal: the first makes the optimizer's state and learns the order of units."""
+
+PARTS = (
+    "shards",
+    "optimizer_state",
+    "gathered_units",
+    "gradient_buffers",
+    "gradient_shards",
+    "buffers_and_batch",
+    "activations_and_temporaries",
+)
+"""What the fullest moment of a step consists of. Gradient buffers are unsharded gradients that wait to be reduced."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal runs."""
+
+    model: nn.Module  # sharded
+    optimizer: torch.optim.Optimizer  # over its shards
+    step: Callable[[], None]  # clears gradients, then forward, backward and the optimizer's step
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank holds and sends in a step; bytes."""
+
+    peaks: dict[str, int]  # highest live bytes, by phase
+    parts: dict[str, int]  # what is alive at the highest moment of a step
+    account: dict[str, int]  # peaks of the engine's own buffers since the model was sharded
+    sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
+    elements: int  # elements of parameters that this rank holds, without padding
+
+
+def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int) -> Rehearsal:
+    """Run ``build`` and three of its steps as ``rank`` of ``size`` ranks; needs no memory and no other rank.
+
+    Args:
+        build: Makes the model, shards it over the given communicator and makes the optimizer.
+        rank: The rank to be.
+        size: Number of ranks.
+
+    Raises:
+        ModelError: A step depends on values.
+        UserError: Those of ``build``.
+    """
+    meter, ledger = Meter(), Ledger(rank, size)
+    with warnings.catch_warnings(), HollowMode(meter):
+        warnings.simplefilter("ignore")  # about a run that does not take place
+        made = build(ledger.world)
+        before = meter.peaks.get("before_first_step", 0)
+        gc.collect()  # what building left in cycles
+        watch = _Watch(made, meter)
+        for _ in range(STEPS):
+            ledger.clear()
+            watch.begin_step()
+            made.step()
+    account = watch.account
+    return Rehearsal(
+        peaks={"before_first_step": before, **{phase: meter.peaks.get(phase, 0) for phase in PHASES[1:]}},
+        parts=watch.parts,
+        account={**account.peak, "total": account.peak_total},
+        sent=ledger.sent(),
+        elements=sum(stop - start for start, stop in watch.ranges()),
+    )
+
+
+class _Watch(SilentRecorder):
+    """Knows in which phase a step is, and what its bytes consist of when there are more than ever."""
+
+    def __init__(self, made: Rehearsed, meter: Meter) -> None:
+        self.parts: dict[str, int] = dict.fromkeys(PARTS, 0)
+        self._runtime = runtime_of(made.model)
+        self.account = self._runtime.account
+        self._optimizer = made.optimizer
+        self._meter = meter
+        self._gradients: dict[str, int] = {}
+        self._phase = "forward"
+        self._state = self._held = 0
+        self._runtime.watch(self)
+        made.model.register_forward_pre_hook(self._forward_begins, prepend=True)
+        meter.restart(self.phase, self._note)
+
+    def _forward_begins(self, _model: object, _args: object) -> None:
+        if not in_backward():
+            self._phase = "forward"
+
+    def phase(self) -> str:
+        """Return the phase: what follows a backward is the optimizer's, until the next forward."""
+        if in_backward():
+            self._phase = "backward"
+        elif self._phase == "backward":
+            self._phase = "optimizer"
+        return self._phase
+
+    def begin_step(self) -> None:
+        """Note what is held between steps."""
+        self._phase = "forward"
+        self._gradients = {unit.name: unit.gradient_bytes() for unit in self._runtime.units}
+        self._state = _state_bytes(self._optimizer)
+        self._held = self._meter.live - sum(self._known().values())
+
+    def gradients_take(self, unit: str, nbytes: Callable[[], int]) -> None:
+        """See :meth:`SilentRecorder.gradients_take`."""
+        self._gradients[unit] = nbytes()
+
+    def ranges(self) -> Iterable[tuple[int, int]]:
+        """Yield the elements that this rank holds of each parameter, as bounds."""
+        return (param.meta.element_range for _, param in self._runtime.all_params())
+
+    def _known(self) -> dict[str, int]:
+        live = self.account.live
+        return {
+            "shards": live["shards"],
+            "optimizer_state": self._state,
+            "gathered_units": live["gathered"],
+            "gradient_buffers": live["gradients"],
+            "gradient_shards": sum(self._gradients.values()),
+        }
+
+    def _note(self) -> None:
+        known = self._known()
+        rest = self._meter.live - sum(known.values()) - self._held
+        self.parts = {**known, "buffers_and_batch": self._held, "activations_and_temporaries": rest}
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state; a storage that several parameters share counts once."""
+    tensors = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

@@ -1,0 +1,47 @@
+"""A small T5, its batch and options, planned in one process and measured on ranks."""
+
+import torch
+import yaml
+from transformers import T5Config, T5ForConditionalGeneration
+
+from fullshard import MixedPrecision, ShardingStrategy
+from support.t5_directory import write_t5
+from support.tiny_run import WORDS, settings
+
+SHAPE = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_heads": 4, "num_layers": 2, "vocab_size": 500}
+
+OPTIONS = {
+    "full_shard": {},
+    "no_shard": {"strategy": ShardingStrategy.NO_SHARD},
+    "grad_op_bf16": {
+        "strategy": ShardingStrategy.SHARD_GRAD_OP,
+        "mp_policy": MixedPrecision(param="bfloat16", reduce="float32"),
+    },
+}
+"""Options of ``fully_shard`` by case."""
+
+
+def make_model(*, checkpointing=False, **changes):
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**SHAPE | changes, decoder_start_token_id=0))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def batch(rows=4, tokens=32):
+    ids = torch.arange(rows * tokens).reshape(rows, tokens) % 400 + 3
+    return {"input_ids": ids, "labels": ids[:, : tokens // 2].clone(), "use_cache": False}
+
+
+def write_run(directory, **changes):
+    """Write a run file in ``directory`` for the tiny run with ``changes``, and return its path."""
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(settings(directory, **changes)))
+    return path
+
+
+def write_directory_run(directory):
+    """Write a run file that trains a small T5 from a directory, and return its path."""
+    write_t5(directory / "model", [*WORDS, *WORDS.values()] * 30)
+    return write_run(directory, model={"path": str(directory / "model")}, training__gradient_checkpointing=True)

@@ -1,0 +1,68 @@
+"""``fullshard plan``: its table, its JSON, its verdict and its refusals."""
+
+import json
+
+import pytest
+
+from fullshard.cli.main import main
+from fullshard.cli.plan import memory
+from support.planned import write_run
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    return str(write_run(tmp_path_factory.mktemp("plan")))
+
+
+def test_the_plan_is_printed_as_json(run_file, capsys):
+    assert main(["plan", run_file, "--world", "1", "--memory", "1GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["world_size"], found["memory_bytes"], found["fits"]) == (1, 10**9, True)
+    assert sum(found["parts"].values()) == found["peak_bytes"] <= found["needed_bytes"] < 10**9
+
+
+def test_too_little_memory_is_exit_code_1_with_the_numbers(run_file, capsys):
+    assert main(["plan", run_file, "--world", "1", "--memory", "100kB"]) == 1
+    out = capsys.readouterr().out
+    assert "peak of a step" in out
+    assert "does not fit: it needs" in out
+    assert "1 % more of 97.7 KiB" in out
+    assert "training.gradient_checkpointing=true" in out
+
+
+def test_overrides_change_the_plan(run_file, capsys):
+    peaks = []
+    for override in ("training.per_device_train_batch_size=1", "training.per_device_train_batch_size=8"):
+        assert main(["plan", run_file, override, "--world", "1", "--json"]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["peak_bytes"])
+    assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("sharding.cpu_offload=true", "sharding.cpu_offload"),
+        ("training.fused_cross_entropy=true", "training.fused_cross_entropy"),
+        ("training.torch_compile=true", "training.torch_compile"),
+        ("training.precision=fp16", "training.precision: fp16"),
+        ("model.adapter={type: lora}", "model.adapter"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(run_file, override, name, capsys):
+    assert main(["plan", run_file, override, "--world", "1"]) == 2
+    assert f"A plan does not support {name} yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GB", 80 * 10**9), ("24GiB", 24 << 30), ("1.5kB", 1500), ("7", 7), ("2 TiB", 2 << 40)]
+)
+def test_sizes(text, size):
+    assert memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "3 parsecs"])
+def test_other_sizes_are_refused(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "run.yaml", f"--memory={text}"])
+    assert ended.value.code == 2
+    assert "must be a size above zero, such as 80GB or 24GiB" in capsys.readouterr().err
