@@ -33,6 +33,8 @@ KNOWN_NUMEL = 1 << 18
 """Elements up to which whole numbers (token ids, masks, checksums) keep their values: programs branch on them."""
 
 _CONSTANTS = {"aten::ones", "aten::zeros", "aten::full", "aten::arange", "aten::scalar_tensor"}
+_CONSTANTS_LIKE = {"aten::ones_like", "aten::zeros_like", "aten::full_like"}
+_CONSTANTS_LIKE |= {"aten::new_ones", "aten::new_zeros", "aten::new_full"}
 _CONSTANT_NUMEL = 1 << 16
 """Elements up to which floats from these operators keep their values: masks of ones are made of them."""
 
@@ -134,7 +136,8 @@ class HollowMode(TorchDispatchMode):
             self.meter.see(tensor)
         if _keeps_memory(func):
             return self._computed(func, args, kwargs)
-        known = not any(map(self.meter.is_hollow, given))
+        read = [] if func._schema.name in _CONSTANTS_LIKE else given
+        known = not any(map(self.meter.is_hollow, read))
         try:
             shapes = self._shapes_of(func, args, kwargs, given)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -146,7 +149,7 @@ class HollowMode(TorchDispatchMode):
                 f"The plan cannot follow {func}: torch does not know the shape of its result without computing it. "
                 "Plan the model without the module that calls it."
             ) from error
-        if known and _is_small(func, shapes, given):
+        if known and _is_small(func, shapes, read):
             return self._computed(func, args, kwargs)
         for tensor in _written(func, args, kwargs):
             self.meter.see(tensor, hollow=True)
@@ -194,13 +197,15 @@ class HollowMode(TorchDispatchMode):
 
 
 def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
-    """Return whether an operator on known values is to be computed: few elements, and no weights or activations."""
+    """Return whether an operator that reads ``given`` is to be computed: few elements, no weights or activations."""
     made = [leaf for leaf in shapes.leaves if isinstance(leaf, torch.Tensor)]
     if any(tensor.numel() > KNOWN_NUMEL or tensor.is_meta for tensor in (*made, *given)):
         return False
     if given or not any(tensor.is_floating_point() for tensor in made):
         return True
-    return func._schema.name in _CONSTANTS and all(tensor.numel() <= _CONSTANT_NUMEL for tensor in made)
+    return func._schema.name in _CONSTANTS | _CONSTANTS_LIKE and all(
+        tensor.numel() <= _CONSTANT_NUMEL for tensor in made
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

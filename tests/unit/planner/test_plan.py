@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fullshard
 from fullshard import CPUOffload, ShardingStrategy, optim
@@ -186,3 +187,19 @@ def test_a_device_needs_one_percent_more_than_the_peak():
     plan = Plan(1, 0, 1, 1000, {}, {"before_first_step": 900, "forward": 1000}, {}, {}, {})
     assert (plan.fits(1009), plan.fits(1010)) == (False, True)
     assert Plan(1, 0, 1, 1000, {}, {"before_first_step": 2000, "forward": 1000}, {}, {}, {}).needed_bytes == 2020
+
+
+def test_a_model_on_the_meta_device_is_planned_as_one_with_memory():
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 200}
+
+    def llama(device):
+        with torch.device(device):
+            return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4))
+
+    ids = torch.ones(2, 16, dtype=torch.int64)
+    plans = [
+        fullshard.plan(partial(llama, device), lambda: {"input_ids": ids, "labels": ids}, world_size=2, rank=0)
+        for device in ("cpu", "meta")  # its rotary table is a buffer that its module fills after sharding
+    ]
+    assert plans[0].peak_bytes == plans[1].peak_bytes
+    assert plans[1].phase_peaks["before_first_step"] < plans[0].phase_peaks["before_first_step"]
