@@ -61,9 +61,7 @@ def plan_run(config: RunConfig, world_size: int, progress: Progress = lambda wha
 def longest_batch(config: RunConfig, data: Prepared) -> Batch:
     """Return a micro-batch that is at least as large as any of the run, of rows of the data; any process, alone."""
     rows = longest_rows(data.train_set, config.training.per_device_train_batch_size, causal=data.causal)
-    spec = collate_spec(data.tokenizer, causal=data.causal)
-    packed = config.training.packing
-    return collate([RowRef(row) for row in rows], data.train_set, type(spec)(spec.pad_token_id, spec.causal, packed))
+    return collate([RowRef(row) for row in rows], data.train_set, collate_spec(data.tokenizer, causal=data.causal))
 
 
 def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[int]:
@@ -85,6 +83,7 @@ def _refuse(config: RunConfig) -> None:
         "sharding.cpu_offload": (config.sharding.cpu_offload, "it counts the memory of one device"),
         "training.precision: fp16": (training.precision == "fp16", "whether a step is skipped depends on values"),
         "training.fused_cross_entropy": (training.fused_cross_entropy, "its backward reads a value"),
+        "training.packing": (training.packing, "how many sequences the rows of a batch make differs between batches"),
         "training.torch_compile": (training.torch_compile, "compiled blocks allocate memory that it does not see"),
         "training.per_device_train_batch_tokens": (
             training.per_device_train_batch_tokens is not None,

@@ -44,6 +44,7 @@ def test_overrides_change_the_plan(run_file, capsys):
         ("sharding.cpu_offload=true", "sharding.cpu_offload"),
         ("training.fused_cross_entropy=true", "training.fused_cross_entropy"),
         ("training.torch_compile=true", "training.torch_compile"),
+        ("training.packing=true", "training.packing"),
         ("training.precision=fp16", "training.precision: fp16"),
         ("model.adapter={type: lora}", "model.adapter"),
     ],
