@@ -9,7 +9,7 @@ def add_rows(table: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> 
     """Add each of ``rows``, (lookups, width), to the row of ``table``, (height, width), that ``indices`` names.
 
     The same call gives the same bits, also on CUDA, where ``index_add_`` does not: it adds rows of one index in any
-    order. ``index_put_`` does, but took 11 ms for 8,192 rows of 1,024 numbers on an H100.
+    order. ``index_put_`` does, but took 23 ms for 8,192 and 2,048 rows of 1,024 numbers on an H100.
     """
     if table.is_cuda:
         add_rows_of_groups(table, indices, rows)
