@@ -27,5 +27,6 @@ from fullshard.shards.shard import (
     parameter_class as parameter_class,
     rows_of as rows_of,
     take_up as take_up,
+    take_up_all as take_up_all,
 )
 from fullshard.shards.untraced import untraced as untraced

@@ -166,32 +166,45 @@ def on_rows(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def lay_aside(params: Iterable[nn.Parameter]) -> None:
+def lay_aside(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
     """Make shards and their gradients plain, for a step that is known to treat each rank's rows alone.
 
     It then costs nothing more. Parameters of which this rank has no rows have no gradient meanwhile, and so get no
     optimizer state: some optimizers divide by the number of rows. Those with the mark keep their gradient.
+
+    Returns:
+        Each parameter that was a shard, with its gradient if that was one; for :func:`take_up`.
     """
+    laid: list[tuple[nn.Parameter, torch.Tensor | None]] = []
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:
             if type(param) is ShardParameter:
                 param.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]
                 gradient = param.grad
-                if param.numel() == 0 and STATE_ON_ALL_RANKS not in vars(param):
-                    vars(param)["laid_aside"], param.grad = gradient, None
+                if not param.nbytes and STATE_ON_ALL_RANKS not in vars(param):
+                    vars(param)["laid_aside"], param.grad, gradient = gradient, None, None
                 elif type(gradient) is Shard:
                     gradient.__class__ = torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
+                laid.append((param, gradient))
+    return laid
 
 
-def take_up(params: Iterable[nn.Parameter]) -> None:
-    """Make them shards again; also called when a pass begins, after a step that raised."""
-    for param in params:
-        if type(param) is nn.Parameter and "cut" in vars(param):
-            if "laid_aside" in vars(param):
-                param.grad = vars(param).pop("laid_aside")
-            elif param.grad is not None:
-                as_shard(param.grad, param.cut)  # type: ignore[attr-defined]
-            param.__class__ = ShardParameter
+def take_up(laid: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    """Make shards again of what :func:`lay_aside` returned; a gradient that the step replaced becomes one too."""
+    for param, before in laid:
+        gradient = param.grad
+        if gradient is not None and gradient is before and type(gradient) is torch.Tensor:
+            gradient.__class__ = Shard  # it has kept its cut; to set it again would double the time of this loop
+        elif gradient is not None:
+            as_shard(gradient, param.cut)  # type: ignore[attr-defined]
+        elif "laid_aside" in vars(param):
+            param.grad = vars(param).pop("laid_aside")
+        param.__class__ = ShardParameter
+
+
+def take_up_all(params: Iterable[nn.Parameter]) -> None:
+    """Make shards of those parameters that a step which raised has left laid aside."""
+    take_up((param, None) for param in params if type(param) is nn.Parameter and "cut" in vars(param))
 
 
 def refusal(name: str, values: Any) -> ShardingError:

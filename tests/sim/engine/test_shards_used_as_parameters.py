@@ -503,6 +503,29 @@ def test_shards_are_not_computed_with_as_if_they_were_the_parameters(use):
     assert_gradients(run_ranks(SIZE, work), reference)
 
 
+@pytest.mark.parametrize("again", ["a step", "a pass"])
+def test_after_a_step_that_raised_shards_are_shards_again(again):
+    _, models = replicas(TinyLM, SIZE)
+    data = batches(1, SIZE * ROWS_PER_RANK)[0]
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, wrap=BLOCKS)
+        mine = data[comm.rank * ROWS_PER_RANK : (comm.rank + 1) * ROWS_PER_RANK]
+        lm_loss(model, mine).backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        group = optimizer.param_groups[0]
+        dampening = group.pop("dampening")  # read after the hook before the step
+        with pytest.raises(KeyError):
+            optimizer.step()
+        group["dampening"] = dampening
+        optimizer.step() if again == "a step" else lm_loss(model, mine).backward()
+        assert {type(p) for p in model.parameters()} == {ShardParameter}
+        return [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
+
+    first, second = run_ranks(SIZE, work)
+    assert first == second
+
+
 ASKS = {
     "new": lambda model, _: next(model.blocks.parameters()).new_zeros(3),
     "cast like": lambda model, x: x.type_as(model.blocks[0].scale).to(model.blocks[0].up.weight),

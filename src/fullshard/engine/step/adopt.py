@@ -14,7 +14,7 @@ from fullshard.engine.step.precision import dtypes_of
 from fullshard.engine.step.unit import Unit
 from fullshard.errors import ShardingError
 from fullshard.layout.names import plain_name
-from fullshard.shards import on_rows, take_up
+from fullshard.shards import on_rows, take_up_all
 
 
 @on_rows
@@ -29,7 +29,7 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
             parameters of a unit were cast.
     """
     replan = False
-    take_up(param.sharded for unit in units for param in unit.params)  # laid aside by a step that raised
+    take_up_all(param.sharded for unit in units for param in unit.params)  # laid aside by a step that raised
     for unit in units:
         if unit.shown or unit.summoned is not None:
             continue

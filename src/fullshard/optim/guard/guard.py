@@ -311,8 +311,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         refuse_unreduced(members)
     note_claims(optimizer)
     note_rates(optimizer, members)
-    if _only_steps(optimizer, members, (*given, *kwargs.values())):
-        lay_aside(members.sharded)
+    take_up(members.laid)  # of a step that raised
+    members.laid[:] = lay_aside(members.sharded) if _only_steps(optimizer, members, (*given, *kwargs.values())) else []
     if not callable(closure):
         return None
     checked = _CheckedClosure(members, closure)
@@ -323,7 +323,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     members = members_before(optimizer)
-    take_up(members.sharded)
+    take_up(members.laid)
+    members.laid.clear()
     for one in (*args, *kwargs.values()):
         if isinstance(one, _CheckedClosure) and not one.called:  # a step that does not use it
             refuse_unreduced(members)

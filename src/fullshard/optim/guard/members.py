@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,21 +23,24 @@ class Members:
     """The sharded parameters of an optimizer.
 
     Attributes:
-        key: What this was looked up from: for each group its parameters, their units, and whether backward steps them.
+        key: What this was looked up from: for each group its parameters' identities, their units, and whether backward
+            steps them.
         given: The optimizer's parameters, which keeps their identities from being used again.
         sharded: Those that are sharded.
         split: Whether several ranks hold parts of one of them.
         units: Their units, as weak references; not of parameters that are stepped in backward.
         groups: For each group, and each sharded model that it steps and whose learning rates are compared, the checksum
             of its parameters' names and the first of them.
+        laid: The shards that are plain during a step, with their gradients.
     """
 
-    key: list[list[tuple[int, int, bool]]]
+    key: list[list[object]]
     given: list[nn.Parameter]
     sharded: list[nn.Parameter]
     split: bool
     units: list[Callable[[], Any]]
     groups: list[list[tuple[int, nn.Parameter]]]
+    laid: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be None in a copy or a pickle of the optimizer, whose parameters are others."""
@@ -45,15 +49,18 @@ class Members:
 
 def members_of(optimizer: Optimizer) -> Members:
     """Return what is known of an optimizer's parameters; any rank, no communication."""
-    # Sharding anew makes another unit.
-    key = [
-        [(id(param), id(vars(param).get("shard_unit")), _in_backward(param)) for param in group["params"]]
-        for group in optimizer.param_groups
-    ]
+    key = [_identity(group["params"]) for group in optimizer.param_groups]
     known: Members | None = vars(optimizer).get(_NAME)
     if known is None or known.key != key:
         known = vars(optimizer)[_NAME] = _look_up(optimizer, key)
     return known
+
+
+def _identity(params: list[nn.Parameter]) -> list[object]:
+    # Read at each step, so without a tuple for each parameter. Sharding anew makes another unit.
+    attributes = list(map(vars, params))
+    units = [known.get("shard_unit") for known in attributes]
+    return [list(map(id, params)), units, ["shard_optimizer" in known for known in attributes]]
 
 
 def members_before(optimizer: Optimizer) -> Members:
@@ -61,7 +68,7 @@ def members_before(optimizer: Optimizer) -> Members:
     return vars(optimizer)[_NAME]
 
 
-def _look_up(optimizer: Optimizer, key: list[list[tuple[int, int, bool]]]) -> Members:
+def _look_up(optimizer: Optimizer, key: list[list[object]]) -> Members:
     given = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = [param for param in given if hasattr(param, "shard_meta")]
     after_backward = (vars(p)["shard_unit"] for p in sharded if "shard_unit" in vars(p) and not _in_backward(p))
