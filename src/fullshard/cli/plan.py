@@ -1,4 +1,4 @@
-"""``fullshard plan``: what each rank of a run will hold and send, before there is a GPU for it."""
+"""``fullshard plan``: what each rank of a run will hold and send, and for how long, before there is a GPU for it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from typing import Any
 
 from fullshard.cli.common import add_run_arguments, add_verb, load_program, positive
 from fullshard.config import load_run
+from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
 from fullshard.launch.messages import say
-from fullshard.sizes import format_bytes
+from fullshard.sizes import format_bytes, format_duration
 
 PROGRAM = "fullshard.train.plan"
+SEARCH = "fullshard.train.fit"
 
 DOES_NOT_FIT = 1
-"""Exit code if the run needs more than --memory."""
+"""Exit code if the run needs more than the memory there is."""
 
 DESCRIPTION = """\
-Show how many bytes of tensors the fullest rank of a run holds at its fullest moment, what they are, and how many bytes
-it sends in a step. The run's own model, schedule and optimizer take three steps on tensors without memory: this needs
-no GPU, no ranks, no weights and no network. The batch is the longest that the data can give.
+Show how many bytes the fullest rank of a run holds at its fullest moment, what they are, and how many bytes it sends in
+a step. The run's own model, schedule and optimizer take three steps on tensors without memory: this needs no GPU, no
+ranks, no weights and no network. The batch is the longest that the data can give.
 
-With --memory, also say whether it fits; the exit code is 1 if it does not. Not counted are evaluation, saving, and what
-a process holds besides tensors (on a GPU the CUDA context, NCCL's buffers and the allocator's slack): pass the memory
-that is left for tensors.
+With --gpu or --memory, also say whether it fits; the exit code is 1 if it does not. --gpu adds what a GPU holds besides
+tensors, and how long a step takes by its data sheet. --fit searches for the fastest settings that fit, among those that
+the run file leaves open, and prints them as overrides.
+
+Not counted are evaluation and saving. Without --gpu, nor is what a process holds besides tensors.
 """
 
 EPILOG = """\
 examples:
   fullshard plan examples/banking77_tiny.yaml --world 2
-  fullshard plan run.yaml --world 8 --memory 78GB training.per_device_train_batch_size=16
-  fullshard plan run.yaml --world 8 --json
+  fullshard plan run.yaml --world 8 --gpu h100 --price 2.5
+  fullshard plan run.yaml --world 1,2,4,8 --gpu a10g
+  fullshard plan run.yaml --world 4 --gpu a10g --fit
+  fullshard plan run.yaml --world 8 --memory 78GB training.per_device_train_batch_size=16 --json
 """
 
 _UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -43,15 +49,36 @@ _UNITS |= {f"{unit}IB": 1 << (10 * power) for power, unit in enumerate("KMGT", 1
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
     parser = add_verb(
-        verbs, "plan", run, "show the memory and the traffic of a run, before it starts", DESCRIPTION, EPILOG
+        verbs, "plan", run, "show the memory, traffic and time of a run, before it starts", DESCRIPTION, EPILOG
     )
     add_run_arguments(parser)
     parser.add_argument(
-        "--world", metavar="N", type=positive, help="ranks to plan for (default: as many as train would start)"
+        "--world",
+        metavar="N[,N...]",
+        type=worlds,
+        help="ranks to plan for (default: as many as train would start); several: one line each",
     )
+    parser.add_argument("--gpu", metavar="NAME", help="GPU of each rank, such as h100; an unknown name lists them")
+    parser.add_argument("--memory", metavar="SIZE", type=memory, help="memory of each rank, such as 80GB or 24GiB")
+    parser.add_argument("--machine", metavar="N", type=positive, default=8, help="GPUs of a machine (default: 8)")
     parser.add_argument(
-        "--memory", metavar="SIZE", type=memory, help="memory of each rank for tensors, such as 80GB or 24GiB"
+        "--network",
+        metavar="SIZE",
+        type=memory,
+        default=50 * 10**9,
+        help="bytes a second of each GPU's network port, between machines (default: 50GB, which is 400 Gbit/s)",
     )
+    parser.add_argument("--price", metavar="P", type=float, help="price of a GPU for an hour, to print the run's")
+    parser.add_argument("--fit", action="store_true", help="search for the fastest settings that fit on --gpu")
+
+
+def worlds(text: str) -> list[int]:
+    """Parse numbers of ranks, separated by commas.
+
+    Raises:
+        argparse.ArgumentTypeError: One is not a number of at least 1.
+    """
+    return [positive(part) for part in text.split(",")]
 
 
 def memory(text: str) -> int:
@@ -71,34 +98,109 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan; one process.
 
     Returns:
-        0, or 1 if the run does not fit into ``--memory``.
+        0, or 1 if the run does not fit, on none of the numbers of ranks.
 
     Raises:
         UserError: The settings are wrong, cannot be planned, or data or model cannot be used.
     """
     config = load_run(options.config, options.overrides)
-    world_size = options.world or choose_nproc(config.nproc)
-    say(f"planning {world_size} rank{'s' if world_size > 1 else ''}: three steps without memory")
-    plan = load_program(PROGRAM).plan_run(config, world_size)
-    fits = options.memory is None or plan.fits(options.memory)
+    sizes = options.world or [choose_nproc(config.nproc)]
+    device = _device(options)
+    if options.fit:
+        return _search(options, sizes, device)
+    program = load_program(PROGRAM)
+    say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
+    data = program.prepare_plan(config)
+    plans = [program.plan_prepared(config, data, size, device) for size in sizes]
+    limit = options.memory or (device and device.memory_bytes)
+    fitting = [limit is None or plan.fits(limit) for plan in plans]
     if options.json:
-        verdict = {} if options.memory is None else {"memory_bytes": options.memory, "fits": fits}
-        print(json.dumps({**plan.as_dict(), **verdict}))
+        verdicts = [{} if limit is None else {"memory_bytes": limit, "fits": fits} for fits in fitting]
+        values = [{**plan.as_dict(), **verdict} for plan, verdict in zip(plans, verdicts, strict=True)]
+        print(json.dumps(values[0] if len(values) == 1 else values))
+    elif len(plans) == 1:
+        _print_one(plans[0], limit, options.price)
     else:
-        print(plan)
-        if options.memory is not None:
-            print(f"\n{_verdict(plan, options.memory)}")
-    return 0 if fits else DOES_NOT_FIT
+        _print_all(plans, limit, options.price)
+    return 0 if any(fitting) else DOES_NOT_FIT
+
+
+def _device(options: argparse.Namespace) -> Any:
+    """Return the GPU to plan for, if one is named."""
+    if options.gpu is None:
+        if options.fit or options.price is not None:
+            raise ConfigError(f"{'--fit' if options.fit else '--price'} needs a step's time: name a GPU with --gpu.")
+        return None
+    planner = load_program("fullshard.planner")
+    return planner.hardware(options.gpu, network_bytes_per_s=options.network, devices_each=options.machine)
+
+
+def _print_one(plan: Any, limit: int | None, price: float | None) -> None:
+    print(plan)
+    if price is not None:
+        print(f"costs {_cost(plan, price):,.2f} at {price:g} an hour and GPU, without evaluation and saving")
+    if limit is not None:
+        print(f"\n{_verdict(plan, limit)}")
+
+
+def _print_all(plans: list[Any], limit: int | None, price: float | None) -> None:
+    timed = plans[0].timing is not None
+    names = ["ranks", "needed", *(["fits"] if limit else []), *(["step", "run"] if timed else [])]
+    print("".join(f"{name:>14}" for name in [*names, *(["cost"] if price is not None else [])]))
+    for plan in plans:
+        cells = [f"{plan.world_size:,}", format_bytes(plan.needed_bytes)]
+        cells += [] if limit is None else ["yes" if plan.fits(limit) else "no"]
+        cells += [format_duration(plan.timing.step_s), format_duration(plan.run_s)] if timed else []
+        cells += [] if price is None else [f"{_cost(plan, price):,.2f}"]
+        print("".join(f"{cell:>14}" for cell in cells))
+
+
+def _cost(plan: Any, price: float) -> float:
+    return plan.run_s / 3600 * plan.world_size * price
 
 
 def _verdict(plan: Any, memory_bytes: int) -> str:
     """Return whether a plan fits, and by how much."""
-    need = f"{format_bytes(plan.highest_bytes)} and 1 % more of {format_bytes(memory_bytes)}"
+    need = f"{format_bytes(plan.needed_bytes)} of {format_bytes(memory_bytes)}, some to spare included"
     apart = format_bytes(abs(memory_bytes - plan.needed_bytes))
     if plan.fits(memory_bytes):
         return f"fits: it needs {need}; {apart} are left"
     return (
-        f"does not fit: it needs {need}; {apart} are missing. Plan more ranks (--world), or override "
+        f"does not fit: it needs {need}; {apart} are missing. Plan more ranks (--world), search (--fit), or override "
         "training.gradient_checkpointing=true, training.per_device_train_batch_size, training.optimizer or "
         "training.precision."
     )
+
+
+def _search(options: argparse.Namespace, sizes: list[int], device: Any) -> int:
+    """Print the fastest settings that fit."""
+    if len(sizes) > 1:
+        raise ConfigError(f"--fit searches for one number of ranks; got {', '.join(map(str, sizes))}.")
+
+    def load(more: Any) -> Any:
+        return load_run(options.config, [*options.overrides, *more])
+
+    def tell(tried: Any) -> None:
+        found = tried.why or format_duration(tried.step_s)
+        say(f"{' '.join(tried.overrides) or 'as it is'}: {found}")
+
+    found = load_program(SEARCH).search(load, sizes[0], device, tell)
+    best = found[0]
+    if options.json:
+        print(json.dumps([tried.as_dict() for tried in found]))
+    elif best.why:
+        print(f"nothing fits: of {len(found)} settings the nearest is {_nearest(found)}. Plan more ranks (--world).")
+    else:
+        print(f"the fastest of {len(found)} settings that fits: {' '.join(best.overrides) or 'as it is'}\n")
+        _print_one(best.plan, device.memory_bytes, options.price)
+        rest = [tried for tried in found[1:] if not tried.why]
+        print(*(f"next: {format_duration(t.step_s)} a step with {' '.join(t.overrides)}" for t in rest[:3]), sep="\n")
+    return DOES_NOT_FIT if best.why else 0
+
+
+def _nearest(found: list[Any]) -> str:
+    planned = [tried for tried in found if tried.plan is not None]
+    if not planned:
+        return f"not known: {found[0].why}"
+    nearest = min(planned, key=lambda tried: tried.plan.needed_bytes)
+    return f"{nearest.why}, with {' '.join(nearest.overrides)}"

@@ -1,4 +1,6 @@
 """Runs the real model, engine and optimizer as one rank of many, without memory, and counts what they hold and send."""
 
+from fullshard.planner.hardware import Hardware as Hardware, hardware as hardware, names as names
 from fullshard.planner.plan import Plan as Plan, candidates as candidates, highest as highest, plan as plan
 from fullshard.planner.rehearsal import Rehearsed as Rehearsed, rehearse as rehearse
+from fullshard.planner.timing import Timing as Timing, time_step as time_step

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,7 @@ class HollowMode(TorchDispatchMode):
         """Report every tensor to ``meter``."""
         super().__init__()
         self.meter = meter
+        self.on_operator: Callable[[Any, Any, Any, Any], None] = lambda func, args, kwargs, result: None
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._unshared: tuple[int, int, int] | None = None
 
@@ -110,7 +111,9 @@ class HollowMode(TorchDispatchMode):
                 taken = self._summed_in_place(*args, **(kwargs or {}))
                 if taken is not None:
                     return taken
-            return self._run(func, args, kwargs or {})
+            result = self._run(func, args, kwargs or {})
+            self.on_operator(func, args, kwargs or {}, result)
+            return result
 
     def _summed_in_place(self, one: Any, other: Any, alpha: Any = 1) -> torch.Tensor | None:
         """Return the gradient that autograd would add another one to, in place; None if it would make a third.

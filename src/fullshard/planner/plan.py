@@ -12,18 +12,24 @@ import torch
 from torch import nn
 
 from fullshard.comm import Comm
+from fullshard.comm.device import CudaDevice
 from fullshard.comm.machine_axes import axes_of
 from fullshard.engine import fully_shard
 from fullshard.engine.registry import runtime_of
 from fullshard.errors import ConfigError
+from fullshard.planner.hardware import Hardware, hardware
 from fullshard.planner.hollow import HollowMode
 from fullshard.planner.meter import Meter
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.rehearsal import PARTS, Rehearsal, Rehearsed, rehearse
+from fullshard.planner.timing import Timing, time_step
 from fullshard.sizes import format_bytes
 
 MARGIN = 0.01
 """Share of a peak that must be free in addition: a plan does not see every small buffer, such as random states."""
+
+GPU_MARGIN = 0.05
+"""The same on a GPU, whose operators have other temporaries, and whose allocator cannot use every gap."""
 
 _ALL_RANKS = 4
 """World sizes up to which every rank is planned to find the fullest."""
@@ -63,6 +69,8 @@ class Plan:
         account: Peaks of the engine's own buffers: ``shards``, ``gathered``, ``gradients``, and their ``total``.
         sent_bytes: Bytes sent to other ranks in a step, by kind of collective.
         collectives: Number of collectives in a step, by kind.
+        device: The GPU that it is for; None: CPU ranks.
+        timing: The time of a step on it; None without a GPU.
     """
 
     world_size: int
@@ -74,6 +82,8 @@ class Plan:
     account: Mapping[str, int]
     sent_bytes: Mapping[str, int]
     collectives: Mapping[str, int]
+    device: Hardware | None = None
+    timing: Timing | None = None
 
     @property
     def highest_bytes(self) -> int:
@@ -82,16 +92,35 @@ class Plan:
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that a device must have for :meth:`fits`: the highest peak and 1 % more."""
-        return math.ceil(self.highest_bytes * (1 + MARGIN))
+        """The memory that a device must have for :meth:`fits`.
 
-    def fits(self, memory_bytes: int) -> bool:
-        """Return whether a device of ``memory_bytes`` has room for the highest peak and 1 % more."""
+        It is the highest peak and 1 % more. On a GPU it is the peak and the workspaces of matrix products and 5 % more,
+        and what is outside of torch's allocator.
+        """
+        if self.device is None:
+            return math.ceil(self.highest_bytes * (1 + MARGIN))
+        inside = (self.highest_bytes + self.device.workspace_bytes) * (1 + GPU_MARGIN)
+        return math.ceil(inside) + self.device.outside_bytes
+
+    def fits(self, memory_bytes: int | None = None) -> bool:
+        """Return whether a device has room for :attr:`needed_bytes`.
+
+        Args:
+            memory_bytes: Its memory; None: that of the GPU that the plan is for.
+
+        Raises:
+            ConfigError: Neither is known.
+        """
+        if memory_bytes is None:
+            if self.device is None:
+                raise ConfigError("fits() compares with a device's memory: pass memory_bytes, or plan with gpu=.")
+            memory_bytes = self.device.memory_bytes
         return self.needed_bytes <= memory_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        return {**asdict(self), "highest_bytes": self.highest_bytes, "needed_bytes": self.needed_bytes}
+        values = {**asdict(self), "highest_bytes": self.highest_bytes, "needed_bytes": self.needed_bytes}
+        return {**values, "device": None if self.device is None else self.device.name}
 
     def __str__(self) -> str:
         """Return the plan as a table."""
@@ -100,25 +129,48 @@ class Plan:
         lines = [f"rank {self.rank} of {self.world_size}, which holds {self.parameters:,} elements of parameters", ""]
         lines += [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes]
         lines += ["", *(f"{_PHASES[phase]:<28}{format_bytes(size):>12}" for phase, size in self.phase_peaks.items())]
+        lines += ["", *self._on_gpu()] if self.device is not None else []
         sent = (f"{kind} {count} x, {format_bytes(self.sent_bytes[kind])}" for kind, count in self.collectives.items())
         return "\n".join([*lines, "", f"sent a step: {'; '.join(sent) or 'nothing'}"])
 
+    def _on_gpu(self) -> list[str]:
+        """Return the lines about a GPU's memory and time."""
+        assert self.device is not None
+        sizes = {
+            "workspaces of products": self.device.workspace_bytes,
+            "context, kernels, NCCL": self.device.outside_bytes,
+            "needed, with 5 % to spare": self.needed_bytes,
+            f"memory of the {self.device.name}": self.device.memory_bytes,
+        }
+        lines = [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes.items()]
+        if self.timing is None:
+            return lines
+        parts = {
+            "forward and backward": self.timing.compute_s,
+            "optimizer": self.timing.optimizer_s,
+            "waiting for other ranks": self.timing.exposed_s,
+            "waiting for the CPU": self.timing.issue_s,
+            "a step": self.timing.step_s,
+        }
+        return [*lines, "", *(f"{label:<28}{1000 * seconds:>9,.0f} ms" for label, seconds in parts.items())]
 
-def plan(
+
+def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
     model_fn: Callable[[], nn.Module],
     batch_fn: Callable[[], Any],
     *,
     world_size: int,
     rank: int | None = None,
     ranks_each: int | None = None,
+    gpu: str | Hardware | None = None,
     optimizer_fn: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     **options: Any,
 ) -> Plan:
     """Plan the training of a model over ``world_size`` ranks, in one process and without its memory.
 
-    The real model, engine and optimizer run three steps on tensors without memory. The figures are those of a rank on
-    the CPU; no process group is needed, and none is used.
+    The real model, engine and optimizer run three steps on tensors without memory, with the CPU's operators; no process
+    group is needed, and none is used.
 
     Args:
         model_fn: Returns the model, unsharded.
@@ -128,6 +180,8 @@ def plan(
         rank: The rank to plan; None: the fullest, of all up to four ranks, else of the first, the last and the one with
             most elements of parameters.
         ranks_each: Ranks of each machine, for the hybrid strategies, which shard inside a machine.
+        gpu: The GPU of each rank, one of ``fullshard.planner.names()``, or a description: adds what it holds besides
+            tensors and how long a step takes, from its data sheet. None: CPU ranks, no time.
         optimizer_fn: Makes the optimizer from the sharded model; None: torch's fused AdamW over all parameters.
         loss_fn: Returns the loss of the model on a batch; None: ``model(**batch).loss``.
         options: Those of :func:`fullshard.fully_shard` but ``mesh``, ``weights``, ``first_values``, ``device`` and
@@ -150,17 +204,24 @@ def plan(
         return Rehearsed(model, optimizer, partial(_step, model, optimizer, batch_fn(), loss_fn or _own_loss))
 
     ranks = candidates(sharded, world_size) if rank is None else [rank]
-    return highest(build, ranks, world_size)
+    return highest(build, ranks, world_size, hardware(gpu) if isinstance(gpu, str) else gpu)
 
 
-def highest(build: Callable[[Comm], Rehearsed], ranks: Sequence[int], world_size: int) -> Plan:
+def highest(
+    build: Callable[[Comm], Rehearsed], ranks: Sequence[int], world_size: int, device: Hardware | None = None
+) -> Plan:
     """Return the plan of the one of ``ranks`` that has the highest peak; see :func:`rehearse`."""
-    plans = (planned(rehearse(build, rank, world_size), rank, world_size) for rank in ranks)
-    return max(plans, key=lambda plan: plan.peak_bytes)
+    behind = 0 if device is None else CudaDevice.reduces_behind
+    found = (planned(rehearse(build, r, world_size, reduces_behind=behind), r, world_size, device) for r in ranks)
+    return max(found, key=lambda plan: plan.peak_bytes)
 
 
-def planned(found: Rehearsal, rank: int, world_size: int) -> Plan:
-    """Return the plan of ``rank`` from its rehearsal."""
+def planned(found: Rehearsal, rank: int, world_size: int, device: Hardware | None = None) -> Plan:
+    """Return the plan of ``rank`` from its rehearsal.
+
+    Raises:
+        ConfigError: The device has no figure for a dtype of the step.
+    """
     return Plan(
         world_size=world_size,
         rank=rank,
@@ -171,6 +232,8 @@ def planned(found: Rehearsal, rank: int, world_size: int) -> Plan:
         account=found.account,
         sent_bytes={kind: sent for kind, (_, sent) in found.sent.items()},
         collectives={kind: count for kind, (count, _) in found.sent.items()},
+        device=device,
+        timing=None if device is None else time_step(found.work, device),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,38 +14,39 @@ from fullshard.comm.protocol import ReduceOp
 class PlannedComm:
     """Rank ``rank`` of ``size`` ranks of which only this one runs, as if all had its values."""
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Take part as ``rank``; tensors are on ``device``."""
+    def __init__(self, rank: int, size: int, device: torch.device, issue: Callable[[], Work] = lambda: DONE) -> None:
+        """Take part as ``rank``; tensors are on ``device``, and ``issue`` returns what a collective returns."""
         self.rank, self.size, self.device = rank, size, device
+        self._issue = issue
 
     def announce(self, what: str) -> None:
         """See :meth:`Comm.announce`: ignored."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`: nothing."""
-        return DONE
+        return self._issue()
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
         """See :meth:`Comm.reduce_scatter`: nothing."""
-        return DONE
+        return self._issue()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Comm.all_reduce`: the result if all ranks had equal values, which checks of agreement read."""
         if op == "sum":
             tensor.mul_(self.size)
-        return DONE
+        return self._issue()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """See :meth:`Comm.broadcast`: nothing."""
-        return DONE
+        return self._issue()
 
     def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
         """See :meth:`Comm.gather`: nothing."""
-        return DONE
+        return self._issue()
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
         """See :meth:`Comm.exchange`: nothing."""
-        return DONE
+        return self._issue()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`: this rank's value for every rank."""
@@ -56,17 +57,26 @@ class PlannedComm:
 
 
 class Ledger:
-    """Communicators of one planned rank, all of whose collectives are written down."""
+    """Communicators of one planned rank, all of whose collectives are written down.
+
+    Attributes:
+        world: All ranks.
+        note: Called with a collective's kind, the bytes that this rank sends, and the world's ranks that take part;
+            what it returns is waited for.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         """Be ``rank`` of ``size`` ranks on the CPU."""
         self.comms: list[RecordingComm] = []
-        self.world = self.recorded(rank, size)
+        self.note: Callable[[str, int, range], Work] = lambda kind, sent_bytes, ranks: DONE
+        self.world = self.recorded(rank, range(size))
 
-    def recorded(self, rank: int, size: int) -> Comm:
-        """Return a communicator of ``size`` ranks that writes down; a group of one rank sends nothing."""
-        device = torch.device("cpu")
-        comm = _Splitting(self, PlannedComm(rank, size, device) if size > 1 else SoloComm(device))
+    def recorded(self, rank: int, ranks: range) -> Comm:
+        """Return a communicator of ``ranks`` that writes down, and tells :attr:`note` what is issued.
+
+        A group of one rank sends nothing.
+        """
+        comm = _Splitting(self, rank, ranks)
         self.comms.append(comm)
         return comm
 
@@ -86,11 +96,18 @@ class Ledger:
 class _Splitting(RecordingComm):
     """A recorded communicator that can be split into groups, whose collectives are recorded too."""
 
-    def __init__(self, ledger: Ledger, inner: Comm) -> None:
-        super().__init__(inner)
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, rank: int, ranks: range) -> None:
+        device = torch.device("cpu")
+        super().__init__(PlannedComm(rank, len(ranks), device, self._issue) if len(ranks) > 1 else SoloComm(device))
+        self._ledger, self._ranks = ledger, ranks
+
+    def _issue(self) -> Work:
+        entry = self.entries[-1]  # noted just before the collective is issued
+        return self._ledger.note(entry.collective, entry.sent_bytes, self._ranks)
 
     def split(self, groups: list[list[int]]) -> Comm:
         """Return this rank's group among ``groups``."""
         mine = next(ranks for ranks in groups if self.rank in ranks)
-        return self._ledger.recorded(mine.index(self.rank), len(mine))
+        apart = self._ranks.step * (mine[1] - mine[0] if len(mine) > 1 else 1)
+        first = self._ranks[mine[0]]
+        return self._ledger.recorded(mine.index(self.rank), range(first, first + apart * len(mine), apart))

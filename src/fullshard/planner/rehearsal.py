@@ -18,6 +18,7 @@ from fullshard.engine.step.torch_private import in_backward
 from fullshard.planner.hollow import HollowMode
 from fullshard.planner.meter import PHASES, Meter
 from fullshard.planner.ranks import Ledger
+from fullshard.planner.work import Work
 
 STEPS = 3
 """Steps of a rehearsal: the first makes the optimizer's state and learns the order of units."""
@@ -52,30 +53,36 @@ class Rehearsal:
     account: dict[str, int]  # peaks of the engine's own buffers since the model was sharded
     sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
     elements: int  # elements of parameters that this rank holds, without padding
+    work: Work  # of the last step
 
 
-def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int) -> Rehearsal:
+def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduces_behind: int = 0) -> Rehearsal:
     """Run ``build`` and three of its steps as ``rank`` of ``size`` ranks; needs no memory and no other rank.
 
     Args:
         build: Makes the model, shards it over the given communicator and makes the optimizer.
         rank: The rank to be.
         size: Number of ranks.
+        reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
 
     Raises:
         ModelError: A step depends on values.
         UserError: Those of ``build``.
     """
     meter, ledger = Meter(), Ledger(rank, size)
-    with warnings.catch_warnings(), HollowMode(meter):
+    with warnings.catch_warnings(), HollowMode(meter) as mode:
         warnings.simplefilter("ignore")  # about a run that does not take place
         made = build(ledger.world)
+        runtime_of(made.model).device.reduces_behind = reduces_behind
         before = meter.peaks.get("before_first_step", 0)
         gc.collect()  # what building left in cycles
         watch = _Watch(made, meter)
-        for _ in range(STEPS):
+        work = Work(watch.phase)
+        for step in range(STEPS):
             ledger.clear()
             watch.begin_step()
+            if step == STEPS - 1:
+                mode.on_operator, ledger.note = work.compute, work.issue
             made.step()
     account = watch.account
     return Rehearsal(
@@ -84,6 +91,7 @@ def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int) -> Rehear
         account={**account.peak, "total": account.peak_total},
         sent=ledger.sent(),
         elements=sum(stop - start for start, stop in watch.ranges()),
+        work=work,
     )
 
 

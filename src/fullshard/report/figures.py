@@ -9,8 +9,8 @@ from typing import Any
 
 from fullshard.report.curves import MOST_POINTS, Points, series, smooth, thin
 from fullshard.report.files import Record, RunFiles
-from fullshard.report.numbers import FEW_STEPS, PERCENT, WHOLE, duration, memory_unit, shown
-from fullshard.sizes import format_bytes
+from fullshard.report.numbers import FEW_STEPS, PERCENT, WHOLE, memory_unit, shown
+from fullshard.sizes import format_bytes, format_duration
 from fullshard.train.evaluation.metrics import higher_is_better
 from fullshard.train.reporting.scores import Confusion
 from fullshard.train.reporting.trace import RankTrace, StepTrace
@@ -215,7 +215,7 @@ def memory_timeline(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
     return Figure(
         "memory-step",
         f"During step {trace.step:,}",
-        f"Stacked areas over the {duration(ranks[0].seconds)} of the step. Peaks: {peaks}.",
+        f"Stacked areas over the {format_duration(ranks[0].seconds)} of the step. Peaks: {peaks}.",
         {f"rank {one.rank}": _stack(one) for one in ranks},
         360,
         wide=True,

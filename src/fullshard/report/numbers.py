@@ -25,17 +25,6 @@ def number(value: float, decimals: int = 1) -> str:
     return f"{value:.3g}" if small else f"{value:,.{decimals}f}"
 
 
-def duration(seconds: float) -> str:
-    """Format a duration."""
-    if seconds < 0.1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
 def share(value: float) -> str:
     """Format a share as a percentage."""
     return "<0.1%" if 0 < value < 5e-4 else f"{value:.1%}"

@@ -17,8 +17,8 @@ from fullshard.report.curves import MOST_POINTS, series
 from fullshard.report.figures import Figure
 from fullshard.report.files import RunFiles, read_run
 from fullshard.report.look import SCRIPT, STYLE
-from fullshard.report.numbers import duration, number, share
-from fullshard.sizes import format_bytes
+from fullshard.report.numbers import number, share
+from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import write_text
 from fullshard.train.reporting.scores import format_metric
 from fullshard.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
@@ -216,7 +216,7 @@ def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str
         ("training loss", numbers["train_loss"], partial(number, decimals=4), f"per target token, last step{last}"),
         ("held-out loss", numbers["held_out_loss"], partial(number, decimals=4), f"per target token{best}"),
         ("steps", numbers["steps"], "{:,}".format, "" if total is None else f"of {total:,}"),
-        ("time", numbers["train_seconds"], duration, "including evaluations and saving"),
+        ("time", numbers["train_seconds"], format_duration, "including evaluations and saving"),
         ("tokens per second", numbers["tokens_per_second"], partial(number, decimals=0), "all ranks, without padding"),
         ("padding", numbers["padding_share"], share, "of the positions in training batches"),
         ("peak memory", numbers["peak_bytes"], format_bytes, "tensors of the rank with the most"),

@@ -8,8 +8,8 @@ from typing import Any
 
 from fullshard.report.figures import MEMORY_PARTS
 from fullshard.report.files import Record
-from fullshard.report.numbers import duration, number, share
-from fullshard.sizes import format_bytes
+from fullshard.report.numbers import number, share
+from fullshard.sizes import format_bytes, format_duration
 from fullshard.train.reporting.scores import Confusion
 from fullshard.train.reporting.trace import RankTrace
 
@@ -76,7 +76,7 @@ def timeline_table(ranks: Sequence[RankTrace]) -> str:
         totals = [sum(values) for values in zip(*columns.values(), strict=True)]
         top = totals.index(max(totals))
         parts = [format_bytes(columns[part][top]) for part in MEMORY_PARTS]
-        rows.append([f"rank {rank.rank}", duration(rank.memory.seconds[top]), *parts, format_bytes(totals[top])])
+        rows.append([f"rank {rank.rank}", format_duration(rank.memory.seconds[top]), *parts, format_bytes(totals[top])])
     head = ["", "at", *MEMORY_PARTS, "total"]
     return table("Memory at the peak of the recorded step", head, rows)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,30 +12,95 @@ import torch
 
 from fullshard.comm import Comm
 from fullshard.config import RunConfig
-from fullshard.data import Batch, RowRef, TokenizedSet, collate
+from fullshard.data import Batch, BatchPlan, RowRef, TokenizedSet, collate, steps
 from fullshard.engine.setup.source import WantedTensor
 from fullshard.errors import ConfigError
 from fullshard.models import Objective
-from fullshard.planner import Plan, Rehearsed, candidates, highest
+from fullshard.planner import Hardware, Plan, Rehearsed, candidates, highest, rehearse, time_step
+from fullshard.sizes import format_duration
 from fullshard.train.run.step import StepSpec, issue_step
+from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import outline_model, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, Progress, collate_spec, prepare
 
 
-def plan_run(config: RunConfig, world_size: int, progress: Progress = lambda what, done, total: None) -> Plan:
+@dataclass(frozen=True)
+class RunPlan(Plan):
+    """The plan of a run. Memory is that of the longest batch that the data can give; time that of a step of mean size.
+
+    Attributes:
+        steps: Optimizer steps of the run.
+        step_tokens: Source and target tokens of a step, all ranks together, without padding; the mean of an epoch.
+    """
+
+    steps: int = 0
+    step_tokens: int = 0
+
+    @property
+    def run_s(self) -> float | None:
+        """Seconds of all steps, without evaluation and saving; None without a GPU."""
+        return None if self.timing is None else self.timing.step_s * self.steps
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        return {**super().as_dict(), "run_s": self.run_s}
+
+    def __str__(self) -> str:
+        """Return the plan as a table."""
+        if self.timing is None or self.run_s is None:
+            return super().__str__()
+        rate = self.step_tokens / self.timing.step_s
+        return f"{super().__str__()}\n{self.steps:,} steps: {format_duration(self.run_s)}; {rate:,.0f} tokens a second"
+
+
+def plan_run(
+    config: RunConfig,
+    world_size: int,
+    device: Hardware | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> RunPlan:
     """Return what the fullest of ``world_size`` ranks holds and sends in a step; one process, without weights.
 
-    The batch is the longest that the data can give: the longest source and the longest target together.
+    Args:
+        config: The run's settings.
+        world_size: Number of ranks.
+        device: The GPU of each; adds the time. None: CPU ranks.
+        progress: Called while data is read.
 
     Raises:
         ConfigError: A setting cannot be planned.
         ModelError: The step depends on values.
         UserError: Data, tokenizer, model or settings cannot be used.
     """
+    return plan_prepared(config, prepare_plan(config, progress), world_size, device)
+
+
+def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, total: None) -> Prepared:
+    """Read the data of a run to be planned, which several plans can share.
+
+    Raises:
+        ConfigError: A setting cannot be planned.
+        UserError: Data, tokenizer, model or settings cannot be used.
+    """
     _refuse(config)
-    data = prepare(config, progress=progress)
-    batch = longest_batch(config, data)
+    return prepare(config, progress=progress)
+
+
+def plan_prepared(
+    config: RunConfig, data: Prepared, world_size: int, device: Hardware | None = None, *, roughly: int | None = None
+) -> RunPlan:
+    """Return the plan of a run whose data is read; see :func:`plan_run`.
+
+    Args:
+        config: The run's settings.
+        data: What :func:`prepare_plan` returned for settings that read data alike.
+        world_size: Number of ranks.
+        device: The GPU of each; None: CPU ranks.
+        roughly: Plan this rank only, with at most two micro-batches a step, and time only what fits; None: exactly.
+    """
+    _refuse(config)
 
     def sharded(comm: Comm) -> Any:
         if config.model.path is None:
@@ -43,10 +110,9 @@ def plan_run(config: RunConfig, world_size: int, progress: Progress = lambda wha
         shard_model(model, config, comm, weights=weights)
         return model.train()
 
-    def build(comm: Comm) -> Rehearsed:
+    def build(batches: list[Batch], comm: Comm) -> Rehearsed:
         model = sharded(comm)
         optimizer = make_optimizer(model, config)
-        batches = [batch] * config.training.gradient_accumulation_steps
         spec = _step_spec(model, config, data)
 
         def step() -> None:
@@ -55,7 +121,35 @@ def plan_run(config: RunConfig, world_size: int, progress: Progress = lambda wha
 
         return Rehearsed(model, optimizer, step)
 
-    return highest(build, candidates(sharded, world_size), world_size)
+    times = config.training.gradient_accumulation_steps
+    most = times if roughly is None else min(times, 2)
+    longest = [longest_batch(config, data)] * most
+    ranks = candidates(sharded, world_size) if roughly is None else [roughly]
+    found = highest(partial(build, longest), ranks, world_size, device)
+    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
+    values = {one.name: getattr(found, one.name) for one in fields(Plan)}
+    if device is not None and (roughly is None or found.fits()):
+        batches = _middle_step(config, data, epoch)
+        rehearsal = rehearse(partial(build, batches[:most]), found.rank, world_size)
+        values["timing"] = time_step(rehearsal.work, device, times=max(len(batches) / most, 1))
+    tokens = int(np.asarray(data.train_set.lengths).sum())
+    return RunPlan(
+        **values,
+        steps=learning_rate_schedule(config, epoch.num_steps).total_steps,
+        step_tokens=round(tokens / epoch.num_steps),
+    )
+
+
+def _middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Batch]:
+    """Return rank 0's batches of the step whose padded length is nearest to the mean, of 200 or fewer of an epoch."""
+    lengths = np.asarray(data.train_set.lengths)
+    numbers = np.linspace(0, epoch.num_steps - 1, min(epoch.num_steps, 200)).astype(int).tolist()
+    places = {number: [rows for rows, _ in epoch.step_places(number, 0)] for number in numbers}
+    padded = {n: sum(len(rows) * int(lengths[rows].max()) for rows in batches) for n, batches in places.items()}
+    mean = sum(padded.values()) / len(padded)
+    middle = min(numbers, key=lambda number: abs(padded[number] - mean))
+    spec = collate_spec(data.tokenizer, causal=data.causal)
+    return next(steps(data.train_set, epoch, 0, spec, start=middle))
 
 
 def longest_batch(config: RunConfig, data: Prepared) -> Batch:

@@ -26,7 +26,7 @@ def test_too_little_memory_is_exit_code_1_with_the_numbers(run_file, capsys):
     out = capsys.readouterr().out
     assert "peak of a step" in out
     assert "does not fit: it needs" in out
-    assert "1 % more of 97.7 KiB" in out
+    assert "of 97.7 KiB, some to spare included" in out
     assert "training.gradient_checkpointing=true" in out
 
 
@@ -52,6 +52,46 @@ def test_overrides_change_the_plan(run_file, capsys):
 def test_what_cannot_be_planned_is_refused_by_name(run_file, override, name, capsys):
     assert main(["plan", run_file, override, "--world", "1"]) == 2
     assert f"A plan does not support {name} yet" in capsys.readouterr().err
+
+
+def test_a_gpu_gives_time_price_and_a_verdict(run_file, capsys):
+    assert main(["plan", run_file, "--world", "2", "--gpu", "h100", "--price", "2.5"]) == 0
+    out = capsys.readouterr().out
+    for text in ("memory of the h100", "a step", "tokens a second", "costs 0.00 at 2.5 an hour", "fits: it needs"):
+        assert text in out
+
+
+def test_several_numbers_of_ranks_are_a_line_each(run_file, capsys):
+    assert main(["plan", run_file, "--world", "1,3", "--gpu", "t4"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["ranks", "needed", "fits", "step", "run"]
+    assert [line.split()[0] for line in lines] == ["1", "3"]
+    assert main(["plan", run_file, "--world", "1,3", "--gpu", "t4", "--json", "--memory", "1kB"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(plan["world_size"], plan["fits"]) for plan in found] == [(1, False), (3, False)]
+    assert all(plan["timing"]["step_s"] > 0 for plan in found)
+
+
+def test_the_search_prints_what_to_type(run_file, capsys):
+    kept = ["sharding.strategy=full_shard", "training.fused_cross_entropy=false"]
+    assert main(["plan", run_file, *kept, "--world", "2", "--gpu", "h100", "--fit"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("the fastest of 1 settings that fits: as it is")
+    assert "fullshard: as it is: " in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--fit"], "--fit needs a step's time: name a GPU with --gpu"),
+        (["--price", "2"], "--price needs a step's time"),
+        (["--gpu", "abacus"], "Known are b200, h200, h100"),
+        (["--gpu", "h100", "--fit", "--world", "1,2"], "--fit searches for one number of ranks; got 1, 2"),
+    ],
+)
+def test_options_that_cannot_be_followed(run_file, options, said, capsys):
+    assert main(["plan", run_file, *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from fullshard.report import figures, page, write_report
 from fullshard.report.curves import MOST_POINTS, smooth, thin
 from fullshard.report.files import read_run
 from fullshard.report.look import STYLE
-from fullshard.report.numbers import duration, memory_unit, number, share, shown
+from fullshard.report.numbers import memory_unit, number, share, shown
 from fullshard.report.page import MOST_RANKS, headline, make_page
+from fullshard.sizes import format_duration
 from support.report_run import NASTY, UNITS, make_trace, write_finished, write_small, write_unfinished
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -325,7 +326,12 @@ def test_small_numbers_are_readable():
     ]  # fmt: skip
     assert [number(value, 4) for value in (1.125, 3.03e-4)] == ["1.1250", "0.000303"]
     assert [number(value, 0) for value in (12_345.6, 3.2)] == ["12,346", "3.2"]
-    assert [duration(value) for value in (3_725, 83, 0.25, 0.002)] == ["1 h 02 min", "1 min 23 s", "0.2 s", "2 ms"]
+    assert [format_duration(value) for value in (3_725, 83, 0.25, 0.002)] == [
+        "1 h 02 min",
+        "1 min 23 s",
+        "0.2 s",
+        "2 ms",
+    ]
     assert [share(value) for value in (0.0825, 1e-4, 0)] == ["8.2%", "<0.1%", "0.0%"]
     assert [memory_unit([size])[0] for size in (1 << 19, 1 << 20, 0)] == ["KiB", "MiB", "KiB"]
     assert shown(1.00052) == 1.00052

@@ -1,0 +1,96 @@
+"""What a device computes, moves and holds: figures of data sheets, and how much of them a training step gets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+
+from fullshard.errors import ConfigError
+
+NETWORK_BYTES_PER_S = 50e9
+"""Between machines, each way and device: 400 Gbit/s."""
+
+DEVICES_EACH = 8
+"""Devices of a machine."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device and its links. Sizes are bytes, rates those that a step gets, not the peaks of a data sheet.
+
+    Attributes:
+        name: What ``--gpu`` calls it.
+        memory_bytes: Memory of the device, as its driver says.
+        outside_bytes: Of that, what torch's allocator does not have: the context, kernels, NCCL's buffers.
+        workspace_bytes: Workspaces of matrix products, which the allocator counts.
+        flops_per_s: Of matrix products, by dtype.
+        bytes_per_s: Between the device's memory and its processors.
+        kernel_s: What an operator costs beside its arithmetic and its bytes.
+        host_s: What the CPU needs to issue an operator of torch, views too.
+        devices_each: Devices of a machine.
+        link_bytes_per_s: Between two devices of a machine, each way.
+        network_bytes_per_s: Between machines, each way and device.
+        latency_s: Of a collective.
+    """
+
+    name: str
+    memory_bytes: int
+    outside_bytes: int
+    workspace_bytes: int
+    flops_per_s: dict[torch.dtype, float]
+    bytes_per_s: float
+    kernel_s: float
+    host_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float = NETWORK_BYTES_PER_S
+    devices_each: int = DEVICES_EACH
+    latency_s: float = 20e-6
+
+
+def hardware(
+    name: str, *, network_bytes_per_s: float = NETWORK_BYTES_PER_S, devices_each: int = DEVICES_EACH
+) -> Hardware:
+    """Return what is known of a GPU.
+
+    Args:
+        name: One of :func:`names`; case does not matter.
+        network_bytes_per_s: Between machines, each way and device.
+        devices_each: Devices of a machine.
+
+    Raises:
+        ConfigError: There is no sheet for it.
+    """
+    sheets, shares = _table()["devices"], _table()["shares"]
+    sheet = sheets.get(name.lower())
+    if sheet is None:
+        raise ConfigError(f"There is no data sheet for {name!r}. Known are {', '.join(sheets)}; or pass its memory.")
+    rates = {getattr(torch, dtype): rate * shares["flops"] for dtype, rate in sheet["flops_per_s"].items()}
+    return Hardware(
+        name=name.lower(),
+        memory_bytes=int(sheet["memory_gib"] * (1 << 30)),
+        outside_bytes=int(shares["outside_gib"] * (1 << 30)),
+        workspace_bytes=int(sheet["workspace_mib"] * (1 << 20)),
+        flops_per_s=rates,
+        bytes_per_s=sheet["bytes_per_s"] * shares["bytes"],
+        kernel_s=shares["kernel_s"],
+        host_s=shares["host_s"],
+        link_bytes_per_s=sheet["link_bytes_per_s"] * shares["link"],
+        network_bytes_per_s=network_bytes_per_s * shares["link"],
+        devices_each=devices_each,
+    )
+
+
+def names() -> list[str]:
+    """Return the GPUs of which there is a data sheet."""
+    return list(_table()["devices"])
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = resources.files("fullshard.planner").joinpath("hardware.json").read_text(encoding="utf-8")
+    return json.loads(text)

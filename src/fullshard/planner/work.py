@@ -1,0 +1,157 @@
+"""The work of a step: which operators run, on what, and between which of them collectives start and are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fullshard.comm import Work as CommWork
+
+_MOVES_NOTHING = {
+    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
+    "aten::_unsafe_view",  # a view that says it is none
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator with the shapes of its arguments; calls with equal shapes are one.
+
+    Attributes:
+        key: Its name and its arguments' dtypes and shapes.
+        flops: Floating-point operations of products and attention, a multiply-add as two; 0 for others.
+        nbytes: Bytes that it must read and write at least.
+        dtype: Of its first floating-point tensor; None without one.
+    """
+
+    key: str
+    flops: int
+    nbytes: int
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Computed:
+    """An operator runs on the compute stream."""
+
+    operator: str  # its key
+    phase: str
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective starts behind everything that was computed so far."""
+
+    number: int
+    kind: str
+    sent_bytes: int  # by this rank
+    ranks: range  # the world's ranks that take part
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """The compute stream waits for a collective."""
+
+    number: int
+
+
+Event = Computed | Issued | Awaited
+
+
+class Work:
+    """What a step does, in order."""
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        """Begin with nothing; ``phase`` returns the phase of a step that is under way."""
+        self.events: list[Event] = []
+        self.operators: dict[str, Operator] = {}
+        self._phase = phase
+        self._collectives = 0
+
+    def compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note an operator that was called; views of memory count too, as calls that move nothing."""
+        key = _key(func, args, kwargs)
+        if key not in self.operators:
+            flops, nbytes = _flops(func, args, kwargs, result), _bytes(func, args, kwargs, result)
+            self.operators[key] = Operator(key, flops, nbytes, _dtype(args, kwargs))
+        self.events.append(Computed(key, self._phase()))
+
+    def issue(self, kind: str, sent_bytes: int, ranks: range) -> CommWork:
+        """Note a collective; the result notes when it is waited for."""
+        number, self._collectives = self._collectives, self._collectives + 1
+        self.events.append(Issued(number, kind, sent_bytes, ranks))
+        return _Noting(self, number)
+
+
+class _Noting:
+    """A collective of which it is noted that it was waited for."""
+
+    def __init__(self, work: Work, number: int) -> None:
+        self._work, self._number = work, number
+
+    def wait(self) -> None:
+        """See :meth:`Comm.Work.wait`."""
+        self._work.events.append(Awaited(self._number))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> str:
+    given = ", ".join(f"{tensor.dtype}{list(tensor.shape)}{tensor.stride()}" for tensor in _tensors((args, kwargs)))
+    return f"{func}({given})".replace("torch.", "")
+
+
+def _dtype(args: Any, kwargs: Any) -> torch.dtype | None:
+    return next((tensor.dtype for tensor in _tensors((args, kwargs)) if tensor.is_floating_point()), None)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the floating-point operations of a product, by torch's own formulas."""
+    formula = _FORMULAS.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _attention(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    query, key, value = args[:3]
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    grad, query, key, value = args[:4]
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+# torch's table leaves out attention on the CPU.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def _bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the bytes that an operator reads and writes if each element of each tensor moves once."""
+    if func._schema.name in _MOVES_NOTHING or _is_view(func):
+        return 0
+    read = sum(_held(tensor) for tensor in _tensors((args, kwargs)))
+    return read + sum(_held(tensor) for tensor in _tensors(result))
+
+
+def _held(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; those of an expanded dimension are one."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride or not size else 1
+    return elements * tensor.element_size()
+
+
+def _is_view(func: Any) -> bool:
+    aliased = [one.alias_info for one in func._schema.returns if one.alias_info is not None]
+    return bool(aliased) and not any(one.is_write for one in aliased)

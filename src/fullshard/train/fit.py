@@ -1,0 +1,185 @@
+"""The search for the fastest settings that fit: what a run file leaves open, without changing what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from fullshard.config import RunConfig
+from fullshard.errors import ConfigError
+from fullshard.planner import Hardware
+from fullshard.sizes import format_bytes
+from fullshard.train.plan import RunPlan, plan_prepared, prepare_plan
+from fullshard.train.setup.prepare import Prepared
+
+STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
+"""From the fewest bytes on the wire to the least memory."""
+
+ROWS = "training.per_device_train_batch_size"
+
+Load = Callable[[Sequence[str]], RunConfig]
+"""Reads the run file with further overrides."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One setting of the search.
+
+    Attributes:
+        overrides: What to type after the run file's name.
+        plan: Its plan; None if it cannot be planned.
+        why: Why it falls; empty if it fits.
+    """
+
+    overrides: tuple[str, ...]
+    plan: RunPlan | None
+    why: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; infinite if it falls."""
+        return float("inf") if self.why or self.plan is None or self.plan.timing is None else self.plan.timing.step_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        return {"overrides": list(self.overrides), "why": self.why, "plan": self.plan and self.plan.as_dict()}
+
+
+def search(
+    load: Load, world_size: int, device: Hardware, tell: Callable[[Tried], None] = lambda tried: None
+) -> list[Tried]:
+    """Return the settings that were tried: those that fit first, the fastest first; one process.
+
+    Open are, unless the run file or an override sets them, ``sharding.strategy``, ``training.gradient_checkpointing``,
+    ``training.fused_cross_entropy``, with an adapter ``sharding.frozen``; and micro-batches of fewer rows and more of
+    them, so that a step has the same rows. Slower settings of a strategy are left out once a faster one fits. Settings
+    are compared by plans of one rank with at most two micro-batches a step; the fastest is then planned exactly.
+
+    Args:
+        load: Reads the run file.
+        world_size: Number of ranks.
+        device: The GPU of each.
+        tell: Called with each setting that was tried.
+
+    Raises:
+        UserError: Data, tokenizer, model or settings cannot be used.
+    """
+    config = load(())
+    made = Search(load, prepare_plan(config), world_size, device, tell)
+    for shared in _product(config, _SHARED):
+        for own in _product(config, _OF_RANK):
+            last = made.fit_rows({**shared, **own})
+            if last.plan is not None and _keeps_too_much(last.plan, device):
+                break  # settings of a rank do not change that
+            if not last.why and not _rows_of(last):
+                break  # it fits with micro-batches as they are: the others are slower
+    return made.ordered()
+
+
+_SHARED = {"sharding.strategy": STRATEGIES, "sharding.frozen": ("replicate", "shard")}
+_OF_RANK = {"training.fused_cross_entropy": (False, True), "training.gradient_checkpointing": (False, True)}
+
+
+def _product(config: RunConfig, values: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Yield all values of the settings that are open, the fastest first."""
+    free = {name: options for name, options in values.items() if _is_open(config, name)}
+    for chosen in product(*free.values()):
+        yield dict(zip(free, chosen, strict=True))
+
+
+def _is_open(config: RunConfig, setting: str) -> bool:
+    section, name = setting.split(".")
+    if setting == "sharding.frozen" and config.model.adapter is None:
+        return False
+    return name not in getattr(config, section).model_fields_set
+
+
+class Search:
+    """Plans settings, and remembers what was tried."""
+
+    def __init__(
+        self, load: Load, data: Prepared, world_size: int, device: Hardware, tell: Callable[[Tried], None]
+    ) -> None:
+        """Have tried nothing."""
+        self._load, self._data, self._world_size, self._device = load, data, world_size, device
+        self._tell = tell
+        self._fullest: int | None = None
+        self._tried: list[Tried] = []
+
+    def fit_rows(self, values: dict[str, Any]) -> Tried:
+        """Try the largest micro-batches, then a row, then the most rows that should fit by these two, until one does.
+
+        Returns:
+            The last that was tried.
+        """
+        largest = self._try(values)
+        sizes = _micro_batches(self._load(()))
+        if not largest.why or largest.plan is None or not sizes or _keeps_too_much(largest.plan, self._device):
+            return largest
+        row = self._try({**values, **sizes[-1]})
+        if row.why or row.plan is None:
+            return row
+        rows = self._load(()).training.per_device_train_batch_size
+        each = (largest.plan.needed_bytes - row.plan.needed_bytes) / (rows - 1)
+        most = 1 + (self._device.memory_bytes - row.plan.needed_bytes) / max(each, 1)
+        for size in sizes[:-1]:
+            if size[ROWS] <= most:
+                tried = self._try({**values, **size})
+                if not tried.why:
+                    return tried
+        return row
+
+    def ordered(self) -> list[Tried]:
+        """Return what was tried, the fastest that fits first, which is planned exactly; and those that fall."""
+        found = sorted(self._tried, key=lambda tried: tried.step_s)
+        for place, tried in enumerate(found):
+            if not tried.why:
+                found[place] = self._plan(tried.overrides, None)
+            if not found[place].why or tried.why:
+                break
+        return sorted(found, key=lambda tried: tried.step_s)
+
+    def _try(self, values: dict[str, Any]) -> Tried:
+        config = self._load(())
+        changed = {name: value for name, value in values.items() if _is_new(config, name, value)}
+        tried = self._plan(tuple(f"{name}={str(value).lower()}" for name, value in changed.items()), self._fullest)
+        if self._fullest is None and tried.plan is not None:
+            self._fullest = tried.plan.rank  # of the first, which is planned exactly: rarely another one elsewhere
+        self._tell(tried)
+        self._tried.append(tried)
+        return tried
+
+    def _plan(self, overrides: tuple[str, ...], roughly: int | None) -> Tried:
+        try:
+            plan = plan_prepared(self._load(overrides), self._data, self._world_size, self._device, roughly=roughly)
+        except ConfigError as error:
+            return Tried(overrides, None, str(error))
+        missing = plan.needed_bytes - self._device.memory_bytes
+        return Tried(overrides, plan, "" if missing <= 0 else f"{format_bytes(missing)} too large")
+
+
+def _keeps_too_much(plan: RunPlan, device: Hardware) -> bool:
+    """Return whether what does not depend on the batch alone is too much."""
+    kept = replace(plan, phase_peaks={"kept": plan.parts["shards"] + plan.parts["optimizer_state"]})
+    return not kept.fits(device.memory_bytes)
+
+
+def _rows_of(tried: Tried) -> bool:
+    """Return whether micro-batches have fewer rows than the run file says."""
+    return any(one.startswith(ROWS) for one in tried.overrides)
+
+
+def _micro_batches(config: RunConfig) -> list[dict[str, int]]:
+    """Return the sizes of smaller micro-batches that give a step the same rows, the largest first."""
+    rows, times = config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps
+    if config.training.per_device_train_batch_tokens is not None:
+        return []
+    sizes = [size for size in range(rows - 1, 0, -1) if rows % size == 0]
+    return [{ROWS: size, "training.gradient_accumulation_steps": times * (rows // size)} for size in sizes]
+
+
+def _is_new(config: RunConfig, setting: str, value: object) -> bool:
+    section, name = setting.split(".")
+    return getattr(getattr(config, section), name) != value
