@@ -164,6 +164,7 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
         shard's dtype (valid until the next step of the iteration); None on other ranks. Ignored parameters and
         persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
     """
+    require_one_state(model)
     runtime = runtime_of(model)
     runtime.follow_changes()
     writes = runtime.mesh.rank == 0
@@ -239,6 +240,23 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         found.append(LocalTensor(name, (), tuple(tensor.shape), 0, flat, tensor, rank, size, param))
     return found
+
+
+def require_one_state(model: nn.Module) -> None:
+    """Refuse a model in which groups of ranks hold parameters of their own; before its state is saved or loaded.
+
+    Raises:
+        ShardingError: There are such parameters.
+    """
+    runtime = runtime_of(model)
+    own = [param.meta.name for _, param in runtime.all_params() if param.lane.mesh.size < runtime.mesh.size]
+    if own:
+        raise ShardingError(
+            f"{own[0]} and {len(own) - 1} other parameters are sharded over some of the model's {runtime.mesh.size} "
+            "ranks only (another mesh or process_group). Each group of ranks holds its own values, so what all ranks "
+            "save together, or rank 0 alone, would have one group's. Save a full state dict on each rank, in a file "
+            "of its own: StateDictType.FULL_STATE_DICT, or model.state_dict() inside `with unsharded(model):`."
+        )
 
 
 def left_out(model: nn.Module) -> dict[str, nn.Parameter]:
