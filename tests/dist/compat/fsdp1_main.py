@@ -5,13 +5,11 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-import torch.distributed.fsdp.sharded_grad_scaler as torch_scaler
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,35 +18,19 @@ from transformers.models.t5.modeling_t5 import T5Block
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard.compat.torch_fsdp as our_fsdp
-import fullshard.compat.torch_fsdp.wrap as our_wrap
 from fullshard.errors import ProcessGroupError, ShardingError
 from fullshard.shards import rows_of
-from support.models import Block, TinyLM, batches, lm_loss, seq2seq_loss, t5
+from support.both_fsdps import OURS, TORCH, compare, language_model, whole, wrapped
+from support.models import Block, batches, lm_loss, seq2seq_loss, t5
 from support.rank_script import parse, print_result, run_checks
 
-FSDP1 = ("FullyShardedDataParallel", "ShardingStrategy", "BackwardPrefetch", "MixedPrecision", "CPUOffload")
 BF16 = torch.bfloat16
 CASES = {}
-
-
-def house(package, wrap, scaler):
-    return SimpleNamespace(**{name: getattr(package, name) for name in FSDP1}, wrap=wrap, scaler=scaler)
-
-
-TORCH = house(torch_fsdp, torch_wrap, torch_scaler.ShardedGradScaler)
-OURS = house(our_fsdp, our_wrap, our_fsdp.ShardedGradScaler)
 
 
 def case(work):
     CASES[work.__name__] = work
     return work
-
-
-def language_model():
-    torch.manual_seed(0)
-    model = TinyLM(layers=3)
-    del model.unused
-    return model
 
 
 def seq2seq_model():
@@ -60,28 +42,11 @@ def blocks(house):
     return house.wrap.ModuleWrapPolicy({Block})
 
 
-def wrapped(house, model, **arguments):
-    return house.FullyShardedDataParallel(
-        model, **({"device_id": torch.device("cpu"), "use_orig_params": True} | arguments)
-    )
-
-
 def names(model):
     """Of the wrapped modules."""
     wrappers = (our_fsdp.FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)
     found = [name for name, module in model.named_modules() if isinstance(module, wrappers)]
     return {name.replace("_fsdp_wrapped_module.", "") for name in found}
-
-
-def whole(house, model, *, grads=False):
-    """Full values, or gradients, by name."""
-    with house.FullyShardedDataParallel.summon_full_params(model, with_grads=grads, writeback=not grads):
-        found = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
-        return {
-            name: (param.grad if grads else param).detach().clone()
-            for name, param in found.items()
-            if not grads or param.grad is not None
-        }
 
 
 def train(house, model, loss_of=lm_loss, steps=2):
@@ -97,10 +62,6 @@ def train(house, model, loss_of=lm_loss, steps=2):
         grads = whole(house, model, grads=True)
         optimizer.step()
     return {"losses": losses, "norms": norms, "grads": grads, "weights": whole(house, model)}
-
-
-def compare(found, expected, tolerance=1e-5):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 def same_run(arguments, make=language_model, loss_of=lm_loss, tolerance=1e-5):
