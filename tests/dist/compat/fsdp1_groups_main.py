@@ -39,14 +39,20 @@ def group_of(size):
     return groups[dist.get_rank() // size]
 
 
-def mixture(house, size, strategy="FULL_SHARD", **options):
-    """Another expert in each group of ``size`` ranks; the rest is equal on all."""
+def experts_of(size):
+    """Modules that follow each other. The third is another one in each group of ``size`` ranks."""
     torch.manual_seed(0)
     first, shared, last = nn.Linear(8, 12), nn.Linear(12, 23), nn.Linear(12, 8)
     torch.manual_seed(42 + dist.get_rank() // size)
+    return [first, shared, nn.Linear(23, 12), last]
+
+
+def mixture(house, size, strategy="FULL_SHARD", **options):
+    """The second on all ranks and the third on groups of ``size``, with a wrapper around all."""
+    first, shared, expert, last = experts_of(size)
     options["sharding_strategy"] = house.ShardingStrategy[strategy]
     shared = wrapped(house, shared, **options)
-    expert = wrapped(house, nn.Linear(23, 12), process_group=group_of(size), **options)
+    expert = wrapped(house, expert, process_group=group_of(size), **options)
     return wrapped(house, nn.Sequential(first, shared, expert, last), **options)
 
 
@@ -76,6 +82,16 @@ def experts_on_each_rank():
 def experts_of_two_ranks():
     for strategy in STRATEGIES:
         compare(*(trained(one, mixture(one, 2, strategy))[1] for one in (OURS, TORCH)))
+
+
+@case
+def experts_that_a_policy_puts_on_their_group():
+    def run(house):
+        model = nn.Sequential(*experts_of(2))
+        choose = house.wrap.CustomPolicy(lambda module: module is model[2] and {"process_group": group_of(2)})
+        return trained(house, wrapped(house, model, auto_wrap_policy=choose), max_norm=0.05)[1]
+
+    compare(run(OURS), run(TORCH))
 
 
 @case
