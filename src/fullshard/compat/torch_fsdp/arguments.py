@@ -129,12 +129,6 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
             f"mixed_precision must be a MixedPrecision or None; got {mixed!r}, which has no {', '.join(lacking)}. "
             "(MixedPrecisionPolicy is for fully_shard.)"
         )
-    if mixed.param_dtype is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
-        raise ConfigError(
-            "FSDP_USE_FULL_PREC_IN_EVAL=1 is set, but units gather parameters in one dtype, "
-            f"{mixed.param_dtype}. Unset it, and evaluate in full precision inside "
-            "`with FSDP.summon_full_params(model, writeback=False):`."
-        )
     return policy.MixedPrecision(
         param=mixed.param_dtype,
         reduce=mixed.reduce_dtype or mixed.param_dtype,
@@ -142,6 +136,7 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
         cast_forward_inputs=mixed.cast_forward_inputs,
         cast_root_forward_inputs=mixed.cast_root_forward_inputs,
         keep_low_precision_grads=mixed.keep_low_precision_grads,
+        full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
     )
 
 

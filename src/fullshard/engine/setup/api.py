@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, same_group, same_ranks
+from fullshard.engine.full.eval_precision import follow_mode, remember_buffers
 from fullshard.engine.full.model_class import plain_class, sharded_class
 from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
 from fullshard.engine.registry import attach, detach, is_sharded, runtime_of
@@ -150,12 +151,10 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     if builder.device.type != "meta":
         initializer.prepare_rest()
     initializer.share_buffers(own)
+    remember_buffers(own, policy.precision)
     move_buffers((m for m in own if id(m) not in kept_ids), builder.device, policy.precision.buffer)
     keep_in_float32(kept, policy.precision, units[0])
-    for unit in units:
-        unit.hooks = UnitHooks(unit, kept_ids)
-        fuse(unit.hooks)
-    units[0].options = dataclasses.replace(units[0].options, casts_output=True)
+    _hook(units, kept_ids)
     units = _include(root, units, inner, ranks, account)
     runtime = Runtime(units, ranks, _as_prefetch(prefetch), account, runtime_device, frozenset(map(id, ignored)))
     runtime.unwrapped = unwrapped
@@ -233,6 +232,15 @@ def _build_units(specs: Sequence[UnitSpec], builder: UnitBuilder, initializer: I
             initializer.prepare_unit(index, spec, others)
         units.append(builder.build(spec, values=initializer is not None))
     return units
+
+
+def _hook(units: Sequence[Unit], kept: frozenset[int]) -> None:
+    """Have PyTorch call the engine around passes of ``units``; ``kept``: ids of modules that compute in float32."""
+    for unit in units:
+        unit.hooks = UnitHooks(unit, kept)
+        fuse(unit.hooks)
+    follow_mode(units)
+    units[0].options = dataclasses.replace(units[0].options, casts_output=True)
 
 
 def _warn_of_ignored(ignored: Iterable[nn.Parameter], ranks: Mesh) -> None:
