@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import MixedPrecision, ShardingStrategy, fully_shard, no_sync
+from fullshard import MixedPrecision, ShardingStrategy, fully_shard, no_sync, unsharded
+from fullshard.engine import root_held
 from fullshard.errors import ShardingError
 from fullshard.shards import rows_of
 from fullshard.testing import RecordingComm, run_ranks
@@ -123,6 +124,27 @@ def test_the_mode_may_not_change_while_gradients_wait():
         lm_loss(model.eval(), rows(comm))
 
     run_ranks(SIZE, work)
+
+
+def test_contexts_that_show_parameters_follow_the_mode():
+    reference, models = replicas(TinyLM, SIZE)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, mp_policy=BF16)
+        lm_loss(model, rows(comm)).backward()
+        model.eval()
+        with root_held(model), torch.no_grad():
+            held = lm_loss(model, rows(comm))
+        model.train()
+        lm_loss(model, rows(comm)).backward()
+        model.eval()
+        with unsharded(model), torch.no_grad():
+            shown = lm_loss(model, rows(comm))
+        return held, shown, lm_loss(reference, rows(comm)).detach()
+
+    for held, shown, expected in run_ranks(SIZE, work):
+        torch.testing.assert_close(held, expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(shown, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_a_copy_is_refused_as_without_it():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.step.precision import Dtypes
+from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Unit
 from fullshard.errors import ShardingError
@@ -45,8 +46,15 @@ def follow_mode(units: Sequence[Unit]) -> None:
 
 @untraced
 def _follow(unit: Unit, _module: nn.Module, _args: tuple[Any, ...]) -> None:
-    """Switch the units of a model whose mode has changed since its last forward; every rank does at the same call."""
-    runtime = unit.runtime
+    switch_if_due(unit.runtime)
+
+
+def switch_if_due(runtime: Runtime) -> None:
+    """Switch the units of a model whose mode has changed since its last forward; every rank calls it.
+
+    Raises:
+        ShardingError: Gradients wait to be reduced.
+    """
     if runtime.open_calls or in_backward() or any(one.summoned or one.stays_shown for one in runtime.units):
         return
     full = not runtime.root.modules[0].training

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fullshard.engine.full.eval_precision import switch_if_due
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.runtime import Runtime
@@ -34,6 +35,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         raise ShardingError("unsharded(model) cannot be entered during backward: it gathers and frees units itself.")
     if any(unit.summoned for unit in runtime.units):
         raise ShardingError("unsharded(model) cannot be entered while full parameters are shown already.")
+    switch_if_due(runtime)
     runtime.forward_event()
     runtime.follow_changes()
     outermost = Keep.CONTEXT not in runtime.root.keep
@@ -139,6 +141,7 @@ class RootHeld:
     def __enter__(self) -> None:
         """Gather the root, unless it shows full parameters already."""
         runtime, root = self.runtime, self.runtime.root
+        switch_if_due(runtime)
         runtime.forward_event()
         if root.summoned is not None:
             return
