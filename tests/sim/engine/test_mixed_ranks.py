@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fullshard import CPUOffload, ShardingStrategy, clip_grad_norm_, full_state_dict, fully_shard, save, unsharded
-from fullshard.errors import ShardingError
+from fullshard.errors import MismatchError, ShardingError
 from fullshard.optim import ShardedGradScaler
 from fullshard.saving import Checkpoints
 from fullshard.shards import rows_of
@@ -160,6 +160,21 @@ def test_all_ranks_skip_a_step_for_one_experts_gradient():
         return scaler.get_scale(), torch.equal(before, rows_of(model[0].bias.detach()))
 
     assert on_ranks(1, FULL, work, outer=NONE) == [(2.0, True)] * RANKS
+
+
+def test_a_rank_that_skips_its_expert_is_named():
+    def work(comm, model):
+        first, shared, expert, last = model
+
+        def forward(x):
+            x = shared(first(x))
+            return last(expert(x) if comm.rank else x[:, :12])
+
+        model.forward = forward
+        with pytest.raises(MismatchError, match="Ranks run different units"):
+            model(torch.ones(2, 8)).square().mean().backward()
+
+    on_ranks(1, FULL, work)
 
 
 def test_experts_of_groups_are_not_saved_as_one_model(tmp_path):

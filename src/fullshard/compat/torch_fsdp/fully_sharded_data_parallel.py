@@ -55,7 +55,7 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: The module to wrap; its parameters are replaced by shards in place. Modules inside that are wrapped
-            already keep their units, dtypes and offload, and must have the same ranks.
+            already keep their units, dtypes, offload and ranks, which must be among this wrapper's.
         process_group: Ranks to shard over: a process group, or for the hybrid strategies a pair ``(shard, replicate)``.
             None: all ranks; the hybrid strategies then shard inside a machine of ``LOCAL_WORLD_SIZE`` ranks.
         sharding_strategy: What is sharded; None: FULL_SHARD.

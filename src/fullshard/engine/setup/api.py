@@ -83,7 +83,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
         model: Any module, on CPU, on the device, or on the meta device (units are initialized as they are sharded). A
             list of modules that run one after the other becomes one unit, for a later call on the root.
         mesh: Ranks to shard over: None (all), a ``ProcessGroup``, a 1-D ``DeviceMesh`` or a ``Comm``; for two axes,
-            replicate and shard, a 2-D ``DeviceMesh`` or a pair of Comms.
+            replicate and shard, a 2-D ``DeviceMesh`` or a pair of Comms. A block sharded before may have the same
+            ranks, or some of them: each such group then holds values of its own, as experts do.
         wrap: Which modules are units: ``"auto"`` (the model's repeated blocks, small neighbours merged),
             :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate over modules, or None (one unit
             for the entire model). After calls on blocks, ``"auto"`` makes no units but the root. A module without

@@ -115,13 +115,14 @@ def test_a_group_with_only_rank_and_size_wraps_and_runs_if_it_is_one_rank():
         FSDP(nn.Linear(2, 2), "world")
 
 
-def test_a_wrapper_around_a_wrapper_trains_as_one():
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Block})])
+def test_a_wrapper_around_a_wrapper_trains_as_one(policy):
     reference, models = replicas(TinyLM, SIZE)
     data = batches(4, SIZE * ROWS_PER_RANK)
 
     def work(comm):
         model = models[comm.rank]
-        outer = FSDP(FSDP(model, comm), comm)
+        outer = FSDP(FSDP(model, comm), comm, auto_wrap_policy=policy)
         assert outer.check_is_root()
         assert not outer.module.check_is_root()
         assert list(outer.state_dict()) == list(reference.state_dict())
