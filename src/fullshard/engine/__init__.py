@@ -29,6 +29,7 @@ from fullshard.engine.full.state import (
     full_tensors as full_tensors,
     local_tensors as local_tensors,
     persistent_buffers as persistent_buffers,
+    require_one_state as require_one_state,
     unsharded as unsharded,
 )
 from fullshard.engine.full.stream import (

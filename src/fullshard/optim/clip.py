@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.comm import Comm
 from fullshard.errors import ConfigError, TrainingError
 from fullshard.optim.in_backward import refuse_steps_in_backward
-from fullshard.optim.shards import by_comm
+from fullshard.optim.shards import by_comm, everyone_of
 from fullshard.shards import on_rows
 
 _WIDE = (torch.float32, torch.float64)
@@ -29,7 +29,7 @@ def clip_grad_norm_(
 
     The norm equals that of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, computed in float32 even where
     gradients are narrower. Parameters left out of sharding, or replicated, are assumed to have equal gradients on all
-    ranks, and count once.
+    ranks, and count once. Those of a group of the model's ranks, such as experts, count once for each group.
 
     As in torch, a norm that is not finite corrupts the gradients: an infinite norm makes finite ones zero and infinite
     ones nan, a nan norm makes all of them nan. Check the returned norm before stepping, or set ``error_if_nonfinite``;
@@ -59,7 +59,8 @@ def clip_grad_norm_(
     refuse_steps_in_backward(sharded, "clip_grad_norm_")
     everywhere = [p for p in params if not hasattr(p, "shard_comm")]  # left out of sharding: equal on all ranks
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in sharded) else torch.float32
-    norms = [_norm_over_ranks(comm, _grads(params), norm_type, dtype) for comm, params in by_comm(sharded)]
+    by_ranks = by_comm(sharded, everyone_of)  # or each group of experts would scale what all share by its own norm
+    norms = [_norm_over_ranks(comm, _counting(params), norm_type, dtype) for comm, params in by_ranks]
     norms.append(_local_norm(_grads(everywhere), norm_type, norms[0]))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
@@ -74,6 +75,11 @@ def clip_grad_norm_(
 
 def _grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     return [p.grad for p in params if p.grad is not None and p.grad.numel()]  # an empty tensor has no largest element
+
+
+def _counting(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients without those of a group's replicated parameters, of which its first rank's count."""
+    return _grads([p for p in params if getattr(p, "shard_counts", True)])
 
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, like: torch.Tensor) -> torch.Tensor:

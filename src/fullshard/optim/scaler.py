@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from fullshard.comm import Comm
 from fullshard.errors import ConfigError
 from fullshard.optim.in_backward import refuse_steps_in_backward
-from fullshard.optim.shards import by_comm
+from fullshard.optim.shards import by_comm, everyone_of
 from fullshard.shards import on_rows
 
 
@@ -107,8 +107,8 @@ def _params(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 
 def _comms(params: Iterable[torch.nn.Parameter]) -> list[Comm]:
-    """Return the groups of ranks that share the shards among ``params``, in the same order on every rank."""
-    comms = [comm for comm, _ in by_comm(params)]
+    """Return the groups of ranks that step ``params`` together, in the same order on every rank."""
+    comms = [comm for comm, _ in by_comm(params, everyone_of)]
     if not comms:
         raise ConfigError(
             "ShardedGradScaler found no sharded parameters in the optimizer: call fully_shard(model) first, and build "

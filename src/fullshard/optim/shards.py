@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -45,12 +45,20 @@ def is_split(param: nn.Parameter) -> bool:
     return len(meta_of(param).owners) > 1
 
 
-def by_comm(params: Iterable[nn.Parameter]) -> list[tuple[Comm, list[nn.Parameter]]]:
+def everyone_of(param: nn.Parameter) -> Comm:
+    """Return the ranks of a parameter's model where only a group of them shares it, else the ranks that share it."""
+    everyone: Comm | None = getattr(param, "shard_everyone", None)
+    return comm_of(param) if everyone is None else everyone
+
+
+def by_comm(
+    params: Iterable[nn.Parameter], of: Callable[[nn.Parameter], Comm] = comm_of
+) -> list[tuple[Comm, list[nn.Parameter]]]:
     """Return the sharded parameters by the ranks that share them, in an order that is the same on every rank."""
     groups: dict[int, tuple[Comm, list[nn.Parameter]]] = {}
     for param in params:
         if hasattr(param, "shard_comm"):
-            comm = comm_of(param)
+            comm = of(param)
             groups.setdefault(id(comm), (comm, []))[1].append(param)
     return list(groups.values())
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fullshard.comm import Mesh, together
-from fullshard.engine import LocalTensor, local_tensors, mesh_of, plain_name
+from fullshard.engine import LocalTensor, local_tensors, mesh_of, plain_name, require_one_state
 from fullshard.errors import CheckpointError
 from fullshard.optim import load_parameter_states
 from fullshard.optim.shards import holds_rows
@@ -62,7 +62,7 @@ def save_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path, *, 
             on every rank, with the same text.
     """
     path, mesh = Path(path), mesh_of(model)
-    _require_default_group(mesh)
+    _require_all_ranks(model)
 
     def prepare() -> dict[str, Any]:
         if (path / MARKER).exists():
@@ -109,7 +109,7 @@ def load_dcp(model: nn.Module, optimizer: Stepping | None, path: str | Path, *, 
 def save_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) -> None:
     """Write an optimizer alone, under ``optimizer`` as Accelerate does; else as :func:`save_dcp`, on every rank."""
     path, mesh = Path(path), mesh_of(model)
-    _require_default_group(mesh)
+    _require_all_ranks(model)
     states = together(mesh, lambda: _states(stepped(local_tensors(model), optimizer)))
     state = {"optimizer": {"state": states, "param_groups": named_groups(model, optimizer)}}
     with _as_checkpoint_error(f"The distributed checkpoint {path} cannot be written"):
@@ -123,7 +123,7 @@ def load_dcp_optimizer(model: nn.Module, optimizer: Stepping, path: str | Path) 
 
 def _load(model: nn.Module, optimizer: Stepping | None, path: Path, *, with_model: bool, frozen: bool = True) -> None:
     mesh, plan = mesh_of(model), LoadPlan()
-    _require_default_group(mesh)
+    _require_all_ranks(model)
     saved = together(mesh, lambda: _Saved(path))
     if with_model:
         held = [
@@ -312,7 +312,9 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: rank {rank} raised {type(cause).__name__}: {cause}") from error
 
 
-def _require_default_group(mesh: Mesh) -> None:
+def _require_all_ranks(model: nn.Module) -> None:
+    require_one_state(model)
+    mesh = mesh_of(model)
     size = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.size not in (1, size):
         raise CheckpointError(

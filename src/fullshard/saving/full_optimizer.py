@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import Comm, Mesh, together
-from fullshard.engine import gathered, local_tensors, mesh_of, plain_name
+from fullshard.engine import gathered, local_tensors, mesh_of, plain_name, require_one_state
 from fullshard.errors import CheckpointError
 from fullshard.layout import elementwise
 from fullshard.optim.exchange import PieceExchange
@@ -45,6 +45,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Seque
         CheckpointError: It is unknown what part of the unsharded state a tensor is, a parameter is not the model's, or
             ranks step different parameters; on every rank, with the same text.
     """
+    require_one_state(model)
     mesh = mesh_of(model)
     own = together(mesh, lambda: stepped(local_tensors(model), optimizer))
     named = named_groups(model, optimizer)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import device_of, together, together_in_background
-from fullshard.engine import LocalTensor, local_tensors, mesh_of
+from fullshard.engine import LocalTensor, local_tensors, mesh_of, require_one_state
 from fullshard.errors import CheckpointError
 from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.optim.shards import holds_rows
@@ -65,6 +65,7 @@ def load_checkpoint(
         CheckpointError: The checkpoint is damaged or of another model; on every rank, with the same text. If it does
             not fit, nothing has changed; if a file turns out to be damaged, part of the model has changed.
     """
+    require_one_state(model)
     ranks, path = mesh_of(model), Path(path)
     index = together_in_background(ranks, lambda: read_index(path))
     target = together(ranks, lambda: _Target(model, optimizer, index, average))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine import LocalTensor, local_tensors, mesh_of
+from fullshard.engine import LocalTensor, local_tensors, mesh_of, require_one_state
 from fullshard.errors import CheckpointError
 from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.optim.shards import holds_rows
@@ -43,6 +43,7 @@ def plan_save(
     Raises:
         CheckpointError: The optimizer has parameters of another model, or state that cannot be cut by rows.
     """
+    require_one_state(model)
     plan = SavePlan()
     held = local_tensors(model)
     for local in held:

@@ -5,13 +5,11 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-import torch.distributed.fsdp.sharded_grad_scaler as torch_scaler
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,35 +18,19 @@ from transformers.models.t5.modeling_t5 import T5Block
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard.compat.torch_fsdp as our_fsdp
-import fullshard.compat.torch_fsdp.wrap as our_wrap
 from fullshard.errors import ProcessGroupError, ShardingError
 from fullshard.shards import rows_of
-from support.models import Block, TinyLM, batches, lm_loss, seq2seq_loss, t5
+from support.both_fsdps import OURS, TORCH, compare, language_model, whole, wrapped
+from support.models import Block, batches, lm_loss, seq2seq_loss, t5
 from support.rank_script import parse, print_result, run_checks
 
-FSDP1 = ("FullyShardedDataParallel", "ShardingStrategy", "BackwardPrefetch", "MixedPrecision", "CPUOffload")
 BF16 = torch.bfloat16
 CASES = {}
-
-
-def house(package, wrap, scaler):
-    return SimpleNamespace(**{name: getattr(package, name) for name in FSDP1}, wrap=wrap, scaler=scaler)
-
-
-TORCH = house(torch_fsdp, torch_wrap, torch_scaler.ShardedGradScaler)
-OURS = house(our_fsdp, our_wrap, our_fsdp.ShardedGradScaler)
 
 
 def case(work):
     CASES[work.__name__] = work
     return work
-
-
-def language_model():
-    torch.manual_seed(0)
-    model = TinyLM(layers=3)
-    del model.unused
-    return model
 
 
 def seq2seq_model():
@@ -60,28 +42,11 @@ def blocks(house):
     return house.wrap.ModuleWrapPolicy({Block})
 
 
-def wrapped(house, model, **arguments):
-    return house.FullyShardedDataParallel(
-        model, **({"device_id": torch.device("cpu"), "use_orig_params": True} | arguments)
-    )
-
-
 def names(model):
     """Of the wrapped modules."""
     wrappers = (our_fsdp.FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)
     found = [name for name, module in model.named_modules() if isinstance(module, wrappers)]
     return {name.replace("_fsdp_wrapped_module.", "") for name in found}
-
-
-def whole(house, model, *, grads=False):
-    """Full values, or gradients, by name."""
-    with house.FullyShardedDataParallel.summon_full_params(model, with_grads=grads, writeback=not grads):
-        found = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
-        return {
-            name: (param.grad if grads else param).detach().clone()
-            for name, param in found.items()
-            if not grads or param.grad is not None
-        }
 
 
 def train(house, model, loss_of=lm_loss, steps=2):
@@ -97,10 +62,6 @@ def train(house, model, loss_of=lm_loss, steps=2):
         grads = whole(house, model, grads=True)
         optimizer.step()
     return {"losses": losses, "norms": norms, "grads": grads, "weights": whole(house, model)}
-
-
-def compare(found, expected, tolerance=1e-5):
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 def same_run(arguments, make=language_model, loss_of=lm_loss, tolerance=1e-5):
@@ -441,6 +402,51 @@ def cast_root_forward_inputs():
 def module_classes_to_ignore():
     same_dtypes(policy={nn.Linear}, param_dtype=BF16, cast_forward_inputs=True, reduce_dtype=BF16)
     same_dtypes(policy={Noting}, param_dtype=BF16, buffer_dtype=BF16, _module_classes_to_ignore=[nn.BatchNorm1d])
+
+
+class Evaluated(Noting):
+    """Has a wrapped part inside, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.frozen = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear(4, 4)
+        self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(self, x):
+        return self.frozen(self.inner(super().forward(x)))
+
+
+def evaluated(house, **settings):
+    """Outputs and gradients of evaluations between passes of training, and dtypes in the parts."""
+    policy = house.wrap.ModuleWrapPolicy({nn.Sequential})
+    inner = Evaluated()
+    model = wrapped(house, inner, mixed_precision=house.MixedPrecision(**settings), auto_wrap_policy=policy)
+    found = []
+    for step in range(2):
+        x = torch.linspace(-1, 1, 16).view(4, 4) * (1 + step + dist.get_rank())
+        for training in (True, False):
+            out = model.train(training)(x)
+            out.float().square().mean().backward()
+            grads = whole(house, model, grads=True)
+            trained = {name: grad for name, grad in grads.items() if "frozen" not in name}  # torch makes zeros of these
+            found += [] if training else [out.detach(), trained]
+            model.zero_grad()
+    return found, inner.seen
+
+
+@case
+def FSDP_USE_FULL_PREC_IN_EVAL():
+    for value in ("1", "0"):
+        os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = value
+        for settings in (
+            {"param_dtype": BF16, "reduce_dtype": BF16, "buffer_dtype": BF16},
+            {"param_dtype": BF16, "cast_forward_inputs": False},
+            {"reduce_dtype": BF16},
+        ):
+            (ours, our_dtypes), (theirs, their_dtypes) = (evaluated(one, **settings) for one in (OURS, TORCH))
+            assert our_dtypes == their_dtypes, (settings, our_dtypes, their_dtypes)
+            compare(ours, theirs, tolerance=1e-5 if value == "1" else 2e-2)
+    del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
 
 
 @case

@@ -228,13 +228,15 @@ def test_what_cannot_be_sharded_by_hand():
     run_ranks(1, work)
 
 
-def test_blocks_sharded_over_other_ranks_are_refused():
+def test_blocks_sharded_over_further_ranks_are_refused():
+    _, models = replicas(TinyLM, SIZE)
+
     def work(comm):
-        model = TinyLM()
+        model = models[comm.rank]
         half = comm.split([[0], [1]])
-        fully_shard(model.blocks[0], half)
-        with pytest.raises(ProcessGroupError, match="Pass one mesh"):
-            fully_shard(model, comm)
+        fully_shard(model.blocks[0], comm)
+        with pytest.raises(ProcessGroupError, match=r"over 1 x 2 ranks .* names 1 x 1\. The ranks of a part must be"):
+            fully_shard(model, half)
 
     run_ranks(SIZE, work)
 

@@ -22,7 +22,7 @@ from fullshard.errors import ConfigError, WrapError
 
 Member = TypeVar("Member", bound=Enum)
 
-UNIT_ARGUMENTS = frozenset({"sharding_strategy", "cpu_offload", "mixed_precision"})
+UNIT_ARGUMENTS = frozenset({"sharding_strategy", "cpu_offload", "mixed_precision", "process_group", "device_mesh"})
 """Arguments that may differ between units of one model; all others are the root's."""
 
 WITHOUT_EFFECT = frozenset({"use_orig_params", "limit_all_gathers"})
@@ -56,12 +56,14 @@ class UnitSettings:
 
     Attributes:
         strategy: What is sharded.
+        ranks: The ranks to shard over, as the engine's ``mesh`` argument takes them.
         precision: Dtypes.
         offload: Host memory settings of the shards; None: they stay on the device.
         float32_classes: Classes whose modules compute in float32 even if the unit's dtype is narrower.
     """
 
     strategy: policy.ShardingStrategy
+    ranks: Any
     precision: policy.MixedPrecision
     offload: policy.CPUOffload | None
     float32_classes: tuple[type[nn.Module], ...] = ()
@@ -74,28 +76,33 @@ class UnitSettings:
         return replace(self.precision, keep_fp32=tuple(names))
 
 
-def unit_settings(kwargs: Mapping[str, Any], float32_classes: tuple[type[nn.Module], ...]) -> UnitSettings:
-    """Convert the wrapper's arguments to settings of a unit.
+def unit_settings(
+    kwargs: Mapping[str, Any], float32_classes: tuple[type[nn.Module], ...], known: Any = None
+) -> UnitSettings:
+    """Convert the wrapper's arguments to settings of a unit; ``known``: its ranks, as the engine takes them, if known.
 
     Raises:
-        ConfigError: An argument has the wrong type.
+        ConfigError: An argument has the wrong type, or ranks do not fit the strategy.
+        ProcessGroupError: There is no process group, or machines have different numbers of ranks.
     """
-    strategy = kwargs["sharding_strategy"] or ShardingStrategy.FULL_SHARD
+    strategy = _strategy(kwargs)
+    if known is None:
+        device = device_of_id(kwargs["device_id"])
+        known = ranks(kwargs["process_group"], kwargs["device_mesh"], strategy, device)
     return UnitSettings(
-        _STRATEGIES[member_of(ShardingStrategy, strategy, "sharding_strategy")],
-        _precision(kwargs["mixed_precision"]),
-        _offload(kwargs["cpu_offload"]),
-        float32_classes,
+        strategy, known, _precision(kwargs["mixed_precision"]), _offload(kwargs["cpu_offload"]), float32_classes
     )
 
 
+def _strategy(kwargs: Mapping[str, Any]) -> policy.ShardingStrategy:
+    strategy = kwargs["sharding_strategy"] or ShardingStrategy.FULL_SHARD
+    return _STRATEGIES[member_of(ShardingStrategy, strategy, "sharding_strategy")]
+
+
 def own_settings(
-    module: nn.Module,
-    kwargs: Mapping[str, Any],
-    root_kwargs: Mapping[str, Any],
-    float32_classes: tuple[type[nn.Module], ...],
+    module: nn.Module, kwargs: Mapping[str, Any], root_kwargs: Mapping[str, Any], root: UnitSettings
 ) -> UnitSettings:
-    """Convert the arguments with which a policy wraps ``module`` to settings of its unit.
+    """Convert the arguments with which a policy wraps ``module`` to settings of its unit; ``root``: those of the model.
 
     Raises:
         ConfigError: An argument that all units share differs from the root's, or is unknown.
@@ -108,7 +115,9 @@ def own_settings(
             f"The wrap policy sets {', '.join(refused)} of {type(module).__name__}. A unit may differ from the model "
             f"only in {', '.join(sorted(UNIT_ARGUMENTS))}; pass the rest to the outermost wrapper."
         )
-    return unit_settings(kwargs, float32_classes)
+    as_root = differing.isdisjoint({"process_group", "device_mesh"})
+    as_root = as_root and _strategy(kwargs).needs_two_axes is root.strategy.needs_two_axes
+    return unit_settings(kwargs, root.float32_classes, root.ranks if as_root else None)
 
 
 def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
@@ -120,12 +129,6 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
             f"mixed_precision must be a MixedPrecision or None; got {mixed!r}, which has no {', '.join(lacking)}. "
             "(MixedPrecisionPolicy is for fully_shard.)"
         )
-    if mixed.param_dtype is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
-        raise ConfigError(
-            "FSDP_USE_FULL_PREC_IN_EVAL=1 is set, but units gather parameters in one dtype, "
-            f"{mixed.param_dtype}. Unset it, and evaluate in full precision inside "
-            "`with FSDP.summon_full_params(model, writeback=False):`."
-        )
     return policy.MixedPrecision(
         param=mixed.param_dtype,
         reduce=mixed.reduce_dtype or mixed.param_dtype,
@@ -133,6 +136,7 @@ def _precision(mixed: MixedPrecision | None) -> policy.MixedPrecision:
         cast_forward_inputs=mixed.cast_forward_inputs,
         cast_root_forward_inputs=mixed.cast_root_forward_inputs,
         keep_low_precision_grads=mixed.keep_low_precision_grads,
+        full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
     )
 
 

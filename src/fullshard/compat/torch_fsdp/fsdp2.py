@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ from fullshard.compat.torch_fsdp.model_state import load_model_state_dict, model
 from fullshard.compat.torch_fsdp.optimizer_hooks import describe_state_of
 from fullshard.compat.torch_fsdp.state_dict_type import set_state_dict_type
 from fullshard.compat.torch_fsdp.tensor import RaggedShard, Replicate, Shard
+from fullshard.engine import Unit
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.param import ShardedParam
 from fullshard.errors import ConfigError, ShardingError, WrapError
@@ -102,30 +103,35 @@ def fully_shard(  # noqa: PLR0913 (torch's signature)
     _check_parameters(members, params, shard_placement_fn)
     if dp_mesh_dims is not None:
         raise ConfigError("dp_mesh_dims is not supported: pass only the data parallel axes, mesh=mesh[names].")
-    precision, offload = precision_of(mp_policy), offload_of(offload_policy)
     device = torch.device("cpu") if getattr(mesh, "device_type", None) == "cpu" else None
     reshard = _reshard(reshard_after_forward, mesh, device)
-    with _fsdp_classes(members):
-        if params:
-            engine.fully_shard(
-                module,
-                mesh,
-                wrap=None,
-                strategy=_strategy(mesh, keep=reshard is False),
-                mp_policy=precision,
-                offload_policy=offload,
-                ignored_params=ignored,
-                device=device,
-                first_values=engine.FirstValues(from_rank0_if_different=True),
-            )
-    runtime = runtime_of(members[0]) if params else None
+    options = {
+        "strategy": _strategy(mesh, keep=reshard is False),
+        "mp_policy": precision_of(mp_policy),
+        "offload_policy": offload_of(offload_policy),
+        "ignored_params": ignored,
+        "device": device,
+    }
+    unit = _shard(module, members, mesh, options, has_parameters=bool(params))
     for member in members:
-        set_state(member, ModuleState(None if runtime is None else runtime.root, ignored))
-    if runtime is not None:
-        _present_as_fsdp2(members, runtime.root.params, mesh)
+        set_state(member, ModuleState(unit, ignored))
+    if unit is not None:
+        _present_as_fsdp2(members, unit.params, mesh)
         if reshard is True:  # an explicit True also applies to a root, which otherwise keeps its parameters
-            runtime.configure(runtime.root, reshard_after_forward=True)
+            unit.runtime.configure(unit, reshard_after_forward=True)
     return module
+
+
+def _shard(
+    module: Any, members: Sequence[nn.Module], mesh: Any, options: Mapping[str, Any], *, has_parameters: bool
+) -> Unit | None:
+    """Give ``members`` their new classes, and make one unit of their parameters; None if there are none."""
+    with _fsdp_classes(members):
+        if not has_parameters:
+            return None
+        first = engine.FirstValues(from_rank0_if_different=True)
+        engine.fully_shard(module, mesh, wrap=None, first_values=first, **options)
+    return runtime_of(members[0]).root
 
 
 @contextmanager

@@ -139,7 +139,7 @@ class FSDPModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces gradients across replicas; no effect without replicas."""
         for unit in _units(self, recurse=recurse):
-            all_reduce = requires_all_reduce or unit.runtime.mesh.replica_group.size == 1
+            all_reduce = requires_all_reduce or all(lane.mesh.replica_group.size == 1 for lane in unit.lanes)
             unit.runtime.configure(unit, all_reduce=all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:

@@ -55,7 +55,7 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: The module to wrap; its parameters are replaced by shards in place. Modules inside that are wrapped
-            already keep their units, dtypes and offload, and must have the same ranks.
+            already keep their units, dtypes, offload and ranks, which must be among this wrapper's.
         process_group: Ranks to shard over: a process group, or for the hybrid strategies a pair ``(shard, replicate)``.
             None: all ranks; the hybrid strategies then shard inside a machine of ``LOCAL_WORLD_SIZE`` ranks.
         sharding_strategy: What is sharded; None: FULL_SHARD.
@@ -123,12 +123,7 @@ class FullyShardedDataParallel(nn.Module):
             "use_orig_params": use_orig_params,
             "device_mesh": device_mesh,
         }
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            warnings.warn(
-                f"{type(module).__name__} has no forward, so nothing gathers this wrapper's parameters; wrap the "
-                "modules in it instead.",
-                stacklevel=2,
-            )
+        _warn_of_container(module)
         policy = _policy_of(auto_wrap_policy, fsdp_auto_wrap_policy)
         result = shard(module, policy, kwargs, ignored_parts(module, ignored_modules, ignored_states))
         _insert_wrappers(module, result)
@@ -337,6 +332,15 @@ class FullyShardedDataParallel(nn.Module):
     flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
     rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
+
+
+def _warn_of_container(module: nn.Module) -> None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            f"{type(module).__name__} has no forward, so nothing gathers this wrapper's parameters; wrap the modules "
+            "in it instead.",
+            stacklevel=3,
+        )
 
 
 def _policy_of(policy: Any, former: Any) -> Any:

@@ -15,7 +15,7 @@ from fullshard.compat.torch_fsdp.api import FullStateDictConfig, ShardedStateDic
 from fullshard.compat.torch_fsdp.state_dict_type import get_state_dict_type
 from fullshard.compat.torch_fsdp.tensor import DTensor, place_like
 from fullshard.compat.torch_fsdp.torch_getters import getter_asks
-from fullshard.engine import StateEntry, gathered, mesh_of, plain_name, sharded_roots, state_entries
+from fullshard.engine import StateEntry, gathered, mesh_of, plain_name, require_one_state, sharded_roots, state_entries
 from fullshard.errors import ShardingError
 from fullshard.saving.shard_tensor import ShardTensor, part_or_full
 from fullshard.shards import rows_of
@@ -52,11 +52,14 @@ def model_state_dict(
         What is not sharded (ignored parameters, buffers) is full in all three.
 
     Raises:
-        ShardingError: The module is not part of a sharded model, or only rank 0 has the full parameters.
+        ShardingError: The module is not part of a sharded model, only rank 0 has the full parameters, or parameters
+            are a group's own (experts): only FULL on all ranks and LOCAL have them.
     """
     destination, prefix = _positional(args, destination, prefix)
     kind, config = _requested(module)
     entries = state_entries(module)
+    if kind is StateDictType.SHARDED_STATE_DICT or getattr(config, "rank0_only", False):
+        require_one_state(sharded_roots(module)[0])
     if kind is StateDictType.FULL_STATE_DICT:
         values = _full(module, entries, config)
     elif kind is StateDictType.SHARDED_STATE_DICT:

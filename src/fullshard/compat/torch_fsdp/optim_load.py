@@ -61,6 +61,7 @@ def state_to_load(
 
     own = together(mesh, own_parameters)
     if source == "rank 0":
+        contents.require_one_state()
         saved = _Scatter(mesh, own).scatter(saved)
     elif source == "own" and "state" in saved:
         saved = _Scatter(mesh, own).cut_anew(saved)

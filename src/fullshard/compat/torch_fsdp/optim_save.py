@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.comm import Comm, together
-from fullshard.engine import LocalTensor, local_tensors, mesh_of, plain_name, sharded_roots
+from fullshard.engine import LocalTensor, local_tensors, mesh_of, plain_name, require_one_state, sharded_roots
 from fullshard.errors import CheckpointError, InvariantError, ProcessGroupError, ShardingError
 from fullshard.layout import StatePart
 from fullshard.optim.shards import comm_of
@@ -61,6 +61,11 @@ class Contents:
         if any(prefix for prefix, _ in self.parts):
             self._add_beside(model)
 
+    def require_one_state(self) -> None:
+        """Refuse models in which groups of ranks hold parameters of their own."""
+        for _, root in self.parts:
+            require_one_state(root)
+
     def _add_beside(self, model: nn.Module) -> None:
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
@@ -88,7 +93,7 @@ class OptimState:
             group: The model's process group, or None.
             to_host: Put the values in host memory.
         """
-        contents = Contents(model, group)
+        self.contents = contents = Contents(model, group)
         self.mesh, self.to_host = contents.mesh, to_host
         self.without_groups = given is not None and "param_groups" not in given
         if given is not None and self.without_groups:
@@ -110,6 +115,8 @@ class OptimState:
 
     def full(self, *, rank0_only: bool) -> StateDict:
         """Return full tensors; with ``rank0_only`` an empty dict on all ranks except 0."""
+        if rank0_only:
+            self.contents.require_one_state()
         state: dict[str, dict[str, Any]] = {}
         for prefix, part in self.parts:
             of_part = part.full(rank0_only=rank0_only, to_host=self.to_host)
@@ -120,6 +127,7 @@ class OptimState:
 
     def sharded(self) -> StateDict:
         """Return this rank's parts, for torch's distributed checkpoints."""
+        self.contents.require_one_state()
         return self._by_rank(state_as_part)
 
     def local(self) -> StateDict:

@@ -47,7 +47,6 @@ class _Model:
     """Settings shared by all units of one model, and the settings of single units."""
 
     settings: dict[nn.Module, UnitSettings]
-    ranks: Any
     device: torch.device | None
     prefetch: policy.Prefetch
     first: FirstValues
@@ -61,7 +60,7 @@ class _Model:
             return False
         fully_shard(
             top,
-            self.ranks,
+            settings.ranks,
             wrap=units.__contains__ if units else None,
             strategy=settings.strategy,
             mp_policy=settings.precision_in(top),
@@ -105,12 +104,10 @@ def shard(root: nn.Module, wrap_policy: Any, kwargs: dict[str, Any], ignored: Ig
     fp32 = tuple(mixed._module_classes_to_ignore) if wrap_policy is not None and mixed is not None else ()
     own = arguments.unit_settings(kwargs, fp32)
     device = arguments.device_of_id(kwargs["device_id"])
-    ranks = arguments.ranks(kwargs["process_group"], kwargs["device_mesh"], own.strategy, device)
-    mesh = as_mesh(ranks, own.strategy, device)
+    mesh = as_mesh(own.ranks, own.strategy, device)
     wrapped = modules_to_wrap(root, wrap_policy, kwargs, ignored, always=fp32)
     model = _Model(
-        {module: arguments.own_settings(module, theirs, kwargs, fp32) for module, theirs in wrapped.items()},
-        ranks,
+        {module: arguments.own_settings(module, theirs, kwargs, own) for module, theirs in wrapped.items()},
         device,
         arguments.prefetch(kwargs["backward_prefetch"], forward=kwargs["forward_prefetch"]),
         FirstValues(kwargs["param_init_fn"], from_rank0=kwargs["sync_module_states"], from_rank0_if_different=True),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fullshard.engine.full.eval_precision import switch_if_due
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.runtime import Runtime
@@ -34,6 +35,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         raise ShardingError("unsharded(model) cannot be entered during backward: it gathers and frees units itself.")
     if any(unit.summoned for unit in runtime.units):
         raise ShardingError("unsharded(model) cannot be entered while full parameters are shown already.")
+    switch_if_due(runtime)
     runtime.forward_event()
     runtime.follow_changes()
     outermost = Keep.CONTEXT not in runtime.root.keep
@@ -139,6 +141,7 @@ class RootHeld:
     def __enter__(self) -> None:
         """Gather the root, unless it shows full parameters already."""
         runtime, root = self.runtime, self.runtime.root
+        switch_if_due(runtime)
         runtime.forward_event()
         if root.summoned is not None:
             return
@@ -164,6 +167,7 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
         shard's dtype (valid until the next step of the iteration); None on other ranks. Ignored parameters and
         persistent buffers come last, under the names ``(ignored)`` and ``(buffers)``.
     """
+    require_one_state(model)
     runtime = runtime_of(model)
     runtime.follow_changes()
     writes = runtime.mesh.rank == 0
@@ -239,6 +243,23 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         found.append(LocalTensor(name, (), tuple(tensor.shape), 0, flat, tensor, rank, size, param))
     return found
+
+
+def require_one_state(model: nn.Module) -> None:
+    """Refuse a model in which groups of ranks hold parameters of their own; before its state is saved or loaded.
+
+    Raises:
+        ShardingError: There are such parameters.
+    """
+    runtime = runtime_of(model)
+    own = [param.meta.name for _, param in runtime.all_params() if param.lane.mesh.size < runtime.mesh.size]
+    if own:
+        raise ShardingError(
+            f"{own[0]} and {len(own) - 1} other parameters are sharded over some of the model's {runtime.mesh.size} "
+            "ranks only (another mesh or process_group). Each group of ranks holds its own values, so what all ranks "
+            "save together, or rank 0 alone, would have one group's. Save a full state dict on each rank, in a file "
+            "of its own: StateDictType.FULL_STATE_DICT, or model.state_dict() inside `with unsharded(model):`."
+        )
 
 
 def left_out(model: nn.Module) -> dict[str, nn.Parameter]:

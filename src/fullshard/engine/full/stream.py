@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
-from fullshard.engine.full.state import left_out, persistent_buffers
+from fullshard.engine.full.state import left_out, persistent_buffers, require_one_state
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.runtime import Runtime
@@ -87,6 +87,7 @@ def full_runs(
         On rank 0 the step's runs, each element once over all steps; elsewhere an empty list. Sharded parameters unit by
         unit, in the shard's dtype, then ignored parameters, then persistent buffers.
     """
+    require_one_state(model)
     runtime = runtime_of(model)
     runtime.follow_changes()
     warn_if_buffers_differ(runtime)

@@ -56,7 +56,8 @@ def gathered(
                 alike = [param for param in members if wanted[param.meta.name] == dtype]
                 runtime.mesh.announce(f"gather of unit {unit.name}")
                 full = _gather(lane, alike, tensors, dtype, rank0_only=rank0_only)
-                yield {} if full is None else {param.meta.name: _part(full, param) for param in alike}
+                here = full is not None and (runtime.mesh.rank == 0 or not rank0_only)  # each group has a rank 0
+                yield {} if full is None or not here else {param.meta.name: _part(full, param) for param in alike}
 
 
 def _gather(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, same_ranks
+from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, same_group, same_ranks
+from fullshard.engine.full.eval_precision import follow_mode, remember_buffers
 from fullshard.engine.full.model_class import plain_class, sharded_class
 from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
 from fullshard.engine.registry import attach, detach, is_sharded, runtime_of
@@ -81,7 +83,8 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
         model: Any module, on CPU, on the device, or on the meta device (units are initialized as they are sharded). A
             list of modules that run one after the other becomes one unit, for a later call on the root.
         mesh: Ranks to shard over: None (all), a ``ProcessGroup``, a 1-D ``DeviceMesh`` or a ``Comm``; for two axes,
-            replicate and shard, a 2-D ``DeviceMesh`` or a pair of Comms.
+            replicate and shard, a 2-D ``DeviceMesh`` or a pair of Comms. A block sharded before may have the same
+            ranks, or some of them: each such group then holds values of its own, as experts do.
         wrap: Which modules are units: ``"auto"`` (the model's repeated blocks, small neighbours merged),
             :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate over modules, or None (one unit
             for the entire model). After calls on blocks, ``"auto"`` makes no units but the root. A module without
@@ -149,12 +152,10 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     if builder.device.type != "meta":
         initializer.prepare_rest()
     initializer.share_buffers(own)
+    remember_buffers(own, policy.precision)
     move_buffers((m for m in own if id(m) not in kept_ids), builder.device, policy.precision.buffer)
     keep_in_float32(kept, policy.precision, units[0])
-    for unit in units:
-        unit.hooks = UnitHooks(unit, kept_ids)
-        fuse(unit.hooks)
-    units[0].options = dataclasses.replace(units[0].options, casts_output=True)
+    _hook(units, kept_ids)
     units = _include(root, units, inner, ranks, account)
     runtime = Runtime(units, ranks, _as_prefetch(prefetch), account, runtime_device, frozenset(map(id, ignored)))
     runtime.unwrapped = unwrapped
@@ -234,6 +235,15 @@ def _build_units(specs: Sequence[UnitSpec], builder: UnitBuilder, initializer: I
     return units
 
 
+def _hook(units: Sequence[Unit], kept: frozenset[int]) -> None:
+    """Have PyTorch call the engine around passes of ``units``; ``kept``: ids of modules that compute in float32."""
+    for unit in units:
+        unit.hooks = UnitHooks(unit, kept)
+        fuse(unit.hooks)
+    follow_mode(units)
+    units[0].options = dataclasses.replace(units[0].options, casts_output=True)
+
+
 def _warn_of_ignored(ignored: Iterable[nn.Parameter], ranks: Mesh) -> None:
     """Say that parameters which are left out are trained by each rank alone."""
     trainable = sum(param.requires_grad for param in ignored)
@@ -276,7 +286,7 @@ def _sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
 
     Raises:
         ShardingError: ``root`` itself is sharded.
-        ProcessGroupError: A part was sharded over other ranks.
+        ProcessGroupError: A part was sharded over ranks that are not among ``ranks``.
     """
     if is_sharded(root):
         raise ShardingError(f"{type(root).__name__} is sharded already; call fully_shard on a module once.")
@@ -291,14 +301,28 @@ def _sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
                     f"{name} was sharded as one unit with modules outside of {type(root).__name__}. Shard inner "
                     "modules first, then a module that contains all of them."
                 )
-            if not same_ranks(runtime.mesh, ranks):
-                theirs, ours = (f"{m.replica_group.size} x {m.shard_group.size}" for m in (runtime.mesh, ranks))
-                raise ProcessGroupError(
-                    f"{name} was sharded over {theirs} ranks, and the call on {type(root).__name__} names {ours} or "
-                    "other ranks. "
-                    "Pass one mesh to every call of fully_shard."
-                )
+            _check_ranks(name, root, runtime.mesh, ranks)
     return list(found.values())
+
+
+def _check_ranks(name: str, root: nn.Module, inner: Mesh, ranks: Mesh) -> None:
+    """Refuse a part of ``root`` over ranks that are neither those of the model nor a group of them; both call it.
+
+    Raises:
+        ProcessGroupError: They are not; on every rank.
+    """
+    if same_ranks(inner, ranks):
+        return
+    mine = uuid.uuid4().hex
+    theirs, ours = inner.all_gather_object(mine), ranks.all_gather_object(mine)
+    # Equal in number and in another order, rank 0 of one would not be rank 0 of the other, which saves the model.
+    if not all(ranks.all_gather_object(theirs == ours or set(theirs) < set(ours))):
+        raise ProcessGroupError(
+            f"{name} was sharded over {inner.replica_group.size} x {inner.shard_group.size} ranks (replicas x shards), "
+            f"and the call on {type(root).__name__} names {ranks.replica_group.size} x {ranks.shard_group.size}. The "
+            "ranks of a part must be those of the model in the same order, or some of them: pass such a mesh to each "
+            "call of fully_shard."
+        )
 
 
 def _specs(
@@ -345,23 +369,30 @@ def _include(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Me
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(plain_name(path))
     order = {key: place for place, key in enumerate(paths)}
+    comms = [ranks.shard_group, ranks.replica_group, ranks.all_ranks]
     for runtime in inner:
         for module in runtime.root.modules:
             detach(module)
             module.__class__ = plain_class(type(module))
         for unit in runtime.units:
-            _join(unit, paths, ranks, account)
+            _join(unit, paths, ranks, comms, account)
         units += runtime.units
     return [units[0], *sorted(units[1:], key=lambda unit: order[id(unit.modules[0])])]
 
 
-def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, account: Account) -> None:
-    """Make ``unit`` part of a larger model on the same ranks; ``paths`` are the names of its modules there, by id."""
+def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[Any], account: Account) -> None:
+    """Make ``unit`` part of a larger model.
+
+    Args:
+        unit: The unit.
+        paths: Names of its modules in the larger model, by id.
+        mesh: The ranks of that model.
+        comms: The groups in use there; those of the unit are added.
+        account: The bytes of that model.
+    """
     unit.name = " + ".join(paths[id(module)][0] for module in unit.modules)
     for lane in unit.lanes:
-        inside = lane.mesh.shard_group
-        # Two groups of the same ranks each number their messages: one model communicates through one mesh.
-        lane.mesh = Mesh(inside, mesh.all_ranks) if inside.size == 1 and mesh.shard_group.size > 1 else mesh
+        lane.mesh = Mesh(_one_of(comms, lane.mesh.shard_group), _one_of(comms, lane.mesh.replica_group))
         lane.account.add("shards", -lane.shard.nbytes)
         account.add("shards", lane.shard.nbytes)
         lane.account = account
@@ -370,3 +401,19 @@ def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, account: Accou
     for param in unit.params:
         names = [f"{path}.{key}" if path else key for module, key in param.slots for path in paths[id(module)]]
         param.rename(names)
+        if param.lane.mesh.size < mesh.size:
+            counts = param.lane.mesh.replica_group.rank == 0
+            vars(param.sharded).update(shard_everyone=mesh.all_ranks, shard_counts=counts)
+
+
+def _one_of(comms: list[Any], comm: Any) -> Any:
+    """Return that of ``comms`` which has the ranks of ``comm``, or ``comm``, which is added.
+
+    Two groups of the same ranks each number their messages: one model communicates through one.
+    """
+    if comm.size == 1:
+        return comm
+    known = next((one for one in comms if same_group(one, comm)), None)
+    if known is None:
+        comms.append(comm)
+    return comm if known is None else known

@@ -135,7 +135,7 @@ def keep_in_float32(modules: list[nn.Module], precision: MixedPrecision, root: U
         return cast_floats((args, kwargs), "float32")
 
     def back(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        return output if root.summoned is not None else cast_floats(output, precision.param)
+        return output if root.summoned is not None else cast_floats(output, root.policy.precision.param)
 
     for module in modules if precision.param is not None else ():
         module.register_forward_pre_hook(to_float32, with_kwargs=True)

@@ -122,7 +122,7 @@ def dtypes_of(policy: MixedPrecision, param: torch.Tensor, *, kept: bool) -> Dty
         reduce, reduce_sum = (torch.promote_types(one, torch.float32) for one in (reduce, reduce_sum))
     return Dtypes(
         master=param.dtype,
-        shard=param.dtype if param.requires_grad else compute,
+        shard=param.dtype if param.requires_grad or policy.full_in_eval else compute,
         compute=compute,
         reduce=reduce,
         reduce_sum=reduce_sum,

@@ -16,7 +16,7 @@ from fullshard.compat.torch_fsdp import (
     ModuleWrapPolicy,
     ShardingStrategy,
 )
-from fullshard.errors import ConfigError, ProcessGroupError
+from fullshard.errors import ProcessGroupError
 from fullshard.testing import run_ranks
 from support.models import Block, TinyLM, batches, lm_loss
 from support.parity import ROWS_PER_RANK, assert_same_run, replicas, train_sharded, train_unsharded
@@ -115,13 +115,14 @@ def test_a_group_with_only_rank_and_size_wraps_and_runs_if_it_is_one_rank():
         FSDP(nn.Linear(2, 2), "world")
 
 
-def test_a_wrapper_around_a_wrapper_trains_as_one():
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Block})])
+def test_a_wrapper_around_a_wrapper_trains_as_one(policy):
     reference, models = replicas(TinyLM, SIZE)
     data = batches(4, SIZE * ROWS_PER_RANK)
 
     def work(comm):
         model = models[comm.rank]
-        outer = FSDP(FSDP(model, comm), comm)
+        outer = FSDP(FSDP(model, comm), comm, auto_wrap_policy=policy)
         assert outer.check_is_root()
         assert not outer.module.check_is_root()
         assert list(outer.state_dict()) == list(reference.state_dict())
@@ -243,21 +244,3 @@ def test_a_wrapped_model_to_which_nothing_was_added_warns_of_nothing():
             wrapped(batches(1, 2)[0])
 
     on_ranks(work, size=1)
-
-
-def test_full_precision_in_eval_is_refused_and_what_to_do_is_full_precision(monkeypatch):
-    half = MixedPrecision(param_dtype=torch.bfloat16)
-
-    def refused(comm, model, _plain):
-        with pytest.raises(ConfigError, match=r"FSDP_USE_FULL_PREC_IN_EVAL=1 is set, .* torch\.bfloat16"):
-            FSDP(model, comm, mixed_precision=half)
-        FSDP(model, comm)
-
-    def full(comm, model, plain):
-        model, (tokens,) = FSDP(model, comm, mixed_precision=half).eval(), batches(1, ROWS_PER_RANK)
-        with torch.no_grad(), FSDP.summon_full_params(model, writeback=False):
-            torch.testing.assert_close(lm_loss(model, tokens), lm_loss(plain, tokens), atol=0, rtol=0)
-
-    on_ranks(full)
-    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-    on_ranks(refused)

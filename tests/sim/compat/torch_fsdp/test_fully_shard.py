@@ -222,3 +222,25 @@ def test_every_public_name_of_torchs_module_class_is_ours():
         return {name for name in vars(cls) if not name.startswith("_")}
 
     assert public(torch_fsdp.FSDPModule) <= public(FSDPModule)
+
+
+def test_a_part_on_a_group_of_the_ranks_has_its_own_gradient_and_no_state_of_all():
+    reference, models = replicas(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), SIZE)
+    inputs = [torch.linspace(0, 1 + rank, 8).view(2, 4) for rank in range(SIZE)]
+
+    def work(comm):
+        model, x = models[comm.rank], inputs[comm.rank]
+        fully_shard(model[1], mesh=comm.split([[rank] for rank in range(SIZE)]))
+        fully_shard(model, mesh=comm)
+        model(x).square().mean().backward()
+        with pytest.raises(ShardingError, match=r"1\.weight and 1 other parameters are sharded over some"):
+            model.state_dict()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    found = run_ranks(SIZE, work)
+    plain = []
+    for x in inputs:
+        plain.append(torch.autograd.grad(reference(x).square().mean(), list(reference.parameters())))
+    for rank, grads in enumerate(found):
+        shared = [sum(of_param) / SIZE for of_param in zip(*plain, strict=True)][:2]
+        torch.testing.assert_close(grads, [*shared, *plain[rank][2:]], atol=1e-6, rtol=1e-6)
