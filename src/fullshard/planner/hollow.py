@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from fullshard.engine.step.torch_private import in_backward
@@ -37,6 +37,9 @@ _CONSTANTS_LIKE = {"aten::ones_like", "aten::zeros_like", "aten::full_like"}
 _CONSTANTS_LIKE |= {"aten::new_ones", "aten::new_zeros", "aten::new_full"}
 _CONSTANT_NUMEL = 1 << 16
 """Elements up to which floats from these operators keep their values: masks of ones are made of them."""
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+"""The experts' products. Torch says their shape for bf16 alone; it computes every dtype."""
 
 _SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
 """Operators that change or return their argument without reading it, apart from views."""
@@ -56,13 +59,18 @@ class HollowMode(TorchDispatchMode):
 
     Whole numbers that follow from known ones are computed, up to 262,144 elements a tensor, so that a model may look at
     its masks and the engine at its checksums. Everything else is hollow: a float's value is never known.
+
+    Attributes:
+        assumed: What a program reads where it reads a value that nobody knows; None: that is an error.
     """
 
     def __init__(self, meter: Meter) -> None:
         """Report every tensor to ``meter``."""
         super().__init__()
         self.meter = meter
+        self.assumed: Callable[[], float] | None = None
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self._known_shapes: dict[Any, _Shapes] = {}
         self._unshared: tuple[int, int, int] | None = None
 
     def __enter__(self) -> HollowMode:
@@ -84,9 +92,28 @@ class HollowMode(TorchDispatchMode):
         self._replaced.callback(delattr, torch.UntypedStorage, "resize_")
         torch.get_rng_state = counted_state
         self._replaced.callback(setattr, torch, "get_rng_state", state)
+        self._replace_reads()
         super().__enter__()
         self._count_references()
         return self
+
+    def _replace_reads(self) -> None:
+        """Have ``tolist`` ask for values: it calls no operator, and hollow tensors have random content."""
+        to_list = torch.Tensor.tolist
+
+        def read_list(tensor: torch.Tensor) -> Any:
+            if not self.meter.is_hollow(tensor):
+                return to_list(tensor)
+            return to_list(torch.full(tensor.shape, self._assume("tolist"), dtype=tensor.dtype))
+
+        torch.Tensor.tolist = read_list  # type: ignore[method-assign]
+        self._replaced.callback(delattr, torch.Tensor, "tolist")
+
+    def _assume(self, func: Any) -> float:
+        """Return what is read for a value that nobody knows."""
+        if self.assumed is None:
+            raise _unknown(func)
+        return self.assumed()
 
     def _count_references(self) -> None:
         """Find out how many references there are to a gradient that only autograd's sum holds."""
@@ -138,6 +165,8 @@ class HollowMode(TorchDispatchMode):
             return self._computed(func, args, kwargs)
         read = [] if func._schema.name in _CONSTANTS_LIKE else given
         known = not any(map(self.meter.is_hollow, read))
+        if func is torch.ops.aten._local_scalar_dense.default and not known:
+            return self._assume(func)
         try:
             shapes = self._shapes_of(func, args, kwargs, given)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -164,12 +193,22 @@ class HollowMode(TorchDispatchMode):
         return result
 
     def _shapes_of(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
+        """Return the outputs of an operator; blocks of one kind ask torch once."""
+        key = _key(func, args, kwargs, given)
+        if key is None:
+            return self._fake_shapes(func, args, kwargs, given)
+        if key not in self._known_shapes:
+            self._known_shapes[key] = self._fake_shapes(func, args, kwargs, given)
+        return self._known_shapes[key]
+
+    def _fake_shapes(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
         """Return the outputs of an operator on fake inputs."""
         made: dict[int, FakeTensor] = {}
 
         def fake_of(tensor: torch.Tensor) -> FakeTensor:
             if id(tensor) not in made:
-                shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+                dtype = torch.bfloat16 if func is _GROUPED and tensor.is_floating_point() else tensor.dtype
+                shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
                 made[id(tensor)] = FakeTensor(self._fake, shape, tensor.device)
             return made[id(tensor)]
 
@@ -177,6 +216,8 @@ class HollowMode(TorchDispatchMode):
         with self._fake:
             result = func(*fake_args, **fake_kwargs)
         inputs = {made[id(tensor)].untyped_storage()._cdata: index for index, tensor in enumerate(given)}
+        if func is _GROUPED:
+            result = result.to(given[0].dtype)
         leaves, spec = tree_flatten(result)
         owners = [inputs.get(t.untyped_storage()._cdata) if isinstance(t, torch.Tensor) else None for t in leaves]
         return _Shapes(leaves, owners, spec)
@@ -194,6 +235,31 @@ class HollowMode(TorchDispatchMode):
             else:
                 outputs.append(_alias(given[owner], leaf))
         return tree_unflatten(outputs, shapes.spec)
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Return a context inside a :class:`HollowMode` in which operators compute, and nothing is counted."""
+    return _disable_current_modes()
+
+
+def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+    """Return what an operator's shapes depend on, to be compared; None if that cannot be said."""
+    places = {id(tensor): index for index, tensor in enumerate(reversed(given))}  # an input given twice is one owner
+
+    def part(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            form = (value.size(), value.stride(), value.storage_offset(), value.dtype, value.device)
+            return (places[id(value)], *form)
+        if isinstance(value, (list, tuple)):
+            return (type(value), *map(part, value))
+        return type(value), value  # 1, 1.0 and True are equal, and promote dtypes differently
+
+    key = (func, torch.get_default_dtype(), part(args), *((name, part(kwargs[name])) for name in kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:

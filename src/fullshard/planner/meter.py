@@ -12,6 +12,9 @@ import torch
 PHASES = ("before_first_step", "forward", "backward", "optimizer")
 """The phases of a plan: everything before the measured steps, and the three parts of a step."""
 
+EVALUATION = "evaluation"
+"""The phase of a plan that has one: a forward without gradients, between steps."""
+
 
 class _Held:
     """A storage that is alive: its bytes, and whether nobody knows its values."""
