@@ -8,8 +8,9 @@ torch's FakeTensorMode says what each operator returns.
 from __future__ import annotations
 
 import functools
+import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ModelError
@@ -31,6 +32,12 @@ from fullshard.planner.meter import Meter
 
 KNOWN_NUMEL = 1 << 18
 """Elements up to which whole numbers (token ids, masks, checksums) keep their values: programs branch on them."""
+
+LARGE_BYTES = 1 << 30
+"""Bytes from which a tensor has address space only."""
+
+_NORESERVE = 0x4000
+"""Linux's ``MAP_NORESERVE``, which Python's mmap does not name before 3.13."""
 
 _CONSTANTS = {"aten::ones", "aten::zeros", "aten::full", "aten::arange", "aten::scalar_tensor"}
 _CONSTANTS_LIKE = {"aten::ones_like", "aten::zeros_like", "aten::full_like"}
@@ -75,12 +82,17 @@ class HollowMode(TorchDispatchMode):
 
     def __enter__(self) -> HollowMode:
         """Start; also count what no operator does: resized storages, and copies of the random state."""
-        resize, state, meter = torch.UntypedStorage.resize_, torch.get_rng_state, self.meter
+        resize, size_of, state = torch.UntypedStorage.resize_, torch.UntypedStorage.nbytes, torch.get_rng_state
+        meter = self.meter
 
         def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            meter.resized(storage)
-            return result
+            if storage.resizable():
+                resize(storage, size)
+            meter.resized(storage, size)
+            return storage
+
+        def counted_size(storage: torch.UntypedStorage) -> int:
+            return size_of(storage) if storage.resizable() else meter.size_of(storage, size_of(storage))
 
         def counted_state() -> torch.Tensor:
             made = state()
@@ -90,6 +102,8 @@ class HollowMode(TorchDispatchMode):
         self._replaced = ExitStack()
         torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign]
         self._replaced.callback(delattr, torch.UntypedStorage, "resize_")
+        torch.UntypedStorage.nbytes = counted_size  # type: ignore[method-assign]
+        self._replaced.callback(delattr, torch.UntypedStorage, "nbytes")
         torch.get_rng_state = counted_state
         self._replaced.callback(setattr, torch, "get_rng_state", state)
         self._replace_reads()
@@ -158,7 +172,7 @@ class HollowMode(TorchDispatchMode):
         return None
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(_tensors((args, kwargs)))
+        given = _tensors((*args, *kwargs.values()))
         for tensor in given:
             self.meter.see(tensor)
         if _keeps_memory(func):
@@ -188,7 +202,7 @@ class HollowMode(TorchDispatchMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in _tensors((result,)):
             self.meter.see(tensor)
         return result
 
@@ -229,7 +243,7 @@ class HollowMode(TorchDispatchMode):
             if not isinstance(leaf, torch.Tensor):
                 outputs.append(leaf)
             elif owner is None:
-                made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                made = _empty(leaf)
                 self.meter.see(made, hollow=True)
                 outputs.append(made)
             else:
@@ -240,6 +254,17 @@ class HollowMode(TorchDispatchMode):
 def real_tensors() -> AbstractContextManager[Any]:
     """Return a context inside a :class:`HollowMode` in which operators compute, and nothing is counted."""
     return _disable_current_modes()
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory; a large one in address space that the system does not promise memory for."""
+    numel = like.untyped_storage().nbytes() // like.itemsize
+    if like.is_meta or numel * like.itemsize < LARGE_BYTES:
+        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+    # Not torch's allocator: Linux refuses a single allocation above the memory of the machine.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    space = torch.frombuffer(mmap.mmap(-1, numel * like.itemsize, flags=flags), dtype=like.dtype)
+    return space.as_strided(like.size(), like.stride())
 
 
 def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
@@ -274,8 +299,15 @@ def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
     )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among an operator's arguments or results; called for each, and pytree took a third of it."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
 
 
 def _alias(owner: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -316,11 +348,16 @@ def _keeps_memory(func: Any) -> bool:
     return is_view or schema.name in _SHAPE_ONLY or torch.Tag.inplace_view in func.tags
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """Yield the tensors that an operator writes to."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to."""
+    return _tensors(args[index] if index < len(args) else kwargs.get(name) for index, name in _written_places(func))
+
+
+@functools.cache
+def _written_places(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operator writes to."""
+    places = enumerate(func._schema.arguments)
+    return [(index, one.name) for index, one in places if one.alias_info is not None and one.alias_info.is_write]
 
 
 def _unknown(func: Any) -> ModelError:
