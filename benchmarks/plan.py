@@ -249,6 +249,8 @@ def _runs() -> list[Run]:
     found += [("gpt2", {"training": (("precision", "fp16"),), "ranks": ranks}) for ranks in (1, 2)]
     found += [("llama", {"training": (("precision", "fp16"), fused)})]
     found += [("t5", {"training": (("gradient_accumulation_steps", 2), packed), "ranks": 3})]
+    found += [(model, {"training": (("z_loss", 1e-4), ("label_smoothing_factor", 0.1))}) for model in ("t5", "llama")]
+    found += [("mixtral", {"options": (("output_router_logits", True),)})]
     found += [(model, {"evaluates": True}) for model in ("t5", "llama")]
     return [Run(model, MODELS[model], **options) for model, options in found]
 

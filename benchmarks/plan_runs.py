@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fullshard.comm import Comm
 from fullshard.config import RunConfig, load_run
 from fullshard.data import Batch, steps
-from fullshard.models import train_tokenizer
+from fullshard.models import Objective, train_tokenizer
 from fullshard.planner.meter import EVALUATION
 from fullshard.train.evaluation.evaluate import evaluate
 from fullshard.train.plan import largest_batches, plan_run
@@ -61,13 +61,14 @@ class Run:
     training: tuple[tuple[str, Any], ...] = ()
     sharding: tuple[tuple[str, Any], ...] = ()
     adapter: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()  # of the model's section
     evaluates: bool = False
     ranks_each: None = None
 
     @property
     def name(self) -> str:
         """What differs from the defaults."""
-        given = [f"{key}={value}" for key, value in (*self.training, *self.sharding, *self.adapter)]
+        given = [f"{key}={value}" for key, value in (*self.training, *self.sharding, *self.adapter, *self.options)]
         given += ["evaluates"] if self.evaluates else []
         return " ".join(["run", self.model, f"{self.ranks}r", *given])
 
@@ -80,7 +81,7 @@ class Run:
     def config(self) -> RunConfig:
         """The run file."""
         directory = files(self.make)
-        model: dict[str, Any] = {"path": str(directory / "model")}
+        model: dict[str, Any] = {"path": str(directory / "model"), **dict(self.options)}
         if self.adapter:
             model["adapter"] = dict(self.adapter)
         data = {"train_file": str(directory / "train.csv"), "cache_dir": str(directory / "cache")}
@@ -95,8 +96,9 @@ class Run:
             values["data"]["validation_fraction"] = 0.2
             values["training"]["eval_strategy"] = "epoch"
             values["evaluation"] = {"metric": "perplexity"}
-        path = directory / "run.yaml"
-        path.write_text(yaml.safe_dump(values))
+        path = directory / f"{abs(hash(self))}.yaml"
+        if not path.exists():  # planned before ranks are forked, which read it at once
+            path.write_text(yaml.safe_dump(values))
         return load_run(path, [])
 
     def predict(self) -> dict[str, Any]:
@@ -119,13 +121,13 @@ class Run:
 
 def _step(parts: Assembly, batches: list[Batch], mark: Mark) -> None:
     mark("forward")
-    limit = parts.config.training.max_grad_norm
-    spec = StepSpec(1, 0.0, 1e-4, limit, parts.collate.causal, router_loss=parts.router_loss)
+    training, causal = parts.config.training, parts.collate.causal
+    objective = Objective(training.label_smoothing_factor, training.z_loss)
+    spec = StepSpec(1, 0.0, 1e-4, training.max_grad_norm, causal, objective=objective, router_loss=parts.router_loss)
     issue_step(parts.model, parts.optimizer, batches, parts.comm, spec, parts.scaler).report()
 
 
 def _evaluate(parts: Assembly, mark: Mark) -> None:
     mark(EVALUATION)
-    parts.optimizer.zero_grad()
     assert parts.evaluation is not None, "its run has held-out rows"
     evaluate(parts.model, parts.tokenizer, parts.evaluation, parts.comm, step=1, epoch=1.0)

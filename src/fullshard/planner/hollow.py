@@ -45,6 +45,14 @@ _CONSTANTS_LIKE |= {"aten::new_ones", "aten::new_zeros", "aten::new_full"}
 _CONSTANT_NUMEL = 1 << 16
 """Elements up to which floats from these operators keep their values: masks of ones are made of them."""
 
+_IN_PLACE: dict[Any, Any] = {
+    torch.ops.aten.index_put.default: torch.ops.aten._index_put_impl_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+}
+"""What autograd's formulas of indexing call in place on fresh zeros, except while a dispatch mode is on, as here."""
+
 _GROUPED = torch.ops.aten._grouped_mm.default
 """The experts' products. Torch says their shape for bf16 alone; it computes every dtype."""
 
@@ -147,10 +155,11 @@ class HollowMode(TorchDispatchMode):
             ModelError: Its result depends on values, or torch does not know its shape.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.ops.aten.add.Tensor and in_backward() and not torch.is_grad_enabled():
-                taken = self._summed_in_place(*args, **(kwargs or {}))
+            if in_backward() and not torch.is_grad_enabled():
+                taken = self._summed_in_place(*args, **(kwargs or {})) if func is torch.ops.aten.add.Tensor else None
                 if taken is not None:
                     return taken
+                func = _IN_PLACE.get(func, func)
             return self._run(func, args, kwargs or {})
 
     def _summed_in_place(self, one: Any, other: Any, alpha: Any = 1) -> torch.Tensor | None:
@@ -184,9 +193,11 @@ class HollowMode(TorchDispatchMode):
         try:
             shapes = self._shapes_of(func, args, kwargs, given)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            if not known:
-                raise _unknown(func) from error
-            return self._computed(func, args, kwargs)
+            if known:
+                return self._computed(func, args, kwargs)
+            if func is torch.ops.aten.index.Tensor and not any(map(self.meter.is_hollow, _tensors(args[1]))):
+                return self._run(func, (args[0], self._places(args[1])), kwargs)
+            raise _unknown(func) from error
         except UnsupportedOperatorException as error:
             raise ModelError(
                 f"The plan cannot follow {func}: torch does not know the shape of its result without computing it. "
@@ -199,6 +210,14 @@ class HollowMode(TorchDispatchMode):
         result = self._hollow(shapes, given)
         self.meter.pulse(_cast_bytes(func, given))
         return result
+
+    def _places(self, indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the indices with the places of masks, whose number is known, as the kernel makes them."""
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype == torch.bool
+            found += self._computed(torch.nonzero, (index,), {}).unbind(1) if is_mask else [index]
+        return found
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
