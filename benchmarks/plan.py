@@ -2,12 +2,14 @@
 
     python benchmarks/plan.py [--fresh] [--only WORD] [--out PATH]
 
-Every configuration is planned first: ``fullshard.plan``, one process, no memory. Then it is trained for three steps on
-gloo processes, with ``fullshard.comm.MemoryMeter`` from before the model is built: the allocator's own record, with
-temporaries inside operators. Compared are the peak of the three steps (that of the rank with most), the bytes sent and
-the number of collectives in the third step, and the engine's own account. Errors are signed shares of the measured
-figure: below zero, the plan was too small. A *false fit* is a plan that calls a memory one byte smaller than the
-measured peak large enough; ``Plan.fits`` asks for 1 % more than the plan's peak.
+Every configuration is planned first: ``fullshard.plan`` for a module, ``fullshard plan`` for a run file (``run ...``),
+one process, no memory. Then it is trained for three steps on gloo processes, with ``fullshard.comm.MemoryMeter`` from
+before the model is built: the allocator's own record, with temporaries inside operators. A run with packing or a budget
+of tokens takes the steps of its own first epoch, twice: the largest batch may come before the optimizer has a state.
+Compared are the peak of the steps (that of the rank with most), the bytes sent and the number of collectives of the
+last step, and the engine's own account. Errors are signed shares of the measured figure: below
+zero, the plan was too small. A *false fit* is a plan that calls a memory one byte smaller than the measured peak
+large enough; ``Plan.fits`` asks for 1 % more than the plan's peak.
 
 Rows that the file has already are kept, so that a run that was stopped goes on; --fresh starts over.
 """
@@ -25,6 +27,8 @@ from typing import Any
 
 import torch
 from measure import silenced
+from peft import LoraConfig, get_peft_model
+from plan_runs import LORA, Mark, Run
 from ranks import on_ranks, quiet
 from torch import nn
 from transformers import (
@@ -34,7 +38,11 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -43,6 +51,7 @@ import fullshard
 from fullshard import MixedPrecision, ShardingStrategy, optim
 from fullshard.comm import Comm, MemoryMeter, RecordingComm
 from fullshard.comm.machine_axes import axes_of
+from fullshard.planner.meter import EVALUATION
 from fullshard.planner.plan import MARGIN
 
 LATEST = Path(__file__).parent / "results" / "plan.json"
@@ -74,23 +83,45 @@ def llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=5, vocab_size=4000))
 
 
+def qwen() -> PreTrainedModel:
+    """Return a Qwen3, which has norms of queries and keys, with a tied head."""
+    shape = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = Qwen3Config(**shape, head_dim=32, num_hidden_layers=4, vocab_size=4000, tie_word_embeddings=True)
+    return Qwen3ForCausalLM(config)
+
+
+def mixtral() -> PreTrainedModel:
+    """Return a Mixtral of four experts; transformers computes them by grouped products, whatever their routing."""
+    shape = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 6, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(**shape, num_hidden_layers=3, vocab_size=4000, num_local_experts=4))
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "t5": t5,
     "t5-large": partial(t5, 2),
     "bart": bart,
     "gpt2": gpt2,
     "llama": llama,
+    "qwen": qwen,
+    "mixtral": mixtral,
 }
+SEQ2SEQ = ("t5", "t5-large", "bart")
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
-    "adafactor": lambda model: optim.Adafactor(model.parameters()),
+    "adamw": lambda model: torch.optim.AdamW(_trainable(model), lr=1e-4, fused=True),
+    "adamw_8bit": lambda model: optim.AdamW8bit(_trainable(model), lr=1e-4),
+    "adamw_bf16": lambda model: optim.AdamWBF16(_trainable(model), lr=1e-4),
+    "adafactor": lambda model: optim.Adafactor(_trainable(model)),
     "muon": lambda model: optim.Muon(optim.muon_groups(model), lr=1e-3),
 }
 
 
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 @dataclass(frozen=True)
 class Configuration:
-    """One planned and measured run."""
+    """One planned and measured model."""
 
     model: str
     ranks: int = 2
@@ -100,12 +131,15 @@ class Configuration:
     optimizer: str = "adamw"
     batch: tuple[int, int] = (4, 64)  # rows and tokens a row; an encoder-decoder's targets have half as many
     ranks_each: int | None = None
+    reentrant: bool = False  # checkpointing of the older kind
+    frozen: str | None = None  # with LoRA: how the frozen model is kept; None: no adapter
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
         """Set the name."""
         parts = [self.model, f"{self.ranks}r", self.strategy.lower(), self.precision, self.optimizer]
         parts += [f"{self.batch[0]}x{self.batch[1]}", *(["checkpointing"] if self.checkpointing else [])]
+        parts += [*(["reentrant"] if self.reentrant else []), *([f"lora {self.frozen}"] if self.frozen else [])]
         object.__setattr__(self, "name", " ".join(parts))
 
     def make(self) -> PreTrainedModel:
@@ -113,7 +147,12 @@ class Configuration:
         torch.manual_seed(0)
         model = MODELS[self.model]()
         if self.checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": self.reentrant})
+        if self.reentrant:
+            model.enable_input_require_grads()
+        if self.frozen is not None:
+            task = "SEQ_2_SEQ_LM" if self.model in SEQ2SEQ else "CAUSAL_LM"
+            model = get_peft_model(model, LoraConfig(task_type=task, r=LORA["r"]))
         return model.train()
 
     def inputs(self) -> dict[str, Any]:
@@ -121,55 +160,119 @@ class Configuration:
         rows, tokens = self.batch
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(3, 4000, (rows, tokens), generator=generator)
-        labels = ids if self.model in ("gpt2", "llama") else ids[:, : tokens // 2].clone()
+        labels = ids[:, : tokens // 2].clone() if self.model in SEQ2SEQ else ids
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "use_cache": False}
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of ``fully_shard``."""
         precision = MixedPrecision(param="bfloat16", reduce="float32") if self.precision == "bf16" else None
-        return {"strategy": ShardingStrategy[self.strategy], "mp_policy": precision}
+        return {
+            "strategy": ShardingStrategy[self.strategy],
+            "mp_policy": precision,
+            **({} if self.frozen is None else {"frozen": self.frozen}),
+        }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, as they go into the results."""
+        return {key: value for key, value in asdict(self).items() if key != "name"}
+
+    def predict(self) -> dict[str, Any]:
+        """Plan it."""
+        return fullshard.plan(
+            self.make,
+            self.inputs,
+            world_size=self.ranks,
+            ranks_each=self.ranks_each,
+            optimizer_fn=OPTIMIZERS[self.optimizer],
+            **self.options,
+        ).as_dict()
+
+    def build(self, axes: Sequence[Comm]) -> tuple[Any, list[Callable[[Mark], None]]]:
+        """Return the sharded model and its steps."""
+        ranks: Any = axes[0] if self.ranks_each is None else tuple(axes)
+        model: Any = fullshard.fully_shard(self.make(), ranks, **self.options)
+        optimizer = OPTIMIZERS[self.optimizer](model)
+        batch = self.inputs()
+
+        def step(mark: Mark) -> None:
+            mark("forward")
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            mark("backward")
+            loss.backward()
+            del loss
+            mark("optimizer")
+            optimizer.step()
+
+        return model, [step] * STEPS
 
 
-def configurations() -> list[Configuration]:
+def configurations() -> list[Configuration | Run]:
     """Return the configurations, without repetitions."""
+    return list(dict.fromkeys([*_models(), *_adapted(), *_runs()]))
+
+
+def _models() -> list[Configuration]:
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-    small = ("t5", "bart", "gpt2", "llama")
+    small = ("t5", "bart", "gpt2", "llama", "qwen", "mixtral")
     found = [Configuration(model, strategy=strategy) for model in small for strategy in strategies]
     found += [Configuration(model, precision="bf16", checkpointing=on) for model in small for on in (False, True)]
     found += [Configuration(model, checkpointing=True) for model in small]
-    found += [Configuration(model, optimizer=name) for model in small for name in ("adafactor", "muon")]
-    found += [Configuration(model, ranks=ranks) for model in small for ranks in (1, 3)]
-    found += [Configuration(model, batch=shape) for model in small for shape in ((1, 32), (8, 96))]
+    found += [Configuration(model, checkpointing=True, reentrant=True) for model in small]
+    found += [Configuration(model, optimizer=name) for model in small for name in OPTIMIZERS]
+    found += [Configuration(model, ranks=ranks) for model in small for ranks in (1, 3, 4)]
+    found += [Configuration(model, batch=shape) for model in small for shape in ((1, 32), (8, 96), (2, 200))]
     found += [Configuration("t5-large", checkpointing=on, optimizer=o) for on in (False, True) for o in OPTIMIZERS]
     found += [Configuration(model, ranks=3, optimizer="muon", precision="bf16") for model in ("t5", "llama")]
     hybrid = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-    found += [Configuration("t5", ranks=4, strategy=strategy, ranks_each=2) for strategy in hybrid]
-    return list(dict.fromkeys(found))
+    return found + [Configuration(m, ranks=4, strategy=s, ranks_each=2) for m in ("t5", "llama") for s in hybrid]
 
 
-def predict(one: Configuration) -> dict[str, Any]:
+def _adapted() -> list[Configuration]:
+    found = [Configuration(model, frozen=kept) for model in ("t5", "bart", "gpt2", "llama") for kept in KEPT]
+    found += [Configuration(model, frozen="shard", checkpointing=True) for model in ("t5", "llama")]
+    return found + [Configuration(model, frozen="shard", precision="bf16") for model in ("t5", "gpt2", "llama")]
+
+
+def _runs() -> list[Run]:
+    fused, packed, bf16 = ("fused_cross_entropy", True), ("packing", True), ("precision", "bf16")
+    saved, budget = ("gradient_checkpointing", True), ("per_device_train_batch_tokens", 400)
+    each = [(), (fused,), (packed,), (budget,), (packed, budget), (fused, packed, saved), (fused, bf16)]
+    found = [(model, {"training": one}) for model in ("t5", "llama", "qwen") for one in each]
+    found += [(model, {"training": one}) for model in ("bart", "gpt2", "mixtral") for one in ((), (fused,), (budget,))]
+    found += [(model, {"adapter": (("type", kind),)}) for model in ("t5", "llama") for kind in ADAPTERS]
+    found += [("t5", {"training": (("optimizer", name),)}) for name in OPTIMIZERS if name != "adamw"]
+    found += [("t5", {"adapter": (*LORA.items(),), "sharding": (("frozen", kept),)}) for kept in KEPT]
+    found += [("llama", {"adapter": (*LORA.items(),), "training": (fused, packed, saved, bf16)})]
+    found += [("gpt2", {"training": (("precision", "fp16"),), "ranks": ranks}) for ranks in (1, 2)]
+    found += [("llama", {"training": (("precision", "fp16"), fused)})]
+    found += [("t5", {"training": (("gradient_accumulation_steps", 2), packed), "ranks": 3})]
+    found += [(model, {"training": (("z_loss", 1e-4), ("label_smoothing_factor", 0.1))}) for model in ("t5", "llama")]
+    found += [("mixtral", {"options": (("output_router_logits", True),)})]
+    found += [(model, {"evaluates": True}) for model in ("t5", "llama")]
+    return [Run(model, MODELS[model], **options) for model, options in found]
+
+
+KEPT = ("shard", "replicate", "auto")
+ADAPTERS = ("dora", "ia3", "prompt", "prefix")
+
+
+def predict(one: Configuration | Run) -> dict[str, Any]:
     """Plan a configuration."""
     started = time.perf_counter()
-    plan = fullshard.plan(
-        one.make,
-        one.inputs,
-        world_size=one.ranks,
-        ranks_each=one.ranks_each,
-        optimizer_fn=OPTIMIZERS[one.optimizer],
-        **one.options,
-    )
-    return {**plan.as_dict(), "seconds": round(time.perf_counter() - started, 2)}
+    return {**one.predict(), "seconds": round(time.perf_counter() - started, 2)}
 
 
-def measure(one: Configuration) -> dict[str, Any]:
+def measure(one: Configuration | Run) -> dict[str, Any]:
     """Train a configuration on real ranks; peaks are those of the rank with most, the rest is the planned rank's."""
     ranks = on_ranks(one.ranks, _measured, one, timeout_s=TIMEOUT_S)
     highest = max(range(one.ranks), key=lambda rank: ranks[rank]["peak_bytes"])
     return {**ranks[highest], "rank": highest}
 
 
-def _measured(comm: Comm, one: Configuration) -> dict[str, Any]:
+def _measured(comm: Comm, one: Configuration | Run) -> dict[str, Any]:
     axes = [comm] if one.ranks_each is None else list(axes_of(comm, one.ranks_each))
     recorded = [RecordingComm(axis) for axis in axes]
     marks: list[tuple[str, float]] = []
@@ -179,27 +282,19 @@ def _measured(comm: Comm, one: Configuration) -> dict[str, Any]:
 
     with silenced(), MemoryMeter(torch.device("cpu")) as meter:
         mark("before_first_step")
-        ranks: Any = recorded[0] if one.ranks_each is None else tuple(recorded)
-        model: Any = fullshard.fully_shard(one.make(), ranks, **one.options)
-        optimizer = OPTIMIZERS[one.optimizer](model)
-        batch = one.inputs()
-        for _ in range(STEPS):
+        model, steps = one.build(recorded)
+        entries: list[Any] = []
+        for step in steps:
             for axis in recorded:
                 axis.entries.clear()
-            mark("forward")
-            optimizer.zero_grad()
-            loss = model(**batch).loss
-            mark("backward")
-            loss.backward()
-            del loss
-            mark("optimizer")
-            optimizer.step()
+            step(mark)
+            if marks[-1][0] != EVALUATION:
+                entries = [entry for axis in recorded if axis.size > 1 for entry in axis.entries]
     account = model._fullshard_runtime.account
-    entries = [entry for axis in recorded if axis.size > 1 for entry in axis.entries]
     kinds = sorted({entry.collective for entry in entries})
     peaks = _peaks(meter, marks)
     return {
-        "peak_bytes": max(peak for phase, peak in peaks.items() if phase != "before_first_step"),
+        "peak_bytes": max(peak for phase, peak in peaks.items() if phase not in ("before_first_step", EVALUATION)),
         "phase_peaks": peaks,
         "account": {**account.peak, "total": account.peak_total},
         "collectives": {kind: sum(e.collective == kind for e in entries) for kind in kinds},
@@ -225,14 +320,15 @@ def _peaks(meter: MemoryMeter, marks: Sequence[tuple[str, float]]) -> dict[str, 
     return peaks
 
 
-def compared(one: Configuration, predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+def compared(one: Configuration | Run, predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """Return a row of the table."""
     error = predicted["peak_bytes"] / measured["peak_bytes"] - 1
     exact = {key: predicted[key] == measured[key] for key in ("collectives", "sent_bytes", "account")}
-    settings = {key: value for key, value in asdict(one).items() if key != "name"}
+    planned, found = (figures["phase_peaks"].get(EVALUATION) for figures in (predicted, measured))
     return {
+        **({} if found is None else {"evaluation_error": round(planned / found - 1, 6)}),
         "name": one.name,
-        "settings": settings,
+        "settings": one.settings,
         "predicted": predicted,
         "measured": measured,
         "memory_error": round(error, 6),

@@ -1,5 +1,7 @@
 """A small T5, its batch and options, planned in one process and measured on ranks."""
 
+from functools import partial
+
 import torch
 import yaml
 from transformers import T5Config, T5ForConditionalGeneration
@@ -41,7 +43,29 @@ def write_run(directory, **changes):
     return path
 
 
-def write_directory_run(directory):
+def write_directory_run(directory, **changes):
     """Write a run file that trains a small T5 from a directory, and return its path."""
     write_t5(directory / "model", [*WORDS, *WORDS.values()] * 30)
-    return write_run(directory, model={"path": str(directory / "model")}, training__gradient_checkpointing=True)
+    return write_run(directory, **{"model": {"path": str(directory / "model")}, **changes})
+
+
+def write_adapter_run(directory):
+    """Write a run file that trains a LoRA adapter of it, and return its path."""
+    model = {"path": str(directory / "model"), "adapter": {"type": "lora", "r": 4}}
+    return write_directory_run(directory, model=model, sharding={"frozen": "replicate"})
+
+
+def write_packed_run(directory):
+    """Write a run file with packed batches of a budget of tokens and a fused loss, and return its path."""
+    options = {"packing": True, "per_device_train_batch_tokens": 60, "fused_cross_entropy": True}
+    options |= {"gradient_accumulation_steps": 1, "gradient_checkpointing": True}
+    return write_directory_run(directory, training={"learning_rate": 1e-3, "eval_strategy": "no", **options})
+
+
+RUNS = {
+    "run": write_run,
+    "directory": partial(write_directory_run, training__gradient_checkpointing=True),
+    "adapter": write_adapter_run,
+    "packed": write_packed_run,
+}
+"""Functions that write run files, by case."""

@@ -9,7 +9,11 @@ from fullshard.data.batching.collate import (
     RowRef as RowRef,
     collate as collate,
 )
-from fullshard.data.batching.padding import padding_share as padding_share, step_sizes as step_sizes
+from fullshard.data.batching.padding import (
+    batch_shapes as batch_shapes,
+    padding_share as padding_share,
+    step_sizes as step_sizes,
+)
 from fullshard.data.batching.stream import (
     BatchPlan as BatchPlan,
     EpochPlan as EpochPlan,

@@ -8,9 +8,10 @@ torch's FakeTensorMode says what each operator returns.
 from __future__ import annotations
 
 import functools
+import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ModelError
@@ -32,11 +33,28 @@ from fullshard.planner.meter import Meter
 KNOWN_NUMEL = 1 << 18
 """Elements up to which whole numbers (token ids, masks, checksums) keep their values: programs branch on them."""
 
+LARGE_BYTES = 1 << 30
+"""Bytes from which a tensor has address space only."""
+
+_NORESERVE = 0x4000
+"""Linux's ``MAP_NORESERVE``, which Python's mmap does not name before 3.13."""
+
 _CONSTANTS = {"aten::ones", "aten::zeros", "aten::full", "aten::arange", "aten::scalar_tensor"}
 _CONSTANTS_LIKE = {"aten::ones_like", "aten::zeros_like", "aten::full_like"}
 _CONSTANTS_LIKE |= {"aten::new_ones", "aten::new_zeros", "aten::new_full"}
 _CONSTANT_NUMEL = 1 << 16
 """Elements up to which floats from these operators keep their values: masks of ones are made of them."""
+
+_IN_PLACE: dict[Any, Any] = {
+    torch.ops.aten.index_put.default: torch.ops.aten._index_put_impl_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+}
+"""What autograd's formulas of indexing call in place on fresh zeros, except while a dispatch mode is on, as here."""
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+"""The experts' products. Torch says their shape for bf16 alone; it computes every dtype."""
 
 _SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
 """Operators that change or return their argument without reading it, apart from views."""
@@ -56,24 +74,39 @@ class HollowMode(TorchDispatchMode):
 
     Whole numbers that follow from known ones are computed, up to 262,144 elements a tensor, so that a model may look at
     its masks and the engine at its checksums. Everything else is hollow: a float's value is never known.
+
+    Attributes:
+        on_operator: Called with each operator, its arguments and its result.
+        assumed: What a program reads where it reads a value that nobody knows; None: that is an error.
     """
 
     def __init__(self, meter: Meter) -> None:
         """Report every tensor to ``meter``."""
         super().__init__()
         self.meter = meter
-        self.on_operator: Callable[[Any, Any, Any, Any], None] = lambda func, args, kwargs, result: None
+        self.on_operator: Callable[[Any, Any, Any, Any], None] = self.ignore
+        self.assumed: Callable[[], float] | None = None
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self._known_shapes: dict[Any, _Shapes] = {}
         self._unshared: tuple[int, int, int] | None = None
+
+    @staticmethod
+    def ignore(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Do nothing about an operator."""
 
     def __enter__(self) -> HollowMode:
         """Start; also count what no operator does: resized storages, and copies of the random state."""
-        resize, state, meter = torch.UntypedStorage.resize_, torch.get_rng_state, self.meter
+        resize, size_of, state = torch.UntypedStorage.resize_, torch.UntypedStorage.nbytes, torch.get_rng_state
+        meter = self.meter
 
         def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            meter.resized(storage)
-            return result
+            if storage.resizable():
+                resize(storage, size)
+            meter.resized(storage, size)
+            return storage
+
+        def counted_size(storage: torch.UntypedStorage) -> int:
+            return size_of(storage) if storage.resizable() else meter.size_of(storage, size_of(storage))
 
         def counted_state() -> torch.Tensor:
             made = state()
@@ -83,11 +116,32 @@ class HollowMode(TorchDispatchMode):
         self._replaced = ExitStack()
         torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign]
         self._replaced.callback(delattr, torch.UntypedStorage, "resize_")
+        torch.UntypedStorage.nbytes = counted_size  # type: ignore[method-assign]
+        self._replaced.callback(delattr, torch.UntypedStorage, "nbytes")
         torch.get_rng_state = counted_state
         self._replaced.callback(setattr, torch, "get_rng_state", state)
+        self._replace_reads()
         super().__enter__()
         self._count_references()
         return self
+
+    def _replace_reads(self) -> None:
+        """Have ``tolist`` ask for values: it calls no operator, and hollow tensors have random content."""
+        to_list = torch.Tensor.tolist
+
+        def read_list(tensor: torch.Tensor) -> Any:
+            if not self.meter.is_hollow(tensor):
+                return to_list(tensor)
+            return to_list(torch.full(tensor.shape, self._assume("tolist"), dtype=tensor.dtype))
+
+        torch.Tensor.tolist = read_list  # type: ignore[method-assign]
+        self._replaced.callback(delattr, torch.Tensor, "tolist")
+
+    def _assume(self, func: Any) -> float:
+        """Return what is read for a value that nobody knows."""
+        if self.assumed is None:
+            raise _unknown(func)
+        return self.assumed()
 
     def _count_references(self) -> None:
         """Find out how many references there are to a gradient that only autograd's sum holds."""
@@ -107,10 +161,11 @@ class HollowMode(TorchDispatchMode):
             ModelError: Its result depends on values, or torch does not know its shape.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.ops.aten.add.Tensor and in_backward() and not torch.is_grad_enabled():
-                taken = self._summed_in_place(*args, **(kwargs or {}))
+            if in_backward() and not torch.is_grad_enabled():
+                taken = self._summed_in_place(*args, **(kwargs or {})) if func is torch.ops.aten.add.Tensor else None
                 if taken is not None:
                     return taken
+                func = _IN_PLACE.get(func, func)
             result = self._run(func, args, kwargs or {})
             self.on_operator(func, args, kwargs or {}, result)
             return result
@@ -134,19 +189,23 @@ class HollowMode(TorchDispatchMode):
         return None
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(_tensors((args, kwargs)))
+        given = _tensors((*args, *kwargs.values()))
         for tensor in given:
             self.meter.see(tensor)
         if _keeps_memory(func):
             return self._computed(func, args, kwargs)
         read = [] if func._schema.name in _CONSTANTS_LIKE else given
         known = not any(map(self.meter.is_hollow, read))
+        if func is torch.ops.aten._local_scalar_dense.default and not known:
+            return self._assume(func)
         try:
             shapes = self._shapes_of(func, args, kwargs, given)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            if not known:
-                raise _unknown(func) from error
-            return self._computed(func, args, kwargs)
+            if known:
+                return self._computed(func, args, kwargs)
+            if func is torch.ops.aten.index.Tensor and not any(map(self.meter.is_hollow, _tensors(args[1]))):
+                return self._run(func, (args[0], self._places(args[1])), kwargs)
+            raise _unknown(func) from error
         except UnsupportedOperatorException as error:
             raise ModelError(
                 f"The plan cannot follow {func}: torch does not know the shape of its result without computing it. "
@@ -160,19 +219,37 @@ class HollowMode(TorchDispatchMode):
         self.meter.pulse(_cast_bytes(func, given))
         return result
 
+    def _places(self, indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the indices with the places of masks, whose number is known, as the kernel makes them."""
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype == torch.bool
+            found += self._computed(torch.nonzero, (index,), {}).unbind(1) if is_mask else [index]
+        return found
+
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in _tensors((result,)):
             self.meter.see(tensor)
         return result
 
     def _shapes_of(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
+        """Return the outputs of an operator; blocks of one kind ask torch once."""
+        key = _key(func, args, kwargs, given)
+        if key is None:
+            return self._fake_shapes(func, args, kwargs, given)
+        if key not in self._known_shapes:
+            self._known_shapes[key] = self._fake_shapes(func, args, kwargs, given)
+        return self._known_shapes[key]
+
+    def _fake_shapes(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
         """Return the outputs of an operator on fake inputs."""
         made: dict[int, FakeTensor] = {}
 
         def fake_of(tensor: torch.Tensor) -> FakeTensor:
             if id(tensor) not in made:
-                shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+                dtype = torch.bfloat16 if func is _GROUPED and tensor.is_floating_point() else tensor.dtype
+                shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
                 made[id(tensor)] = FakeTensor(self._fake, shape, tensor.device)
             return made[id(tensor)]
 
@@ -180,6 +257,8 @@ class HollowMode(TorchDispatchMode):
         with self._fake:
             result = func(*fake_args, **fake_kwargs)
         inputs = {made[id(tensor)].untyped_storage()._cdata: index for index, tensor in enumerate(given)}
+        if func is _GROUPED:
+            result = result.to(given[0].dtype)
         leaves, spec = tree_flatten(result)
         owners = [inputs.get(t.untyped_storage()._cdata) if isinstance(t, torch.Tensor) else None for t in leaves]
         return _Shapes(leaves, owners, spec)
@@ -191,12 +270,48 @@ class HollowMode(TorchDispatchMode):
             if not isinstance(leaf, torch.Tensor):
                 outputs.append(leaf)
             elif owner is None:
-                made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                made = _empty(leaf)
                 self.meter.see(made, hollow=True)
                 outputs.append(made)
             else:
                 outputs.append(_alias(given[owner], leaf))
         return tree_unflatten(outputs, shapes.spec)
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Return a context inside a :class:`HollowMode` in which operators compute, and nothing is counted."""
+    return _disable_current_modes()
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory; a large one in address space that the system does not promise memory for."""
+    numel = like.untyped_storage().nbytes() // like.itemsize
+    if like.is_meta or numel * like.itemsize < LARGE_BYTES:
+        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+    # Not torch's allocator: Linux refuses a single allocation above the memory of the machine.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    space = torch.frombuffer(mmap.mmap(-1, numel * like.itemsize, flags=flags), dtype=like.dtype)
+    return space.as_strided(like.size(), like.stride())
+
+
+def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+    """Return what an operator's shapes depend on, to be compared; None if that cannot be said."""
+    places = {id(tensor): index for index, tensor in enumerate(reversed(given))}  # an input given twice is one owner
+
+    def part(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            form = (value.size(), value.stride(), value.storage_offset(), value.dtype, value.device)
+            return (places[id(value)], *form)
+        if isinstance(value, (list, tuple)):
+            return (type(value), *map(part, value))
+        return type(value), value  # 1, 1.0 and True are equal, and promote dtypes differently
+
+    key = (func, torch.get_default_dtype(), part(args), *((name, part(kwargs[name])) for name in kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
@@ -211,8 +326,15 @@ def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
     )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among an operator's arguments or results; called for each, and pytree took a third of it."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
 
 
 def _alias(owner: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -253,11 +375,16 @@ def _keeps_memory(func: Any) -> bool:
     return is_view or schema.name in _SHAPE_ONLY or torch.Tag.inplace_view in func.tags
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """Yield the tensors that an operator writes to."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to."""
+    return _tensors(args[index] if index < len(args) else kwargs.get(name) for index, name in _written_places(func))
+
+
+@functools.cache
+def _written_places(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operator writes to."""
+    places = enumerate(func._schema.arguments)
+    return [(index, one.name) for index, one in places if one.alias_info is not None and one.alias_info.is_write]
 
 
 def _unknown(func: Any) -> ModelError:

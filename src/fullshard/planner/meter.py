@@ -12,6 +12,9 @@ import torch
 PHASES = ("before_first_step", "forward", "backward", "optimizer")
 """The phases of a plan: everything before the measured steps, and the three parts of a step."""
 
+EVALUATION = "evaluation"
+"""The phase of a plan that has one: a forward without gradients, between steps."""
+
 
 class _Held:
     """A storage that is alive: its bytes, and whether nobody knows its values."""
@@ -71,12 +74,17 @@ class Meter:
         held = self._held.get(tensor.untyped_storage()._cdata)
         return held is not None and held.hollow
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Count a storage anew after it was resized in place."""
         held = self._held.get(storage._cdata)
         if held is not None:
-            before, held.nbytes = held.nbytes, storage.nbytes()
+            before, held.nbytes = held.nbytes, nbytes
             self._change(held.nbytes - before)
+
+    def size_of(self, storage: torch.UntypedStorage, otherwise: int) -> int:
+        """Return the bytes that a storage counts, or ``otherwise`` if nobody has seen it."""
+        held = self._held.get(storage._cdata)
+        return otherwise if held is None else held.nbytes
 
     def pulse(self, nbytes: int) -> None:
         """Count memory that an operator takes and gives back before it returns."""

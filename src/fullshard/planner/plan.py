@@ -49,6 +49,7 @@ _PHASES = {
     "forward": "peak in forward",
     "backward": "peak in backward",
     "optimizer": "peak in the optimizer step",
+    "evaluation": "peak in evaluation (loss)",
 }
 
 
@@ -65,7 +66,7 @@ class Plan:
             ``gradient_buffers`` (unsharded gradients that wait to be reduced), ``gradient_shards``,
             ``buffers_and_batch`` (everything else that is held between steps) and ``activations_and_temporaries``.
         phase_peaks: Most bytes alive at once ``before_first_step`` (while the model is built and sharded), and in a
-            step's ``forward``, ``backward`` and ``optimizer``.
+            step's ``forward``, ``backward`` and ``optimizer``; of a run that evaluates its loss also in ``evaluation``.
         account: Peaks of the engine's own buffers: ``shards``, ``gathered``, ``gradients``, and their ``total``.
         sent_bytes: Bytes sent to other ranks in a step, by kind of collective.
         collectives: Number of collectives in a step, by kind.

@@ -68,8 +68,13 @@ class Ledger:
     def __init__(self, rank: int, size: int) -> None:
         """Be ``rank`` of ``size`` ranks on the CPU."""
         self.comms: list[RecordingComm] = []
-        self.note: Callable[[str, int, range], Work] = lambda kind, sent_bytes, ranks: DONE
+        self.note: Callable[[str, int, range], Work] = self.ignore
         self.world = self.recorded(rank, range(size))
+
+    @staticmethod
+    def ignore(kind: str, sent_bytes: int, ranks: range) -> Work:
+        """Do nothing about a collective."""
+        return DONE
 
     def recorded(self, rank: int, ranks: range) -> Comm:
         """Return a communicator of ``ranks`` that writes down, and tells :attr:`note` what is issued.

@@ -16,7 +16,7 @@ from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.recorder import SilentRecorder
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.planner.hollow import HollowMode
-from fullshard.planner.meter import PHASES, Meter
+from fullshard.planner.meter import EVALUATION, PHASES, Meter
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.work import Work
 
@@ -42,6 +42,10 @@ class Rehearsed:
     model: nn.Module  # sharded
     optimizer: torch.optim.Optimizer  # over its shards
     step: Callable[[], None]  # clears gradients, then forward, backward and the optimizer's step
+    steps: int = STEPS  # how many there are
+    evaluate: Callable[[], None] | None = None  # runs the model as an evaluation does; None: there is none
+    # what is read, outside of the model's forward, of a number that nobody knows; None: reading it is an error
+    assumed: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Rehearsal:
 
 
 def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduces_behind: int = 0) -> Rehearsal:
-    """Run ``build`` and three of its steps as ``rank`` of ``size`` ranks; needs no memory and no other rank.
+    """Run ``build``, its steps and its evaluation as ``rank`` of ``size`` ranks; needs no memory and no other rank.
 
     Args:
         build: Makes the model, shards it over the given communicator and makes the optimizer.
@@ -76,20 +80,27 @@ def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduce
         runtime_of(made.model).device.reduces_behind = reduces_behind
         before = meter.peaks.get("before_first_step", 0)
         gc.collect()  # what building left in cycles
-        watch = _Watch(made, meter)
+        watch = _Watch(made, meter, mode)
         work = Work(watch.phase)
-        for step in range(STEPS):
+        for step in range(made.steps):
             ledger.clear()
             watch.begin_step()
-            if step == STEPS - 1:
+            if step == made.steps - 1:
                 mode.on_operator, ledger.note = work.compute, work.issue
             made.step()
-    account = watch.account
+        mode.on_operator, ledger.note = mode.ignore, ledger.ignore
+        peaks = {"before_first_step": before, **{phase: meter.peaks.get(phase, 0) for phase in PHASES[1:]}}
+        account, sent = dict(watch.account.peak), ledger.sent()
+        account["total"] = watch.account.peak_total
+        if made.evaluate is not None:
+            meter.restart(lambda: EVALUATION, lambda: None)
+            made.evaluate()
+            peaks[EVALUATION] = meter.peaks[EVALUATION]
     return Rehearsal(
-        peaks={"before_first_step": before, **{phase: meter.peaks.get(phase, 0) for phase in PHASES[1:]}},
+        peaks=peaks,
         parts=watch.parts,
-        account={**account.peak, "total": account.peak_total},
-        sent=ledger.sent(),
+        account=account,
+        sent=sent,
         elements=sum(stop - start for start, stop in watch.ranges()),
         work=work,
     )
@@ -98,22 +109,29 @@ def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduce
 class _Watch(SilentRecorder):
     """Knows in which phase a step is, and what its bytes consist of when there are more than ever."""
 
-    def __init__(self, made: Rehearsed, meter: Meter) -> None:
+    def __init__(self, made: Rehearsed, meter: Meter, mode: HollowMode) -> None:
         self.parts: dict[str, int] = dict.fromkeys(PARTS, 0)
         self._runtime = runtime_of(made.model)
         self.account = self._runtime.account
         self._optimizer = made.optimizer
         self._meter = meter
+        self._mode, self._assumed = mode, made.assumed
+        mode.assumed = made.assumed
         self._gradients: dict[str, int] = {}
         self._phase = "forward"
         self._state = self._held = 0
         self._runtime.watch(self)
         made.model.register_forward_pre_hook(self._forward_begins, prepend=True)
+        made.model.register_forward_hook(self._forward_ends)
         meter.restart(self.phase, self._note)
 
     def _forward_begins(self, _model: object, _args: object) -> None:
         if not in_backward():
             self._phase = "forward"
+        self._mode.assumed = None
+
+    def _forward_ends(self, *_args: object) -> None:
+        self._mode.assumed = self._assumed
 
     def phase(self) -> str:
         """Return the phase: what follows a backward is the optimizer's, until the next forward."""

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
+from math import ceil
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fullshard.comm import Comm
 from fullshard.config import RunConfig
-from fullshard.data import Batch, BatchPlan, RowRef, TokenizedSet, collate, steps
+from fullshard.data import Batch, BatchPlan, EpochPlan, RowRef, TokenizedSet, batch_shapes, collate, steps
 from fullshard.engine.setup.source import WantedTensor
+from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ConfigError
 from fullshard.models import Objective
-from fullshard.planner import Hardware, Plan, Rehearsed, candidates, highest, rehearse, time_step
+from fullshard.optim import ShardedGradScaler
+from fullshard.planner import STEPS, Hardware, Plan, Rehearsed, candidates, highest, real_tensors, rehearse, time_step
 from fullshard.sizes import format_duration
+from fullshard.train.evaluation.evaluate import evaluation_mode
+from fullshard.train.forward import loss_sum
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.learning_rate import learning_rate_schedule
@@ -63,6 +70,8 @@ def plan_run(
 ) -> RunPlan:
     """Return what the fullest of ``world_size`` ranks holds and sends in a step; one process, without weights.
 
+    The batches are the largest of the run; see :func:`largest_batches`.
+
     Args:
         config: The run's settings.
         world_size: Number of ranks.
@@ -101,42 +110,56 @@ def plan_prepared(
         roughly: Plan this rank only, with at most two micro-batches a step, and time only what fits; None: exactly.
     """
     _refuse(config)
-
-    def sharded(comm: Comm) -> Any:
-        if config.model.path is None:
-            model, weights = prepare_model(config, data.tokenizer).model, None
-        else:
-            model, weights = outline_model(config, data.tokenizer), _UnreadWeights()
-        shard_model(model, config, comm, weights=weights)
-        return model.train()
-
-    def build(batches: list[Batch], comm: Comm) -> Rehearsed:
-        model = sharded(comm)
-        optimizer = make_optimizer(model, config)
-        spec = _step_spec(model, config, data)
-
-        def step() -> None:
-            # Late: otherwise it reads the loss and the norm, which a plan does not know.
-            issue_step(model, optimizer, batches, comm, spec, late=True)
-
-        return Rehearsed(model, optimizer, step)
-
     times = config.training.gradient_accumulation_steps
     most = times if roughly is None else min(times, 2)
-    longest = [longest_batch(config, data)] * most
-    ranks = candidates(sharded, world_size) if roughly is None else [roughly]
-    found = highest(partial(build, longest), ranks, world_size, device)
-    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
+    largest = [[batch] * most for batch in largest_batches(config, data, world_size)]
+    held_out = _largest_held_out(config, data, world_size)
+    ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
+    found = highest(partial(_build, config, data, largest, held_out), ranks, world_size, device)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
+    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
     if device is not None and (roughly is None or found.fits()):
         batches = _middle_step(config, data, epoch)
-        rehearsal = rehearse(partial(build, batches[:most]), found.rank, world_size)
+        rehearsal = rehearse(partial(_build, config, data, [batches[:most]], []), found.rank, world_size)
         values["timing"] = time_step(rehearsal.work, device, times=max(len(batches) / most, 1))
     tokens = int(np.asarray(data.train_set.lengths).sum())
     return RunPlan(
         **values,
         steps=learning_rate_schedule(config, epoch.num_steps).total_steps,
         step_tokens=round(tokens / epoch.num_steps),
+    )
+
+
+def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
+    """Return the run's model, sharded, without its weights."""
+    if config.model.path is None:
+        model, weights = prepare_model(config, data.tokenizer).model, None
+    else:
+        with real_tensors():  # whether peft computes an adapter's values from weights is read from them
+            model, weights = outline_model(config, data.tokenizer), _UnreadWeights()
+    shard_model(model, config, comm, weights=weights)
+    return model.train()
+
+
+def _build(config: RunConfig, data: Prepared, turns: list[list[Batch]], held_out: list[Batch], comm: Comm) -> Rehearsed:
+    """Return the run's step and evaluation; steps have the micro-batches of each turn."""
+    model = _sharded(config, data, comm)
+    optimizer = make_optimizer(model, config)
+    scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
+    spec = _step_spec(model, config, data)
+    each = chain(turns[:1] * (STEPS - 1), turns)  # the optimizer's state is there from the second step on
+
+    def step() -> None:
+        # Late: otherwise it reads the loss and the norm, which a plan does not know.
+        issue_step(model, optimizer, next(each), comm, spec, scaler, late=scaler is None)
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        with evaluation_mode(model):
+            loss_sum(model, held_out[0].to(comm.device), causal=data.causal)
+
+    return Rehearsed(
+        model, optimizer, step, steps=STEPS - 1 + len(turns), evaluate=evaluate if held_out else None, assumed=_assumed
     )
 
 
@@ -148,8 +171,64 @@ def _middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Ba
     padded = {n: sum(len(rows) * int(lengths[rows].max()) for rows in batches) for n, batches in places.items()}
     mean = sum(padded.values()) / len(padded)
     middle = min(numbers, key=lambda number: abs(padded[number] - mean))
-    spec = collate_spec(data.tokenizer, causal=data.causal)
+    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=config.training.packing)
     return next(steps(data.train_set, epoch, 0, spec, start=middle))
+
+
+def _assumed() -> float:
+    """Return what a step reads of numbers that a plan does not know.
+
+    In backward a fused loss reads whether its gradients have their factor already: they have, by the factor that it
+    expects. Elsewhere fp16 reads whether anything overflowed: nothing has, so that the step is not skipped.
+    """
+    return 1.0 if in_backward() else 0.0
+
+
+def largest_batches(config: RunConfig, data: Prepared, world_size: int) -> list[Batch]:
+    """Return micro-batches of which one needs at least as much as any of the run; any process, alone.
+
+    Of a number of rows that are padded: one that no batch exceeds. Packed, or with a budget of tokens: of all batches
+    of the run the largest by tokens and by attention, on each side.
+    """
+    training = config.training
+    if not training.packing and training.per_device_train_batch_tokens is None:
+        return [longest_batch(config, data)]
+    spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=training.packing)
+    found = dict(_micro_batches(config, data, world_size))
+    count, sources, targets = np.array(list(found), dtype=np.float64).T
+    needs = [count * (sources + targets), count * sources, count * targets]
+    needs += [need * length for need in needs[1:] for length in (sources, targets)]
+    needs += [sum(need / need.max() for need in needs)]
+    rows = list(found.values())
+    chosen = dict.fromkeys(int(need.argmax()) for need in needs)
+    return [collate([RowRef(row) for row in rows[index].tolist()], data.train_set, spec) for index in chosen]
+
+
+def _micro_batches(
+    config: RunConfig, data: Prepared, world_size: int
+) -> Iterator[tuple[tuple[int, int, int], NDArray[np.int64]]]:
+    """Yield the shape and the rows of every micro-batch of the run, of all ranks."""
+    training = config.training
+    first = make_plan(config, data.train_set, world_size, causal=data.causal)
+    epochs = ceil(training.num_train_epochs)
+    left = training.max_steps or first.num_steps * epochs
+    for epoch in range(epochs):
+        steps = min(left, first.num_steps)
+        left -= steps
+        plan = first.for_epoch(epoch)
+        yield from batch_shapes(plan, data.train_set, steps, causal=data.causal, packed=training.packing)
+
+
+def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> list[Batch]:
+    """Return the evaluation batch with most tokens; none if the run never evaluates."""
+    rows = data.held_out_set
+    if rows is None:
+        return []
+    size = config.training.per_device_eval_batch_size
+    plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths)
+    shapes = batch_shapes(plan, rows, plan.num_steps, causal=data.causal)
+    _, largest = max(shapes, key=lambda one: one[0][0] * (one[0][1] + one[0][2]))
+    return [collate([RowRef(row) for row in largest.tolist()], rows, collate_spec(data.tokenizer, causal=data.causal))]
 
 
 def longest_batch(config: RunConfig, data: Prepared) -> Batch:
@@ -171,17 +250,11 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
 
 def _refuse(config: RunConfig) -> None:
     """Raise if the plan would be wrong or impossible."""
-    training = config.training
     problems = {
-        "model.adapter": (config.model.adapter is not None, "an adapter's first values are read when it is added"),
-        "sharding.cpu_offload": (config.sharding.cpu_offload, "it counts the memory of one device"),
-        "training.precision: fp16": (training.precision == "fp16", "whether a step is skipped depends on values"),
-        "training.fused_cross_entropy": (training.fused_cross_entropy, "its backward reads a value"),
-        "training.packing": (training.packing, "how many sequences the rows of a batch make differs between batches"),
-        "training.torch_compile": (training.torch_compile, "compiled blocks allocate memory that it does not see"),
-        "training.per_device_train_batch_tokens": (
-            training.per_device_train_batch_tokens is not None,
-            "the largest batch of all epochs is not known in advance; set per_device_train_batch_size to plan",
+        "sharding.cpu_offload": (config.sharding.cpu_offload, "it counts the memory of one device, not the host's"),
+        "training.torch_compile": (
+            config.training.torch_compile,
+            "compiled blocks allocate memory that it does not see",
         ),
     }
     for name, (is_set, reason) in problems.items():

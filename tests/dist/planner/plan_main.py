@@ -2,6 +2,7 @@
 
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -12,24 +13,23 @@ import fullshard
 from fullshard.comm import MemoryMeter, RecordingComm
 from fullshard.config import load_run
 from fullshard.engine.registry import runtime_of
-from fullshard.train.plan import longest_batch
+from fullshard.train.plan import largest_batches
 from fullshard.train.run.assemble import assemble
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.prepare import prepare
-from support.planned import OPTIONS, batch, make_model
+from support.planned import OPTIONS, RUNS, batch, make_model
 from support.rank_script import parse, print_result
 
 STEPS = 3
-RUNS = ("run", "directory")
 
 
 def measured(comm, build):
-    """Peak of three steps above what was there before ``build(comm)``, and what the third one sent."""
+    """Peak of the steps above what was there before ``build(comm)``, and what the last one sent."""
     ledger = RecordingComm(comm)
     with MemoryMeter(comm.device) as meter:
-        model, step = build(ledger)
+        model, step, count = build(ledger)
         built = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(count):
             ledger.entries.clear()
             step()
     account, names = runtime_of(model).account, sorted(set(ledger.names))
@@ -52,7 +52,7 @@ def library(comm, options):
             model(**inputs).loss.backward()
             optimizer.step()
 
-        return model, step
+        return model, step, STEPS
 
     return measured(comm, build)
 
@@ -60,14 +60,19 @@ def library(comm, options):
 def program(comm, path):
     config = load_run(path, [])
     data = prepare(config)
-    rows = longest_batch(config, data)
+    shapes = largest_batches(config, data, comm.size)
 
     def build(ranks):
         parts = assemble(config, ranks, data)
         parts.model.train()
         spec = StepSpec(1, 0.0, 1e-3, config.training.max_grad_norm, parts.collate.causal)
-        batches = [rows] * config.training.gradient_accumulation_steps
-        return parts.model, lambda: issue_step(parts.model, parts.optimizer, batches, ranks, spec).report()
+        turns = cycle(shapes)
+
+        def step():
+            batches = [next(turns)] * config.training.gradient_accumulation_steps
+            issue_step(parts.model, parts.optimizer, batches, ranks, spec).report()
+
+        return parts.model, step, STEPS - 1 + len(shapes)
 
     return measured(comm, build)
 

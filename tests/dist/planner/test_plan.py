@@ -7,12 +7,10 @@ import pytest
 import fullshard
 from fullshard.config import load_run
 from fullshard.train.plan import plan_run
-from support.planned import OPTIONS, batch, make_model, write_directory_run, write_run
+from support.planned import OPTIONS, RUNS, batch, make_model
 from support.processes import run_processes
 
 pytestmark = pytest.mark.dist
-
-RUNS = {"run": write_run, "directory": write_directory_run}
 
 
 @pytest.fixture(scope="module")

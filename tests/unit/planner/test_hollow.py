@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import MemoryMeter
 from fullshard.errors import ModelError
-from fullshard.planner.hollow import HollowMode
+from fullshard.planner.hollow import HollowMode, real_tensors
 from fullshard.planner.meter import Meter
 
 ROWS = (64, 1024)
@@ -101,3 +101,88 @@ def test_the_meta_device_has_no_memory():
         assert torch.empty_like(x, device="cpu").shape == ROWS
         assert meter.peaks["before_first_step"] >= before + 64 * 1024 * 4
     assert meter.live < 256
+
+
+def test_lists_of_unknown_numbers_are_refused():
+    with HollowMode(Meter()):
+        assert torch.tensor([3, 1]).tolist() == [3, 1]
+        with pytest.raises(ModelError, match="reads a number"):
+            torch.empty(3).exp().tolist()
+    assert "tolist" not in vars(torch.Tensor)
+
+
+def test_an_assumed_number_is_read_instead():
+    with HollowMode(Meter()) as mode:
+        mode.assumed = lambda: 2.0
+        unknown = torch.empty(2).exp()
+        assert (unknown[0].item(), bool(unknown[0]), unknown.tolist()) == (2.0, True, [2.0, 2.0])
+        assert torch.tensor(3.0).item() == 3.0
+        mode.assumed = None
+        with pytest.raises(ModelError, match="reads a number"):
+            unknown[0].item()
+
+
+def test_equal_numbers_of_other_types_are_other_operators():
+    with HollowMode(Meter()):
+        whole = torch.empty(1 << 19, dtype=torch.int64)
+        assert [(whole + other).dtype for other in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+
+
+def test_an_operator_in_place_returns_its_own_tensor():
+    with HollowMode(Meter()):
+        one, other = torch.empty(ROWS), torch.empty(ROWS)
+        assert one.add_(one).data_ptr() == one.data_ptr()
+        assert one.add_(other).data_ptr() == one.data_ptr()
+        assert other.add_(one).data_ptr() == other.data_ptr()
+
+
+def test_tensors_above_the_machines_memory_have_address_space():
+    meter = Meter()
+    with HollowMode(meter):
+        before = meter.live
+        large = torch.empty(1 << 42)
+        assert meter.live - before == 1 << 44
+        storage = large.untyped_storage()
+        storage.resize_(0)
+        assert (storage.nbytes(), meter.live) == (0, before)
+        storage.resize_(1 << 44)
+        assert (storage.nbytes(), meter.live - before) == (1 << 44, 1 << 44)
+        assert large[5:].exp().shape == ((1 << 42) - 5,)
+    assert "nbytes" not in vars(torch.UntypedStorage)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_have_the_shape_and_the_dtype_that_they_have(dtype):
+    rows, experts = torch.zeros(6, 16, dtype=dtype), torch.zeros(3, 16, 8, dtype=dtype)
+    ends = torch.tensor([2, 4, 6], dtype=torch.int32)
+    real = torch.nn.functional.grouped_mm(rows, experts, offs=ends)
+    with HollowMode(Meter()):
+        hollow = torch.nn.functional.grouped_mm(torch.empty(6, 16, dtype=dtype), experts, offs=ends)
+    assert (hollow.shape, hollow.stride(), hollow.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_real_tensors_have_values_and_are_not_counted():
+    meter = Meter()
+    with HollowMode(meter):
+        before = meter.live
+        with real_tensors():
+            made = torch.ones(ROWS).exp()
+            assert made.sum().item() == pytest.approx(ROWS[0] * ROWS[1] * 2.71828, rel=1e-4)
+        assert meter.live == before
+
+
+def test_rows_that_a_known_mask_picks_are_counted():
+    mask = torch.arange(ROWS[0]) < 7
+
+    def picked():
+        x = torch.empty(ROWS, requires_grad=True) * 1
+        x[mask].exp().sum().backward()
+
+    with MemoryMeter(torch.device("cpu")) as measured:
+        picked()
+    meter = Meter()
+    with HollowMode(meter):
+        picked()
+        with pytest.raises(ModelError, match="reads a number"):
+            torch.empty(ROWS)[torch.empty(ROWS[0]).exp() > 1]
+    assert max(meter.peaks.values()) == pytest.approx(measured.peak_bytes - measured.start_bytes, abs=512)

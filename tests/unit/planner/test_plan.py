@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fullshard
 from fullshard import CPUOffload, ShardingStrategy, optim
@@ -186,7 +187,8 @@ def test_nothing_is_left_behind():
 def test_a_device_needs_one_percent_more_than_the_peak():
     plan = Plan(1, 0, 1, 1000, {}, {"before_first_step": 900, "forward": 1000}, {}, {}, {})
     assert (plan.fits(1009), plan.fits(1010)) == (False, True)
-    assert Plan(1, 0, 1, 1000, {}, {"before_first_step": 2000, "forward": 1000}, {}, {}, {}).needed_bytes == 2020
+    for phase in ("before_first_step", "evaluation"):
+        assert Plan(1, 0, 1, 1000, {}, {phase: 2000, "forward": 1000}, {}, {}, {}).needed_bytes == 2020
 
 
 def test_a_model_on_the_meta_device_is_planned_as_one_with_memory():
@@ -203,3 +205,83 @@ def test_a_model_on_the_meta_device_is_planned_as_one_with_memory():
     ]
     assert plans[0].peak_bytes == plans[1].peak_bytes
     assert plans[1].phase_peaks["before_first_step"] < plans[0].phase_peaks["before_first_step"]
+
+
+def lora(model_fn):
+    def make():
+        return get_peft_model(model_fn(), LoraConfig(task_type="SEQ_2_SEQ_LM", r=4)).train()
+
+    return make
+
+
+def mixtral(experts=None):
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 200}
+    config = MixtralConfig(**shape, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    if experts is not None:
+        config._experts_implementation = experts
+    return MixtralForCausalLM(config).train()
+
+
+def plan_mixtral(size, rank=None, rows=2, **options):
+    ids = torch.ones(rows, 32, dtype=torch.int64)
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    return fullshard.plan(partial(mixtral, **options), lambda: inputs, world_size=size, rank=rank)
+
+
+def test_an_adapters_model_needs_no_gradients_and_no_state_of_what_is_frozen():
+    full, adapted = (fullshard.plan(make, batch, world_size=2, rank=0) for make in (make_model, lora(make_model)))
+    for part in ("gradient_shards", "optimizer_state"):
+        assert 0 < adapted.parts[part] < full.parts[part] / 5
+    assert adapted.peak_bytes < full.peak_bytes
+
+
+def test_frozen_weights_replicated_send_nothing_and_are_held_on_every_rank():
+    sharded, kept = (
+        fullshard.plan(lora(make_model), batch, world_size=2, rank=0, frozen=where) for where in ("shard", "replicate")
+    )
+    frozen = sum(p.nbytes for p in make_model().parameters())
+    assert kept.parts["shards"] - sharded.parts["shards"] == pytest.approx(frozen / 2, rel=0.01)
+    assert kept.sent_bytes["all_gather"] < sharded.sent_bytes["all_gather"] / 5
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft's own use of a deprecated name
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_adapters_plans_of_all_ranks_add_up_to_the_model(size):
+    plans = [fullshard.plan(lora(make_model), batch, world_size=size, rank=rank) for rank in range(size)]
+    assert sum(plan.parameters for plan in plans) == sum(p.numel() for p in lora(make_model)().parameters())
+
+
+def test_a_mixture_of_experts_is_planned_whatever_its_routing():
+    peaks = [plan_mixtral(size).peak_bytes for size in (1, 2, 4)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert sum(plan_mixtral(3, rank).parameters for rank in range(3)) == sum(p.numel() for p in mixtral().parameters())
+    assert plan_mixtral(2, 0, rows=1).peak_bytes < plan_mixtral(2, 0, rows=8).peak_bytes
+
+
+def test_a_loop_over_the_experts_that_were_chosen_is_refused():
+    with pytest.raises(ModelError, match=r"reads a number|depends on"):
+        plan_mixtral(1, experts="eager")
+
+
+def test_both_checkpointings_predict_less_than_none():
+    def peak(**changes):
+        def make():
+            model = make_model()
+            if changes:
+                model.gradient_checkpointing_enable(changes)
+            if changes.get("use_reentrant"):
+                model.enable_input_require_grads()
+            return model
+
+        return fullshard.plan(make, partial(batch, 8, 128), world_size=2, rank=0).peak_bytes
+
+    plain = peak()
+    assert peak(use_reentrant=False) < plain
+    assert peak(use_reentrant=True) < plain
+
+
+@pytest.mark.parametrize("make", [make_model, lora(make_model)], ids=["full", "lora"])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_more_ranks_never_predict_more_of_a_transformer(make, strategy):
+    peaks = [fullshard.plan(make, batch, world_size=n, rank=0, strategy=strategy).peak_bytes for n in (1, 2, 4, 16)]
+    assert peaks == sorted(peaks, reverse=True)

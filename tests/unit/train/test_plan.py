@@ -1,15 +1,18 @@
 """The batch that a run is planned with: at least as large as any that it trains on."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from fullshard.config import load_run
 from fullshard.data import steps
-from fullshard.train.plan import longest_batch, longest_rows
+from fullshard.errors import ModelError
+from fullshard.train.plan import largest_batches, longest_batch, longest_rows, plan_run
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.prepare import collate_spec, prepare
-from support.planned import write_run
+from support.planned import write_adapter_run, write_directory_run, write_run
 
 
 def rows(*lengths):
@@ -45,3 +48,83 @@ def test_no_batch_of_three_epochs_is_larger(tmp_path):
                 for name in ("input_ids_BS", "labels_BT"):
                     size, most = getattr(batch, name).shape, getattr(planned, name).shape
                     assert all(one <= other for one, other in zip(size, most, strict=True))
+
+
+def planned(path, *overrides, ranks=1):
+    return plan_run(load_run(path, list(overrides)), ranks)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.packing=true"],
+        ["training.per_device_train_batch_tokens=50"],
+        ["training.packing=true", "training.per_device_train_batch_tokens=60"],
+    ],
+)
+def test_of_the_batches_of_a_run_the_largest_by_every_measure_are_planned(tmp_path, overrides):
+    config = load_run(write_directory_run(tmp_path, training={"eval_strategy": "no"}), overrides)
+    data = prepare(config)
+    chosen = [(*b.input_ids_BS.shape, b.labels_BT.shape[1]) for b in largest_batches(config, data, 2)]
+    plan = make_plan(config, data.train_set, 2, causal=False)
+    spec = replace(collate_spec(data.tokenizer, causal=False), packed=config.training.packing)
+    run = []
+    for epoch in range(3):
+        for rank in range(2):
+            for step in steps(data.train_set, plan.for_epoch(epoch), rank, spec):
+                run += [(*b.input_ids_BS.shape, b.labels_BT.shape[1]) for b in step]
+    assert set(chosen) <= set(run)
+    for measure in (lambda b, s, t: b * (s + t), lambda b, s, t: b * s * s, lambda b, s, t: b * t):
+        assert max(measure(*shape) for shape in chosen) == max(measure(*shape) for shape in run)
+
+
+def test_a_run_that_ends_early_has_the_batches_of_its_steps(tmp_path):
+    options = ["training.per_device_train_batch_tokens=50", "training.max_steps=1"]
+    config = load_run(write_directory_run(tmp_path, training={"eval_strategy": "no"}), options)
+    data = prepare(config)
+    step = next(
+        steps(
+            data.train_set,
+            make_plan(config, data.train_set, 1, causal=False),
+            0,
+            collate_spec(data.tokenizer, causal=False),
+        )
+    )
+    shapes = {(*b.input_ids_BS.shape, b.labels_BT.shape[1]) for b in step}
+    assert {(*b.input_ids_BS.shape, b.labels_BT.shape[1]) for b in largest_batches(config, data, 1)} <= shapes
+
+
+def test_an_evaluations_peak_grows_with_its_batch(tmp_path):
+    path = write_run(tmp_path)
+    small, large = (planned(path, f"training.per_device_eval_batch_size={size}") for size in (1, 7))
+    assert small.phase_peaks["evaluation"] < large.phase_peaks["evaluation"]
+    assert small.peak_bytes == large.peak_bytes
+    assert "peak in evaluation" in str(small)
+    assert "evaluation" not in planned(path, "training.eval_strategy=no").phase_peaks
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompt", "prefix"])
+def test_every_adapter_is_planned(tmp_path, kind):
+    path = write_directory_run(tmp_path)
+    adapted, full = planned(path, f"model.adapter={{type: {kind}}}"), planned(path)
+    assert 0 < adapted.parts["optimizer_state"] < full.parts["optimizer_state"] / 2
+
+
+def test_frozen_weights_are_planned_where_the_run_keeps_them(tmp_path):
+    path = write_adapter_run(tmp_path)
+    kept, sharded = planned(path, ranks=2), planned(path, "sharding.frozen=shard", ranks=2)
+    assert kept.parts["shards"] > 1.5 * sharded.parts["shards"]
+
+
+def test_an_adapter_that_peft_makes_from_weights_is_refused(tmp_path):
+    path = write_directory_run(tmp_path)
+    with pytest.raises(ModelError, match="only the run itself reads"):
+        planned(path, "model.adapter={type: lora, options: {init_lora_weights: pissa}}")
+
+
+@pytest.mark.parametrize("fused", ["true", "false"])
+def test_fp16_is_planned_as_a_step_that_is_not_skipped(tmp_path, fused):
+    path, more = write_run(tmp_path), f"training.fused_cross_entropy={fused}"
+    half = planned(path, "training.precision=fp16", "training.allow_fp16=true", more)
+    assert half.parts["optimizer_state"] == planned(path, more).parts["optimizer_state"]
+    assert half.phase_peaks["optimizer"] >= half.parts["optimizer_state"] + half.parts["shards"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -59,6 +61,34 @@ def step_sizes(
 
     steps = range(plan.num_steps)
     return np.asarray([max(size(indices) for indices, _ in plan.step_places(step, rank)) for step in steps])
+
+
+def batch_shapes(
+    plan: BatchPlan, tokenized: TokenizedSet, steps: int, *, causal: bool, packed: bool = False
+) -> Iterator[tuple[tuple[int, int, int], NDArray[np.int64]]]:
+    """Yield the shape of every micro-batch of all ranks, and its rows; any process, alone.
+
+    Args:
+        plan: The epoch.
+        tokenized: The set.
+        steps: Number of its steps, from the first.
+        causal: Whether source and target are one sequence.
+        packed: Whether rows are packed.
+
+    Yields:
+        Sequences, tokens of the longest source and of the longest target (causal: of both joined, twice); the rows.
+    """
+    sides = _sides(tokenized, causal=causal)
+    for step in range(steps):
+        for rank in range(plan.world_size):
+            for indices, _ in plan.step_places(step, rank):
+                lengths = [side[indices] for side in sides]
+                count = len(indices)
+                if packed:
+                    rows = np.stack(lengths, axis=1)
+                    sequences = share_sequences(rows.tolist())
+                    count, lengths = len(sequences), list(np.stack([rows[one].sum(0) for one in sequences], axis=1))
+                yield (count, int(lengths[0].max()), int(lengths[-1].max())), indices
 
 
 def _sides(tokenized: TokenizedSet, *, causal: bool) -> list[NDArray[np.int64]]:

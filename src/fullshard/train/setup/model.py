@@ -311,7 +311,13 @@ def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
     if settings is not None:
         _check_adapter(config, causal=is_causal(model))
         spec = AdapterSpec(base=str(config.model.path), **dict(settings))
-        model = add_adapter(model, spec, seed=config.seed).model
+        adapted = add_adapter(model, spec, seed=config.seed)
+        if adapted.model is None:
+            raise ModelError(
+                f"peft makes this adapter from the model's weights ({adapted.lacking}), and only the run itself reads "
+                "them. Use another adapter, or another init_lora_weights in model.adapter.options."
+            )
+        model = adapted.model
         _require_fused(model, config)
     _change_forward(model, config)
     return model
