@@ -1,4 +1,4 @@
-"""Stage ``plan``: whether the planner's figures hold on a GPU, once it plans for one."""
+"""Stage ``plan``: nothing runs here; plans need no GPU and are compared with the other stages' results."""
 
 from typing import Any
 
@@ -12,4 +12,4 @@ def cases(machine: Machine) -> list[Case]:
 
 
 def _run(limit_s: float) -> dict[str, Any]:
-    raise Lacking("the planner counts the CPU's operators: nothing was compared with a GPU")
+    raise Lacking("benchmarks/plan_gpu.py compares plans with the results of the stages memory and step, without a GPU")

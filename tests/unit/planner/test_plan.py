@@ -13,7 +13,7 @@ import fullshard
 from fullshard import CPUOffload, ShardingStrategy, optim
 from fullshard.comm import MemoryMeter
 from fullshard.errors import ConfigError, ModelError
-from fullshard.planner import Plan
+from fullshard.planner import Plan, Rehearsed, rehearse
 from support.planned import batch, make_model
 
 MIB = 1 << 20
@@ -147,6 +147,49 @@ def test_what_depends_on_computed_values_is_refused():
 
     with pytest.raises(ModelError, match="reads a number that only a computation gives"):
         plan_wide(loss_fn=reading)
+
+
+def test_what_a_step_reads_may_be_assumed_and_what_the_model_reads_may_not():
+    def build(comm, *, forward_reads):
+        model = fullshard.fully_shard(Wide(), comm)
+        if forward_reads:
+            model.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * output.max().item())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step():
+            optimizer.zero_grad()
+            loss = model(torch.zeros(8, 256)).mean()
+            loss.backward()
+            assert loss.item() == 3.0
+            optimizer.step()
+
+        return Rehearsed(model, optimizer, step, assumed=lambda: 3.0)
+
+    assert rehearse(partial(build, forward_reads=False), 0, 2).peaks["optimizer"] > 0
+    with pytest.raises(ModelError, match="reads a number"):
+        rehearse(partial(build, forward_reads=True), 0, 2)
+
+
+def test_an_evaluation_is_a_phase_of_its_own():
+    def build(comm, evaluates=None):
+        model = fullshard.fully_shard(Wide(), comm)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.zeros(8, 256)).mean().backward()
+            optimizer.step()
+
+        @torch.no_grad()
+        def evaluate():
+            model(torch.zeros(4096, 256))
+
+        return Rehearsed(model, optimizer, step, evaluate=evaluates and evaluate)
+
+    without, with_one = rehearse(build, 0, 2), rehearse(partial(build, evaluates=True), 0, 2)
+    assert with_one.peaks["evaluation"] > 4096 * 1024 * 4
+    assert "evaluation" not in without.peaks
+    assert (with_one.parts, with_one.account, with_one.sent) == (without.parts, without.account, without.sent)
 
 
 def test_whole_numbers_of_the_batch_are_known():
