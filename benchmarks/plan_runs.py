@@ -18,7 +18,7 @@ from fullshard.data import Batch, steps
 from fullshard.models import Objective, train_tokenizer
 from fullshard.planner.meter import EVALUATION
 from fullshard.train.evaluation.evaluate import evaluate
-from fullshard.train.plan import largest_batches, plan_run
+from fullshard.train.plan import largest_steps, plan_run
 from fullshard.train.run.assemble import Assembly, assemble
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.prepare import prepare
@@ -111,7 +111,7 @@ class Run:
         data = prepare(config)
         parts = assemble(config, comm, data)
         parts.model.train()
-        given = [[largest_batches(config, data, comm.size)[0]] * config.training.gradient_accumulation_steps] * 3
+        given = largest_steps(config, data, comm.size) * 3
         if config.training.packing or config.training.per_device_train_batch_tokens is not None:
             spec = replace(parts.collate, packed=config.training.packing)
             given = [*steps(data.train_set, parts.plan, comm.rank, spec)] * 2

@@ -10,8 +10,9 @@ from fullshard.data.batching.collate import (
     collate as collate,
 )
 from fullshard.data.batching.padding import (
-    batch_shapes as batch_shapes,
+    Shape as Shape,
     padding_share as padding_share,
+    step_shapes as step_shapes,
     step_sizes as step_sizes,
 )
 from fullshard.data.batching.stream import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -15,7 +15,18 @@ from numpy.typing import NDArray
 
 from fullshard.comm import Comm
 from fullshard.config import RunConfig
-from fullshard.data import Batch, BatchPlan, EpochPlan, RowRef, TokenizedSet, batch_shapes, collate, steps
+from fullshard.data import (
+    Batch,
+    BatchPlan,
+    CollateSpec,
+    EpochPlan,
+    RowRef,
+    Shape,
+    TokenizedSet,
+    collate,
+    step_shapes,
+    steps,
+)
 from fullshard.engine.setup.source import WantedTensor
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ConfigError
@@ -70,7 +81,7 @@ def plan_run(
 ) -> RunPlan:
     """Return what the fullest of ``world_size`` ranks holds and sends in a step; one process, without weights.
 
-    The batches are the largest of the run; see :func:`largest_batches`.
+    The steps are those of the largest batches; see :func:`largest_steps`.
 
     Args:
         config: The run's settings.
@@ -112,7 +123,8 @@ def plan_prepared(
     _refuse(config)
     times = config.training.gradient_accumulation_steps
     most = times if roughly is None else min(times, 2)
-    largest = [[batch] * most for batch in largest_batches(config, data, world_size)]
+    # Packed or budgeted, the largest micro-batch may be any of its step.
+    largest = [one[:most] if one[0] is one[-1] else one for one in largest_steps(config, data, world_size)]
     held_out = _largest_held_out(config, data, world_size)
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
     found = highest(partial(_build, config, data, largest, held_out), ranks, world_size, device)
@@ -184,30 +196,41 @@ def _assumed() -> float:
     return 1.0 if in_backward() else 0.0
 
 
-def largest_batches(config: RunConfig, data: Prepared, world_size: int) -> list[Batch]:
-    """Return micro-batches of which one needs at least as much as any of the run; any process, alone.
+def largest_steps(config: RunConfig, data: Prepared, world_size: int) -> list[list[Batch]]:
+    """Return the micro-batches of steps of which one needs at least as much as any of the run; any process, alone.
 
-    Of a number of rows that are padded: one that no batch exceeds. Packed, or with a budget of tokens: of all batches
-    of the run the largest by tokens and by attention, on each side.
+    Of a number of rows that are padded: a step of micro-batches that none exceeds. Packed, or with a budget of tokens:
+    of all steps of the run those with the largest micro-batches by tokens and by attention, on each side, before a
+    micro-batch has left gradients and after; full steps last.
     """
     training = config.training
     if not training.packing and training.per_device_train_batch_tokens is None:
-        return [longest_batch(config, data)]
+        return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
+    found: tuple[dict[Shape, _Step], dict[Shape, _Step]] = ({}, {})
+    for step in _steps(config, data, world_size):
+        for place, (shape, _) in enumerate(step):
+            found[min(place, 1)].setdefault(shape, step)
+    chosen = [step for steps in found if steps for step in _largest(steps)]
+    chosen = sorted({id(step): step for step in chosen}.values(), key=len)
     spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=training.packing)
-    found = dict(_micro_batches(config, data, world_size))
-    count, sources, targets = np.array(list(found), dtype=np.float64).T
+    return [[_collated(rows, data.train_set, spec) for _, rows in step] for step in chosen]
+
+
+_Step = list[tuple[Shape, NDArray[np.int64]]]
+"""The micro-batches of one rank in one step: shapes and rows."""
+
+
+def _largest(steps: Mapping[Shape, _Step]) -> list[_Step]:
+    """Return the steps of the shapes that are largest by one measure, or by all together."""
+    count, sources, targets = np.array(list(steps), dtype=np.float64).T
     needs = [count * (sources + targets), count * sources, count * targets]
     needs += [need * length for need in needs[1:] for length in (sources, targets)]
     needs += [sum(need / need.max() for need in needs)]
-    rows = list(found.values())
-    chosen = dict.fromkeys(int(need.argmax()) for need in needs)
-    return [collate([RowRef(row) for row in rows[index].tolist()], data.train_set, spec) for index in chosen]
+    return [list(steps.values())[int(need.argmax())] for need in needs]
 
 
-def _micro_batches(
-    config: RunConfig, data: Prepared, world_size: int
-) -> Iterator[tuple[tuple[int, int, int], NDArray[np.int64]]]:
-    """Yield the shape and the rows of every micro-batch of the run, of all ranks."""
+def _steps(config: RunConfig, data: Prepared, world_size: int) -> Iterator[_Step]:
+    """Yield every step of the run on every rank."""
     training = config.training
     first = make_plan(config, data.train_set, world_size, causal=data.causal)
     epochs = ceil(training.num_train_epochs)
@@ -216,7 +239,11 @@ def _micro_batches(
         steps = min(left, first.num_steps)
         left -= steps
         plan = first.for_epoch(epoch)
-        yield from batch_shapes(plan, data.train_set, steps, causal=data.causal, packed=training.packing)
+        yield from step_shapes(plan, data.train_set, steps, causal=data.causal, packed=training.packing)
+
+
+def _collated(indices: NDArray[np.int64], rows: TokenizedSet, spec: CollateSpec) -> Batch:
+    return collate([RowRef(row) for row in indices.tolist()], rows, spec)
 
 
 def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> list[Batch]:
@@ -226,9 +253,9 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> lis
         return []
     size = config.training.per_device_eval_batch_size
     plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths)
-    shapes = batch_shapes(plan, rows, plan.num_steps, causal=data.causal)
-    _, largest = max(shapes, key=lambda one: one[0][0] * (one[0][1] + one[0][2]))
-    return [collate([RowRef(row) for row in largest.tolist()], rows, collate_spec(data.tokenizer, causal=data.causal))]
+    batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=data.causal))
+    _, largest = max(batches, key=lambda one: one[0][0] * (one[0][1] + one[0][2]))
+    return [_collated(largest, rows, collate_spec(data.tokenizer, causal=data.causal))]
 
 
 def longest_batch(config: RunConfig, data: Prepared) -> Batch:

@@ -13,7 +13,7 @@ import fullshard
 from fullshard.comm import MemoryMeter, RecordingComm
 from fullshard.config import load_run
 from fullshard.engine.registry import runtime_of
-from fullshard.train.plan import largest_batches
+from fullshard.train.plan import largest_steps
 from fullshard.train.run.assemble import assemble
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.prepare import prepare
@@ -60,19 +60,18 @@ def library(comm, options):
 def program(comm, path):
     config = load_run(path, [])
     data = prepare(config)
-    shapes = largest_batches(config, data, comm.size)
+    given = largest_steps(config, data, comm.size)
 
     def build(ranks):
         parts = assemble(config, ranks, data)
         parts.model.train()
         spec = StepSpec(1, 0.0, 1e-3, config.training.max_grad_norm, parts.collate.causal)
-        turns = cycle(shapes)
+        turns = cycle(given)
 
         def step():
-            batches = [next(turns)] * config.training.gradient_accumulation_steps
-            issue_step(parts.model, parts.optimizer, batches, ranks, spec).report()
+            issue_step(parts.model, parts.optimizer, next(turns), ranks, spec).report()
 
-        return parts.model, step, STEPS - 1 + len(shapes)
+        return parts.model, step, STEPS - 1 + len(given)
 
     return measured(comm, build)
 

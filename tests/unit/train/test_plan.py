@@ -9,7 +9,7 @@ import pytest
 from fullshard.config import load_run
 from fullshard.data import steps
 from fullshard.errors import ModelError
-from fullshard.train.plan import largest_batches, longest_batch, longest_rows, plan_run
+from fullshard.train.plan import largest_steps, longest_batch, longest_rows, plan_run
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.prepare import collate_spec, prepare
 from support.planned import write_adapter_run, write_directory_run, write_run
@@ -65,7 +65,7 @@ def planned(path, *overrides, ranks=1):
 def test_of_the_batches_of_a_run_the_largest_by_every_measure_are_planned(tmp_path, overrides):
     config = load_run(write_directory_run(tmp_path, training={"eval_strategy": "no"}), overrides)
     data = prepare(config)
-    chosen = [(*b.input_ids_BS.shape, b.labels_BT.shape[1]) for b in largest_batches(config, data, 2)]
+    chosen = [(*b.input_ids_BS.shape, b.labels_BT.shape[1]) for step in largest_steps(config, data, 2) for b in step]
     plan = make_plan(config, data.train_set, 2, causal=False)
     spec = replace(collate_spec(data.tokenizer, causal=False), packed=config.training.packing)
     run = []
@@ -91,7 +91,9 @@ def test_a_run_that_ends_early_has_the_batches_of_its_steps(tmp_path):
         )
     )
     shapes = {(*b.input_ids_BS.shape, b.labels_BT.shape[1]) for b in step}
-    assert {(*b.input_ids_BS.shape, b.labels_BT.shape[1]) for b in largest_batches(config, data, 1)} <= shapes
+    assert {
+        (*b.input_ids_BS.shape, b.labels_BT.shape[1]) for step in largest_steps(config, data, 1) for b in step
+    } <= shapes
 
 
 def test_an_evaluations_peak_grows_with_its_batch(tmp_path):
@@ -128,3 +130,28 @@ def test_fp16_is_planned_as_a_step_that_is_not_skipped(tmp_path, fused):
     half = planned(path, "training.precision=fp16", "training.allow_fp16=true", more)
     assert half.parts["optimizer_state"] == planned(path, more).parts["optimizer_state"]
     assert half.phase_peaks["optimizer"] >= half.parts["optimizer_state"] + half.parts["shards"]
+
+
+def test_the_largest_batch_is_planned_at_its_place_in_a_step(tmp_path):
+    """After another micro-batch there are gradients too."""
+    options = [
+        "training.packing=true",
+        "training.gradient_accumulation_steps=3",
+        "training.per_device_train_batch_size=2",
+    ]
+    config = load_run(write_directory_run(tmp_path, training={"eval_strategy": "no"}), options)
+    data = prepare(config)
+    plan = make_plan(config, data.train_set, 1, causal=False)
+    spec = replace(collate_spec(data.tokenizer, causal=False), packed=True)
+    run = [step for epoch in range(3) for step in steps(data.train_set, plan.for_epoch(epoch), 0, spec)]
+    chosen = largest_steps(config, data, 1)
+    assert {step[0].indices for step in chosen} <= {step[0].indices for step in run}
+    assert [len(step) for step in chosen] == sorted(len(step) for step in chosen)
+
+    def tokens(batch):
+        return len(batch.input_ids_BS) * (batch.input_ids_BS.shape[1] + batch.labels_BT.shape[1])
+
+    for places in (slice(0, 1), slice(1, None)):
+        assert max(tokens(b) for step in chosen for b in step[places]) == max(
+            tokens(b) for step in run for b in step[places]
+        )

@@ -14,6 +14,9 @@ from fullshard.data.tokenizing.tokenize import TokenizedSet
 SAMPLED_STEPS = 500
 """Number of evenly spaced steps that are examined in a longer epoch."""
 
+Shape = tuple[int, int, int]
+"""Sequences of a batch, tokens of its longest source and of its longest target; causal: of both joined, twice."""
+
 
 def padding_share(plan: BatchPlan, tokenized: TokenizedSet, *, causal: bool, packed: bool = False) -> float:
     """Return the share of positions that are padding or fillers, over all ranks and one epoch. Any rank can call it.
@@ -63,10 +66,10 @@ def step_sizes(
     return np.asarray([max(size(indices) for indices, _ in plan.step_places(step, rank)) for step in steps])
 
 
-def batch_shapes(
+def step_shapes(
     plan: BatchPlan, tokenized: TokenizedSet, steps: int, *, causal: bool, packed: bool = False
-) -> Iterator[tuple[tuple[int, int, int], NDArray[np.int64]]]:
-    """Yield the shape of every micro-batch of all ranks, and its rows; any process, alone.
+) -> Iterator[list[tuple[Shape, NDArray[np.int64]]]]:
+    """Yield for each step and rank the shapes of its micro-batches and their rows; any process, alone.
 
     Args:
         plan: The epoch.
@@ -74,21 +77,21 @@ def batch_shapes(
         steps: Number of its steps, from the first.
         causal: Whether source and target are one sequence.
         packed: Whether rows are packed.
-
-    Yields:
-        Sequences, tokens of the longest source and of the longest target (causal: of both joined, twice); the rows.
     """
     sides = _sides(tokenized, causal=causal)
+
+    def shape(indices: NDArray[np.int64]) -> Shape:
+        lengths = [side[indices] for side in sides]
+        count = len(indices)
+        if packed:
+            rows = np.stack(lengths, axis=1)
+            sequences = share_sequences(rows.tolist())
+            count, lengths = len(sequences), list(np.stack([rows[one].sum(0) for one in sequences], axis=1))
+        return count, int(lengths[0].max()), int(lengths[-1].max())
+
     for step in range(steps):
         for rank in range(plan.world_size):
-            for indices, _ in plan.step_places(step, rank):
-                lengths = [side[indices] for side in sides]
-                count = len(indices)
-                if packed:
-                    rows = np.stack(lengths, axis=1)
-                    sequences = share_sequences(rows.tolist())
-                    count, lengths = len(sequences), list(np.stack([rows[one].sum(0) for one in sequences], axis=1))
-                yield (count, int(lengths[0].max()), int(lengths[-1].max())), indices
+            yield [(shape(indices), indices) for indices, _ in plan.step_places(step, rank)]
 
 
 def _sides(tokenized: TokenizedSet, *, causal: bool) -> list[NDArray[np.int64]]:
