@@ -29,7 +29,8 @@ With --gpu or --memory, also say whether it fits; the exit code is 1 if it does 
 tensors, and how long a step takes by its data sheet. --fit searches for the fastest settings that fit, among those that
 the run file leaves open, and prints them as overrides.
 
-Not counted are evaluation and saving. Without --gpu, nor is what a process holds besides tensors.
+Not counted are text that an evaluation generates, and saving. Without --gpu, nor is what a process holds besides
+tensors.
 """
 
 EPILOG = """\
