@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from fullshard.cli.common import add_run_arguments, add_verb, load_program, positive
@@ -61,12 +62,11 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--gpu", metavar="NAME", help="GPU of each rank, such as h100; an unknown name lists them")
     parser.add_argument("--memory", metavar="SIZE", type=memory, help="memory of each rank, such as 80GB or 24GiB")
-    parser.add_argument("--machine", metavar="N", type=positive, default=8, help="GPUs of a machine (default: 8)")
+    parser.add_argument("--machine", metavar="N", type=positive, help="GPUs of a machine (default: 8)")
     parser.add_argument(
         "--network",
         metavar="SIZE",
         type=memory,
-        default=50 * 10**9,
         help="bytes a second of each GPU's network port, between machines (default: 50GB, which is 400 Gbit/s)",
     )
     parser.add_argument("--price", metavar="P", type=float, help="price of a GPU for an hour, to print the run's")
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
     data = program.prepare_plan(config)
     plans = [program.plan_prepared(config, data, size, device) for size in sizes]
-    limit = options.memory or (device and device.memory_bytes)
+    limit = options.memory if device is None else device.memory_bytes
     fitting = [limit is None or plan.fits(limit) for plan in plans]
     if options.json:
         verdicts = [{} if limit is None else {"memory_bytes": limit, "fits": fits} for fits in fitting]
@@ -127,13 +127,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _device(options: argparse.Namespace) -> Any:
-    """Return the GPU to plan for, if one is named."""
+    """Return the GPU to plan for, if one is named; ``--memory`` takes the place of its own."""
     if options.gpu is None:
-        if options.fit or options.price is not None:
-            raise ConfigError(f"{'--fit' if options.fit else '--price'} needs a step's time: name a GPU with --gpu.")
+        for name in ("fit", "price", "network", "machine"):
+            if getattr(options, name):
+                raise ConfigError(f"--{name} needs a step's time: name a GPU with --gpu.")
         return None
-    planner = load_program("fullshard.planner")
-    return planner.hardware(options.gpu, network_bytes_per_s=options.network, devices_each=options.machine)
+    given = {"network_bytes_per_s": options.network, "devices_each": options.machine}
+    given = {name: value for name, value in given.items() if value is not None}
+    device = load_program("fullshard.planner").hardware(options.gpu, **given)
+    return device if options.memory is None else replace(device, memory_bytes=options.memory)
 
 
 def _print_one(plan: Any, limit: int | None, price: float | None) -> None:

@@ -212,9 +212,14 @@ def highest(
     build: Callable[[Comm], Rehearsed], ranks: Sequence[int], world_size: int, device: Hardware | None = None
 ) -> Plan:
     """Return the plan of the one of ``ranks`` that has the highest peak; see :func:`rehearse`."""
-    behind = 0 if device is None else CudaDevice.reduces_behind
-    found = (planned(rehearse(build, r, world_size, reduces_behind=behind), r, world_size, device) for r in ranks)
+    found = (planned(rehearse_on(build, rank, world_size, device), rank, world_size, device) for rank in ranks)
     return max(found, key=lambda plan: plan.peak_bytes)
+
+
+def rehearse_on(build: Callable[[Comm], Rehearsed], rank: int, world_size: int, device: Hardware | None) -> Rehearsal:
+    """Return the rehearsal of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU."""
+    behind = 0 if device is None else CudaDevice.reduces_behind
+    return rehearse(build, rank, world_size, reduces_behind=behind)
 
 
 def planned(found: Rehearsal, rank: int, world_size: int, device: Hardware | None = None) -> Plan:

@@ -185,6 +185,8 @@ def lay_aside(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.
                     vars(param)["laid_aside"], param.grad, gradient = gradient, None, None
                 elif type(gradient) is Shard:
                     gradient.__class__ = torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
+                else:
+                    gradient = None
                 laid.append((param, gradient))
     return laid
 
@@ -193,7 +195,7 @@ def take_up(laid: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
     """Make shards again of what :func:`lay_aside` returned; a gradient that the step replaced becomes one too."""
     for param, before in laid:
         gradient = param.grad
-        if gradient is not None and gradient is before and type(gradient) is torch.Tensor:
+        if gradient is not None and gradient is before:
             gradient.__class__ = Shard  # it has kept its cut; to set it again would double the time of this loop
         elif gradient is not None:
             as_shard(gradient, param.cut)  # type: ignore[attr-defined]

@@ -32,7 +32,17 @@ from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ConfigError
 from fullshard.models import Objective
 from fullshard.optim import ShardedGradScaler
-from fullshard.planner import STEPS, Hardware, Plan, Rehearsed, candidates, highest, real_tensors, rehearse, time_step
+from fullshard.planner import (
+    STEPS,
+    Hardware,
+    Plan,
+    Rehearsed,
+    candidates,
+    highest,
+    real_tensors,
+    rehearse_on,
+    time_step,
+)
 from fullshard.sizes import format_duration
 from fullshard.train.evaluation.evaluate import evaluation_mode
 from fullshard.train.forward import loss_sum
@@ -132,7 +142,7 @@ def plan_prepared(
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
     if device is not None and (roughly is None or found.fits()):
         batches = _middle_step(config, data, epoch)
-        rehearsal = rehearse(partial(_build, config, data, [batches[:most]], []), found.rank, world_size)
+        rehearsal = rehearse_on(partial(_build, config, data, [batches[:most]], []), found.rank, world_size, device)
         values["timing"] = time_step(rehearsal.work, device, times=max(len(batches) / most, 1))
     tokens = int(np.asarray(data.train_set.lengths).sum())
     return RunPlan(

@@ -73,11 +73,18 @@ def test_the_search_prints_what_to_type(run_file, capsys):
     assert "fullshard: as it is: " in err
 
 
+def test_the_search_keeps_to_a_smaller_memory(run_file, capsys):
+    kept = ["sharding.strategy=full_shard", "training.fused_cross_entropy=false"]
+    assert main(["plan", run_file, *kept, "--world", "1", "--gpu", "h100", "--memory", "1MB", "--fit"]) == 1
+    assert capsys.readouterr().out.startswith("nothing fits")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--fit"], "--fit needs a step's time: name a GPU with --gpu"),
         (["--price", "2"], "--price needs a step's time"),
+        (["--network", "10GB"], "--network needs a step's time"),
         (["--gpu", "abacus"], "Known are b200, h200, h100"),
         (["--gpu", "h100", "--fit", "--world", "1,2"], "--fit searches for one number of ranks; got 1, 2"),
     ],

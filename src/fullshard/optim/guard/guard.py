@@ -30,7 +30,7 @@ from fullshard.optim.guard.claims import note_claims, note_rates, refuse_unreduc
 from fullshard.optim.guard.members import Members, members_before, members_of
 from fullshard.optim.guard.trial import Split, maker_like, steps_params_alone, steps_parts_equally
 from fullshard.optim.shards import is_split, meta_of
-from fullshard.shards import lay_aside, take_up
+from fullshard.shards import lay_aside, take_up, take_up_all
 
 BLOCK = 256
 """Elements that bitsandbytes (``blocksize``) and torchao (``block_size``; 128 for 4 bits) quantise together."""
@@ -311,7 +311,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         refuse_unreduced(members)
     note_claims(optimizer)
     note_rates(optimizer, members)
-    take_up(members.laid)  # of a step that raised
+    take_up_all(param for param, _ in members.laid)
     members.laid[:] = lay_aside(members.sharded) if _only_steps(optimizer, members, (*given, *kwargs.values())) else []
     if not callable(closure):
         return None
