@@ -526,20 +526,6 @@ def test_after_a_step_that_raised_shards_are_shards_again(again):
     assert first == second
 
 
-def test_a_plain_gradient_is_a_shard_after_the_step():
-    _, models = replicas(TinyLM, SIZE)
-
-    def work(comm):
-        model = fully_shard(models[comm.rank], comm, wrap=BLOCKS)
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in model.parameters():
-                param.grad = torch.ones(param.shape)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        return [p.grad.sum().item() == p.numel() for p in model.parameters()]
-
-    assert all(map(all, run_ranks(SIZE, work)))
-
-
 ASKS = {
     "new": lambda model, _: next(model.blocks.parameters()).new_zeros(3),
     "cast like": lambda model, x: x.type_as(model.blocks[0].scale).to(model.blocks[0].up.weight),
