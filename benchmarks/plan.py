@@ -51,6 +51,7 @@ import fullshard
 from fullshard import MixedPrecision, ShardingStrategy, optim
 from fullshard.comm import Comm, MemoryMeter, RecordingComm
 from fullshard.comm.machine_axes import axes_of
+from fullshard.planner import Rates, Rehearsed, Timing, measure_rates, rehearse, time_step
 from fullshard.planner.meter import EVALUATION
 from fullshard.planner.plan import MARGIN
 
@@ -189,8 +190,32 @@ class Configuration:
             **self.options,
         ).as_dict()
 
+    def prepare(self) -> None:
+        """Do what every rank needs: nothing."""
+
+    def timing(self, rates: Rates) -> Timing:
+        """Plan the time of its step."""
+        return time_step(rehearse(self.rehearsed, 0, self.ranks).work, rates)
+
+    def rates(self, comm: Comm) -> Rates:
+        """Measure the machine with its steps; every rank."""
+        return measure_rates(self.rehearsed, comm, comm.size)
+
+    def mean_step(self, comm: Comm) -> Callable[[], None]:
+        """Return its step; every rank."""
+        return self.rehearsed(comm).step
+
+    def rehearsed(self, comm: Comm) -> Rehearsed:
+        """Return it over one axis."""
+        model, optimizer, steps = self._made([comm])
+        return Rehearsed(model, optimizer, partial(steps[0], lambda phase: None))
+
     def build(self, axes: Sequence[Comm]) -> tuple[Any, list[Callable[[Mark], None]]]:
         """Return the sharded model and its steps."""
+        model, _, steps = self._made(axes)
+        return model, steps
+
+    def _made(self, axes: Sequence[Comm]) -> tuple[Any, torch.optim.Optimizer, list[Callable[[Mark], None]]]:
         ranks: Any = axes[0] if self.ranks_each is None else tuple(axes)
         model: Any = fullshard.fully_shard(self.make(), ranks, **self.options)
         optimizer = OPTIMIZERS[self.optimizer](model)
@@ -206,7 +231,7 @@ class Configuration:
             mark("optimizer")
             optimizer.step()
 
-        return model, [step] * STEPS
+        return model, optimizer, [step] * STEPS
 
 
 def configurations() -> list[Configuration | Run]:

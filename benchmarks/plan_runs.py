@@ -16,9 +16,11 @@ from fullshard.comm import Comm
 from fullshard.config import RunConfig, load_run
 from fullshard.data import Batch, steps
 from fullshard.models import Objective, train_tokenizer
+from fullshard.planner import Rates, Timing
 from fullshard.planner.meter import EVALUATION
+from fullshard.train.bench import measure_rates
 from fullshard.train.evaluation.evaluate import evaluate
-from fullshard.train.plan import largest_steps, plan_run
+from fullshard.train.plan import largest_steps, middle_step, plan_prepared, plan_run, prepare_plan
 from fullshard.train.run.assemble import Assembly, assemble
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.prepare import prepare
@@ -104,6 +106,30 @@ class Run:
     def predict(self) -> dict[str, Any]:
         """Plan the run; its tokens are in the cache afterwards."""
         return plan_run(self.config, self.ranks).as_dict()
+
+    def prepare(self) -> None:
+        """Write its files and tokenize, before ranks read them."""
+        prepare(self.config)
+
+    def timing(self, rates: Rates) -> Timing:
+        """Plan the time of its step of mean size."""
+        data = prepare_plan(self.config)
+        timing = plan_prepared(self.config, data, self.ranks, rates=rates).timing
+        assert timing is not None, "the rates give one"
+        return timing
+
+    def rates(self, comm: Comm) -> Rates:
+        """Measure the machine with its step of mean size; every rank."""
+        return measure_rates(self.config, prepare(self.config), comm, comm.size)
+
+    def mean_step(self, comm: Comm) -> Callable[[], None]:
+        """Return its step of mean size; every rank."""
+        config = self.config
+        data = prepare(config)
+        parts = assemble(config, comm, data)
+        parts.model.train()
+        batches = middle_step(config, data, parts.plan)
+        return lambda: _step(parts, batches, lambda phase: None)
 
     def build(self, axes: Sequence[Comm]) -> tuple[Any, list[Callable[[Mark], None]]]:
         """Return the model and its steps: thrice the largest, or of batches of all sizes the run's epoch, twice."""

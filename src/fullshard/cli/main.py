@@ -8,7 +8,19 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fullshard.cli import config, evaluate, export, inspect, launch, plan, predict, report as report_verb, train, verify
+from fullshard.cli import (
+    bench,
+    config,
+    evaluate,
+    export,
+    inspect,
+    launch,
+    plan,
+    predict,
+    report as report_verb,
+    train,
+    verify,
+)
 from fullshard.cli.common import set_own_parsers
 from fullshard.errors import FullshardError
 from fullshard.launch import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, Failure
@@ -75,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     config.add_parser(verbs)
     inspect.add_parser(verbs)
     plan.add_parser(verbs)
+    bench.add_parser(verbs)
     export.add_parser(verbs)
     verify.add_parser(verbs)
     set_own_parsers(verbs)

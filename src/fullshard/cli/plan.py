@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fullshard.cli.common import add_run_arguments, add_verb, load_program, positive
@@ -61,6 +62,9 @@ def add_parser(verbs: Any) -> None:
         help="ranks to plan for (default: as many as train would start); several: one line each",
     )
     parser.add_argument("--gpu", metavar="NAME", help="GPU of each rank, such as h100; an unknown name lists them")
+    parser.add_argument(
+        "--rates", metavar="FILE", type=Path, help="rates that `fullshard bench` measured: adds a step's time"
+    )
     parser.add_argument("--memory", metavar="SIZE", type=memory, help="memory of each rank, such as 80GB or 24GiB")
     parser.add_argument("--machine", metavar="N", type=positive, help="GPUs of a machine (default: 8)")
     parser.add_argument(
@@ -112,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     program = load_program(PROGRAM)
     say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
     data = program.prepare_plan(config)
-    plans = [program.plan_prepared(config, data, size, device) for size in sizes]
+    plans = [program.plan_prepared(config, data, size, device, rates=_rates(options, size)) for size in sizes]
     limit = options.memory if device is None else device.memory_bytes
     fitting = [limit is None or plan.fits(limit) for plan in plans]
     if options.json:
@@ -130,13 +134,18 @@ def _device(options: argparse.Namespace) -> Any:
     """Return the GPU to plan for, if one is named; ``--memory`` takes the place of its own."""
     if options.gpu is None:
         for name in ("fit", "price", "network", "machine"):
-            if getattr(options, name):
+            if getattr(options, name) and (options.rates is None or name != "price"):
                 raise ConfigError(f"--{name} needs a step's time: name a GPU with --gpu.")
         return None
     given = {"network_bytes_per_s": options.network, "devices_each": options.machine}
     given = {name: value for name, value in given.items() if value is not None}
     device = load_program("fullshard.planner").hardware(options.gpu, **given)
     return device if options.memory is None else replace(device, memory_bytes=options.memory)
+
+
+def _rates(options: argparse.Namespace, world_size: int) -> Any:
+    """Return the measured rates, if a file is named."""
+    return None if options.rates is None else load_program("fullshard.planner").read_rates(options.rates, world_size)
 
 
 def _print_one(plan: Any, limit: int | None, price: float | None) -> None:

@@ -1,5 +1,6 @@
 """Runs the real model, engine and optimizer as one rank of many, without memory, and counts what they hold and send."""
 
+from fullshard.planner.bench import measure_rates as measure_rates
 from fullshard.planner.hardware import Hardware as Hardware, hardware as hardware, names as names
 from fullshard.planner.hollow import real_tensors as real_tensors
 from fullshard.planner.plan import (
@@ -8,6 +9,8 @@ from fullshard.planner.plan import (
     highest as highest,
     plan as plan,
     rehearse_on as rehearse_on,
+    speed_of as speed_of,
 )
+from fullshard.planner.rates import Rates as Rates, read_rates as read_rates, write_rates as write_rates
 from fullshard.planner.rehearsal import STEPS as STEPS, Rehearsed as Rehearsed, rehearse as rehearse
 from fullshard.planner.timing import Timing as Timing, time_step as time_step

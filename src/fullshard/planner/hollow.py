@@ -84,7 +84,7 @@ class HollowMode(TorchDispatchMode):
         """Report every tensor to ``meter``."""
         super().__init__()
         self.meter = meter
-        self.on_operator: Callable[[Any, Any, Any, Any], None] = self.ignore
+        self.on_operator: Callable[[Any, Any, Any, Any], object] = self.ignore
         self.assumed: Callable[[], float] | None = None
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._known_shapes: dict[Any, _Shapes] = {}
@@ -164,6 +164,7 @@ class HollowMode(TorchDispatchMode):
             if in_backward() and not torch.is_grad_enabled():
                 taken = self._summed_in_place(*args, **(kwargs or {})) if func is torch.ops.aten.add.Tensor else None
                 if taken is not None:
+                    self.on_operator(func, args, kwargs or {}, taken)
                     return taken
                 func = _IN_PLACE.get(func, func)
             result = self._run(func, args, kwargs or {})

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from fullshard.planner.hardware import Hardware, hardware
 from fullshard.planner.hollow import HollowMode
 from fullshard.planner.meter import Meter
 from fullshard.planner.ranks import Ledger
+from fullshard.planner.rates import Rates, read_rates
 from fullshard.planner.rehearsal import PARTS, Rehearsal, Rehearsed, rehearse
-from fullshard.planner.timing import Timing, time_step
+from fullshard.planner.timing import SheetSpeed, Speed, Timing, time_step
 from fullshard.sizes import format_bytes
 
 MARGIN = 0.01
@@ -71,7 +73,7 @@ class Plan:
         sent_bytes: Bytes sent to other ranks in a step, by kind of collective.
         collectives: Number of collectives in a step, by kind.
         device: The GPU that it is for; None: CPU ranks.
-        timing: The time of a step on it; None without a GPU.
+        timing: The time of a step; None if nothing is known of the speed.
     """
 
     world_size: int
@@ -131,11 +133,12 @@ class Plan:
         lines += [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes]
         lines += ["", *(f"{_PHASES[phase]:<28}{format_bytes(size):>12}" for phase, size in self.phase_peaks.items())]
         lines += ["", *self._on_gpu()] if self.device is not None else []
+        lines += ["", *self._times()] if self.timing is not None else []
         sent = (f"{kind} {count} x, {format_bytes(self.sent_bytes[kind])}" for kind, count in self.collectives.items())
         return "\n".join([*lines, "", f"sent a step: {'; '.join(sent) or 'nothing'}"])
 
     def _on_gpu(self) -> list[str]:
-        """Return the lines about a GPU's memory and time."""
+        """Return the lines about a GPU's memory."""
         assert self.device is not None
         sizes = {
             "workspaces of products": self.device.workspace_bytes,
@@ -143,9 +146,11 @@ class Plan:
             "needed, with 5 % to spare": self.needed_bytes,
             f"memory of the {self.device.name}": self.device.memory_bytes,
         }
-        lines = [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes.items()]
-        if self.timing is None:
-            return lines
+        return [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes.items()]
+
+    def _times(self) -> list[str]:
+        """Return the lines about a step's time."""
+        assert self.timing is not None
         parts = {
             "forward and backward": self.timing.compute_s,
             "optimizer": self.timing.optimizer_s,
@@ -153,7 +158,8 @@ class Plan:
             "waiting for the CPU": self.timing.issue_s,
             "a step": self.timing.step_s,
         }
-        return [*lines, "", *(f"{label:<28}{1000 * seconds:>9,.0f} ms" for label, seconds in parts.items())]
+        digits = 0 if self.timing.step_s >= 1 else 1
+        return [f"{label:<28}{1000 * seconds:>9,.{digits}f} ms" for label, seconds in parts.items()]
 
 
 def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
@@ -164,6 +170,7 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
     rank: int | None = None,
     ranks_each: int | None = None,
     gpu: str | Hardware | None = None,
+    rates: str | Path | None = None,
     optimizer_fn: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     **options: Any,
@@ -183,6 +190,7 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
         ranks_each: Ranks of each machine, for the hybrid strategies, which shard inside a machine.
         gpu: The GPU of each rank, one of ``fullshard.planner.names()``, or a description: adds what it holds besides
             tensors and how long a step takes, from its data sheet. None: CPU ranks, no time.
+        rates: The file that ``fullshard bench`` wrote: how long a step takes on the machine that it was measured on.
         optimizer_fn: Makes the optimizer from the sharded model; None: torch's fused AdamW over all parameters.
         loss_fn: Returns the loss of the model on a batch; None: ``model(**batch).loss``.
         options: Those of :func:`fullshard.fully_shard` but ``mesh``, ``weights``, ``first_values``, ``device`` and
@@ -205,15 +213,28 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
         return Rehearsed(model, optimizer, partial(_step, model, optimizer, batch_fn(), loss_fn or _own_loss))
 
     ranks = candidates(sharded, world_size) if rank is None else [rank]
-    return highest(build, ranks, world_size, hardware(gpu) if isinstance(gpu, str) else gpu)
+    device = hardware(gpu) if isinstance(gpu, str) else gpu
+    return highest(build, ranks, world_size, device, None if rates is None else read_rates(Path(rates), world_size))
 
 
 def highest(
-    build: Callable[[Comm], Rehearsed], ranks: Sequence[int], world_size: int, device: Hardware | None = None
+    build: Callable[[Comm], Rehearsed],
+    ranks: Sequence[int],
+    world_size: int,
+    device: Hardware | None = None,
+    rates: Rates | None = None,
 ) -> Plan:
     """Return the plan of the one of ``ranks`` that has the highest peak; see :func:`rehearse`."""
-    found = (planned(rehearse_on(build, rank, world_size, device), rank, world_size, device) for rank in ranks)
+    speed = speed_of(device, rates)
+    found = (planned(rehearse_on(build, rank, world_size, device), rank, world_size, device, speed) for rank in ranks)
     return max(found, key=lambda plan: plan.peak_bytes)
+
+
+def speed_of(device: Hardware | None, rates: Rates | None) -> Speed | None:
+    """Return what says how long operators take: what was measured, else the data sheet; None if there is neither."""
+    if rates is not None:
+        return rates
+    return None if device is None else SheetSpeed(device)
 
 
 def rehearse_on(build: Callable[[Comm], Rehearsed], rank: int, world_size: int, device: Hardware | None) -> Rehearsal:
@@ -222,8 +243,10 @@ def rehearse_on(build: Callable[[Comm], Rehearsed], rank: int, world_size: int, 
     return rehearse(build, rank, world_size, reduces_behind=behind)
 
 
-def planned(found: Rehearsal, rank: int, world_size: int, device: Hardware | None = None) -> Plan:
-    """Return the plan of ``rank`` from its rehearsal.
+def planned(
+    found: Rehearsal, rank: int, world_size: int, device: Hardware | None = None, speed: Speed | None = None
+) -> Plan:
+    """Return the plan of ``rank`` from its rehearsal; ``speed`` adds the time.
 
     Raises:
         ConfigError: The device has no figure for a dtype of the step.
@@ -239,7 +262,7 @@ def planned(found: Rehearsal, rank: int, world_size: int, device: Hardware | Non
         sent_bytes={kind: sent for kind, (_, sent) in found.sent.items()},
         collectives={kind: count for kind, (count, _) in found.sent.items()},
         device=device,
-        timing=None if device is None else time_step(found.work, device),
+        timing=None if speed is None else time_step(found.work, speed),
     )
 
 

@@ -65,8 +65,9 @@ class Ledger:
             what it returns is waited for.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        """Be ``rank`` of ``size`` ranks on the CPU."""
+    def __init__(self, rank: int, size: int, make: Callable[..., PlannedComm] = PlannedComm) -> None:
+        """Be ``rank`` of ``size`` ranks on the CPU; ``make`` makes communicators of several ranks."""
+        self.make = make
         self.comms: list[RecordingComm] = []
         self.note: Callable[[str, int, range], Work] = self.ignore
         self.world = self.recorded(rank, range(size))
@@ -103,7 +104,8 @@ class _Splitting(RecordingComm):
 
     def __init__(self, ledger: Ledger, rank: int, ranks: range) -> None:
         device = torch.device("cpu")
-        super().__init__(PlannedComm(rank, len(ranks), device, self._issue) if len(ranks) > 1 else SoloComm(device))
+        several = len(ranks) > 1
+        super().__init__(ledger.make(rank, len(ranks), device, self._issue) if several else SoloComm(device))
         self._ledger, self._ranks = ledger, ranks
 
     def _issue(self) -> Work:

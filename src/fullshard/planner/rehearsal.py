@@ -41,7 +41,7 @@ class Rehearsed:
 
     model: nn.Module  # sharded
     optimizer: torch.optim.Optimizer  # over its shards
-    step: Callable[[], None]  # clears gradients, then forward, backward and the optimizer's step
+    step: Callable[[], object]  # clears gradients, then forward, backward and the optimizer's step
     steps: int = STEPS  # how many there are
     evaluate: Callable[[], None] | None = None  # runs the model as an evaluation does; None: there is none
     # what is read, outside of the model's forward, of a number that nobody knows; None: reading it is an error

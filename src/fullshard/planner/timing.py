@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from fullshard.errors import ConfigError
 from fullshard.planner.hardware import Hardware
-from fullshard.planner.work import Awaited, Computed, Issued, Operator, Work
+from fullshard.planner.work import Computed, Issued, Operator, Work
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Timing:
 
     Attributes:
         step_s: The step.
-        compute_s: Forward and backward, collectives that are hidden behind them included.
+        compute_s: Forward and backward, collectives that are hidden behind them included. On a CPU, whose operators
+            are not queued, also what it needs between them.
         optimizer_s: The optimizer's step.
         exposed_s: Waiting for collectives.
         issue_s: Waiting for the CPU, which issues operators more slowly than the device runs them.
@@ -30,32 +32,58 @@ class Timing:
     flops: int
 
 
-def time_step(work: Work, device: Hardware, times: float = 1) -> Timing:
-    """Return how long ``work`` takes on ``device``, every rank alike; all but the optimizer's part ``times`` as long.
+class Speed(Protocol):
+    """How fast operators and collectives are; seconds."""
 
-    Operators run one after the other on the compute stream, none before the CPU has issued it. An operator takes the
-    longer of its arithmetic and its bytes, and ``kernel_s`` (the roofline model, Williams et al. 2009). Collectives of
-    a group run one after the other, beside the compute stream, each after what was computed before it was issued.
+    @property
+    def host_s(self) -> float:
+        """What the CPU needs between two operators."""
+        ...
+
+    @property
+    def queues(self) -> bool:
+        """Whether operators are queued, so that the CPU issues some while others run."""
+        ...
+
+    def operator_seconds(self, operator: Operator) -> float:
+        """Return how long an operator keeps the device busy; 0 for one that only makes a view."""
+        ...
+
+    def collective_seconds(self, issued: Issued) -> tuple[float, float]:
+        """Return how long a collective takes alone, and how much of that no computation hides."""
+        ...
+
+
+def time_step(work: Work, speed: Speed, times: float = 1) -> Timing:
+    """Return how long ``work`` takes at ``speed``, every rank alike; all but the optimizer's part ``times`` as long.
+
+    Operators run one after the other on the compute stream, none before the CPU has issued it. Collectives of a group
+    run one after the other, beside the compute stream, each after what was computed before it was issued.
     """
-    seconds = {key: operator_seconds(operator, device) for key, operator in work.operators.items()}
+    seconds = {key: speed.operator_seconds(operator) for key, operator in work.operators.items()}
     issued = compute = exposed = starved = 0.0
     busy: dict[range, float] = {}
-    ends: dict[int, float] = {}
+    ends: dict[int, tuple[float, float]] = {}
     by_phase: dict[str, float] = {}
     for event in work.events:
         if isinstance(event, Computed):
-            issued += device.host_s
             took = seconds[event.operator]
+            if speed.queues:
+                issued += speed.host_s
+            else:
+                took += speed.host_s
             if took:
                 starved += max(issued - compute, 0.0)
                 compute = max(issued, compute) + took
                 by_phase[event.phase] = by_phase.get(event.phase, 0.0) + took
         elif isinstance(event, Issued):
-            started = max(compute, issued, busy.get(event.ranks, 0.0))
-            ends[event.number] = busy[event.ranks] = started + collective_seconds(event, device)
-        elif isinstance(event, Awaited):
-            exposed += max(ends[event.number] - compute, 0.0)
-            compute = max(compute, ends[event.number])
+            alone, never_hidden = speed.collective_seconds(event)
+            busy[event.ranks] = max(compute, issued, busy.get(event.ranks, 0.0)) + alone
+            ends[event.number] = busy[event.ranks], never_hidden
+        elif event.number in ends:
+            end, never_hidden = ends.pop(event.number)
+            waited = max(end - compute, never_hidden)
+            exposed, compute = exposed + waited, compute + waited
     end = max(compute, issued)
     optimizer = by_phase.pop("optimizer", 0.0)
     flops = sum(work.operators[event.operator].flops for event in work.events if isinstance(event, Computed))
@@ -67,6 +95,33 @@ def time_step(work: Work, device: Hardware, times: float = 1) -> Timing:
         issue_s=(starved + end - compute) * times,
         flops=round(flops * times),
     )
+
+
+class SheetSpeed:
+    """The speed of a device by its data sheet: see :class:`Speed`.
+
+    An operator takes the longer of its arithmetic and its bytes, and ``kernel_s`` (the roofline model, Williams et al.
+    2009). Collectives are hidden in full.
+    """
+
+    queues = True
+
+    def __init__(self, device: Hardware) -> None:
+        """Be as fast as ``device``."""
+        self._device = device
+        self.host_s = device.host_s
+
+    def operator_seconds(self, operator: Operator) -> float:
+        """See :meth:`Speed.operator_seconds`.
+
+        Raises:
+            ConfigError: There is no figure for products in its dtype.
+        """
+        return operator_seconds(operator, self._device)
+
+    def collective_seconds(self, issued: Issued) -> tuple[float, float]:
+        """See :meth:`Speed.collective_seconds`."""
+        return collective_seconds(issued, self._device), 0.0
 
 
 def operator_seconds(operator: Operator, device: Hardware) -> float:

@@ -73,13 +73,14 @@ class Work:
         self._phase = phase
         self._collectives = 0
 
-    def compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note an operator that was called; views of memory count too, as calls that move nothing."""
+    def compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> str:
+        """Note an operator that was called, and return its key; views count too, as calls that move nothing."""
         key = _key(func, args, kwargs)
         if key not in self.operators:
             flops, nbytes = _flops(func, args, kwargs, result), _bytes(func, args, kwargs, result)
             self.operators[key] = Operator(key, flops, nbytes, _dtype(args, kwargs))
         self.events.append(Computed(key, self._phase()))
+        return key
 
     def issue(self, kind: str, sent_bytes: int, ranks: range) -> CommWork:
         """Note a collective; the result notes when it is waited for."""

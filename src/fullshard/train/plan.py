@@ -36,11 +36,13 @@ from fullshard.planner import (
     STEPS,
     Hardware,
     Plan,
+    Rates,
     Rehearsed,
     candidates,
     highest,
     real_tensors,
     rehearse_on,
+    speed_of,
     time_step,
 )
 from fullshard.sizes import format_duration
@@ -68,7 +70,7 @@ class RunPlan(Plan):
 
     @property
     def run_s(self) -> float | None:
-        """Seconds of all steps, without evaluation and saving; None without a GPU."""
+        """Seconds of all steps, without evaluation and saving; None without a time."""
         return None if self.timing is None else self.timing.step_s * self.steps
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,12 +116,18 @@ def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, tota
         ConfigError: A setting cannot be planned.
         UserError: Data, tokenizer, model or settings cannot be used.
     """
-    _refuse(config)
+    refuse_unplanned(config)
     return prepare(config, progress=progress)
 
 
 def plan_prepared(
-    config: RunConfig, data: Prepared, world_size: int, device: Hardware | None = None, *, roughly: int | None = None
+    config: RunConfig,
+    data: Prepared,
+    world_size: int,
+    device: Hardware | None = None,
+    *,
+    rates: Rates | None = None,
+    roughly: int | None = None,
 ) -> RunPlan:
     """Return the plan of a run whose data is read; see :func:`plan_run`.
 
@@ -128,9 +136,10 @@ def plan_prepared(
         data: What :func:`prepare_plan` returned for settings that read data alike.
         world_size: Number of ranks.
         device: The GPU of each; None: CPU ranks.
+        rates: What was measured on the machine; gives the time instead of the GPU's data sheet.
         roughly: Plan this rank only, with at most two micro-batches a step, and time only what fits; None: exactly.
     """
-    _refuse(config)
+    refuse_unplanned(config)
     times = config.training.gradient_accumulation_steps
     most = times if roughly is None else min(times, 2)
     # Packed or budgeted, the largest micro-batch may be any of its step.
@@ -140,10 +149,11 @@ def plan_prepared(
     found = highest(partial(_build, config, data, largest, held_out), ranks, world_size, device)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
-    if device is not None and (roughly is None or found.fits()):
-        batches = _middle_step(config, data, epoch)
+    speed = speed_of(device, rates)
+    if speed is not None and (roughly is None or found.fits()):
+        batches = middle_step(config, data, epoch)
         rehearsal = rehearse_on(partial(_build, config, data, [batches[:most]], []), found.rank, world_size, device)
-        values["timing"] = time_step(rehearsal.work, device, times=max(len(batches) / most, 1))
+        values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
     tokens = int(np.asarray(data.train_set.lengths).sum())
     return RunPlan(
         **values,
@@ -168,7 +178,7 @@ def _build(config: RunConfig, data: Prepared, turns: list[list[Batch]], held_out
     model = _sharded(config, data, comm)
     optimizer = make_optimizer(model, config)
     scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
-    spec = _step_spec(model, config, data)
+    spec = step_spec(model, config, data)
     each = chain(turns[:1] * (STEPS - 1), turns)  # the optimizer's state is there from the second step on
 
     def step() -> None:
@@ -185,7 +195,7 @@ def _build(config: RunConfig, data: Prepared, turns: list[list[Batch]], held_out
     )
 
 
-def _middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Batch]:
+def middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Batch]:
     """Return rank 0's batches of the step whose padded length is nearest to the mean, of 200 or fewer of an epoch."""
     lengths = np.asarray(data.train_set.lengths)
     numbers = np.linspace(0, epoch.num_steps - 1, min(epoch.num_steps, 200)).astype(int).tolist()
@@ -285,7 +295,7 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
     return list(dict.fromkeys([*first, *by_length]))[:count]
 
 
-def _refuse(config: RunConfig) -> None:
+def refuse_unplanned(config: RunConfig) -> None:
     """Raise if the plan would be wrong or impossible."""
     problems = {
         "sharding.cpu_offload": (config.sharding.cpu_offload, "it counts the memory of one device, not the host's"),
@@ -299,7 +309,8 @@ def _refuse(config: RunConfig) -> None:
             raise ConfigError(f"A plan does not support {name} yet: {reason}. Plan the run without it.")
 
 
-def _step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
+def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
+    """Return the limits of a step that is planned or measured."""
     settings = config.training
     return StepSpec(
         step=1,

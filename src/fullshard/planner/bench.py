@@ -1,0 +1,79 @@
+"""Measures the rates of the machine at hand for one model's steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+
+from fullshard.comm import Comm
+from fullshard.errors import ConfigError
+from fullshard.planner.links import measure_collectives
+from fullshard.planner.rates import Rates
+from fullshard.planner.rehearsal import Rehearsed
+from fullshard.planner.trial import Trial, try_steps
+
+BUDGET_S = 30.0
+"""Seconds of steps that are measured, if they are short enough for ``_ROUNDS``."""
+
+_ROUNDS = (3, 9)
+"""Fewest and most pairs of steps: one watched, which takes about twice as long as the other."""
+
+
+def measure_rates(
+    build: Callable[[Comm], Rehearsed],
+    comm: Comm,
+    world_size: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Rates:
+    """Return what operators and collectives take; every rank at hand calls it and needs the memory of its own step.
+
+    Each takes steps as one of ``world_size`` ranks, side by side with the others but without their values. Then the
+    ranks at hand measure the step's collectives.
+
+    Args:
+        build: Makes the model, shards it over the given communicator and makes the optimizer; its ``step`` may be
+            called any number of times.
+        comm: The ranks at hand.
+        world_size: Number of ranks to be one of, at least those at hand.
+        progress: Called with steps done and their number.
+
+    Raises:
+        ConfigError: There are fewer ranks than at hand, or the device is a GPU.
+        UserError: Those of ``build``.
+    """
+    if world_size < comm.size:
+        raise ConfigError(f"The planned ranks are at least those at hand ({comm.size}); got {world_size}.")
+    if comm.device.type != "cpu":
+        raise ConfigError(
+            f"Rates are measured on CPU ranks; these compute on {comm.device}. A plan for GPUs takes its time from the "
+            "data sheet: fullshard plan RUN --gpu NAME."
+        )
+    done, rounds = 0, 0
+
+    def agreed(seconds: float) -> int:
+        nonlocal rounds
+        slowest = max(comm.all_gather_object(seconds))
+        rounds = int(min(max(BUDGET_S / (3 * slowest), _ROUNDS[0]), _ROUNDS[1]))
+        return rounds
+
+    def ready() -> None:
+        nonlocal done
+        progress(done, 2 * rounds)
+        done += rounds > 0
+        comm.barrier()
+
+    trials = comm.all_gather_object(try_steps(build, comm.rank, world_size, agreed, ready))
+    return rates_of(trials, measure_collectives(comm, trials[0].issued) if comm.size > 1 else {})
+
+
+def rates_of(trials: list[Trial], collectives: dict[str, list[tuple[int, float, float]]]) -> Rates:
+    """Return the rates of ranks that ran side by side: means of their operators, and the slowest rank's step."""
+    measured = {
+        key: (operator, statistics.mean(one.operators[key][1] for one in trials if key in one.operators))
+        for trial in trials
+        for key, (operator, _) in trial.operators.items()
+    }
+    step_s = statistics.median(map(max, zip(*(trial.steps_s for trial in trials), strict=True)))
+    host_s = replace(trials[0], operators=measured).host_s(step_s)
+    return Rates(len(trials), host_s, measured, collectives)

@@ -1,0 +1,102 @@
+"""Measures collectives between the ranks at hand: alone, and behind computation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from math import ceil
+
+import torch
+
+from fullshard.comm import Comm, Work, settle
+from fullshard.planner.work import Issued
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+"""What is measured; other kinds are taken for all-gathers."""
+
+_ROUNDS = 9
+_SLOW_S = 0.2
+"""Seconds of a collective from which a third of the rounds are enough."""
+
+_PRODUCT = 192
+"""Rows of the matrices that are multiplied while a collective runs: a part of a millisecond."""
+
+
+def measure_collectives(comm: Comm, wanted: Iterable[Issued]) -> dict[str, list[tuple[int, float, float]]]:
+    """Return what collectives take, by kind with growing sizes; every rank calls it with equal ``wanted``.
+
+    A size is the bytes that a rank sends. Follow the seconds of a collective alone, and those that it adds to a
+    computation that takes twice as long: what the computation does not hide. Both are medians of the slowest rank.
+
+    Args:
+        comm: The ranks at hand, at least two.
+        wanted: Collectives of a step; kinds and bytes count.
+    """
+    sizes = sorted({(one.kind if one.kind in KINDS else KINDS[0], one.sent_bytes) for one in wanted})
+    computation = _Computation(comm)
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for kind, sent in sizes:
+        found.setdefault(kind, []).append((sent, *_measured(comm, _collective(comm, kind, sent), computation)))
+    return found
+
+
+def _measured(comm: Comm, issue: Callable[[], Work], computation: _Computation) -> tuple[float, float]:
+    def alone() -> None:
+        _finish(issue())
+
+    def behind() -> None:
+        work = issue()
+        computation.run(products)
+        _finish(work)
+
+    first = _slowest(comm, [_seconds(comm, alone) for _ in range(3)])
+    rounds = _ROUNDS if first < _SLOW_S else _ROUNDS // 3
+    products = max(ceil(2 * first / computation.product_s), 1)
+    seconds: list[list[float]] = [[], [], []]
+    for _ in range(rounds):
+        for kept, work in zip(seconds, (alone, behind, lambda: computation.run(products)), strict=True):
+            kept.append(_seconds(comm, work))
+    by_itself, with_computation, only_computation = (_slowest(comm, kept) for kept in seconds)
+    return by_itself, min(max(with_computation - only_computation, 0.0), by_itself)
+
+
+class _Computation:
+    """Products of matrices, to be busy with."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._matrix = torch.full((_PRODUCT, _PRODUCT), 1e-3)
+        self.product_s = 1.0
+        self.product_s = _slowest(comm, [_seconds(comm, lambda: self.run(32)) / 32 for _ in range(5)])
+
+    def run(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._matrix, self._matrix)
+
+
+def _collective(comm: Comm, kind: str, sent_bytes: int) -> Callable[[], Work]:
+    others = comm.size - 1
+    if kind == "all_reduce":
+        summed = torch.zeros(max(sent_bytes * comm.size // (2 * others) // 4, 1))
+        return lambda: comm.all_reduce(summed)
+    each = max(sent_bytes // others // 4, 1)
+    full, shard = torch.zeros(comm.size * each), torch.zeros(each)
+    if kind == "all_gather":
+        return lambda: comm.all_gather(full, shard)
+    return lambda: comm.reduce_scatter(shard, full)
+
+
+def _finish(work: Work) -> None:
+    work.wait()
+    settle(work)
+
+
+def _seconds(comm: Comm, work: Callable[[], None]) -> float:
+    comm.barrier()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _slowest(comm: Comm, seconds: list[float]) -> float:
+    return max(comm.all_gather_object(statistics.median(seconds)))

@@ -1,0 +1,156 @@
+"""Takes steps of a planned rank with memory and values, on the device at hand, to see how long their operators take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fullshard.comm import Comm, Work as CommWork
+from fullshard.planner.ranks import Ledger, PlannedComm
+from fullshard.planner.rehearsal import Rehearsed
+from fullshard.planner.work import Issued, Operator, Work
+
+WARM_UP = 3
+"""Steps before measuring: the first make the optimizer's state and learn the order of units."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was measured of a rank's steps.
+
+    Attributes:
+        steps_s: Seconds of each step, without other ranks.
+        operators: Operators and the seconds that each took, in the median of the steps that were watched.
+        calls: How often each was called in a step.
+        issued: The step's collectives.
+    """
+
+    steps_s: list[float]
+    operators: dict[str, tuple[Operator, float]]
+    calls: dict[str, int]
+    issued: list[Issued]
+
+    def host_s(self, step_s: float) -> float:
+        """Return the seconds between two operators of a step that takes ``step_s``."""
+        watched = sum(self.operators[key][1] * count for key, count in self.calls.items())
+        return max(step_s - watched, 0.0) / max(sum(self.calls.values()), 1)
+
+
+def try_steps(
+    build: Callable[[Comm], Rehearsed], rank: int, size: int, rounds: Callable[[float], int], ready: Callable[[], None]
+) -> Trial:
+    """Take steps as ``rank`` of ``size`` ranks, without any other rank: what it would gather is its own part, repeated.
+
+    Steps that are watched, operator by operator, take turns with steps that are not, which give the time between
+    operators.
+
+    Args:
+        build: As for ``rehearse``, except that its ``step`` may be called any number of times.
+        rank: The rank to be.
+        size: Number of ranks.
+        rounds: Returns how many pairs of steps to take, from the seconds of one.
+        ready: Called before each step, to start the steps of several processes at the same time.
+    """
+    echo = _Echo()
+    ledger = Ledger(rank, size, echo.comm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a run that does not take place
+        made = build(ledger.world)
+        took = [_timed(made.step, echo, ready) for _ in range(WARM_UP)]
+        plain, watches = [], []
+        for _ in range(rounds(took[-1])):
+            plain.append(_timed(made.step, echo, ready))
+            watches.append(_Watching())
+            ready()
+            ledger.note = watches[-1].work.issue
+            with watches[-1]:
+                made.step()
+            ledger.note = ledger.ignore
+    return _summed(plain, watches)
+
+
+def _timed(step: Callable[[], object], echo: _Echo, ready: Callable[[], None]) -> float:
+    ready()
+    echo.seconds, started = 0.0, time.perf_counter()
+    step()
+    return time.perf_counter() - started - echo.seconds
+
+
+def _summed(plain: list[float], watches: list[_Watching]) -> Trial:
+    work, counts = watches[-1].work, {key: len(seconds) for key, seconds in watches[-1].seconds.items()}
+    means = {
+        key: [sum(watch.seconds[key]) / counts[key] for watch in watches if key in watch.seconds] for key in counts
+    }
+    operators = {key: (work.operators[key], statistics.median(means[key])) for key in counts}
+    return Trial(plain, operators, counts, [event for event in work.events if isinstance(event, Issued)])
+
+
+class _Watching(TorchDispatchMode):
+    """Context in which the time of each operator is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work(lambda: "")
+        self.seconds: dict[str, list[float]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            started = time.perf_counter()
+            result = func(*args, **kwargs)
+            took = time.perf_counter() - started
+            self.seconds.setdefault(self.work.compute(func, args, kwargs, result), []).append(took)
+            return result
+
+
+class _Echo:
+    """Makes communicators whose other ranks have this one's values, and counts the seconds that this takes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def comm(self, rank: int, size: int, device: torch.device, issue: Callable[[], CommWork]) -> PlannedComm:
+        """Return a communicator."""
+        return _EchoComm(self, rank, size, device, issue)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do what is not part of the step."""
+        started = time.perf_counter()
+        with _disable_current_modes(), torch.no_grad():
+            yield
+        self.seconds += time.perf_counter() - started
+
+
+class _EchoComm(PlannedComm):
+    """Fills what other ranks would send: values that were there before could be slow numbers, or none."""
+
+    def __init__(self, echo: _Echo, rank: int, size: int, device: torch.device, issue: Callable[[], CommWork]) -> None:
+        super().__init__(rank, size, device, issue)
+        self._echo = echo
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> CommWork:
+        with self._echo.aside():
+            for part in full.view(self.size, -1):
+                if part.data_ptr() != shard.data_ptr():
+                    part.copy_(shard.view(-1))
+        return super().all_gather(full, shard)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> CommWork:
+        with self._echo.aside():
+            shard.copy_(full.view(self.size, -1)[self.rank].view_as(shard))
+        return super().reduce_scatter(shard, full)
+
+    def exchange(self, received: Any, sent: Any) -> CommWork:
+        with self._echo.aside():
+            for part in received:
+                part.zero_()
+        return super().exchange(received, sent)

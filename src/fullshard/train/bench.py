@@ -1,0 +1,50 @@
+"""What a run's operators and collectives take on the machine at hand: the rates that a plan's time is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from fullshard import planner
+from fullshard.comm import Comm
+from fullshard.config import RunConfig
+from fullshard.data import Batch
+from fullshard.optim import ShardedGradScaler
+from fullshard.planner import Rates, Rehearsed
+from fullshard.train.plan import middle_step, refuse_unplanned, step_spec
+from fullshard.train.run.step import issue_step
+from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.model import prepare_model, shard_model
+from fullshard.train.setup.optimizers import make_optimizer
+from fullshard.train.setup.prepare import Prepared
+
+
+def measure_rates(
+    config: RunConfig,
+    data: Prepared,
+    comm: Comm,
+    world_size: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Rates:
+    """Return what was measured in steps of mean size; see :func:`fullshard.planner.measure_rates`.
+
+    Raises:
+        ConfigError: The settings cannot be planned.
+        UserError: Those of training.
+    """
+    refuse_unplanned(config)
+    epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
+    batches = middle_step(config, data, epoch)
+    return planner.measure_rates(partial(_build, config, data, batches), comm, world_size, progress)
+
+
+def _build(config: RunConfig, data: Prepared, batches: list[Batch], comm: Comm) -> Rehearsed:
+    ready = prepare_model(config, data.tokenizer)
+    shard_model(ready.model, config, comm, weights=ready.weights)
+    model = ready.model.train()
+    optimizer = make_optimizer(model, config)
+    scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
+    spec = step_spec(model, config, data)
+    return Rehearsed(
+        model, optimizer, lambda: issue_step(model, optimizer, batches, comm, spec, scaler, late=scaler is None)
+    )
