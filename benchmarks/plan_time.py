@@ -25,7 +25,7 @@ from plan_runs import Run
 from ranks import on_ranks, quiet
 
 from fullshard.comm import Comm
-from fullshard.planner import Rates
+from fullshard.planner import Rates, Timing
 
 LATEST = Path(__file__).parent / "results" / "plan_time.json"
 TIMEOUT_S = 300.0
@@ -58,16 +58,20 @@ def compared(one: Configuration | Run) -> dict[str, Any]:
     """Measure rates, plan and measure steps; return a row of the table."""
     one.prepare()
     found = on_ranks(one.ranks, rates, one, timeout_s=TIMEOUT_S)[0]
-    timing = one.timing(found)
-    ranks = on_ranks(one.ranks, measured, one, timeout_s=TIMEOUT_S)
-    step_s = statistics.median(map(max, zip(*ranks, strict=True)))
+    return row(one, one.timing(found), on_ranks(one.ranks, measured, one, timeout_s=TIMEOUT_S))
+
+
+def row(one: Configuration | Run, timing: Timing, ranks: list[list[float]]) -> dict[str, Any]:
+    """Return a row of the table, of a plan and each rank's steps."""
+    steps = list(map(max, zip(*ranks, strict=True)))
+    step_s = statistics.median(steps)
     return {
         "name": one.name,
         "predicted_s": round(timing.step_s, 6),
         "exposed_s": round(timing.exposed_s, 6),
         "optimizer_s": round(timing.optimizer_s, 6),
         "measured_s": round(step_s, 6),
-        "measured_least_s": round(min(map(max, zip(*ranks, strict=True))), 6),
+        "measured_least_s": round(min(steps), 6),
         "time_error": round(timing.step_s / step_s - 1, 4),
     }
 
@@ -100,8 +104,8 @@ def main() -> None:
     for number, one in enumerate(chosen, 1):
         if one.name in rows:
             continue
-        rows[one.name] = row = compared(one)
-        text = f"[{number}/{len(chosen)}] {row['time_error']:+.1%} of {1e3 * row['measured_s']:.0f} ms {one.name}"
+        rows[one.name] = new = compared(one)
+        text = f"[{number}/{len(chosen)}] {new['time_error']:+.1%} of {1e3 * new['measured_s']:.0f} ms {one.name}"
         print(text, file=sys.stderr, flush=True)
         found = list(rows.values())
         written = {"summary": summary(found), "torch": torch.__version__, "rows": found}

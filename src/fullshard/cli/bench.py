@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.cli.common import add_run_arguments, add_verb, join_other_launcher, positive, start_ranks
+from fullshard.cli.plan import RATES
 from fullshard.config import load_run
 from fullshard.launch import Failure, choose_nproc
 
 PROGRAM = "fullshard.launch.programs.bench"
-
-RATES = Path("rates.json")
-"""Where rates are, unless set otherwise."""
 
 DESCRIPTION = """\
 Measure what the operators and collectives of a run's steps take on this machine, on CPU ranks, in about a minute, and
@@ -29,7 +27,7 @@ on several machines, and the collectives go over the network between them.
 EPILOG = """\
 examples:
   fullshard bench examples/banking77_tiny.yaml
-  fullshard plan examples/banking77_tiny.yaml --world 2 --rates rates.json
+  fullshard plan examples/banking77_tiny.yaml --world 2 --cpu
   fullshard bench run.yaml nproc=1 --world 8 --out laptop.json
 """
 

@@ -22,6 +22,9 @@ SEARCH = "fullshard.train.fit"
 DOES_NOT_FIT = 1
 """Exit code if the run needs more than the memory there is."""
 
+RATES = Path("rates.json")
+"""Where `fullshard bench` writes, unless set otherwise."""
+
 DESCRIPTION = """\
 Show how many bytes the fullest rank of a run holds at its fullest moment, what they are, and how many bytes it sends in
 a step. The run's own model, schedule and optimizer take three steps on tensors without memory: this needs no GPU, no
@@ -29,7 +32,7 @@ ranks, no weights and no network. The batch is the longest that the data can giv
 
 With --gpu or --memory, also say whether it fits; the exit code is 1 if it does not. --gpu adds what a GPU holds besides
 tensors, and how long a step takes by its data sheet. --fit searches for the fastest settings that fit, among those that
-the run file leaves open, and prints them as overrides.
+the run file leaves open, and prints them as overrides. --rates, from `fullshard bench`, gives the time of CPU ranks.
 
 Not counted are text that an evaluation generates, and saving. Without --gpu, nor is what a process holds besides
 tensors.
@@ -38,6 +41,7 @@ tensors.
 EPILOG = """\
 examples:
   fullshard plan examples/banking77_tiny.yaml --world 2
+  fullshard plan run.yaml --world 2 --cpu
   fullshard plan run.yaml --world 8 --gpu h100 --price 2.5
   fullshard plan run.yaml --world 1,2,4,8 --gpu a10g
   fullshard plan run.yaml --world 4 --gpu a10g --fit
@@ -61,9 +65,11 @@ def add_parser(verbs: Any) -> None:
         type=worlds,
         help="ranks to plan for (default: as many as train would start); several: one line each",
     )
-    parser.add_argument("--gpu", metavar="NAME", help="GPU of each rank, such as h100; an unknown name lists them")
+    on = parser.add_mutually_exclusive_group()
+    on.add_argument("--gpu", metavar="NAME", help="GPU of each rank, such as h100; an unknown name lists them")
+    on.add_argument("--cpu", action="store_true", help=f"CPU ranks; adds a step's time if there is a {RATES}")
     parser.add_argument(
-        "--rates", metavar="FILE", type=Path, help="rates that `fullshard bench` measured: adds a step's time"
+        "--rates", metavar="FILE", type=Path, help="rates that `fullshard bench` measured, for the time"
     )
     parser.add_argument("--memory", metavar="SIZE", type=memory, help="memory of each rank, such as 80GB or 24GiB")
     parser.add_argument("--machine", metavar="N", type=positive, help="GPUs of a machine (default: 8)")
@@ -116,7 +122,12 @@ def run(options: argparse.Namespace) -> int:
     program = load_program(PROGRAM)
     say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
     data = program.prepare_plan(config)
-    plans = [program.plan_prepared(config, data, size, device, rates=_rates(options, size)) for size in sizes]
+    planner, path = load_program("fullshard.planner"), _rates_file(options)
+    rates = [None if path is None else planner.read_rates(path, size) for size in sizes]
+    plans = [
+        program.plan_prepared(config, data, size, device, rates=measured)
+        for size, measured in zip(sizes, rates, strict=True)
+    ]
     limit = options.memory if device is None else device.memory_bytes
     fitting = [limit is None or plan.fits(limit) for plan in plans]
     if options.json:
@@ -143,9 +154,14 @@ def _device(options: argparse.Namespace) -> Any:
     return device if options.memory is None else replace(device, memory_bytes=options.memory)
 
 
-def _rates(options: argparse.Namespace, world_size: int) -> Any:
-    """Return the measured rates, if a file is named."""
-    return None if options.rates is None else load_program("fullshard.planner").read_rates(options.rates, world_size)
+def _rates_file(options: argparse.Namespace) -> Path | None:
+    """Return the file of measured rates: the one that is named, or for CPU ranks the usual one if it exists."""
+    if options.rates is not None or not options.cpu:
+        return options.rates
+    if RATES.exists():
+        return RATES
+    say(f"no time: there is no {RATES}. Measure this machine's rates: fullshard bench {options.config}")
+    return None
 
 
 def _print_one(plan: Any, limit: int | None, price: float | None) -> None:

@@ -14,6 +14,9 @@ import torch
 from fullshard.errors import ConfigError
 from fullshard.planner.work import Issued, Operator
 
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading a file of something else raises."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -96,8 +99,8 @@ def read_rates(path: Path, ranks: int) -> Rates:
         raise ConfigError(
             f"There is no {path}. Measure this machine's rates: fullshard bench RUN --out {path}."
         ) from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(f"{path} holds no rates ({error}). Measure them again: fullshard bench.") from error
+    except (*_UNREADABLE, OSError) as error:
+        raise ConfigError(f"{path} holds no rates ({error!r}). Measure them again: fullshard bench.") from error
     fitting = [count for count in found if count <= ranks]
     if not fitting:
         raise ConfigError(
@@ -108,12 +111,20 @@ def read_rates(path: Path, ranks: int) -> Rates:
 
 
 def write_rates(path: Path, machine: str, rates: Rates) -> None:
-    """Write rates to a file; those for other numbers of ranks stay if the file is of this machine and torch."""
+    """Write rates to a file; those for other numbers of ranks stay if the file is of this machine and torch.
+
+    Raises:
+        ConfigError: The file is something else.
+    """
     about = {"machine": machine, "torch": torch.__version__}
     kept: dict[str, Any] = {}
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        kept = before["ranks"] if {key: before.get(key) for key in about} == about else {}
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            kept = {str(count): _values(_rates(int(count), values)) for count, values in before["ranks"].items()}
+            kept = kept if {key: before.get(key) for key in about} == about else {}
+        except _UNREADABLE as error:
+            raise ConfigError(f"{path} holds no rates ({error!r}). Write to another file: --out FILE.") from error
     path.write_text(json.dumps({**about, "ranks": {**kept, str(rates.ranks): _values(rates)}}, indent=1) + "\n")
 
 

@@ -107,3 +107,21 @@ def test_other_sizes_are_refused(text, capsys):
         main(["plan", "run.yaml", f"--memory={text}"])
     assert ended.value.code == 2
     assert "must be a size above zero, such as 80GB or 24GiB" in capsys.readouterr().err
+
+
+def test_measured_rates_give_the_time_of_cpu_ranks(run_file, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", run_file, "--world", "2", "--cpu"]) == 0
+    found = capfd.readouterr()
+    assert "no time: there is no rates.json" in found.err
+    assert "waiting for other ranks" not in found.out
+    assert main(["bench", run_file, "nproc=2", "--json"]) == 0
+    measured = json.loads(capfd.readouterr().out)
+    assert (measured["ranks"], measured["rates"]) == (2, "rates.json")
+    assert set(measured["collectives"]) >= {"all_gather", "reduce_scatter"}
+    assert main(["plan", run_file, "--world", "2", "--cpu"]) == 0
+    out = capfd.readouterr().out
+    for text in ("waiting for other ranks", "tokens a second"):
+        assert text in out
+    assert main(["plan", run_file, "--world", "2", "--rates", "none.json"]) == 2
+    assert "There is no none.json" in capfd.readouterr().err

@@ -88,7 +88,7 @@ def test_ranks_of_one_machine_use_its_links_and_others_the_network_of_their_port
 
 def test_products_in_a_dtype_without_a_figure_are_refused():
     with pytest.raises(ConfigError, match=r"slow has no figure for matrix products in torch\.float32"):
-        time_step(work("product"), replace(DEVICE, flops_per_s={torch.float16: 1.0}))
+        time_step(work("product"), SheetSpeed(replace(DEVICE, flops_per_s={torch.float16: 1.0})))
 
 
 def test_every_sheet_can_be_read_and_gives_less_than_the_data_sheet_says():

@@ -1,0 +1,111 @@
+"""Planned step times over a slow link, compared with the same steps: two CPU ranks in network namespaces of their own.
+
+    sudo python benchmarks/plan_link.py [--rate 1gbit] [--out PATH]
+
+Makes two network and process namespaces on this machine (Linux, root, ``ip`` and ``tc``) with a link between them that
+lets through ``--rate`` each way, and removes them at the end. In each runs one rank, which cannot read the other's
+memory. For each configuration the ranks measure rates over the link, rank 0 plans, and real steps are timed, as in
+``plan_time.py``. Nothing else should run meanwhile.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from plan import Configuration
+from plan_time import measured, rates, row, summary
+from ranks import quiet
+
+from fullshard.comm import init_from_env, shutdown
+
+LATEST = Path(__file__).parent / "results" / "plan_link.json"
+SPACES = ("planned-a", "planned-b")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29519
+CHOSEN = (
+    *(Configuration(model) for model in ("t5", "bart", "gpt2", "llama", "qwen", "mixtral")),
+    *(Configuration(model, strategy=s) for model in ("t5", "llama") for s in ("SHARD_GRAD_OP", "NO_SHARD")),
+    *(Configuration(model, checkpointing=True, batch=(8, 96)) for model in ("t5", "gpt2", "llama")),
+    *(Configuration(model, frozen="shard") for model in ("t5", "llama")),
+    Configuration("t5-large", optimizer="adafactor"),
+)
+
+
+def compare(out: Path, rate: str) -> None:
+    """Compare all configurations; as one of the ranks."""
+    comm = init_from_env()
+    rows = []
+    for one in CHOSEN:
+        found = rates(comm, one)
+        seconds = comm.all_gather_object(measured(comm, one))
+        if comm.rank == 0:
+            rows.append(row(one, one.timing(found), seconds))
+            print(f"{rows[-1]['time_error']:+.1%} of {1e3 * rows[-1]['measured_s']:.0f} ms {one.name}", file=sys.stderr)
+            written = {"rate": rate, "summary": summary(rows), "torch": torch.__version__, "rows": rows}
+            out.write_text(json.dumps(written, indent=1) + "\n")
+        comm.barrier()
+    shutdown()
+
+
+def link(rate: str) -> None:
+    """Make the namespaces and the link between them."""
+    ends = [f"{space}-0" for space in SPACES]
+    run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+    for space, end, address in zip(SPACES, ends, ADDRESSES, strict=True):
+        run("ip", "netns", "add", space)
+        run("ip", "link", "set", end, "netns", space)
+        inside = ("ip", "netns", "exec", space)
+        run(*inside, "ip", "addr", "add", f"{address}/24", "dev", end)
+        run(*inside, "ip", "link", "set", end, "up")
+        run(*inside, "ip", "link", "set", "lo", "up")
+        run(*inside, "tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+
+
+def run(*command: str) -> None:
+    """Run a command.
+
+    Raises:
+        CalledProcessError: It failed.
+    """
+    subprocess.run(command, check=True)
+
+
+def start(rank: int) -> subprocess.Popen[bytes]:
+    """Start a rank in its namespaces."""
+    environment = {
+        **os.environ,
+        **{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)},
+        **{"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": f"{SPACES[rank]}-0"},
+        "OMP_NUM_THREADS": "1",
+    }
+    inside = ("ip", "netns", "exec", SPACES[rank], "unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    return subprocess.Popen([*inside, sys.executable, *sys.argv], env=environment)
+
+
+def main() -> None:
+    """Make the link and compare over it, or be one of its ranks."""
+    parser = argparse.ArgumentParser(description="Compare planned step times over a slow link with measured ones.")
+    parser.add_argument("--rate", default="1gbit", help="as tc writes it")
+    parser.add_argument("--out", metavar="PATH", type=Path, default=LATEST)
+    options = parser.parse_args()
+    quiet()
+    if "RANK" in os.environ:
+        torch.set_num_threads(1)
+        return compare(options.out, options.rate)
+    try:
+        link(options.rate)
+        codes = [rank.wait() for rank in [start(0), start(1)]]
+    finally:
+        for space in SPACES:
+            subprocess.run(["ip", "netns", "del", space], check=False)
+    if any(codes):
+        sys.exit(f"a rank failed: exit codes {codes}")
+    return print(json.dumps(json.loads(options.out.read_text())["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

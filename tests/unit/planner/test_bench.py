@@ -1,0 +1,66 @@
+"""Steps that are taken to measure a machine: they run the operators that a plan lists, and collectives of its sizes."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import fullshard
+from fullshard.errors import ConfigError
+from fullshard.planner import Rehearsed, measure_rates, rehearse, time_step
+from fullshard.planner.trial import try_steps
+from fullshard.planner.work import Computed, Issued
+from fullshard.testing import run_ranks
+from support.planned import batch, make_model
+
+
+def build(comm):
+    model = fullshard.fully_shard(make_model(), comm)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    inputs = batch()
+
+    def step():
+        optimizer.zero_grad()
+        model(**inputs).loss.backward()
+        optimizer.step()
+
+    return Rehearsed(model, optimizer, step)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (2, 3)])
+def test_a_trial_runs_the_operators_and_collectives_of_the_plan(rank, size):
+    trial = try_steps(build, rank, size, lambda seconds: 1, lambda: None)
+    planned = rehearse(build, rank, size).work
+    assert trial.calls == Counter(event.operator for event in planned.events if isinstance(event, Computed))
+    assert trial.issued == [event for event in planned.events if isinstance(event, Issued)]
+    assert len(trial.steps_s) == 1
+
+
+def test_a_trial_computes_with_the_ranks_own_values_in_the_place_of_others():
+    seen = []
+
+    def watched(comm):
+        made = build(comm)
+        made.model.register_forward_hook(lambda model, args, output: seen.append(float(output.loss)))
+        return made
+
+    try_steps(watched, 1, 3, lambda seconds: 1, lambda: None)
+    assert len(seen) == 5
+    assert all(0 < loss < 100 for loss in seen)
+
+
+def test_ranks_at_hand_agree_on_rates_that_give_a_time():
+    found = run_ranks(2, lambda comm: measure_rates(build, comm, 4))
+    assert found[0] == found[1]
+    assert {sent for sent, _, _ in found[0].collectives["all_gather"]} == {
+        event.sent_bytes
+        for event in rehearse(build, 0, 4).work.events
+        if isinstance(event, Issued) and event.kind == "all_gather"
+    }
+    timing = time_step(rehearse(build, 0, 4).work, found[0])
+    assert timing.step_s > timing.compute_s > 0
+
+
+def test_fewer_planned_ranks_than_at_hand_are_refused():
+    with pytest.raises(ConfigError, match=r"at least those at hand \(1\); got 0"):
+        run_ranks(1, lambda comm: measure_rates(build, comm, 0))
