@@ -363,9 +363,18 @@ def compared(one: Configuration | Run, predicted: dict[str, Any], measured: dict
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures over all rows."""
+    """Return the figures over all rows; those of times if ``plan_time.py`` has measured some."""
     errors = [row["memory_error"] for row in rows]
+    timed = [row["time"]["error"] for row in rows if "time" in row]
+    times = {
+        "timed": len(timed),
+        "time_median_error": round(statistics.median(map(abs, timed)), 4),
+        "time_worst_error": max(map(abs, timed)),
+        "time_median_signed_error": round(statistics.median(timed), 4),
+        "time_above_15_percent": sum(abs(error) > 0.15 for error in timed),
+    }
     return {
+        **(times if timed else {}),
         "configurations": len(rows),
         "memory_median_error": round(statistics.median(map(abs, errors)), 6),
         "memory_worst_error": max(map(abs, errors)),

@@ -11,13 +11,15 @@ memory. For each configuration the ranks measure rates over the link, rank 0 pla
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from plan import Configuration
-from plan_time import measured, rates, row, summary
+from plan_time import figures, measured, rates
 from ranks import quiet
 
 from fullshard.comm import init_from_env, shutdown
@@ -43,12 +45,22 @@ def compare(out: Path, rate: str) -> None:
         found = rates(comm, one)
         seconds = comm.all_gather_object(measured(comm, one))
         if comm.rank == 0:
-            rows.append(row(one, one.timing(found), seconds))
-            print(f"{rows[-1]['time_error']:+.1%} of {1e3 * rows[-1]['measured_s']:.0f} ms {one.name}", file=sys.stderr)
+            rows.append({"name": one.name, **figures(one.timing(found), seconds)})
+            print(f"{rows[-1]['error']:+.1%} of {1e3 * rows[-1]['measured_s']:.0f} ms {one.name}", file=sys.stderr)
             written = {"rate": rate, "summary": summary(rows), "torch": torch.__version__, "rows": rows}
             out.write_text(json.dumps(written, indent=1) + "\n")
         comm.barrier()
     shutdown()
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the figures over all rows."""
+    errors = [row["error"] for row in rows]
+    return {
+        "configurations": len(rows),
+        "time_median_error": round(statistics.median(map(abs, errors)), 4),
+        "time_worst_error": max(map(abs, errors)),
+    }
 
 
 def link(rate: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 
 from fullshard.comm import Comm
 from fullshard.errors import ConfigError
@@ -68,12 +69,23 @@ def measure_rates(
 
 
 def rates_of(trials: list[Trial], collectives: dict[str, list[tuple[int, float, float]]]) -> Rates:
-    """Return the rates of ranks that ran side by side: means of their operators, and the slowest rank's step."""
+    """Return the rates of ranks that ran side by side: means, and as much more as they would wait for the slowest."""
     measured = {
         key: (operator, statistics.mean(one.operators[key][1] for one in trials if key in one.operators))
         for trial in trials
         for key, (operator, _) in trial.operators.items()
     }
-    step_s = statistics.median(map(max, zip(*(trial.steps_s for trial in trials), strict=True)))
+    step_s = statistics.median(map(statistics.mean, zip(*(trial.steps_s for trial in trials), strict=True)))
     host_s = replace(trials[0], operators=measured).host_s(step_s)
-    return Rates(len(trials), host_s, measured, collectives)
+    more = _slowest_over_mean(trials)
+    slower = {key: (operator, seconds * more) for key, (operator, seconds) in measured.items()}
+    return Rates(len(trials), host_s * more, slower, collectives)
+
+
+def _slowest_over_mean(trials: list[Trial]) -> float:
+    """Return how much longer a step takes if ranks wait for the slowest at each collective: none is always slowest."""
+    shares = []
+    for spans in zip(*(trial.spans for trial in trials), strict=True):  # of one step, each rank's
+        waits = list(zip_longest(*spans, fillvalue=0.0))
+        shares.append(sum(map(max, waits)) / sum(map(statistics.mean, waits)))
+    return statistics.median(shares)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fullshard.comm import Comm, Work as CommWork
 from fullshard.planner.ranks import Ledger, PlannedComm
 from fullshard.planner.rehearsal import Rehearsed
-from fullshard.planner.work import Issued, Operator, Work
+from fullshard.planner.work import Awaited, Issued, Operator, Work
 
 WARM_UP = 3
 """Steps before measuring: the first make the optimizer's state and learn the order of units."""
@@ -30,12 +30,14 @@ class Trial:
         steps_s: Seconds of each step, without other ranks.
         operators: Operators and the seconds that each took, in the median of the steps that were watched.
         calls: How often each was called in a step.
+        spans: For each step that was watched, the seconds of its operators from one wait for a collective to the next.
         issued: The step's collectives.
     """
 
     steps_s: list[float]
     operators: dict[str, tuple[Operator, float]]
     calls: dict[str, int]
+    spans: list[list[float]]
     issued: list[Issued]
 
     def host_s(self, step_s: float) -> float:
@@ -90,7 +92,8 @@ def _summed(plain: list[float], watches: list[_Watching]) -> Trial:
         key: [sum(watch.seconds[key]) / counts[key] for watch in watches if key in watch.seconds] for key in counts
     }
     operators = {key: (work.operators[key], statistics.median(means[key])) for key in counts}
-    return Trial(plain, operators, counts, [event for event in work.events if isinstance(event, Issued)])
+    issued = [event for event in work.events if isinstance(event, Issued)]
+    return Trial(plain, operators, counts, [watch.spans for watch in watches], issued)
 
 
 class _Watching(TorchDispatchMode):
@@ -100,6 +103,7 @@ class _Watching(TorchDispatchMode):
         super().__init__()
         self.work = Work(lambda: "")
         self.seconds: dict[str, list[float]] = {}
+        self.spans = [0.0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,6 +111,9 @@ class _Watching(TorchDispatchMode):
             started = time.perf_counter()
             result = func(*args, **kwargs)
             took = time.perf_counter() - started
+            if self.work.events and isinstance(self.work.events[-1], Awaited):
+                self.spans.append(0.0)
+            self.spans[-1] += took
             self.seconds.setdefault(self.work.compute(func, args, kwargs, result), []).append(took)
             return result
 
