@@ -14,8 +14,8 @@ from fullshard.launch import Failure, choose_nproc
 PROGRAM = "fullshard.launch.programs.bench"
 
 DESCRIPTION = """\
-Measure what the operators and collectives of a run's steps take on this machine, on CPU ranks, in about a minute, and
-write it to a file for `fullshard plan --rates`. Nothing is trained or saved.
+Measure what the operators and collectives of a run's steps take on this machine, in about a minute, and write it to a
+file for `fullshard plan --rates`. Nothing is trained or saved.
 
 Every rank takes steps of mean size, as one rank of --world, without the others' values; then the ranks measure the
 collectives, alone and behind computation. Leave the machine idle meanwhile: what else runs is measured too.

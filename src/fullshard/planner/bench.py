@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 
 from fullshard.comm import Comm
+from fullshard.comm.device import device_of
 from fullshard.errors import ConfigError
 from fullshard.planner.links import measure_collectives
 from fullshard.planner.rates import Rates
@@ -40,16 +40,11 @@ def measure_rates(
         progress: Called with steps done and their number.
 
     Raises:
-        ConfigError: There are fewer ranks than at hand, or the device is a GPU.
+        ConfigError: There are fewer ranks than at hand.
         UserError: Those of ``build``.
     """
     if world_size < comm.size:
         raise ConfigError(f"The planned ranks are at least those at hand ({comm.size}); got {world_size}.")
-    if comm.device.type != "cpu":
-        raise ConfigError(
-            f"Rates are measured on CPU ranks; these compute on {comm.device}. A plan for GPUs takes its time from the "
-            "data sheet: fullshard plan RUN --gpu NAME."
-        )
     done, rounds = 0, 0
 
     def agreed(seconds: float) -> int:
@@ -64,22 +59,34 @@ def measure_rates(
         done += rounds > 0
         comm.barrier()
 
-    trials = comm.all_gather_object(try_steps(build, comm.rank, world_size, agreed, ready))
-    return rates_of(trials, measure_collectives(comm, trials[0].issued) if comm.size > 1 else {})
+    trials = comm.all_gather_object(try_steps(build, comm.rank, world_size, comm.device, agreed, ready))
+    collectives = measure_collectives(comm, trials[0].issued) if comm.size > 1 else {}
+    return rates_of(trials, collectives, queues=device_of(comm.device).queues)
 
 
-def rates_of(trials: list[Trial], collectives: dict[str, list[tuple[int, float, float]]]) -> Rates:
-    """Return the rates of ranks that ran side by side: means, and as much more as they would wait for the slowest."""
+def rates_of(
+    trials: list[Trial], collectives: dict[str, list[tuple[int, float, float]]], *, queues: bool = False
+) -> Rates:
+    """Return the rates of ranks that ran side by side: means, and as much more as they would wait for the slowest.
+
+    Where operations are not queued, the time between operators is what is left of a step; else that of issuing them.
+    """
     measured = {
         key: (operator, statistics.mean(one.operators[key][1] for one in trials if key in one.operators))
         for trial in trials
         for key, (operator, _) in trial.operators.items()
     }
-    step_s = statistics.median(map(statistics.mean, zip(*(trial.steps_s for trial in trials), strict=True)))
-    host_s = replace(trials[0], operators=measured).host_s(step_s)
+    step_s = _typical(trial.issue_s if queues else trial.steps_s for trial in trials)
+    watched = 0.0 if queues else sum(measured[key][1] * count for key, count in trials[0].calls.items())
+    host_s = max(step_s - watched, 0.0) / sum(trials[0].calls.values())
     more = _slowest_over_mean(trials)
     slower = {key: (operator, seconds * more) for key, (operator, seconds) in measured.items()}
-    return Rates(len(trials), host_s * more, slower, collectives)
+    return Rates(len(trials), host_s * more, slower, collectives, queues)
+
+
+def _typical(ranks: Iterable[list[float]]) -> float:
+    """Return the median over steps of the mean over ranks."""
+    return statistics.median(map(statistics.mean, zip(*ranks, strict=True)))
 
 
 def _slowest_over_mean(trials: list[Trial]) -> float:

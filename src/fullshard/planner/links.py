@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from math import ceil
 
 import torch
 
 from fullshard.comm import Comm, Work, settle
+from fullshard.comm.stopwatch import stopwatch_of
 from fullshard.planner.work import Issued
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -19,7 +19,7 @@ _ROUNDS = 9
 _SLOW_S = 0.2
 """Seconds of a collective from which a third of the rounds are enough."""
 
-_PRODUCT = 192
+_PRODUCT = {"cpu": 192, "cuda": 2048}
 """Rows of the matrices that are multiplied while a collective runs: a part of a millisecond."""
 
 
@@ -65,7 +65,8 @@ class _Computation:
     """Products of matrices, to be busy with."""
 
     def __init__(self, comm: Comm) -> None:
-        self._matrix = torch.full((_PRODUCT, _PRODUCT), 1e-3)
+        rows = _PRODUCT[comm.device.type]
+        self._matrix = torch.full((rows, rows), 1e-3, device=comm.device)
         self.product_s = 1.0
         self.product_s = _slowest(comm, [_seconds(comm, lambda: self.run(32)) / 32 for _ in range(5)])
 
@@ -77,10 +78,10 @@ class _Computation:
 def _collective(comm: Comm, kind: str, sent_bytes: int) -> Callable[[], Work]:
     others = comm.size - 1
     if kind == "all_reduce":
-        summed = torch.zeros(max(sent_bytes * comm.size // (2 * others) // 4, 1))
+        summed = torch.zeros(max(sent_bytes * comm.size // (2 * others) // 4, 1), device=comm.device)
         return lambda: comm.all_reduce(summed)
     each = max(sent_bytes // others // 4, 1)
-    full, shard = torch.zeros(comm.size * each), torch.zeros(each)
+    full, shard = (torch.zeros(elements, device=comm.device) for elements in (comm.size * each, each))
     if kind == "all_gather":
         return lambda: comm.all_gather(full, shard)
     return lambda: comm.reduce_scatter(shard, full)
@@ -92,10 +93,14 @@ def _finish(work: Work) -> None:
 
 
 def _seconds(comm: Comm, work: Callable[[], None]) -> float:
+    clock = stopwatch_of(comm.device)
+    clock.finish()
     comm.barrier()
-    started = time.perf_counter()
+    begin = clock.mark()
     work()
-    return time.perf_counter() - started
+    end = clock.mark()
+    clock.finish()
+    return clock.seconds(begin, end)
 
 
 def _slowest(comm: Comm, seconds: list[float]) -> float:

@@ -65,9 +65,15 @@ class Ledger:
             what it returns is waited for.
     """
 
-    def __init__(self, rank: int, size: int, make: Callable[..., PlannedComm] = PlannedComm) -> None:
-        """Be ``rank`` of ``size`` ranks on the CPU; ``make`` makes communicators of several ranks."""
-        self.make = make
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (it cannot change)
+        make: Callable[..., PlannedComm] = PlannedComm,
+    ) -> None:
+        """Be ``rank`` of ``size`` ranks on ``device``; ``make`` makes communicators of several ranks."""
+        self.device, self.make = device, make
         self.comms: list[RecordingComm] = []
         self.note: Callable[[str, int, range], Work] = self.ignore
         self.world = self.recorded(rank, range(size))
@@ -103,8 +109,7 @@ class _Splitting(RecordingComm):
     """A recorded communicator that can be split into groups, whose collectives are recorded too."""
 
     def __init__(self, ledger: Ledger, rank: int, ranks: range) -> None:
-        device = torch.device("cpu")
-        several = len(ranks) > 1
+        device, several = ledger.device, len(ranks) > 1
         super().__init__(ledger.make(rank, len(ranks), device, self._issue) if several else SoloComm(device))
         self._ledger, self._ranks = ledger, ranks
 

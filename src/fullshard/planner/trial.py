@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fullshard.comm import Comm, Work as CommWork
+from fullshard.comm.stopwatch import Stopwatch, stopwatch_of
 from fullshard.planner.ranks import Ledger, PlannedComm
 from fullshard.planner.rehearsal import Rehearsed
 from fullshard.planner.work import Awaited, Issued, Operator, Work
@@ -28,6 +29,7 @@ class Trial:
 
     Attributes:
         steps_s: Seconds of each step, without other ranks.
+        issue_s: Seconds until each was issued: the step itself where operations are not queued.
         operators: Operators and the seconds that each took, in the median of the steps that were watched.
         calls: How often each was called in a step.
         spans: For each step that was watched, the seconds of its operators from one wait for a collective to the next.
@@ -35,19 +37,20 @@ class Trial:
     """
 
     steps_s: list[float]
+    issue_s: list[float]
     operators: dict[str, tuple[Operator, float]]
     calls: dict[str, int]
     spans: list[list[float]]
     issued: list[Issued]
 
-    def host_s(self, step_s: float) -> float:
-        """Return the seconds between two operators of a step that takes ``step_s``."""
-        watched = sum(self.operators[key][1] * count for key, count in self.calls.items())
-        return max(step_s - watched, 0.0) / max(sum(self.calls.values()), 1)
-
 
 def try_steps(
-    build: Callable[[Comm], Rehearsed], rank: int, size: int, rounds: Callable[[float], int], ready: Callable[[], None]
+    build: Callable[[Comm], Rehearsed],
+    rank: int,
+    size: int,
+    device: torch.device,
+    rounds: Callable[[float], int],
+    ready: Callable[[], None],
 ) -> Trial:
     """Take steps as ``rank`` of ``size`` ranks, without any other rank: what it would gather is its own part, repeated.
 
@@ -58,83 +61,113 @@ def try_steps(
         build: As for ``rehearse``, except that its ``step`` may be called any number of times.
         rank: The rank to be.
         size: Number of ranks.
+        device: The device at hand.
         rounds: Returns how many pairs of steps to take, from the seconds of one.
         ready: Called before each step, to start the steps of several processes at the same time.
     """
-    echo = _Echo()
-    ledger = Ledger(rank, size, echo.comm)
+    clock = stopwatch_of(device)
+    echo = _Echo(clock)
+    ledger = Ledger(rank, size, device, echo.comm)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a run that does not take place
         made = build(ledger.world)
         took = [_timed(made.step, echo, ready) for _ in range(WARM_UP)]
         plain, watches = [], []
-        for _ in range(rounds(took[-1])):
+        for _ in range(rounds(took[-1][0])):
             plain.append(_timed(made.step, echo, ready))
-            watches.append(_Watching())
+            watches.append(_Watching(clock))
             ready()
             ledger.note = watches[-1].work.issue
             with watches[-1]:
                 made.step()
             ledger.note = ledger.ignore
+            watches[-1].read()
     return _summed(plain, watches)
 
 
-def _timed(step: Callable[[], object], echo: _Echo, ready: Callable[[], None]) -> float:
+def _timed(step: Callable[[], object], echo: _Echo, ready: Callable[[], None]) -> tuple[float, float]:
+    """Return the seconds of a step, and those until it was issued."""
     ready()
-    echo.seconds, started = 0.0, time.perf_counter()
+    echo.marks.clear()
+    echo.clock.finish()
+    started, begin = time.perf_counter(), echo.clock.mark()
     step()
-    return time.perf_counter() - started - echo.seconds
+    issued, end = time.perf_counter() - started, echo.clock.mark()
+    echo.clock.finish()
+    return echo.clock.seconds(begin, end) - echo.seconds(), issued
 
 
-def _summed(plain: list[float], watches: list[_Watching]) -> Trial:
+def _summed(plain: list[tuple[float, float]], watches: list[_Watching]) -> Trial:
     work, counts = watches[-1].work, {key: len(seconds) for key, seconds in watches[-1].seconds.items()}
     means = {
         key: [sum(watch.seconds[key]) / counts[key] for watch in watches if key in watch.seconds] for key in counts
     }
     operators = {key: (work.operators[key], statistics.median(means[key])) for key in counts}
     issued = [event for event in work.events if isinstance(event, Issued)]
-    return Trial(plain, operators, counts, [watch.spans for watch in watches], issued)
+    steps_s, issue_s = (list(one) for one in zip(*plain, strict=True))
+    return Trial(steps_s, issue_s, operators, counts, [watch.spans for watch in watches], issued)
 
 
 class _Watching(TorchDispatchMode):
-    """Context in which the time of each operator is taken."""
+    """Context in which the time of each operator is taken.
 
-    def __init__(self) -> None:
+    Attributes:
+        work: What ran.
+        seconds: Of each call, by key; after :meth:`read`.
+        spans: Seconds of the operators between two waits for collectives; after :meth:`read`.
+    """
+
+    def __init__(self, clock: Stopwatch) -> None:
         super().__init__()
         self.work = Work(lambda: "")
         self.seconds: dict[str, list[float]] = {}
         self.spans = [0.0]
+        self._clock = clock
+        self._marks: list[tuple[str, bool, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            started = time.perf_counter()
+            begin = self._clock.mark()
             result = func(*args, **kwargs)
-            took = time.perf_counter() - started
-            if self.work.events and isinstance(self.work.events[-1], Awaited):
+            end = self._clock.mark()
+            waited = bool(self.work.events) and isinstance(self.work.events[-1], Awaited)
+            self._marks.append((self.work.compute(func, args, kwargs, result), waited, begin, end))
+            return result
+
+    def read(self) -> None:
+        """Read the times."""
+        self._clock.finish()
+        for key, waited, begin, end in self._marks:
+            took = self._clock.seconds(begin, end)
+            if waited:
                 self.spans.append(0.0)
             self.spans[-1] += took
-            self.seconds.setdefault(self.work.compute(func, args, kwargs, result), []).append(took)
-            return result
+            self.seconds.setdefault(key, []).append(took)
 
 
 class _Echo:
-    """Makes communicators whose other ranks have this one's values, and counts the seconds that this takes."""
+    """Makes communicators whose other ranks have this one's values, and takes the time that this needs."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, clock: Stopwatch) -> None:
+        self.clock = clock
+        self.marks: list[tuple[Any, Any]] = []
 
     def comm(self, rank: int, size: int, device: torch.device, issue: Callable[[], CommWork]) -> PlannedComm:
         """Return a communicator."""
         return _EchoComm(self, rank, size, device, issue)
 
+    def seconds(self) -> float:
+        """Return the seconds that :meth:`aside` took since ``marks`` was cleared."""
+        return sum(self.clock.seconds(begin, end) for begin, end in self.marks)
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Do what is not part of the step."""
-        started = time.perf_counter()
+        begin = self.clock.mark()
         with _disable_current_modes(), torch.no_grad():
             yield
-        self.seconds += time.perf_counter() - started
+        self.marks.append((begin, self.clock.mark()))
 
 
 class _EchoComm(PlannedComm):

@@ -13,6 +13,8 @@ from fullshard.planner.work import Computed, Issued
 from fullshard.testing import run_ranks
 from support.planned import batch, make_model
 
+CPU = torch.device("cpu")
+
 
 def build(comm):
     model = fullshard.fully_shard(make_model(), comm)
@@ -29,7 +31,7 @@ def build(comm):
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (2, 3)])
 def test_a_trial_runs_the_operators_and_collectives_of_the_plan(rank, size):
-    trial = try_steps(build, rank, size, lambda seconds: 1, lambda: None)
+    trial = try_steps(build, rank, size, CPU, lambda seconds: 1, lambda: None)
     planned = rehearse(build, rank, size).work
     assert trial.calls == Counter(event.operator for event in planned.events if isinstance(event, Computed))
     assert trial.issued == [event for event in planned.events if isinstance(event, Issued)]
@@ -44,7 +46,7 @@ def test_a_trial_computes_with_the_ranks_own_values_in_the_place_of_others():
         made.model.register_forward_hook(lambda model, args, output: seen.append(float(output.loss)))
         return made
 
-    try_steps(watched, 1, 3, lambda seconds: 1, lambda: None)
+    try_steps(watched, 1, 3, CPU, lambda seconds: 1, lambda: None)
     assert len(seen) == 5
     assert all(0 < loss < 100 for loss in seen)
 
