@@ -8,8 +8,9 @@ import torch
 import fullshard
 from fullshard.errors import ConfigError
 from fullshard.planner import Rehearsed, measure_rates, rehearse, time_step
-from fullshard.planner.trial import try_steps
-from fullshard.planner.work import Computed, Issued
+from fullshard.planner.bench import rates_of
+from fullshard.planner.trial import Trial, try_steps
+from fullshard.planner.work import Computed, Issued, Operator
 from fullshard.testing import run_ranks
 from support.planned import batch, make_model
 
@@ -66,3 +67,19 @@ def test_ranks_at_hand_agree_on_rates_that_give_a_time():
 def test_fewer_planned_ranks_than_at_hand_are_refused():
     with pytest.raises(ConfigError, match=r"at least those at hand \(1\); got 0"):
         run_ranks(1, lambda comm: measure_rates(build, comm, 0))
+
+
+def trial(steps_s, seconds, spans):
+    operator = Operator("aten.add.Tensor(float32[8](1,))", flops=0, nbytes=96, dtype=torch.float32)
+    return Trial(steps_s, steps_s, {operator.key: (operator, seconds)}, {operator.key: 4}, spans, [])
+
+
+def test_rates_are_means_over_ranks_and_their_waits_for_the_slowest():
+    one = trial([10.0, 10.0, 12.0], 1.0, [[1.0, 3.0]])
+    other = trial([12.0, 12.0, 12.0], 2.0, [[3.0, 1.0]])
+    found = rates_of([one, other], {})
+    (_, seconds), *_ = found.operators.values()
+    slower = (3.0 + 3.0) / (2.0 + 2.0)  # the slowest between two waits, over the mean
+    assert seconds == 1.5 * slower
+    assert found.host_s == (11.0 - 4 * 1.5) / 4 * slower
+    assert rates_of([one, other], {}, queues=True).host_s == 11.0 / 4 * slower
