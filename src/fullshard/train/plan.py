@@ -38,6 +38,7 @@ from fullshard.planner import (
     Plan,
     Rehearsed,
     candidates,
+    check_time,
     highest,
     real_tensors,
     rehearse_on,
@@ -119,7 +120,13 @@ def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, tota
 
 
 def plan_prepared(
-    config: RunConfig, data: Prepared, world_size: int, device: Hardware | None = None, *, roughly: int | None = None
+    config: RunConfig,
+    data: Prepared,
+    world_size: int,
+    device: Hardware | None = None,
+    *,
+    roughly: int | None = None,
+    listed: bool = False,
 ) -> RunPlan:
     """Return the plan of a run whose data is read; see :func:`plan_run`.
 
@@ -129,12 +136,15 @@ def plan_prepared(
         world_size: Number of ranks.
         device: The GPU of each; None: CPU ranks.
         roughly: Plan this rank only, with at most two micro-batches a step, and time only what fits; None: exactly.
+        listed: See :func:`largest_steps`.
     """
     _refuse(config)
     times = config.training.gradient_accumulation_steps
     most = times if roughly is None else min(times, 2)
     # Packed or budgeted, the largest micro-batch may be any of its step.
-    largest = [one[:most] if one[0] is one[-1] else one for one in largest_steps(config, data, world_size)]
+    largest = [
+        one[:most] if one[0] is one[-1] else one for one in largest_steps(config, data, world_size, listed=listed)
+    ]
     held_out = _largest_held_out(config, data, world_size)
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
     found = highest(partial(_build, config, data, largest, held_out), ranks, world_size, device)
@@ -206,18 +216,19 @@ def _assumed() -> float:
     return 1.0 if in_backward() else 0.0
 
 
-def largest_steps(config: RunConfig, data: Prepared, world_size: int) -> list[list[Batch]]:
+def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed: bool = False) -> list[list[Batch]]:
     """Return the micro-batches of steps of which one needs at least as much as any of the run; any process, alone.
 
     Of a number of rows that are padded: a step of micro-batches that none exceeds. Packed, or with a budget of tokens:
     of all steps of the run those with the largest micro-batches by tokens and by attention, on each side, before a
-    micro-batch has left gradients and after; full steps last.
+    micro-batch has left gradients and after; full steps last. ``listed``: of padded rows, too.
     """
     training = config.training
-    if not training.packing and training.per_device_train_batch_tokens is None:
+    if not listed and not training.packing and training.per_device_train_batch_tokens is None:
         return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
     found: tuple[dict[Shape, _Step], dict[Shape, _Step]] = ({}, {})
     for step in _steps(config, data, world_size):
+        check_time()
         for place, (shape, _) in enumerate(step):
             found[min(place, 1)].setdefault(shape, step)
     chosen = [step for steps in found if steps for step in _largest(steps)]
@@ -231,12 +242,14 @@ _Step = list[tuple[Shape, NDArray[np.int64]]]
 
 
 def _largest(steps: Mapping[Shape, _Step]) -> list[_Step]:
-    """Return the steps of the shapes that are largest by one measure, or by all together."""
+    """Return the steps of the shapes that are largest by one measure, or by all together; often that is one step."""
     count, sources, targets = np.array(list(steps), dtype=np.float64).T
     needs = [count * (sources + targets), count * sources, count * targets]
     needs += [need * length for need in needs[1:] for length in (sources, targets)]
     needs += [sum(need / need.max() for need in needs)]
-    return [list(steps.values())[int(need.argmax())] for need in needs]
+    best = int(needs[-1].argmax())
+    places = [best] if all(need[best] == need.max() for need in needs) else [int(need.argmax()) for need in needs]
+    return [list(steps.values())[place] for place in places]
 
 
 def _steps(config: RunConfig, data: Prepared, world_size: int) -> Iterator[_Step]:
