@@ -118,7 +118,7 @@ def _tried(load: Load, data: Prepared, comm: Comm, started: float, *, listed: bo
 
 
 def _return_memory() -> None:
-    """Give the system back what planning took: a plan of t5-small left 230 MB in the C library's heap."""
+    """Give the system back what planning took: one of t5-small left 220 MiB in the C library's heap."""
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
