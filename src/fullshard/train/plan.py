@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import outline_model, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, Progress, collate_spec, prepare
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -227,8 +229,7 @@ def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed:
     if not listed and not training.packing and training.per_device_train_batch_tokens is None:
         return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
     found: tuple[dict[Shape, _Step], dict[Shape, _Step]] = ({}, {})
-    for step in _steps(config, data, world_size):
-        check_time()
+    for step in _in_time(_steps(config, data, world_size)):
         for place, (shape, _) in enumerate(step):
             found[min(place, 1)].setdefault(shape, step)
     chosen = [step for steps in found if steps for step in _largest(steps)]
@@ -277,8 +278,15 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> lis
     size = config.training.per_device_eval_batch_size
     plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths)
     batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=data.causal))
-    _, largest = max(batches, key=lambda one: one[0][0] * (one[0][1] + one[0][2]))
+    _, largest = max(_in_time(batches), key=lambda one: one[0][0] * (one[0][1] + one[0][2]))
     return [_collated(largest, rows, collate_spec(data.tokenizer, causal=data.causal))]
+
+
+def _in_time(values: Iterable[T]) -> Iterator[T]:
+    """Yield ``values`` while a plan may take longer: there are as many as the data has batches."""
+    for value in values:
+        check_time()
+        yield value
 
 
 def longest_batch(config: RunConfig, data: Prepared) -> Batch:
@@ -293,7 +301,7 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
     A set with fewer rows gives all of them.
     """
     sources, targets = np.asarray(rows.source_ids.lengths), np.asarray(rows.target_ids.lengths)
-    by_length = np.argsort(-(sources + targets), kind="stable").tolist()
+    by_length = np.argsort(-(sources + targets), kind="stable")[: count + 2].tolist()
     first = [] if causal or count < 2 else [int(sources.argmax()), int(targets.argmax())]
     return list(dict.fromkeys([*first, *by_length]))[:count]
 
