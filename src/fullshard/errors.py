@@ -12,7 +12,8 @@
     │   ├── ProcessGroupError     there is no usable process group or mesh                   exit code 7
     │   ├── MismatchError         ranks hold different models or run different units         exit code 8
     │   ├── CheckpointError       a checkpoint cannot be written or read                     exit code 9
-    │   └── TrainingError         the loss or the gradient is no longer a finite number      exit code 10
+    │   ├── TrainingError         the loss or the gradient is no longer a finite number      exit code 10
+    │   └── MemoryLimitError      the run needs more memory than there is                    exit code 11
     ├── RunStopped                a run was stopped on request and saved a checkpoint        exit code 75
     └── InvariantError            an internal error of fullshard: please report it           exit code 70
 
@@ -83,6 +84,12 @@ class TrainingError(UserError):
     """Training cannot continue: the loss or the gradient is no longer a finite number."""
 
     exit_code = 10
+
+
+class MemoryLimitError(UserError):
+    """The run needs more memory than there is: planned, so that it is not started, or found out in training."""
+
+    exit_code = 11
 
 
 class RunStopped(FullshardError):

@@ -1,8 +1,10 @@
-"""The rank program with a fault in rank 1's third step: ``python faulty_rank.py raise|kill CONFIG``."""
+"""The rank program with a fault in rank 1's third step: ``python faulty_rank.py raise|kill|allocate CONFIG``."""
 
 import os
 import signal
 import sys
+
+import torch
 
 from fullshard.launch.programs import train as rank
 from fullshard.train.run import loop
@@ -16,6 +18,8 @@ def faulty_step(model, optimizer, micro_batches, comm, spec, scaler, *, late):
     if comm.rank == 1 and spec.step == 3:
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "allocate":
+            torch.empty(1 << 60, dtype=torch.uint8)  # torch's own error: no system has that much
         raise RuntimeError("the fault of rank 1")
     return real_step(model, optimizer, micro_batches, comm, spec, scaler, late=late)
 

@@ -37,8 +37,8 @@ examples:
 
 exit codes:
   0 success, 1 unexpected error, 2 settings or command line, 3 data, 4 model, 5 wrapping, 6 sharding,
-  7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 70 bug in fullshard,
-  75 stopped after saving a checkpoint to resume from, 130 interrupted,
+  7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 11 out of memory,
+  70 bug in fullshard, 75 stopped after saving a checkpoint to resume from, 130 interrupted,
   141 nothing reads the output any more, as after | head
 """
 

@@ -21,6 +21,9 @@ and predictions.jsonl. Starts its own ranks; under torchrun it runs as one of to
 On Ctrl-C or SIGTERM the run saves a checkpoint after the current step and exits with code 75; a second signal ends it
 immediately. The same command resumes a stopped or killed run, with the same result; resume=never starts from scratch.
 
+Each rank plans its memory first, in at most five seconds (see `fullshard plan`). A run that cannot fit is not started:
+the message has the numbers and what would need less. --no-plan starts it without.
+
 With --config_file, sharding, precision and number of ranks come from Accelerate's configuration file, as written by
 `accelerate config` or `fullshard config`. The run file may omit them or set the same values; different values are an
 error. Settings of the file that have no effect are reported as warnings.
@@ -40,6 +43,7 @@ def add_parser(verbs: Any) -> None:
     parser = add_verb(verbs, "train", run, "fine-tune a model as set in a run file", DESCRIPTION, EPILOG)
     add_run_arguments(parser)
     add_config_file(parser)
+    parser.add_argument("--no-plan", action="store_true", help="start without planning the run's memory first")
 
 
 def run(options: argparse.Namespace) -> Failure | None:
@@ -53,7 +57,8 @@ def run(options: argparse.Namespace) -> Failure | None:
         SystemExit: Under torchrun, with the rank's exit code.
     """
     overrides = [*options.overrides, *file_overrides(options)]
-    arguments = [str(options.config), *overrides, *(["--json"] if options.json else [])]
+    flags = [flag for flag, is_set in (("--json", options.json), ("--no-plan", options.no_plan)) if is_set]
+    arguments = [str(options.config), *overrides, *flags]
     join_other_launcher(PROGRAM, arguments)
     require_one_machine(options)
     config = load_run(options.config, overrides)

@@ -3,6 +3,11 @@
 from fullshard.planner.bench import measure_rates as measure_rates
 from fullshard.planner.hardware import Hardware as Hardware, hardware as hardware, names as names
 from fullshard.planner.hollow import real_tensors as real_tensors
+from fullshard.planner.limit import (
+    TookTooLongError as TookTooLongError,
+    check_time as check_time,
+    time_limit as time_limit,
+)
 from fullshard.planner.plan import (
     Plan as Plan,
     candidates as candidates,

@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ModelError
+from fullshard.planner.limit import check_time
 from fullshard.planner.meter import Meter
 
 KNOWN_NUMEL = 1 << 18
@@ -122,7 +123,11 @@ class HollowMode(TorchDispatchMode):
         self._replaced.callback(setattr, torch, "get_rng_state", state)
         self._replace_reads()
         super().__enter__()
-        self._count_references()
+        try:
+            self._count_references()
+        except BaseException:  # the time may be up: without __exit__, torch would stay in this mode for good
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def _replace_reads(self) -> None:
@@ -159,7 +164,9 @@ class HollowMode(TorchDispatchMode):
 
         Raises:
             ModelError: Its result depends on values, or torch does not know its shape.
+            TookTooLongError: See :func:`~fullshard.planner.limit.time_limit`.
         """
+        check_time()
         with torch._C.DisableTorchFunctionSubclass():
             if in_backward() and not torch.is_grad_enabled():
                 taken = self._summed_in_place(*args, **(kwargs or {})) if func is torch.ops.aten.add.Tensor else None

@@ -36,7 +36,7 @@ GPU_MARGIN = 0.05
 _ALL_RANKS = 4
 """World sizes up to which every rank is planned to find the fullest."""
 
-_LABELS = {
+LABELS = {
     "shards": "shards",
     "optimizer_state": "optimizer state",
     "gathered_units": "gathered units",
@@ -45,6 +45,7 @@ _LABELS = {
     "buffers_and_batch": "buffers and batch",
     "activations_and_temporaries": "activations and temporaries",
 }
+"""What the parts of a peak are called in messages."""
 
 _PHASES = {
     "before_first_step": "peak before the first step",
@@ -127,7 +128,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the plan as a table."""
-        sizes = [(_LABELS[part], self.parts[part]) for part in PARTS]
+        sizes = [(LABELS[part], self.parts[part]) for part in PARTS]
         sizes += [("peak of a step", self.peak_bytes)]
         lines = [f"rank {self.rank} of {self.world_size}, which holds {self.parameters:,} elements of parameters", ""]
         lines += [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes]

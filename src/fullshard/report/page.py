@@ -254,7 +254,9 @@ def _memory(files: RunFiles) -> PageSection:
         chosen = _chosen_ranks(files.trace.ranks)
         drawn.append(figures.memory_timeline(files.trace, chosen))
     if drawn:
-        body = _placeholders(drawn) + tables.memory_table(ranks)
+        plan = files.run.get("plan") or {}
+        planned = {rank["rank"]: rank["peak"] for rank in plan.get("memory", ())}
+        body = _placeholders(drawn) + tables.memory_table(ranks, planned)
     if files.trace is not None:
         body += tables.timeline_table(files.trace.ranks)
         body += tables.note(

@@ -53,8 +53,8 @@ def resting(rank: RankTrace) -> Record:
     return {"rank": rank.rank, **last, "peak": rank.peak_bytes}
 
 
-def memory_table(ranks: Sequence[Mapping[str, int]]) -> str:
-    """Return a table of each rank's memory."""
+def memory_table(ranks: Sequence[Mapping[str, int]], planned: Mapping[int, int]) -> str:
+    """Return a table of each rank's memory, beside the peak that was planned for it, if there was a plan."""
     columns = {
         "parameters": "parameters",
         "gradients": "gradients",
@@ -65,6 +65,10 @@ def memory_table(ranks: Sequence[Mapping[str, int]]) -> str:
     }
     there = {key: title for key, title in columns.items() if any(key in rank for rank in ranks)}
     rows = [[f"rank {rank['rank']}", *(format_bytes(rank.get(key, 0)) for key in there)] for rank in ranks]
+    if planned:
+        there["planned"] = "planned for the largest batch"
+        for row, rank in zip(rows, ranks, strict=True):
+            row.append(format_bytes(planned[rank["rank"]]) if rank["rank"] in planned else "none")
     return table("Tensor memory of each rank", ["", *there.values()], rows)
 
 

@@ -115,7 +115,7 @@ class Search:
             The last that was tried.
         """
         largest = self._try(values)
-        sizes = _micro_batches(self._load(()))
+        sizes = micro_batches(self._load(()))
         if not largest.why or largest.plan is None or not sizes or _keeps_too_much(largest.plan, self._device):
             return largest
         row = self._try({**values, **sizes[-1]})
@@ -171,7 +171,7 @@ def _rows_of(tried: Tried) -> bool:
     return any(one.startswith(ROWS) for one in tried.overrides)
 
 
-def _micro_batches(config: RunConfig) -> list[dict[str, int]]:
+def micro_batches(config: RunConfig) -> list[dict[str, int]]:
     """Return the sizes of smaller micro-batches that give a step the same rows, the largest first."""
     rows, times = config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps
     if config.training.per_device_train_batch_tokens is not None:

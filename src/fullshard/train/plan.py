@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from fullshard.planner import (
     Rates,
     Rehearsed,
     candidates,
+    check_time,
     highest,
     real_tensors,
     rehearse_on,
@@ -54,6 +55,8 @@ from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import outline_model, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, Progress, collate_spec, prepare
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def plan_prepared(
     *,
     rates: Rates | None = None,
     roughly: int | None = None,
+    listed: bool = False,
 ) -> RunPlan:
     """Return the plan of a run whose data is read; see :func:`plan_run`.
 
@@ -138,12 +142,15 @@ def plan_prepared(
         device: The GPU of each; None: CPU ranks.
         rates: What was measured on the machine; gives the time instead of the GPU's data sheet.
         roughly: Plan this rank only, with at most two micro-batches a step, and time only what fits; None: exactly.
+        listed: See :func:`largest_steps`.
     """
     refuse_unplanned(config)
     times = config.training.gradient_accumulation_steps
     most = times if roughly is None else min(times, 2)
     # Packed or budgeted, the largest micro-batch may be any of its step.
-    largest = [one[:most] if one[0] is one[-1] else one for one in largest_steps(config, data, world_size)]
+    largest = [
+        one[:most] if one[0] is one[-1] else one for one in largest_steps(config, data, world_size, listed=listed)
+    ]
     held_out = _largest_held_out(config, data, world_size)
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
     found = highest(partial(_build, config, data, largest, held_out), ranks, world_size, device)
@@ -216,18 +223,18 @@ def _assumed() -> float:
     return 1.0 if in_backward() else 0.0
 
 
-def largest_steps(config: RunConfig, data: Prepared, world_size: int) -> list[list[Batch]]:
+def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed: bool = False) -> list[list[Batch]]:
     """Return the micro-batches of steps of which one needs at least as much as any of the run; any process, alone.
 
     Of a number of rows that are padded: a step of micro-batches that none exceeds. Packed, or with a budget of tokens:
     of all steps of the run those with the largest micro-batches by tokens and by attention, on each side, before a
-    micro-batch has left gradients and after; full steps last.
+    micro-batch has left gradients and after; full steps last. ``listed``: of padded rows, too.
     """
     training = config.training
-    if not training.packing and training.per_device_train_batch_tokens is None:
+    if not listed and not training.packing and training.per_device_train_batch_tokens is None:
         return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
     found: tuple[dict[Shape, _Step], dict[Shape, _Step]] = ({}, {})
-    for step in _steps(config, data, world_size):
+    for step in _in_time(_steps(config, data, world_size)):
         for place, (shape, _) in enumerate(step):
             found[min(place, 1)].setdefault(shape, step)
     chosen = [step for steps in found if steps for step in _largest(steps)]
@@ -241,12 +248,14 @@ _Step = list[tuple[Shape, NDArray[np.int64]]]
 
 
 def _largest(steps: Mapping[Shape, _Step]) -> list[_Step]:
-    """Return the steps of the shapes that are largest by one measure, or by all together."""
+    """Return the steps of the shapes that are largest by one measure, or by all together; often that is one step."""
     count, sources, targets = np.array(list(steps), dtype=np.float64).T
     needs = [count * (sources + targets), count * sources, count * targets]
     needs += [need * length for need in needs[1:] for length in (sources, targets)]
     needs += [sum(need / need.max() for need in needs)]
-    return [list(steps.values())[int(need.argmax())] for need in needs]
+    best = int(needs[-1].argmax())
+    places = [best] if all(need[best] == need.max() for need in needs) else [int(need.argmax()) for need in needs]
+    return [list(steps.values())[place] for place in places]
 
 
 def _steps(config: RunConfig, data: Prepared, world_size: int) -> Iterator[_Step]:
@@ -274,8 +283,15 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> lis
     size = config.training.per_device_eval_batch_size
     plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths)
     batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=data.causal))
-    _, largest = max(batches, key=lambda one: one[0][0] * (one[0][1] + one[0][2]))
+    _, largest = max(_in_time(batches), key=lambda one: one[0][0] * (one[0][1] + one[0][2]))
     return [_collated(largest, rows, collate_spec(data.tokenizer, causal=data.causal))]
+
+
+def _in_time(values: Iterable[T]) -> Iterator[T]:
+    """Yield ``values`` while a plan may take longer: there are as many as the data has batches."""
+    for value in values:
+        check_time()
+        yield value
 
 
 def longest_batch(config: RunConfig, data: Prepared) -> Batch:
@@ -290,7 +306,7 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
     A set with fewer rows gives all of them.
     """
     sources, targets = np.asarray(rows.source_ids.lengths), np.asarray(rows.target_ids.lengths)
-    by_length = np.argsort(-(sources + targets), kind="stable").tolist()
+    by_length = np.argsort(-(sources + targets), kind="stable")[: count + 2].tolist()
     first = [] if causal or count < 2 else [int(sources.argmax()), int(targets.argmax())]
     return list(dict.fromkeys([*first, *by_length]))[:count]
 

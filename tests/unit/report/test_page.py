@@ -16,7 +16,7 @@ from fullshard.report.look import STYLE
 from fullshard.report.numbers import memory_unit, number, share, shown
 from fullshard.report.page import MOST_RANKS, headline, make_page
 from fullshard.sizes import format_duration
-from support.report_run import NASTY, UNITS, make_trace, write_finished, write_small, write_unfinished
+from support.report_run import NASTY, RUN, UNITS, make_trace, write_finished, write_small, write_unfinished
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -180,6 +180,16 @@ def test_the_timeline_adds_up_to_the_peak(finished):
     for choice in made(finished).figures()["memory-step"]:
         assert sum(trace["y"][1] for trace in choice["data"]) == 61
         assert {trace["stackgroup"] for trace in choice["data"]} == {"memory"}
+
+
+def test_the_planned_peak_is_beside_the_measured_one(finished, tmp_path):
+    assert "planned for the largest batch" not in made(finished).text()
+    write_finished(tmp_path)
+    plan = {"memory": [{"rank": 0, "peak": 63 << 20}]}
+    (tmp_path / "run.json").write_text(json.dumps({**RUN, "plan": plan}))
+    found = made(tmp_path).text()
+    assert "planned for the largest batch" in found
+    assert "63.0 MiB" in found
 
 
 def test_of_many_ranks_the_slowest_and_the_fullest_are_there(tmp_path):

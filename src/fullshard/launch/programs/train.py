@@ -14,13 +14,14 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.comm import init_from_env, shutdown
-from fullshard.config import load_run, require_output_dir
+from fullshard.config import RunConfig, load_run, require_output_dir
 from fullshard.errors import RunStopped
 from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.programs.signals import StopSignals
 from fullshard.launch.progress import WorkProgress
 from fullshard.train import ConsoleSink, FileSink, Sink, train
+from fullshard.train.memory_check import check_memory
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.setup.prepare import prepare
 
@@ -35,12 +36,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fullshard.launch.programs.train")
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--no-plan", action="store_true")
     return parser
 
 
 def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     """Join the other ranks and train. Rank 0 reports to the user; with ``--json`` only the summary goes to stdout."""
-    config = load_run(options.config, options.overrides)
+
+    def load(more: Sequence[str]) -> RunConfig:
+        return load_run(options.config, [*options.overrides, *more])
+
+    config = load(())
     require_output_dir(config.output_dir)
     # Tokenizing may take long. It comes before there is a process group, so that no rank waits in a collective.
     with WorkProgress("tokenizing", shown=is_first) as progress:
@@ -48,6 +54,8 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
             config, say=say if is_first else lambda line: None, progress=lambda what, done, total: progress(done, total)
         )
     comm = init_from_env()
+    tell = say if is_first else lambda line: None
+    planned = None if options.no_plan else check_memory(load, prepared, comm, tell)
     sinks: list[Sink] = []
     if is_first:
         sinks = [
@@ -56,7 +64,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
             *tracker_sinks(config, say),
         ]
     try:
-        summary = train(config, comm, sinks, StopSignals(), prepared)
+        summary = train(config, comm, sinks, StopSignals(), prepared, planned)
     except RunStopped:
         shutdown()
         raise

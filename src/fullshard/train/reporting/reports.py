@@ -33,6 +33,7 @@ class RunStart:
     notes: tuple[str, ...] = ()  # notes for the user, such as lengths and truncated rows
     resumed_step: int = 0  # steps trained before the checkpoint that the run resumes from; 0 for a new run
     evaluated_step: int = 0  # step after which the last evaluation before was made; 0 if there was none
+    plan: Mapping[str, Any] | None = None  # the fullest rank's plan, and each rank's memory; None if there is none
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ import torch
 
 from fullshard.comm import Comm, device_of, together_in_background
 from fullshard.config import RunConfig
-from fullshard.errors import RunStopped
+from fullshard.errors import MemoryLimitError, RunStopped
 from fullshard.models import Objective
 from fullshard.saving import Checkpoints, save
 from fullshard.storage import publish_model
@@ -28,6 +29,7 @@ from fullshard.train.run.assemble import Assembly, assemble
 from fullshard.train.run.best import BestModel
 from fullshard.train.run.checkpoints import RunCheckpoints
 from fullshard.train.run.early_stop import any_rank, count_stale, ends_early
+from fullshard.train.run.out_of_memory import Planned, explain, is_out_of_memory
 from fullshard.train.run.record import Record
 from fullshard.train.run.step import IssuedStep, StepSpec, issue_step
 from fullshard.train.run.stop import StopRequest
@@ -51,6 +53,7 @@ def train(
     sinks: Sequence[Sink] = (),
     stop: StopRequest | None = None,
     prepared: Prepared | None = None,
+    planned: Planned | None = None,
 ) -> RunSummary:
     """Assemble a run, train, evaluate, keep the best model and publish it; every rank calls it.
 
@@ -66,6 +69,7 @@ def train(
         stop: Request to stop on this rank; None: there never is one.
         prepared: Tokenizer and token ids, from :func:`~fullshard.train.setup.prepare.prepare` on this rank, best
             called before the process group exists, because it may take long. None: prepared here.
+        planned: The plan of the run, for its files and for the answer to an allocation that is refused; None: none.
 
     Returns:
         The summary, the same on every rank except for the times.
@@ -73,7 +77,9 @@ def train(
     Raises:
         RunStopped: A stop was requested on some rank, and a checkpoint to resume from is on disk; on every rank.
         UserError: Data, model, settings or disk; on every rank, with the same text.
+        MemoryLimitError: This rank is out of memory; the others lose it.
     """
+    parts: Assembly | None = None
     with ExitStack() as closing:
         for sink in reversed(sinks):
             closing.callback(sink.close)
@@ -82,8 +88,13 @@ def train(
         keep_last, greater = config.training.save_total_limit, higher_is_better(config.evaluation.metric)
         with Checkpoints(directory, ranks=comm, keep_last=keep_last, greater_is_better=greater) as checkpoints:
             start = _on_rank_0(comm, lambda: choose_starting_point(config, comm.size))
-            parts = assemble(config, comm, prepared, group=start.group)
-            return TrainingRun(parts, start, checkpoints, sinks, stop or StopRequest()).train()
+            try:
+                parts = assemble(config, comm, prepared, group=start.group)
+                return TrainingRun(parts, start, checkpoints, sinks, stop or StopRequest(), planned).train()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise MemoryLimitError(explain(error, comm, parts, planned)) from error
 
 
 class _StopDuringEvaluationError(Exception):
@@ -100,7 +111,13 @@ class TrainingRun:
     """
 
     def __init__(
-        self, parts: Assembly, start: StartingPoint, checkpoints: Checkpoints, sinks: Sequence[Sink], stop: StopRequest
+        self,
+        parts: Assembly,
+        start: StartingPoint,
+        checkpoints: Checkpoints,
+        sinks: Sequence[Sink],
+        stop: StopRequest,
+        planned: Planned | None = None,
     ) -> None:
         """Change nothing yet. This run holds the lock on ``checkpoints``; there are ``sinks`` on rank 0 only."""
         self.record = Record()
@@ -112,6 +129,7 @@ class TrainingRun:
         self._start = start
         self._sinks = sinks
         self._stop = stop
+        self._planned = planned
         self._started = time.perf_counter()
         self._best = BestModel(Path(parts.config.output_dir), parts.comm)
         self._checkpoints = RunCheckpoints(parts, start, checkpoints, self._best, sinks)
@@ -171,6 +189,7 @@ class TrainingRun:
             _on_rank_0(self._comm, self._best.discard)
         notes = (*self._start.notes, *notes)
         start = describe_start(self._parts, self.record, resumed_step=self.resumed_step, notes=notes)
+        start = start if self._planned is None else replace(start, plan=self._planned.values)
         for sink in self._sinks:
             sink.start(start)
 

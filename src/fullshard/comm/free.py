@@ -1,0 +1,86 @@
+"""How much memory a rank may still take, and which other ranks would take it from the same place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+_LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+"""Files of a control group with its limit and what it uses: version 2, version 1."""
+
+_RECLAIMED = {"inactive_file", "active_file", "slab_reclaimable", "total_inactive_file", "total_active_file"}
+"""Lines of a control group's ``memory.stat`` about memory that the system takes back before it refuses any. Of a
+version 1, the totals: without that word they do not count the groups inside."""
+
+
+def free_memory(device: torch.device) -> dict[str, int]:
+    """Return the bytes that this process may still take for tensors on ``device``, by pool; any rank, alone.
+
+    Ranks that name the same pool share it. A GPU is a pool. On the CPU the machine is one, and so is each control group
+    around this process that has a limit. The system's caches and swap count as free: they delay an allocation and do
+    not refuse it. What this process holds already, such as its libraries, is not free any more.
+
+    Returns:
+        The pools by name, which is what a pool is, a colon, and which one; none where the system does not say, which is
+        anywhere but on Linux.
+    """
+    if device.type == "cuda":  # not run on a GPU yet
+        free, _ = torch.cuda.mem_get_info(device)
+        return {f"GPU: {torch.cuda.get_device_properties(device).uuid}": free}
+    try:
+        machine = _machine()
+        memory = _numbers(_PROC / "meminfo", unit=1024)
+        swap = memory["SwapFree:"]
+        inside = {f"control group: {machine} {name}": left + swap for name, left in _groups()}
+        return {f"machine: {machine}": memory["MemAvailable:"] + swap, **inside}
+    except (OSError, KeyError, ValueError):
+        return {}
+
+
+def _machine() -> str:
+    """Return a name that this machine's processes agree on, and those of other machines do not have."""
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def _groups() -> Iterator[tuple[str, int]]:
+    """Yield the control groups around this process that limit memory, and the bytes that each has left."""
+    space = os.stat(_PROC / "self/ns/cgroup").st_ino  # paths mean something inside of a namespace only
+    for line in (_PROC / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _GROUPS / "memory" if controllers else _GROUPS
+        for place in (Path(path), *Path(path).parents):
+            left = _left(root / place.relative_to("/"))
+            if left is not None:
+                yield f"{space} {controllers}:{place}", left
+
+
+def _left(group: Path) -> int | None:
+    """Return what a control group has left; None if it has no limit, or is not visible from here."""
+    for limit_file, used_file in _LIMITS.items():
+        try:
+            limit, used = ((group / name).read_text().strip() for name in (limit_file, used_file))
+            stat = _numbers(group / "memory.stat")
+        except OSError:
+            continue
+        if limit == "max":
+            return None
+        totals = any(name.startswith("total_") for name in stat)
+        kept = (size for name, size in stat.items() if name in _RECLAIMED and name.startswith("total_") == totals)
+        return int(limit) - int(used) + sum(kept)
+    return None
+
+
+def _numbers(path: Path, unit: int = 1) -> dict[str, int]:
+    """Return the first number of each line of a file by the line's first word."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) * unit for words in lines if len(words) > 1}

@@ -1,0 +1,188 @@
+"""Plans a run when its ranks have met, before the model is built, and refuses it if they have too little memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullshard.comm import Comm, free_memory
+from fullshard.errors import MemoryLimitError, UserError
+from fullshard.planner import Hardware, hardware, names, time_limit
+from fullshard.planner.plan import LABELS
+from fullshard.sizes import format_bytes
+from fullshard.train.fit import Load
+from fullshard.train.plan import RunPlan, plan_prepared
+from fullshard.train.remedies import Need, find_remedies
+from fullshard.train.run.out_of_memory import Planned
+from fullshard.train.setup.prepare import Prepared
+
+LIMIT_S = 4.5
+"""Seconds after which a start goes on without a plan."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What the others are told about a rank."""
+
+    plan: RunPlan | str  # or why there is none
+    free: dict[str, int]  # see :func:`~fullshard.comm.free_memory`
+
+    def needs(self, kind: str) -> int:
+        return 0 if isinstance(self.plan, str) else needed_bytes(self.plan, kind)
+
+
+def check_memory(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) -> Planned | None:
+    """Plan the run, each rank itself, and refuse it if ranks need more than there is; every rank calls it.
+
+    The peaks of tensors alone are compared with what is free, and with a machine's swap and caches: what the processes
+    hold already is not free. A plan that takes more than 4.5 s is given up.
+
+    Args:
+        load: Reads the run file with further overrides.
+        data: The run's data.
+        comm: The ranks.
+        tell: Receives a line for the user.
+
+    Returns:
+        The plan; None if there is none.
+
+    Raises:
+        MemoryLimitError: It does not fit; on every rank, with the same text.
+    """
+    started = time.monotonic()
+    free = free_memory(comm.device)
+    comm.barrier()  # all have looked before one plans, which takes some memory
+    kind = comm.device.type
+    everyone: list[_Rank] = comm.all_gather_object(_Rank(_tried(load, data, comm, started), free))
+    short = shortage(everyone, kind)
+    if short is not None:
+        # Those batches are at least as large as the run's. It is refused only for batches that come.
+        come: list[_Rank] = comm.all_gather_object(_Rank(_tried(load, data, comm, started, listed=True), free))
+        everyone = [min(pair, key=lambda rank: rank.needs(kind)) for pair in zip(everyone, come, strict=True)]
+        short = shortage(everyone, kind)
+    without = next((rank.plan for rank in everyone if isinstance(rank.plan, str)), None)
+    if without is not None:
+        tell(f"starting without a plan: {without}")
+        return None
+    fullest = max(range(comm.size), key=lambda rank: everyone[rank].needs(kind))
+    need = _need(load, data, everyone, kind, fullest)
+    if short is not None:
+        text = _refusal(short, everyone[fullest].plan, need) if comm.rank == 0 else None  # type: ignore[arg-type]
+        raise MemoryLimitError(comm.all_gather_object(text)[0])
+    least = min((size for rank in everyone for size in rank.free.values()), default=None)
+    left = "" if least is None else f"; {format_bytes(least)} are free"
+    tell(f"planned: a rank needs at most {format_bytes(need.before)} for tensors{left}")
+    plan = everyone[comm.rank].plan
+    # Once memory ran out although the plan fits, that another one fits says little.
+    return Planned(_values(everyone, fullest), str(plan), lambda: _remedy_lines(need, verdicts=False))
+
+
+def needed_bytes(plan: RunPlan, kind: str) -> int:
+    """Return the most bytes of tensors on a device of ``kind``; a GPU does not hold a model while it is built."""
+    peaks = plan.phase_peaks.items()
+    return max(size for phase, size in peaks if kind == "cpu" or phase != "before_first_step")
+
+
+def shortage(ranks: Sequence[_Rank], kind: str) -> tuple[str, int, int] | None:
+    """Return a pool that has too little for its ranks, what these need and what there is; None if there is enough."""
+    free: dict[str, int] = {}
+    for rank in ranks:
+        for pool, size in rank.free.items():
+            free[pool] = min(size, free.get(pool, size))
+    for pool, there in free.items():
+        needed = sum(rank.needs(kind) for rank in ranks if pool in rank.free)
+        if needed > there:
+            return pool, needed, there
+    return None
+
+
+def _tried(load: Load, data: Prepared, comm: Comm, started: float, *, listed: bool = False) -> RunPlan | str:
+    """Return the plan of this rank, or why there is none."""
+    try:
+        with time_limit(started + LIMIT_S - time.monotonic()):
+            device = _sheet(comm.device)
+            return plan_prepared(load(()), data, comm.size, device, roughly=comm.rank, listed=listed)
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # whatever a plan cannot do, the run may
+        return f"{type(error).__name__} in the plan: {(str(error).splitlines() or [''])[0]}"
+    finally:
+        _return_memory()
+
+
+def _return_memory() -> None:
+    """Give the system back what planning took: one of t5-small left 220 MiB in the C library's heap."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _sheet(device: torch.device) -> Hardware | None:
+    """Return the data sheet of a GPU by its name; None on the CPU, and if there is none."""
+    if device.type != "cuda":
+        return None
+    called = torch.cuda.get_device_name(device).lower()
+    known = [name for name in names() if name in called]
+    return hardware(max(known, key=len)) if known else None
+
+
+def _need(load: Load, data: Prepared, everyone: Sequence[_Rank], kind: str, fullest: int) -> Need:
+    """Return what the fullest rank needs; of a pool, it may take an equal share."""
+    plan = everyone[fullest].plan
+    assert not isinstance(plan, str)
+    shares = [size // sum(pool in rank.free for rank in everyone) for pool, size in everyone[fullest].free.items()]
+    return Need(
+        load=load,
+        data=data,
+        world_size=len(everyone),
+        rank=fullest,
+        bytes_of=lambda plan: needed_bytes(plan, kind),
+        before=needed_bytes(plan, kind),
+        limit=min(shares, default=sys.maxsize),
+        device=plan.device,
+    )
+
+
+def _refusal(short: tuple[str, int, int], plan: RunPlan, need: Need) -> str:
+    pool, needed, there = short
+    parts = sorted(plan.parts.items(), key=lambda part: -part[1])
+    lines = [f"  {LABELS[name]:<28}{format_bytes(size):>12}" for name, size in parts if size]
+    return "\n".join([
+        f"The run cannot fit, so it was not started: its ranks need {format_bytes(needed)} for tensors, and their "
+        f"{pool.partition(':')[0]} has {format_bytes(there)} left.",
+        f"Rank {plan.rank} of {plan.world_size} needs {format_bytes(need.before)}. At the peak of a step, "
+        f"{format_bytes(plan.peak_bytes)}, it holds:",
+        *lines,
+        _remedy_lines(need, verdicts=True) or "No setting that was tried needs less: use more ranks.",
+        "--no-plan starts it nevertheless.",
+    ])  # fmt: skip
+
+
+def _remedy_lines(need: Need, *, verdicts: bool) -> str:
+    fits = {True: ", then it fits", False: ", not enough alone"} if verdicts else {True: "", False: ""}
+    lines = [f"{remedy}{fits[remedy.fits]}" for remedy in find_remedies(need)]
+    return "\n".join(["Settings that need less, to type after the run file:", *lines]) if lines else ""
+
+
+def _values(everyone: Sequence[_Rank], fullest: int) -> dict[str, Any]:
+    """Return the fullest rank's plan, and of each rank what the run's summary has of its memory."""
+    plans = [rank.plan for rank in everyone if not isinstance(rank.plan, str)]
+    ranks = [
+        {
+            "rank": plan.rank,
+            "parameters": plan.parts["shards"],
+            "optimizer": plan.parts["optimizer_state"],
+            "gathered_peak": plan.account["gathered"],
+            "gradient_buffer_peak": plan.account["gradients"],
+            "peak": plan.peak_bytes,
+        }
+        for plan in plans
+    ]
+    return {**plans[fullest].as_dict(), "memory": ranks}

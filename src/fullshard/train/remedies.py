@@ -1,0 +1,90 @@
+"""Settings with which a run needs less memory, planned one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fullshard.config import RunConfig
+from fullshard.errors import UserError
+from fullshard.planner import Hardware, time_limit
+from fullshard.sizes import format_bytes
+from fullshard.train.fit import Load, micro_batches
+from fullshard.train.plan import RunPlan, plan_prepared
+from fullshard.train.setup.prepare import Prepared
+
+MOST = 3
+"""Remedies that are named."""
+
+SECONDS = 20.0
+"""Time for all of their plans."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings that need less memory."""
+
+    overrides: tuple[str, ...]  # what to type after the run file's name
+    saved_bytes: int  # of what a rank needs
+    fits: bool  # whether the rest fits
+
+    def __str__(self) -> str:
+        """Return a line."""
+        return f"  {' '.join(self.overrides)}: {format_bytes(self.saved_bytes)} less"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run needs, and what there is."""
+
+    load: Load  # reads the run file with further overrides
+    data: Prepared
+    world_size: int
+    rank: int  # the rank that is planned
+    bytes_of: Callable[[RunPlan], int]  # what a plan's rank needs
+    before: int  # what it needs as the run is
+    limit: int  # what it may take
+    device: Hardware | None = None
+
+
+def find_remedies(need: Need) -> list[Remedy]:
+    """Return the three cheapest settings with which a rank fits, or else the three that save most; any rank, alone.
+
+    Settings are tried from those that cost least to those that change rounding, and plans that take too long are left
+    out.
+    """
+    found: list[Remedy] = []
+    with time_limit(SECONDS):
+        for overrides in dict.fromkeys(_settings(need.load(()))):
+            try:
+                config = need.load(overrides)
+                plan = plan_prepared(config, need.data, need.world_size, need.device, roughly=need.rank)
+            except UserError:
+                continue
+            needed = need.bytes_of(plan)
+            if needed < need.before:
+                found.append(Remedy(overrides, need.before - needed, needed <= need.limit))
+            if sum(remedy.fits for remedy in found) == MOST:
+                break
+    fitting = [remedy for remedy in found if remedy.fits]
+    others = sorted((remedy for remedy in found if not remedy.fits), key=lambda remedy: -remedy.saved_bytes)
+    return [*fitting, *others][:MOST]
+
+
+def _settings(config: RunConfig) -> Iterator[tuple[str, ...]]:
+    """Yield overrides, the cheapest first: those that train the same, alone and together, then those that round."""
+    training, same = config.training, []
+    if not training.fused_cross_entropy:
+        same.append("training.fused_cross_entropy=true")
+    if config.sharding.strategy in ("no_shard", "shard_grad_op"):
+        same.append("sharding.strategy=full_shard")
+    if not training.gradient_checkpointing:
+        same.append("training.gradient_checkpointing=true")
+    if training.eval_strategy != "no" and training.per_device_eval_batch_size > 1:
+        same.append(f"training.per_device_eval_batch_size={training.per_device_eval_batch_size // 2}")
+    smaller = [tuple(f"{name}={value}" for name, value in size.items()) for size in micro_batches(config)]
+    half, least = (smaller[0], smaller[-1]) if smaller else ((), ())
+    yield from (*((one,) for one in same), half, (*same, *half), (*same, *least))
+    rounds = [] if training.precision != "fp32" else ["training.precision=bf16"]
+    rounds += ["training.optimizer=adamw_8bit"] if training.optimizer == "adamw" else []
+    yield from (*((one,) for one in rounds), (*same, *least, *rounds))

@@ -1,0 +1,133 @@
+"""A run is planned before its model is built: what cannot fit is refused with numbers, what can starts."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from fullshard.config import load_run
+from fullshard.errors import MemoryLimitError
+from fullshard.planner.ranks import PlannedComm
+from fullshard.sizes import format_bytes
+from fullshard.train import memory_check
+from fullshard.train.memory_check import _Rank, check_memory, needed_bytes, shortage
+from fullshard.train.plan import plan_run
+from fullshard.train.setup.prepare import prepare
+from support.planned import write_run
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    training = {"eval_strategy": "no", "per_device_train_batch_size": 4}
+    return write_run(tmp_path_factory.mktemp("run"), training=training)
+
+
+@pytest.fixture
+def start(run_file, monkeypatch):
+    """Starts a run of one rank, or of several equal ones, with so many bytes free; returns its plan and the lines."""
+
+    def start(free, *overrides, ranks=1, path=run_file):
+        lines = []
+        load = partial(read, path, overrides)
+        monkeypatch.setattr(memory_check, "free_memory", lambda device: {"machine: x": free})
+        comm = PlannedComm(0, ranks, torch.device("cpu"))
+        return check_memory(load, prepare(load(())), comm, lines.append), lines
+
+    def read(path, overrides, more):
+        return load_run(path, [*overrides, *more])
+
+    return start
+
+
+@pytest.fixture
+def no_remedies(monkeypatch):
+    """Their plans take seconds."""
+    monkeypatch.setattr(memory_check, "find_remedies", lambda need: [])
+
+
+@pytest.fixture(scope="module")
+def peak(run_file):
+    return plan_run(load_run(run_file, []), 1).highest_bytes
+
+
+def test_a_run_that_just_fits_starts_with_its_plan(start, peak):
+    planned, (line,) = start(peak)
+    assert line == f"planned: a rank needs at most {format_bytes(peak)} for tensors; {format_bytes(peak)} are free"
+    assert planned.values["highest_bytes"] == peak
+    assert [rank["peak"] for rank in planned.values["memory"]] == [planned.values["peak_bytes"]]
+    assert "peak of a step" in planned.table
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_would_need_less(start, peak):
+    there = peak * 2 // 3
+    with pytest.raises(MemoryLimitError) as caught:
+        start(there)
+    text = str(caught.value)
+    assert f"its ranks need {format_bytes(peak)} for tensors, and their machine has {format_bytes(there)}" in text
+    assert "activations and temporaries" in text
+    assert text.endswith("--no-plan starts it nevertheless.")
+    found = [line.strip().split(": ") for line in text.splitlines() if line.endswith("then it fits")]
+    assert 1 <= len(found) <= 3
+    for overrides, _ in found:
+        assert start(there, *overrides.split())[0] is not None
+
+
+@pytest.mark.usefixtures("no_remedies")
+def test_ranks_of_a_machine_share_its_memory(start, peak):
+    assert start(2 * peak, ranks=2)[0] is not None
+    with pytest.raises(MemoryLimitError, match="its ranks need"):
+        start(int(1.2 * peak), ranks=2)
+
+
+def test_each_rank_counts_where_it_is(run_file):
+    plan = plan_run(load_run(run_file, []), 1)
+    size = plan.highest_bytes
+    ranks = [_Rank(plan, {"machine: a": 2 * size, "control group: b": size}), _Rank(plan, {"machine: a": 2 * size})]
+    assert shortage(ranks, "cpu") is None
+    assert shortage([*ranks, _Rank(plan, {"machine: c": size - 1})], "cpu") == ("machine: c", size, size - 1)
+    assert shortage([*ranks, _Rank(plan, {"machine: a": 3 * size})], "cpu") == ("machine: a", 3 * size, 2 * size)
+
+
+@pytest.mark.usefixtures("no_remedies")
+def test_batches_that_do_not_come_are_not_counted(start, run_file):
+    """The run ends before the longest rows come; a plan begins with these."""
+    one = ["training.max_steps=1", "training.per_device_train_batch_size=2"]
+    one += ["training.train_sampling_strategy=random", "seed=0"]
+    bound = plan_run(load_run(run_file, one), 1).highest_bytes
+    with pytest.raises(MemoryLimitError):
+        start(1000, *one)
+    planned, _ = start(bound - 1, *one)
+    assert planned.values["highest_bytes"] < bound
+
+
+@pytest.mark.parametrize("override", ["sharding.cpu_offload=true", "training.torch_compile=true"])
+def test_what_cannot_be_planned_starts_with_a_line_about_it(start, override):
+    planned, (line,) = start(1000, override)
+    assert planned is None
+    assert line.startswith(f"starting without a plan: A plan does not support {override.split('=')[0]}")
+
+
+def test_a_plan_that_takes_too_long_is_given_up(start, monkeypatch):
+    monkeypatch.setattr(memory_check, "LIMIT_S", 0.0)
+    planned, (line,) = start(1000)
+    assert planned is None
+    assert "took longer" in line
+
+
+def test_a_fault_of_the_planner_does_not_keep_a_run_from_starting(start, monkeypatch):
+    monkeypatch.setattr(memory_check, "plan_prepared", lambda *_, **__: 1 / 0)
+    planned, lines = start(1000)
+    assert planned is None
+    assert lines == ["starting without a plan: ZeroDivisionError in the plan: division by zero"]
+
+
+def test_where_the_system_does_not_say_what_is_free_nothing_is_refused(start, monkeypatch, run_file):
+    comm = PlannedComm(0, 1, torch.device("cpu"))
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: {})
+    assert check_memory(lambda more: load_run(run_file, more), prepare(load_run(run_file)), comm, print) is not None
+
+
+def test_a_gpu_does_not_hold_the_model_while_it_is_built(run_file):
+    plan = plan_run(load_run(run_file, ["training.per_device_train_batch_size=1"]), 1)
+    plan = type(plan)(**{**vars(plan), "phase_peaks": {"before_first_step": 9, "forward": 5}})
+    assert (needed_bytes(plan, "cpu"), needed_bytes(plan, "cuda")) == (9, 5)
