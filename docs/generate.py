@@ -186,7 +186,9 @@ def _entry(thing: Any, name: str) -> Iterator[str]:
         return
     for key, member in vars(thing).items():
         function = getattr(member, "__func__", getattr(member, "fget", member))
-        if not key.startswith("_") and inspect.isfunction(function) and function.__doc__:
+        # Torch adds an inherited ``step`` to a class when its first optimizer is made.
+        own = inspect.isfunction(function) and inspect.unwrap(function).__qualname__.startswith(f"{thing.__name__}.")
+        if not key.startswith("_") and own and function.__doc__:
             call = key if isinstance(member, property) else _signature(function, key)
             yield f"\n#### `{thing.__name__}.{key}`\n\n```python\n{call}\n```\n\n{_markdown(inspect.getdoc(function))}"
 
