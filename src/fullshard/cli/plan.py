@@ -117,6 +117,8 @@ def run(options: argparse.Namespace) -> int:
     config = load_run(options.config, options.overrides)
     sizes = options.world or [choose_nproc(config.nproc)]
     device = _device(options)
+    if config.sharding.auto is True and not options.fit:
+        say("sharding: auto chooses at the start of training; this plans the settings as they are. --fit searches too")
     if options.fit:
         return _search(options, sizes, device)
     program = load_program(PROGRAM)

@@ -67,6 +67,8 @@ def check_run(values: Mapping[str, Any], path: Path, overrides: Sequence[str] = 
         ConfigError: As from :func:`load_run`.
     """
     values = copy.deepcopy(dict(values))
+    if values.get("sharding") == "auto":
+        values["sharding"] = {"auto": True}  # so that an override can add a setting
     typed = dict(_apply(values, override) for override in overrides)
     resolved, problems = _resolve_files(values, path.parent)
     try:

@@ -19,8 +19,11 @@ from fullshard.config.training import TrainingConfig
 
 
 class ShardingConfig(ConfigSection):
-    """How the model is sharded over the ranks."""
+    """How the model is sharded over the ranks. `sharding: auto` is short for `sharding: {auto: true}`."""
 
+    auto: bool | tuple[str, ...] = False
+    """Whether the start of training searches for the fastest settings that fit, among those that the run file leaves
+    open, as `fullshard plan --fit` does. Recorded as the settings that it chose, which a resumed run takes."""
     strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"] = "full_shard"
     """full_shard: shard parameters, gradients and optimizer state; shard_grad_op: the same, but parameters stay
     gathered from forward to backward; no_shard: shard nothing and all-reduce gradients; hybrid_shard,
@@ -74,6 +77,11 @@ class RunConfig(ConfigSection):
     training: TrainingConfig = TrainingConfig()
     sharding: ShardingConfig = ShardingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @field_validator("sharding", mode="before")
+    @classmethod
+    def _auto(cls, value: object) -> object:
+        return {"auto": True} if value == "auto" else value
 
     @field_validator("resume", mode="plain")
     @classmethod

@@ -66,8 +66,15 @@ def search(
     Raises:
         UserError: Data, tokenizer, model or settings cannot be used.
     """
+    return search_prepared(load, prepare_plan(load(())), world_size, device, tell)
+
+
+def search_prepared(
+    load: Load, data: Prepared, world_size: int, device: Hardware, tell: Callable[[Tried], None] = lambda tried: None
+) -> list[Tried]:
+    """Search for the settings of a run whose data is read; see :func:`search`."""
     config = load(())
-    made = Search(load, prepare_plan(config), world_size, device, tell)
+    made = Search(load, data, world_size, device, tell)
     for shared in _product(config, _SHARED):
         for own in _product(config, _OF_RANK):
             last = made.fit_rows({**shared, **own})

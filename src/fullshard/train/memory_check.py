@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fullshard.comm import Comm, free_memory
 from fullshard.errors import MemoryLimitError, UserError
-from fullshard.planner import Hardware, hardware, names, time_limit
+from fullshard.planner import time_limit
 from fullshard.planner.plan import LABELS
 from fullshard.sizes import format_bytes
+from fullshard.train.auto import gpu_sheet
 from fullshard.train.fit import Load
 from fullshard.train.plan import RunPlan, plan_prepared
 from fullshard.train.remedies import Need, find_remedies
@@ -107,7 +106,7 @@ def _tried(load: Load, data: Prepared, comm: Comm, started: float, *, listed: bo
     """Return the plan of this rank, or why there is none."""
     try:
         with time_limit(started + LIMIT_S - time.monotonic()):
-            device = _sheet(comm.device)
+            device = gpu_sheet(comm.device)
             return plan_prepared(load(()), data, comm.size, device, roughly=comm.rank, listed=listed)
     except UserError as error:
         return str(error)
@@ -122,15 +121,6 @@ def _return_memory() -> None:
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _sheet(device: torch.device) -> Hardware | None:
-    """Return the data sheet of a GPU by its name; None on the CPU, and if there is none."""
-    if device.type != "cuda":
-        return None
-    called = torch.cuda.get_device_name(device).lower()
-    known = [name for name in names() if name in called]
-    return hardware(max(known, key=len)) if known else None
 
 
 def _need(load: Load, data: Prepared, everyone: Sequence[_Rank], kind: str, fullest: int) -> Need:

@@ -21,6 +21,7 @@ from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.programs.signals import StopSignals
 from fullshard.launch.progress import WorkProgress
 from fullshard.train import ConsoleSink, FileSink, Sink, train
+from fullshard.train.auto import chosen_settings
 from fullshard.train.memory_check import check_memory
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.setup.prepare import prepare
@@ -55,7 +56,9 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         )
     comm = init_from_env()
     tell = say if is_first else lambda line: None
-    planned = None if options.no_plan else check_memory(load, prepared, comm, tell)
+    chosen = chosen_settings(load, prepared, comm, tell)
+    config = load(chosen)
+    planned = None if options.no_plan else check_memory(lambda more: load([*chosen, *more]), prepared, comm, tell)
     sinks: list[Sink] = []
     if is_first:
         sinks = [

@@ -1,0 +1,133 @@
+"""``sharding: auto``: the fastest settings that fit, searched at the start of a run and alike on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fullshard.comm import Comm, free_memory, together
+from fullshard.config import RunConfig
+from fullshard.errors import ConfigError, MemoryLimitError
+from fullshard.planner import Hardware, hardware, names
+from fullshard.sizes import format_bytes, format_duration
+from fullshard.train.fit import Load, Tried, search_prepared
+from fullshard.train.setup.prepare import Prepared
+
+RUN_NAME = "run.json"
+
+_CPU = Hardware(
+    name="CPU rank",
+    memory_bytes=0,
+    outside_bytes=0,
+    workspace_bytes=0,
+    flops_per_s={torch.float32: 5e10, torch.bfloat16: 5e10, torch.float16: 5e10},
+    bytes_per_s=1e10,
+    kernel_s=0.0,
+    host_s=5e-6,
+    link_bytes_per_s=3e9,
+    network_bytes_per_s=1e9,
+    latency_s=1e-4,
+)
+"""About what a core of a server does; good enough to tell which of two settings computes or sends more."""
+
+
+def chosen_settings(
+    load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None] = lambda line: None
+) -> tuple[str, ...]:
+    """Return the overrides that ``sharding: auto`` stands for, none if it is not set; every rank calls it.
+
+    Rank 0 searches, with the memory of the rank that has least. A run that resumes takes what it chose at its start.
+
+    Args:
+        load: Reads the run file with further overrides.
+        data: The run's data.
+        comm: The ranks.
+        tell: Receives a line for the user.
+
+    Returns:
+        Overrides, the last of which records the others in the run's settings.
+
+    Raises:
+        ConfigError: A GPU has no data sheet, or the run cannot be planned; on every rank.
+        MemoryLimitError: Nothing that was tried fits; on every rank.
+    """
+    config = load(())
+    if config.sharding.auto is not True:
+        return ()
+    free = comm.all_gather_object(free_memory(comm.device))
+    shares = [size // sum(pool in of_rank for of_rank in free) for one in free for pool, size in one.items()]
+
+    def choose() -> tuple[str, ...] | None:
+        if comm.rank:
+            return None
+        before = _recorded(config)
+        if before is not None:
+            tell(f"sharding: auto takes what this run chose at its start: {_text(before)}")
+            return before
+        device = _device(comm.device, min(shares, default=None))
+        return _best(search_prepared(load, data, comm.size, device), device, tell)
+
+    found = comm.all_gather_object(together(comm, choose))[0]
+    return (*found, f"sharding.auto={json.dumps(found)}")
+
+
+def gpu_sheet(device: torch.device) -> Hardware | None:
+    """Return the data sheet of a GPU by its name; None on the CPU, and if there is none."""
+    if device.type != "cuda":
+        return None
+    called = torch.cuda.get_device_name(device).lower()
+    known = [name for name in names() if name in called]
+    return hardware(max(known, key=len)) if known else None
+
+
+def _device(device: torch.device, free: int | None) -> Hardware:
+    sheet = gpu_sheet(device) if device.type == "cuda" else _CPU
+    if sheet is None:
+        raise ConfigError(
+            f"sharding: auto needs a data sheet, and there is none for {torch.cuda.get_device_name(device)}. Set what "
+            "`fullshard plan RUN --gpu NAME --fit` prints for a GPU like it."
+        )
+    if (
+        device.type == "cuda"
+    ):  # not run on a GPU yet; what is outside of tensors is there before it is asked what is free
+        return replace(sheet, memory_bytes=min(sheet.memory_bytes, (free or sheet.memory_bytes) + sheet.outside_bytes))
+    if free is None:
+        raise ConfigError(
+            "sharding: auto needs to know what memory is free, and this system does not say. Set sharding.strategy."
+        )
+    return replace(sheet, memory_bytes=free)
+
+
+def _best(tried: list[Tried], device: Hardware, tell: Callable[[str], None]) -> tuple[str, ...]:
+    best, plan = tried[0], tried[0].plan
+    if best.why or plan is None:
+        raise MemoryLimitError(
+            f"sharding: auto found nothing that fits in {format_bytes(device.memory_bytes)} a rank, of {len(tried)} "
+            f"settings; the first: {tried[0].why}. Use more ranks, or a smaller model or batch."
+        )
+    guess = "" if device.name == _CPU.name else f", about {format_duration(best.step_s)} a step"
+    tell(
+        f"sharding: auto chose {_text(best.overrides)}, of {len(tried)} settings: {format_bytes(plan.needed_bytes)} a "
+        f"rank, {format_bytes(device.memory_bytes)} are free{guess}"
+    )
+    return best.overrides
+
+
+def _recorded(config: RunConfig) -> tuple[str, ...] | None:
+    """Return what the run in ``output_dir`` chose; None if it starts from scratch."""
+    path = Path(config.output_dir, RUN_NAME)
+    if config.resume == "never" or not path.exists():
+        return None
+    try:
+        chosen = json.loads(path.read_text(encoding="utf-8"))["config"]["sharding"]["auto"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # whether its checkpoints can be resumed is said later
+    return tuple(chosen) if isinstance(chosen, list) else None
+
+
+def _text(overrides: tuple[str, ...]) -> str:
+    return " ".join(overrides) or "the run file's own settings"

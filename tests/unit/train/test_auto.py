@@ -1,0 +1,89 @@
+"""``sharding: auto``: what is chosen for the memory there is, on every rank, and again when a run resumes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fullshard.config import load_run
+from fullshard.errors import MemoryLimitError
+from fullshard.testing import run_ranks
+from fullshard.train import auto
+from fullshard.train.auto import chosen_settings
+from fullshard.train.fit import search_prepared
+from fullshard.train.plan import prepare_plan
+from support.planned import write_run
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    path = write_run(tmp_path_factory.mktemp("auto"))
+    path.write_text(path.read_text() + "\nsharding: auto\n")
+    return path
+
+
+ROOMY = replace(auto._CPU, memory_bytes=1 << 40)
+
+
+def settings(run_file, memory, monkeypatch, *overrides):
+    """What two ranks choose if their machine has ``memory`` bytes left, and what they say."""
+    monkeypatch.setattr(auto, "free_memory", lambda device: {"machine: here": memory})
+
+    def load(more):
+        return load_run(run_file, [*overrides, *more])
+
+    data, said = prepare_plan(load(())), []
+    found = run_ranks(2, lambda comm: chosen_settings(load, data, comm, said.append if comm.rank == 0 else str))
+    assert found[0] == found[1]
+    return load(found[0]), said
+
+
+def needed(run_file, *overrides):
+    config = load_run(run_file, overrides)
+    plan = search_prepared(lambda more: load_run(run_file, [*overrides, *more]), prepare_plan(config), 2, ROOMY)
+    return {one.overrides: one.plan.needed_bytes for one in plan}
+
+
+def test_with_room_the_fewest_bytes_are_sent_and_the_choice_is_recorded(run_file, monkeypatch):
+    config, said = settings(run_file, 1 << 40, monkeypatch)
+    assert config.sharding.strategy == "no_shard"
+    assert config.sharding.auto == ("sharding.strategy=no_shard",)
+    assert len(said) == 1
+    assert "auto chose sharding.strategy=no_shard, of" in said[0]
+
+
+def test_with_less_memory_than_that_needs_something_smaller_is_chosen(run_file, monkeypatch):
+    sizes = needed(run_file)
+    largest = sizes["sharding.strategy=no_shard",]
+    config, _ = settings(run_file, 2 * (largest - 1), monkeypatch)  # two ranks share the machine
+    assert config.sharding.auto != ("sharding.strategy=no_shard",)
+    chosen = load_run(run_file, config.sharding.auto)
+    assert chosen.sharding.strategy == config.sharding.strategy
+    rows = config.training.per_device_train_batch_size * config.training.gradient_accumulation_steps
+    before = load_run(run_file).training
+    assert rows == before.per_device_train_batch_size * before.gradient_accumulation_steps
+
+
+def test_what_an_override_sets_is_not_open(run_file, monkeypatch):
+    config, _ = settings(run_file, 1 << 40, monkeypatch, "sharding.strategy=full_shard")
+    assert config.sharding.strategy == "full_shard"
+
+
+def test_nothing_that_fits_is_an_error_on_every_rank(run_file, monkeypatch):
+    with pytest.raises(MemoryLimitError, match=r"auto found nothing that fits in 500 B a rank, of \d+ settings"):
+        settings(run_file, 1000, monkeypatch)
+
+
+def test_a_run_that_resumes_takes_its_first_choice(run_file, tmp_path, monkeypatch):
+    record = {"config": {"sharding": {"auto": ["sharding.strategy=full_shard"]}}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    config, said = settings(run_file, 1 << 40, monkeypatch, f"output_dir={tmp_path}")
+    assert config.sharding.strategy == "full_shard"
+    assert "takes what this run chose" in said[0]
+    config, _ = settings(run_file, 1 << 40, monkeypatch, f"output_dir={tmp_path}", "resume=never")
+    assert config.sharding.strategy == "no_shard"
+
+
+def test_without_auto_nothing_is_chosen(run_file, monkeypatch):
+    config, said = settings(run_file, 1000, monkeypatch, "sharding.auto=false")
+    assert (config.sharding.auto, config.sharding.strategy, said) == (False, "full_shard", [])
