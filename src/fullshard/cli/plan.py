@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.cli.common import add_run_arguments, add_verb, load_program, positive
+from fullshard.cli.progress import ShareProgress
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
 from fullshard.launch import choose_nproc
@@ -18,6 +19,7 @@ from fullshard.sizes import format_bytes, format_duration
 
 PROGRAM = "fullshard.train.plan"
 SEARCH = "fullshard.train.fit"
+LENGTHS = "fullshard.train.setup.given_length"
 
 DOES_NOT_FIT = 1
 """Exit code if the run needs more than the memory there is."""
@@ -28,7 +30,7 @@ RATES = Path("rates.json")
 DESCRIPTION = """\
 Show how many bytes the fullest rank of a run holds at its fullest moment, what they are, and how many bytes it sends in
 a step. The run's own model, schedule and optimizer take three steps on tensors without memory: this needs no GPU, no
-ranks, no weights and no network. The batch is the longest that the data can give.
+ranks, no weights and no network. The batch is the longest that the data can give; with --length no data is read.
 
 With --gpu or --memory, also say whether it fits; the exit code is 1 if it does not. --gpu adds what a GPU holds besides
 tensors, and how long a step takes by its data sheet. --fit searches for the fastest settings that fit, among those that
@@ -45,6 +47,7 @@ examples:
   fullshard plan run.yaml --world 8 --gpu h100 --price 2.5
   fullshard plan run.yaml --world 1,2,4,8 --gpu a10g
   fullshard plan run.yaml --world 4 --gpu a10g --fit
+  fullshard plan run.yaml --world 8 --gpu a10g --length 512/128
   fullshard plan run.yaml --world 8 --memory 78GB training.per_device_train_batch_size=16 --json
 """
 
@@ -79,6 +82,12 @@ def add_parser(verbs: Any) -> None:
         type=memory,
         help="bytes a second of each GPU's network port, between machines (default: 50GB, which is 400 Gbit/s)",
     )
+    parser.add_argument(
+        "--length",
+        metavar="SOURCE/TARGET",
+        type=lengths,
+        help="tokens of every row, in place of the data, which may be missing; one number for causal models",
+    )
     parser.add_argument("--price", metavar="P", type=float, help="price of a GPU for an hour, to print the run's")
     parser.add_argument("--fit", action="store_true", help="search for the fastest settings that fit on --gpu")
 
@@ -90,6 +99,16 @@ def worlds(text: str) -> list[int]:
         argparse.ArgumentTypeError: One is not a number of at least 1.
     """
     return [positive(part) for part in text.split(",")]
+
+
+def lengths(text: str) -> tuple[int | None, int]:
+    """Parse the tokens of a source and a target, or of both together, whose source is None.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not one or two numbers of at least 1.
+    """
+    source, slash, target = text.partition("/")
+    return (positive(source), positive(target)) if slash else (None, positive(text))
 
 
 def memory(text: str) -> int:
@@ -114,22 +133,25 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: The settings are wrong, cannot be planned, or data or model cannot be used.
     """
-    config = load_run(options.config, options.overrides)
+    config = load_run(options.config, options.overrides, reads_data=options.length is None)
+    if options.price is not None and options.length is not None and config.training.max_steps is None:
+        raise ConfigError("--price needs the number of steps, which --length does not know: set training.max_steps.")
     sizes = options.world or [choose_nproc(config.nproc)]
     device = _device(options)
     if config.sharding.auto is True and not options.fit:
         say("sharding: auto chooses at the start of training; this plans the settings as they are. --fit searches too")
     if options.fit:
-        return _search(options, sizes, device)
+        return _search(options, sizes, device, _given_rows(options, config, sizes))
     program = load_program(PROGRAM)
     say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
-    data = program.prepare_plan(config)
+    data = _given_rows(options, config, sizes) or program.prepare_plan(config)
     planner, path = load_program("fullshard.planner"), _rates_file(options)
     rates = [None if path is None else planner.read_rates(path, size) for size in sizes]
-    plans = [
-        program.plan_prepared(config, data, size, device, rates=measured)
-        for size, measured in zip(sizes, rates, strict=True)
-    ]
+    plans = []
+    with ShareProgress("planning", len(sizes), shown=not options.json) as progress:
+        for progress.piece, size in enumerate(sizes):
+            measured = rates[progress.piece]
+            plans.append(program.plan_prepared(config, data, size, device, rates=measured, progress=progress))
     limit = options.memory if device is None else device.memory_bytes
     fitting = [limit is None or plan.fits(limit) for plan in plans]
     if options.json:
@@ -141,6 +163,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_all(plans, limit, options.price)
     return 0 if any(fitting) else DOES_NOT_FIT
+
+
+def _given_rows(options: argparse.Namespace, config: Any, sizes: list[int]) -> Any:
+    """Return the rows that ``--length`` describes; None without it."""
+    if options.length is None:
+        return None
+    return load_program(LENGTHS).prepare_length(config, *options.length, max(sizes))
 
 
 def _device(options: argparse.Namespace) -> Any:
@@ -181,7 +210,8 @@ def _print_all(plans: list[Any], limit: int | None, price: float | None) -> None
     for plan in plans:
         cells = [f"{plan.world_size:,}", format_bytes(plan.needed_bytes)]
         cells += [] if limit is None else ["yes" if plan.fits(limit) else "no"]
-        cells += [format_duration(plan.timing.step_s), format_duration(plan.run_s)] if timed else []
+        cells += [format_duration(plan.timing.step_s)] if timed else []
+        cells += ["-" if plan.run_s is None else format_duration(plan.run_s)] if timed else []
         cells += [] if price is None else [f"{_cost(plan, price):,.2f}"]
         print("".join(f"{cell:>14}" for cell in cells))
 
@@ -203,19 +233,19 @@ def _verdict(plan: Any, memory_bytes: int) -> str:
     )
 
 
-def _search(options: argparse.Namespace, sizes: list[int], device: Any) -> int:
+def _search(options: argparse.Namespace, sizes: list[int], device: Any, data: Any) -> int:
     """Print the fastest settings that fit."""
     if len(sizes) > 1:
         raise ConfigError(f"--fit searches for one number of ranks; got {', '.join(map(str, sizes))}.")
 
     def load(more: Any) -> Any:
-        return load_run(options.config, [*options.overrides, *more])
+        return load_run(options.config, [*options.overrides, *more], reads_data=options.length is None)
 
     def tell(tried: Any) -> None:
         found = tried.why or format_duration(tried.step_s)
         say(f"{' '.join(tried.overrides) or 'as it is'}: {found}")
 
-    found = load_program(SEARCH).search(load, sizes[0], device, tell)
+    found = load_program(SEARCH).search(load, sizes[0], device, tell, data)
     best = found[0]
     if options.json:
         print(json.dumps([tried.as_dict() for tried in found]))

@@ -33,13 +33,16 @@ _TEXT_WANTED = ("string_type", "path_type")
 """pydantic's error types for a value that is not text."""
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = (), *, under: Mapping[str, Any] | None = None) -> RunConfig:
+def load_run(
+    path: str | Path, overrides: Sequence[str] = (), *, under: Mapping[str, Any] | None = None, reads_data: bool = True
+) -> RunConfig:
     """Read a run file. Every rank may call it; it only reads the file and checks the paths in it.
 
     Args:
         path: The YAML file.
         overrides: Settings of the form ``section.key=value``, the value in YAML, applied in order.
         under: Nested settings used where neither the file nor the overrides set a value.
+        reads_data: Whether the data will be read; False: it may be missing.
 
     Returns:
         The configuration. The files it names exist and are absolute paths.
@@ -49,16 +52,19 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), *, under: Mapping[
             of range, contradicts another or names a file that does not exist. The message holds all problems.
     """
     path = Path(path)
-    return check_run(_merged(under or {}, _read_yaml(path)), path, overrides)
+    return check_run(_merged(under or {}, _read_yaml(path)), path, overrides, reads_data=reads_data)
 
 
-def check_run(values: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def check_run(
+    values: Mapping[str, Any], path: Path, overrides: Sequence[str] = (), *, reads_data: bool = True
+) -> RunConfig:
     """Validate the values of a run file.
 
     Args:
         values: Nested settings, as read from YAML.
         path: The run file, for messages and relative paths.
         overrides: As for :func:`load_run`.
+        reads_data: As for :func:`load_run`.
 
     Returns:
         The configuration, as from :func:`load_run`.
@@ -70,7 +76,7 @@ def check_run(values: Mapping[str, Any], path: Path, overrides: Sequence[str] = 
     if values.get("sharding") == "auto":
         values["sharding"] = {"auto": True}  # so that an override can add a setting
     typed = dict(_apply(values, override) for override in overrides)
-    resolved, problems = _resolve_files(values, path.parent)
+    resolved, problems = _resolve_files(values, path.parent, reads_data=reads_data)
     try:
         run = RunConfig.model_validate(resolved)
     except ValidationError as error:
@@ -183,8 +189,8 @@ def _as_text(key: str, typed: str) -> str:
     return f"If it is meant as text, write {shlex.quote(f'{key}={quoted}')}"
 
 
-def _resolve_files(values: Mapping[str, Any], directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings with absolute paths, and a problem for each path that does not exist."""
+def _resolve_files(values: Mapping[str, Any], directory: Path, *, reads_data: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings with absolute paths, and a problem for each path that does not exist and will be read."""
     resolved = dict(values)
     problems = []
     for section, key in _FILE_KEYS + _NAME_KEYS:
@@ -195,6 +201,8 @@ def _resolve_files(values: Mapping[str, Any], directory: Path) -> tuple[dict[str
         found = next((candidate for candidate in candidates if candidate.exists()), None)
         if found is not None:
             resolved[section] = {**settings, key: str(found)}
+        elif section == "data" and not reads_data:
+            continue
         elif (section, key) in _FILE_KEYS or not HUB_ID.fullmatch(settings[key]):
             tried = " and ".join(str(candidate) for candidate in candidates)
             problems.append(f"{section}.{key}: {settings[key]!r} does not exist; tried {tried}")

@@ -14,7 +14,7 @@ from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, MemoryLimitError
 from fullshard.planner import Hardware, hardware, names
 from fullshard.sizes import format_bytes, format_duration
-from fullshard.train.fit import Load, Tried, search_prepared
+from fullshard.train.fit import Load, Tried, search
 from fullshard.train.setup.prepare import Prepared
 
 RUN_NAME = "run.json"
@@ -69,7 +69,7 @@ def chosen_settings(
             tell(f"sharding: auto takes what this run chose at its start: {_text(before)}")
             return before
         device = _device(comm.device, min(shares, default=None))
-        return _best(search_prepared(load, data, comm.size, device), device, tell)
+        return _best(search(load, comm.size, device, data=data), device, tell)
 
     found = comm.all_gather_object(together(comm, choose))[0]
     return (*found, f"sharding.auto={json.dumps(found)}")

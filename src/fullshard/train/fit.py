@@ -48,7 +48,11 @@ class Tried:
 
 
 def search(
-    load: Load, world_size: int, device: Hardware, tell: Callable[[Tried], None] = lambda tried: None
+    load: Load,
+    world_size: int,
+    device: Hardware,
+    tell: Callable[[Tried], None] = lambda tried: None,
+    data: Prepared | None = None,
 ) -> list[Tried]:
     """Return the settings that were tried: those that fit first, the fastest first; one process.
 
@@ -62,19 +66,13 @@ def search(
         world_size: Number of ranks.
         device: The GPU of each.
         tell: Called with each setting that was tried.
+        data: Rows to plan with; None: the run's own, which are read.
 
     Raises:
         UserError: Data, tokenizer, model or settings cannot be used.
     """
-    return search_prepared(load, prepare_plan(load(())), world_size, device, tell)
-
-
-def search_prepared(
-    load: Load, data: Prepared, world_size: int, device: Hardware, tell: Callable[[Tried], None] = lambda tried: None
-) -> list[Tried]:
-    """Search for the settings of a run whose data is read; see :func:`search`."""
     config = load(())
-    made = Search(load, data, world_size, device, tell)
+    made = Search(load, data or prepare_plan(config), world_size, device, tell)
     for shared in _product(config, _SHARED):
         for own in _product(config, _OF_RANK):
             last = made.fit_rows({**shared, **own})

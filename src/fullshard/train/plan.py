@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -51,6 +51,7 @@ from fullshard.train.evaluation.evaluate import evaluation_mode
 from fullshard.train.forward import loss_sum
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.given_length import RowsOfLength
 from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import outline_model, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
@@ -64,7 +65,7 @@ class RunPlan(Plan):
     """The plan of a run. Memory is that of the longest batch that the data can give; time that of a step of mean size.
 
     Attributes:
-        steps: Optimizer steps of the run.
+        steps: Optimizer steps of the run; 0: not known, as rows of a given length are no data.
         step_tokens: Source and target tokens of a step, all ranks together, without padding; the mean of an epoch.
     """
 
@@ -73,8 +74,8 @@ class RunPlan(Plan):
 
     @property
     def run_s(self) -> float | None:
-        """Seconds of all steps, without evaluation and saving; None without a time."""
-        return None if self.timing is None else self.timing.step_s * self.steps
+        """Seconds of all steps, without evaluation and saving; None without a time, or if their number is unknown."""
+        return self.timing.step_s * self.steps if self.timing is not None and self.steps else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
@@ -82,10 +83,10 @@ class RunPlan(Plan):
 
     def __str__(self) -> str:
         """Return the plan as a table."""
-        if self.timing is None or self.run_s is None:
+        if self.timing is None:
             return super().__str__()
-        rate = self.step_tokens / self.timing.step_s
-        return f"{super().__str__()}\n{self.steps:,} steps: {format_duration(self.run_s)}; {rate:,.0f} tokens a second"
+        run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
+        return f"{super().__str__()}\n{run}{self.step_tokens / self.timing.step_s:,.0f} tokens a second"
 
 
 def plan_run(
@@ -132,17 +133,19 @@ def plan_prepared(
     rates: Rates | None = None,
     roughly: int | None = None,
     listed: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RunPlan:
     """Return the plan of a run whose data is read; see :func:`plan_run`.
 
     Args:
         config: The run's settings.
-        data: What :func:`prepare_plan` returned for settings that read data alike.
+        data: What :func:`prepare_plan` returned for settings that read data alike, or :func:`prepare_length`.
         world_size: Number of ranks.
         device: The GPU of each; None: CPU ranks.
         rates: What was measured on the machine; gives the time instead of the GPU's data sheet.
         roughly: Plan this rank only, with at most two micro-batches a step, and time only what fits; None: exactly.
         listed: See :func:`largest_steps`.
+        progress: Called with the steps taken and those to take, of all ranks that are planned.
     """
     refuse_unplanned(config)
     times = config.training.gradient_accumulation_steps
@@ -153,20 +156,38 @@ def plan_prepared(
     ]
     held_out = _largest_held_out(config, data, world_size)
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
-    found = highest(partial(_build, config, data, largest, held_out), ranks, world_size, device)
+    speed, given = speed_of(device, rates), isinstance(data, RowsOfLength)
+    timed = 0 if speed is None else STEPS
+    told = _Told(progress, len(ranks) * (STEPS - 1 + len(largest)) + timed)
+    found = highest(partial(_build, config, data, largest, held_out, told), ranks, world_size, device)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
-    speed = speed_of(device, rates)
     if speed is not None and (roughly is None or found.fits()):
-        batches = middle_step(config, data, epoch)
-        rehearsal = rehearse_on(partial(_build, config, data, [batches[:most]], []), found.rank, world_size, device)
+        batches = largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
+        build = partial(_build, config, data, [batches[:most]], [], told)
+        rehearsal = rehearse_on(build, found.rank, world_size, device)
         values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
     tokens = int(np.asarray(data.train_set.lengths).sum())
-    return RunPlan(
-        **values,
-        steps=learning_rate_schedule(config, epoch.num_steps).total_steps,
-        step_tokens=round(tokens / epoch.num_steps),
-    )
+    return RunPlan(**values, steps=_total_steps(config, data, epoch), step_tokens=round(tokens / epoch.num_steps))
+
+
+def _total_steps(config: RunConfig, data: Prepared, epoch: BatchPlan) -> int:
+    """Return the optimizer steps of the run; 0 if only its data could say."""
+    if isinstance(data, RowsOfLength):
+        return config.training.max_steps or 0
+    return learning_rate_schedule(config, epoch.num_steps).total_steps
+
+
+class _Told:
+    """Counts the steps of all rehearsals of a plan, and tells each."""
+
+    def __init__(self, progress: Callable[[int, int], None], total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def step(self) -> None:
+        """Count a step."""
+        self._done += 1
+        self._progress(self._done, self._total)
 
 
 def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
@@ -180,7 +201,9 @@ def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
     return model.train()
 
 
-def _build(config: RunConfig, data: Prepared, turns: list[list[Batch]], held_out: list[Batch], comm: Comm) -> Rehearsed:
+def _build(
+    config: RunConfig, data: Prepared, turns: list[list[Batch]], held_out: list[Batch], told: _Told, comm: Comm
+) -> Rehearsed:
     """Return the run's step and evaluation; steps have the micro-batches of each turn."""
     model = _sharded(config, data, comm)
     optimizer = make_optimizer(model, config)
@@ -191,6 +214,7 @@ def _build(config: RunConfig, data: Prepared, turns: list[list[Batch]], held_out
     def step() -> None:
         # Late: otherwise it reads the loss and the norm, which a plan does not know.
         issue_step(model, optimizer, next(each), comm, spec, scaler, late=scaler is None)
+        told.step()
 
     @torch.no_grad()
     def evaluate() -> None:
@@ -240,7 +264,7 @@ def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed:
     chosen = [step for steps in found if steps for step in _largest(steps)]
     chosen = sorted({id(step): step for step in chosen}.values(), key=len)
     spec = replace(collate_spec(data.tokenizer, causal=data.causal), packed=training.packing)
-    return [[_collated(rows, data.train_set, spec) for _, rows in step] for step in chosen]
+    return [[_with_padding(_collated(rows, data.train_set, spec)) for _, rows in step] for step in chosen]
 
 
 _Step = list[tuple[Shape, NDArray[np.int64]]]
@@ -284,7 +308,7 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> lis
     plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths)
     batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=data.causal))
     _, largest = max(_in_time(batches), key=lambda one: one[0][0] * (one[0][1] + one[0][2]))
-    return [_collated(largest, rows, collate_spec(data.tokenizer, causal=data.causal))]
+    return [_with_padding(_collated(largest, rows, collate_spec(data.tokenizer, causal=data.causal)))]
 
 
 def _in_time(values: Iterable[T]) -> Iterator[T]:
@@ -297,7 +321,20 @@ def _in_time(values: Iterable[T]) -> Iterator[T]:
 def longest_batch(config: RunConfig, data: Prepared) -> Batch:
     """Return a micro-batch that is at least as large as any of the run, of rows of the data; any process, alone."""
     rows = longest_rows(data.train_set, config.training.per_device_train_batch_size, causal=data.causal)
-    return collate([RowRef(row) for row in rows], data.train_set, collate_spec(data.tokenizer, causal=data.causal))
+    spec = collate_spec(data.tokenizer, causal=data.causal)
+    return _with_padding(collate([RowRef(row) for row in rows], data.train_set, spec))
+
+
+def _with_padding(batch: Batch) -> Batch:
+    """Return the batch with a last token that is padding, if it has several rows; any process, alone.
+
+    Rows of one length need no mask, and models then leave it out: a Llama's step was 4 % smaller than that of a batch
+    with one token less.
+    """
+    if len(batch.indices) > 1 and batch.packing is None:
+        batch.attention_mask_BS[-1, -1] = 0
+        batch.prompt_mask_BP[-1, 0 if batch.prompt_mask_BP is not batch.attention_mask_BS else -1] = 0
+    return batch
 
 
 def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[int]:

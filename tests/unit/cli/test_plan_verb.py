@@ -6,7 +6,9 @@ import pytest
 
 from fullshard.cli.main import main
 from fullshard.cli.plan import memory
-from support.planned import write_run
+from fullshard.config import load_run
+from fullshard.train.plan import longest_batch, prepare_plan
+from support.planned import write_directory_run, write_run
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,57 @@ def test_the_search_keeps_to_a_smaller_memory(run_file, capsys):
 def test_options_that_cannot_be_followed(run_file, options, said, capsys):
     assert main(["plan", run_file, *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def peaks(capsys, *arguments):
+    assert main(["plan", *arguments, "--world", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return found["phase_peaks"], found["parts"], found["sent_bytes"]
+
+
+def test_a_length_gives_the_plan_of_rows_of_that_length_without_reading_any(tmp_path, capsys):
+    path = write_directory_run(tmp_path, training__packing=False)
+    config = load_run(path, [])
+    batch = longest_batch(config, prepare_plan(config))
+    length = f"{batch.input_ids_BS.shape[1]}/{batch.labels_BT.shape[1]}"
+    options = ["training.per_device_eval_batch_size=1"]
+    with_data = peaks(capsys, str(path), "training.eval_strategy=no", *options)
+    for file in tmp_path.glob("*.csv"):
+        file.unlink()
+    missing = ["data.train_file=none.csv", *options]
+    assert peaks(capsys, str(path), *missing, "training.eval_strategy=no", "--length", length) == with_data
+    assert "evaluation" in peaks(capsys, str(path), *missing, "--length", length)[0]
+
+
+def test_a_length_leaves_the_number_of_steps_open(run_file, capsys):
+    given = ["plan", run_file, "--world", "1", "--gpu", "t4", "--length", "16/8"]
+    assert main([*given, "--price", "2"]) == 2
+    assert "set training.max_steps" in capsys.readouterr().err
+    assert main([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_s"] is None
+    assert main([*given, "--price", "2", "training.max_steps=10"]) == 0
+    assert "10 steps: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length", ["16", "1/"])
+def test_a_length_that_cannot_be(run_file, length, capsys):
+    if "/" in length:
+        with pytest.raises(SystemExit):
+            main(["plan", run_file, "--length", length])
+        assert "must be a whole number of at least 1; got ''" in capsys.readouterr().err
+    else:
+        assert main(["plan", run_file, "--world", "1", "--length", length]) == 2
+        assert "this model is an encoder-decoder. Give both" in capsys.readouterr().err
+
+
+def test_the_steps_of_all_plans_are_told(run_file, capsys, monkeypatch):
+    told = []
+    monkeypatch.setattr("fullshard.launch.progress.WorkProgress.__call__", lambda bar, *counts: told.append(counts))
+    assert main(["plan", run_file, "--world", "1,3", "--gpu", "t4"]) == 0
+    shares = [done / total for done, total in told]
+    assert len(shares) == 6 + 12
+    assert shares == sorted(shares)
+    assert (shares[5], shares[-1]) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(

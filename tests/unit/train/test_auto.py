@@ -10,7 +10,7 @@ from fullshard.errors import MemoryLimitError
 from fullshard.testing import run_ranks
 from fullshard.train import auto
 from fullshard.train.auto import chosen_settings
-from fullshard.train.fit import search_prepared
+from fullshard.train.fit import search
 from fullshard.train.plan import prepare_plan
 from support.planned import write_run
 
@@ -39,8 +39,7 @@ def settings(run_file, memory, monkeypatch, *overrides):
 
 
 def needed(run_file, *overrides):
-    config = load_run(run_file, overrides)
-    plan = search_prepared(lambda more: load_run(run_file, [*overrides, *more]), prepare_plan(config), 2, ROOMY)
+    plan = search(lambda more: load_run(run_file, [*overrides, *more]), 2, ROOMY)
     return {one.overrides: one.plan.needed_bytes for one in plan}
 
 

@@ -11,6 +11,7 @@ from fullshard.data import steps
 from fullshard.errors import ModelError
 from fullshard.train.plan import largest_steps, longest_batch, longest_rows, plan_run
 from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.given_length import prepare_length
 from fullshard.train.setup.prepare import collate_spec, prepare
 from support.planned import write_adapter_run, write_directory_run, write_run
 
@@ -48,6 +49,16 @@ def test_no_batch_of_three_epochs_is_larger(tmp_path):
                 for name in ("input_ids_BS", "labels_BT"):
                     size, most = getattr(batch, name).shape, getattr(planned, name).shape
                     assert all(one <= other for one, other in zip(size, most, strict=True))
+
+
+@pytest.mark.parametrize("override", ["training.packing=false", "training.per_device_train_batch_tokens=60"])
+def test_rows_of_one_length_are_planned_with_the_mask_that_other_batches_have(tmp_path, override):
+    config = load_run(write_directory_run(tmp_path, training={"eval_strategy": "no"}), [override])
+    for step in largest_steps(config, prepare_length(config, 9, 5, 1), 1):
+        for batch in step:
+            assert batch.input_ids_BS.shape[1] == 9
+            assert int((batch.attention_mask_BS == 0).sum()) == 1
+            assert not bool(batch.attention_mask_BS[-1, -1])
 
 
 def planned(path, *overrides, ranks=1):

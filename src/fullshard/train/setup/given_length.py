@@ -1,0 +1,87 @@
+"""Rows of one given length in place of a run's data: for plans, which read no row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from fullshard.config import RunConfig
+from fullshard.data import LengthStats, Ragged, TokenizedSet
+from fullshard.errors import ConfigError
+from fullshard.models import load_tokenizer, resolve_model
+from fullshard.models.kind import reads_one_sequence
+from fullshard.train.setup.prepare import Prepared
+
+_STEPS = 4
+"""Steps of the rows on all ranks: with a budget of tokens, which rounds lengths, the last one may be short."""
+
+
+@dataclass(frozen=True)
+class RowsOfLength(Prepared):
+    """What a run's data would be if every row had one length; nobody knows how many rows the data has."""
+
+
+def prepare_length(config: RunConfig, source: int | None, target: int, world_size: int) -> RowsOfLength:
+    """Return rows of one length, enough for some steps; reads the model's config and tokenizer, no data. One process.
+
+    Args:
+        config: The run's settings; its data may be missing.
+        source: Tokens of each source. None, for causal models only: a text of ``target`` tokens has one.
+        target: Tokens of each target.
+        world_size: Most ranks that will be planned with it.
+
+    Raises:
+        ConfigError: An encoder-decoder has one length.
+        ModelError: The tokenizer or the model's configuration cannot be read.
+    """
+    directory = None if config.model.path is None else resolve_model(config.model.path)
+    tokenizer = _blank_tokenizer(config) if directory is None else load_tokenizer(directory)
+    described = directory if config.model.config is None else config.model.config
+    causal = reads_one_sequence(described, config.model.model_class)  # type: ignore[arg-type]
+    if source is None:
+        if not causal or target < 2:
+            kind = "a text of one token has no target" if causal else "this model is an encoder-decoder"
+            raise ConfigError(f"A length is SOURCE/TARGET, such as 512/128, in tokens: {kind}. Give both.")
+        source, target = 1, target - 1
+    token = 0 if tokenizer.pad_token_id else 1
+    rows = _set_of(config, (source, target), token, world_size)
+    evaluates = config.training.eval_strategy != "no" and config.data.holds_out
+    return RowsOfLength(
+        tokenizer=tokenizer,
+        model_directory=directory,
+        causal=causal,
+        separator=None,
+        train_set=rows,
+        held_out=[],
+        held_out_set=rows if evaluates else None,
+        labels=None,
+        majority="",
+        notes=(),
+    )
+
+
+def _set_of(config: RunConfig, lengths: tuple[int, int], token: int, world_size: int) -> TokenizedSet:
+    """Return rows of these lengths for some steps; each side is one id in memory."""
+    training = config.training
+    each = training.per_device_train_batch_size
+    if training.per_device_train_batch_tokens is not None:
+        each = max(training.per_device_train_batch_tokens // sum(lengths), 1)
+    count = max(_STEPS * world_size * training.gradient_accumulation_steps * each, training.per_device_eval_batch_size)
+    sources, targets = (
+        Ragged(np.broadcast_to(np.int32(token), count * length), np.arange(count + 1) * length) for length in lengths
+    )
+    source, target = (LengthStats(length, length, 0, length) for length in lengths)
+    return TokenizedSet(sources, targets, source, target)
+
+
+def _blank_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """Return a tokenizer of as many pieces as the one that the run trains on its data has at most."""
+    settings = config.model.tokenizer
+    assert settings is not None, "the schema requires model.tokenizer with model.config"
+    special = {"<pad>": 0, "</s>": 1, "<unk>": 2}
+    pieces = special | {f"piece{number}": number for number in range(len(special), settings.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
