@@ -21,6 +21,7 @@ from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.programs.signals import StopSignals
 from fullshard.launch.progress import WorkProgress
 from fullshard.train import ConsoleSink, FileSink, Sink, train
+from fullshard.train.reporting.card import CardSink
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.setup.prepare import prepare
 
@@ -50,7 +51,9 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     comm = init_from_env()
     sinks: list[Sink] = []
     if is_first:
+        # The summary, which marks the run as complete, comes after the card.
         sinks = [
+            CardSink(config.output_dir, say),
             FileSink(config.output_dir, logging_steps=config.training.logging_steps),
             ConsoleSink(Console(stderr=options.json), samples=config.evaluation.num_samples_shown),
             *tracker_sinks(config, say),
