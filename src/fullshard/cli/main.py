@@ -8,7 +8,19 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fullshard.cli import config, evaluate, export, inspect, launch, plan, predict, report as report_verb, train, verify
+from fullshard.cli import (
+    config,
+    evaluate,
+    export,
+    init,
+    inspect,
+    launch,
+    plan,
+    predict,
+    report as report_verb,
+    train,
+    verify,
+)
 from fullshard.cli.common import set_own_parsers
 from fullshard.errors import FullshardError
 from fullshard.launch import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, Failure
@@ -67,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fullshard {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    init.add_parser(verbs)
     train.add_parser(verbs)
     launch.add_parser(verbs)
     evaluate.add_parser(verbs)
