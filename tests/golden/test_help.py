@@ -13,6 +13,7 @@ HERE = Path(__file__).parent / "help"
     "verb",
     [
         "",
+        "init",
         "train",
         "launch",
         "evaluate",

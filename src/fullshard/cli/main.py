@@ -13,6 +13,7 @@ from fullshard.cli import (
     config,
     evaluate,
     export,
+    init,
     inspect,
     launch,
     plan,
@@ -79,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fullshard {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    init.add_parser(verbs)
     train.add_parser(verbs)
     launch.add_parser(verbs)
     evaluate.add_parser(verbs)

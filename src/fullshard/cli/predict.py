@@ -14,13 +14,15 @@ from fullshard.cli.common import add_json, add_verb, join_other_launcher, positi
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
 from fullshard.launch.messages import say
+from fullshard.launch.programs.row_file import require_suffix
 
 PROGRAM = "fullshard.launch.programs.predict"
 
 DESCRIPTION = """\
 Predict a text for each row of FILE with a trained model. Writes one JSON line per row, with input and prediction, in
-the order of the rows. A row that cannot be used (it is empty, not text, or has a broken cell) has the prediction null
-and the problem; one whose source was cut to data.max_source_length has truncated: true.
+the order of the rows; to a file with -o in the format of its suffix: .jsonl, .json, .csv, .tsv, or .txt with one
+prediction per line. A row that cannot be used (it is empty, not text, or has a broken cell) has the prediction null and
+the problem; one whose source was cut to data.max_source_length has truncated: true.
 
 MODEL is the output_dir of a finished run, whose prefix, separator, lengths and beams are used, or any other model: a
 directory, a directory of a peft adapter, or a Hub id. FILE is .csv, .tsv, .jsonl, .json or .parquet, of which only the
@@ -71,6 +73,8 @@ def run(options: argparse.Namespace) -> Failure | None:
     """
     if options.output is not None and options.file != "-" and options.output.resolve() == Path(options.file).resolve():
         raise ConfigError(f"{options.output} would replace the rows it is made from: give -o another file.")
+    if options.output is not None:
+        require_suffix(options.output)
     require_model(options.model)
     flags: list[str] = []
     for name in _VALUES:

@@ -59,6 +59,15 @@ class ShardingConfig(ConfigSection):
         return list(value) if isinstance(value, tuple) else value
 
 
+class CardConfig(ConfigSection):
+    """Facts for the model card that a run cannot know."""
+
+    data_license: str | None = None
+    """Licence of the data, such as cc-by-4.0."""
+    language: tuple[str, ...] = ()
+    """Languages of the data as ISO 639-1 codes, such as [en, de]."""
+
+
 class RunConfig(ConfigSection):
     """All settings of a run."""
 
@@ -77,6 +86,7 @@ class RunConfig(ConfigSection):
     training: TrainingConfig = TrainingConfig()
     sharding: ShardingConfig = ShardingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    card: CardConfig = CardConfig()
 
     @field_validator("sharding", mode="before")
     @classmethod

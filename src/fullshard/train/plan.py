@@ -124,7 +124,7 @@ def prepare_plan(config: RunConfig, progress: Progress = lambda what, done, tota
     return prepare(config, progress=progress)
 
 
-def plan_prepared(
+def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     config: RunConfig,
     data: Prepared,
     world_size: int,

@@ -68,3 +68,20 @@ def test_a_finished_run_is_measured_on_two_ranks_and_one_rank_predicts_the_same(
     assert written == [expected[0], empty, *expected, expected[0]], "one for each line, whatever is in it"
     assert "1 of 10 rows cannot be used" in done.stderr
     assert "The first is line 2: it is empty" in done.stderr
+
+
+def test_predictions_have_the_format_of_the_suffix_and_survive_head(run, tmp_path):
+    rows = tmp_path / "rows.txt"
+    rows.write_text("where is my card\n\n" * 300)
+    done = call("predict", str(run), str(rows), "-o", str(tmp_path / "out.txt"))
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "out.txt").read_text().split("\n")) == 601
+    done = call("predict", str(run), str(rows), "-o", str(tmp_path / "out.csv"))
+    assert (tmp_path / "out.csv").read_text().startswith("input,prediction,problem,truncated\nwhere is my card,")
+    command = f"{' '.join(FULLSHARD)} predict {run} {rows} 2> {tmp_path / 'err'} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert json.loads(done.stdout)["input"] == "where is my card"
+    assert done.returncode in (0, 141), "141 where head ended before the last rows were written"
+    assert "Traceback" not in (tmp_path / "err").read_text()
+    assert "Broken" not in (tmp_path / "err").read_text()

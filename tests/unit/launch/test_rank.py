@@ -7,6 +7,7 @@ import pytest
 
 from fullshard.launch.failure import Failure
 from fullshard.launch.programs import predict, rank
+from fullshard.launch.programs.row_file import RowWriter
 from fullshard.train.evaluation.predict import RowPrediction
 
 
@@ -23,7 +24,8 @@ def test_a_rank_whose_output_nothing_reads_ends_without_a_report(monkeypatch, tm
 
     def work(options, *, is_first):
         out = os.fdopen(writer, "w", closefd=False)
-        predict._write(out, [RowPrediction("a", "b")])
+        with predict._writing():
+            RowWriter(out, ".jsonl").write([RowPrediction("a", "b").as_dict()])
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("FULLSHARD_FAILURE_FILE", str(tmp_path / "failure"))

@@ -56,6 +56,7 @@ def test_with_less_memory_than_that_needs_something_smaller_is_chosen(run_file, 
     largest = sizes["sharding.strategy=no_shard",]
     config, _ = settings(run_file, 2 * (largest - 1), monkeypatch)  # two ranks share the machine
     assert config.sharding.auto != ("sharding.strategy=no_shard",)
+    assert isinstance(config.sharding.auto, tuple)
     chosen = load_run(run_file, config.sharding.auto)
     assert chosen.sharding.strategy == config.sharding.strategy
     rows = config.training.per_device_train_batch_size * config.training.gradient_accumulation_steps

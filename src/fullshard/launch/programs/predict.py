@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig
@@ -17,9 +16,10 @@ from fullshard.data import describe_separator, read_inputs
 from fullshard.errors import DataError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import UnreadOutputError, run_as_rank
+from fullshard.launch.programs.row_file import RowWriter
 from fullshard.launch.progress import WorkProgress
 from fullshard.models import is_causal, resolve_model
-from fullshard.train.evaluation.predict import RowPrediction, predict
+from fullshard.train.evaluation.predict import predict
 from fullshard.train.evaluation.trained import find_trained, load_trained
 from fullshard.train.setup.prepare import separator_of, source_spec, tokenize_spec
 
@@ -67,9 +67,13 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     with _opened(options.output if is_first else None) as out, WorkProgress("predicting", shown=is_first) as progress:
         for written in predict(model, tokenizer, table.rows, config, comm):
             if is_first:
-                _write(out, written)
+                with _writing():
+                    out.write([one.as_dict() for one in written])
             done, cut = done + len(written), cut + sum(one.cut for one in written)
             progress(done, len(table.rows))
+        if is_first:
+            with _writing():
+                out.end()
     if is_first and cut:
         limit = config.data.max_source_length
         say(f"{cut:,} of {done:,} sources were truncated to {limit} tokens (data.max_source_length)")
@@ -104,30 +108,29 @@ def _given(values: dict[str, object]) -> dict[str, object]:
 
 
 @contextmanager
-def _opened(path: Path | None) -> Iterator[TextIO]:
-    """Open the file to write, or yield standard output."""
+def _opened(path: Path | None) -> Iterator[RowWriter]:
+    """Open the file to write, in the format of its suffix, or yield JSON Lines on standard output."""
     if path is None:
-        yield sys.stdout
+        yield RowWriter(sys.stdout, ".jsonl")
         return
     try:
-        file = path.open("w", encoding="utf-8")
+        file = path.open("w", encoding="utf-8", newline="\n")
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error}.") from error
     with file:
-        yield file
+        yield RowWriter(file, path.suffix)
 
 
-def _write(out: TextIO, rows: Sequence[RowPrediction]) -> None:
-    """Write one JSON line per row and flush, so that a reader of a pipe sees them immediately.
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Context in which predictions are written.
 
     Raises:
         UnreadOutputError: Nothing reads the pipe any more.
         DataError: The file cannot be written.
     """
     try:
-        for row in rows:
-            out.write(json.dumps(row.as_dict(), ensure_ascii=False) + "\n")
-        out.flush()
+        yield
     except BrokenPipeError as error:
         raise UnreadOutputError from error
     except OSError as error:

@@ -23,6 +23,7 @@ from fullshard.launch.progress import WorkProgress
 from fullshard.train import ConsoleSink, FileSink, Sink, train
 from fullshard.train.auto import chosen_settings
 from fullshard.train.memory_check import check_memory
+from fullshard.train.reporting.card import CardSink
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.setup.prepare import prepare
 
@@ -61,7 +62,9 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     planned = None if options.no_plan else check_memory(lambda more: load([*chosen, *more]), prepared, comm, tell)
     sinks: list[Sink] = []
     if is_first:
+        # The summary, which marks the run as complete, comes after the card.
         sinks = [
+            CardSink(config.output_dir, say),
             FileSink(config.output_dir, logging_steps=config.training.logging_steps),
             ConsoleSink(Console(stderr=options.json), samples=config.evaluation.num_samples_shown),
             *tracker_sinks(config, say),

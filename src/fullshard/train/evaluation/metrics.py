@@ -54,18 +54,25 @@ def score(
     """
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions for {len(references)} rows of references.")
-    values: dict[str, float] = {}
-    confusion = None
-    if any(name in _LABEL_METRICS for name in metrics):
-        share = _exact_match(predictions, references)
-        values |= {name: share for name in metrics if name in _LABEL_METRICS}
-    if "accuracy" in metrics:
-        confusion = _confusion(predictions, references, labels)
-    rouge = [name for name in metrics if name.startswith("rouge")]
-    if rouge:
-        values |= _rouge(rouge, predictions, references)
+    rows = row_scores(metrics, predictions, references)
+    values = {name: sum(each) / len(predictions) for name, each in rows.items()}
+    confusion = _confusion(predictions, references, labels) if "accuracy" in metrics else None
     values |= {name: _corpus(name, predictions, references) for name in ("bleu", "chrf") if name in metrics}
     return Scores({name: values[name] for name in metrics if name in values}, confusion)
+
+
+def row_scores(metrics: Sequence[Metric], predictions: Sequence[str], references: References) -> dict[str, list[float]]:
+    """Return each row's score by the metrics that are means over rows: the label metrics and rouge; any rank, alone.
+
+    Raises:
+        ConfigError: A metric needs rouge-score, which is not installed.
+    """
+    values: dict[str, list[float]] = {}
+    if any(name in _LABEL_METRICS for name in metrics):
+        hits = _matches(predictions, references)
+        values |= {name: hits for name in metrics if name in _LABEL_METRICS}
+    rouge = [name for name in metrics if name.startswith("rouge")]
+    return values | (_rouge(rouge, predictions, references) if rouge else {})
 
 
 def baselines(
@@ -96,7 +103,7 @@ def baselines(
     label_metrics = [name for name in metrics if name in _LABEL_METRICS]
     found: dict[str, Baseline] = {}
     if label_metrics and majority is not None:
-        share = _exact_match([majority] * len(references), references)
+        share = sum(_matches([majority] * len(references), references)) / len(references)
         found |= {name: Baseline(f"always {majority!r}", share) for name in label_metrics}
     if text_metrics:
         name = "first sentence" if lead_sentences == 1 else f"first {lead_sentences} sentences"
@@ -153,9 +160,10 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _exact_match(predictions: Sequence[str], references: References) -> float:
-    hits = (_plain(text) in {_plain(one) for one in right} for text, right in zip(predictions, references, strict=True))
-    return sum(hits) / len(predictions)
+def _matches(predictions: Sequence[str], references: References) -> list[float]:
+    """Return 1.0 for each row whose prediction equals one of its references, else 0.0."""
+    pairs = zip(predictions, references, strict=True)
+    return [float(_plain(text) in {_plain(one) for one in right}) for text, right in pairs]
 
 
 def _confusion(predictions: Sequence[str], references: References, labels: Collection[str]) -> Confusion:
@@ -172,16 +180,13 @@ def _confusion(predictions: Sequence[str], references: References, labels: Colle
     return Confusion(names, tuple((answer, written, rows) for (answer, written), rows in sorted(cells.items())))
 
 
-def _rouge(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, float]:
+def _rouge(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, list[float]]:
     scorer = _package("rouge_score.rouge_scorer", "rouge-score", names[0]).RougeScorer(list(names), use_stemmer=True)
     # Only rougeLsum depends on lines.
     prepare = _line_by_line if "rougeLsum" in names else str
-    sums = dict.fromkeys(names, 0.0)
-    for text, right in zip(predictions, references, strict=True):
-        scores = scorer.score_multi([prepare(one) for one in right], prepare(text))
-        for name in names:
-            sums[name] += float(scores[name].fmeasure)
-    return {name: total / len(predictions) for name, total in sums.items()}
+    pairs = zip(predictions, references, strict=True)
+    scores = [scorer.score_multi([prepare(one) for one in right], prepare(text)) for text, right in pairs]
+    return {name: [float(each[name].fmeasure) for each in scores] for name in names}
 
 
 def _line_by_line(text: str) -> str:

@@ -29,6 +29,10 @@ class RunStart:
     config: Mapping[str, Any]  # the settings of the run, with defaults filled in
     versions: Mapping[str, str]  # versions of the packages that the result depends on
     padding_share: float  # share of padding among all positions of an epoch's batches
+    architecture: str  # class of the model, inside its adapter if it has one
+    causal: bool  # whether source and target are one sequence (decoder-only)
+    hardware: str  # name of rank 0's GPU, or of its CPU
+    content: Mapping[str, str]  # size and hash of each local file or directory that a setting names, by dotted key
     flops: Flops | None = None  # FLOPs of a token and of the devices; None if the devices' are not known
     notes: tuple[str, ...] = ()  # notes for the user, such as lengths and truncated rows
     resumed_step: int = 0  # steps trained before the checkpoint that the run resumes from; 0 for a new run
@@ -184,6 +188,7 @@ class RunSummary:
     skipped_steps: int  # steps that were skipped because loss or gradient was not finite
     metrics: Mapping[str, float]  # value of each metric
     baselines: Mapping[str, float]  # baseline of each metric that has one
+    intervals: Mapping[str, tuple[float, float]]  # 95 % interval of each metric that is a mean over held-out rows
     confusion: Confusion | None  # the confusion matrix if a metric is accuracy, else None
     predictions: tuple[Prediction, ...]  # predictions of the saved model, one for each held-out row
 

@@ -188,7 +188,9 @@ class TrainingRun:
         if self._start.path is None:
             _on_rank_0(self._comm, self._best.discard)
         notes = (*self._start.notes, *notes)
-        start = describe_start(self._parts, self.record, resumed_step=self.resumed_step, notes=notes)
+        start = describe_start(
+            self._parts, self.record, self._start.settings, resumed_step=self.resumed_step, notes=notes
+        )
         start = start if self._planned is None else replace(start, plan=self._planned.values)
         for sink in self._sinks:
             sink.start(start)

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fullshard.engine import memory_summary, units
+from fullshard.models import base_of
 from fullshard.storage import holds_model
-from fullshard.train.reporting.reports import EndedBy, RankMemory, RunStart, RunSummary
+from fullshard.train.evaluation.metrics import row_scores
+from fullshard.train.reporting.reports import EndedBy, EvaluationReport, RankMemory, RunStart, RunSummary
+from fullshard.train.reporting.scores import bootstrap_interval
 from fullshard.train.run.assemble import Assembly
 from fullshard.train.run.record import Record
 from fullshard.train.setup.optimizers import held_state_bytes, optimizer_title
 from fullshard.version import __version__
 
+_FILES = ("data.train_file", "data.validation_file", "data.dataset_name", "model.path")
+"""Settings that may name local files, whose content a starting point represents by size and hash."""
 
-def describe_start(parts: Assembly, record: Record, *, resumed_step: int, notes: Sequence[str]) -> RunStart:
-    """Return the report of the start, after ``resumed_step`` steps (0: a new run); any rank."""
+
+def describe_start(
+    parts: Assembly, record: Record, settings: Mapping[str, Any], *, resumed_step: int, notes: Sequence[str]
+) -> RunStart:
+    """Return the report of the start, after ``resumed_step`` steps (0: a new run); any rank.
+
+    ``settings`` are those of the run's :class:`~fullshard.train.setup.resume.StartingPoint`.
+    """
+    given = parts.config.as_flat()
     earlier: tuple[str, ...] = ()
     if holds_model(Path(parts.config.output_dir)):
         earlier = (f"{parts.config.output_dir} holds an earlier run's model; this run's model replaces it at the end",)
@@ -37,6 +50,10 @@ def describe_start(parts: Assembly, record: Record, *, resumed_step: int, notes:
         config=parts.config.as_plain(),
         versions=_versions(),
         padding_share=parts.padding_share,
+        architecture=type(base_of(parts.model)).__name__,
+        causal=parts.collate.causal,
+        hardware=_hardware(parts.comm.device),
+        content={name: str(settings[name]) for name in _FILES if settings[name] != given[name]},
         flops=parts.flops,
         notes=(*parts.notes, *notes, *earlier),
         resumed_step=resumed_step,
@@ -75,9 +92,31 @@ def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: E
         skipped_steps=record.skipped_steps,
         metrics={} if best is None else best.metrics,
         baselines={} if best is None else best.baselines,
+        intervals={} if best is None else _intervals(best),
         confusion=None if best is None else best.confusion,
         predictions=() if best is None else best.predictions,
     )
+
+
+def _intervals(best: EvaluationReport) -> dict[str, tuple[float, float]]:
+    """Return the interval of each metric that is a mean over rows; the same on every rank."""
+    if not best.predictions:
+        return {}
+    texts = [one.prediction for one in best.predictions]
+    rows = row_scores(tuple(best.metrics), texts, [one.references for one in best.predictions])  # type: ignore[arg-type]
+    return {name: bootstrap_interval(scores) for name, scores in rows.items()}
+
+
+def _hardware(device: torch.device) -> str:
+    """Return the name of a rank's GPU or, as Linux tells it, of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())
 
 
 def _versions() -> dict[str, str]:

@@ -44,6 +44,7 @@ _FREE_SETTINGS = (
     "output_dir",
     "nproc",
     "resume",
+    "card.",
     "sharding.",
     "evaluation.num_samples_shown",
     "data.cache_dir",

@@ -38,6 +38,10 @@ START = RunStart(
     config={"seed": 1},
     versions={"torch": "2"},
     padding_share=0.125,
+    architecture="T5ForConditionalGeneration",
+    causal=False,
+    hardware="a CPU",
+    content={},
     notes=("5 sources were cut [x]",),
 )
 
@@ -101,6 +105,7 @@ def summary(**changes):
         "skipped_steps": 0,
         "metrics": {"exact_match": 0.625, "perplexity": 1.284},
         "baselines": {"exact_match": 0.0125},
+        "intervals": {"exact_match": (0.375, 0.875)},
         "confusion": None,
         "predictions": PREDICTIONS,
     }

@@ -29,6 +29,10 @@ def start_of(resumed_step=0):
         config={},
         versions={},
         padding_share=0.0,
+        architecture="T5",
+        causal=False,
+        hardware="a CPU",
+        content={},
         resumed_step=resumed_step,
     )
 

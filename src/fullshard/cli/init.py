@@ -1,0 +1,130 @@
+"""``fullshard init``: write a first run file for a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fullshard.cli.common import add_verb, load_program, require_model
+from fullshard.config import load_run
+from fullshard.errors import ConfigError, ModelError
+from fullshard.launch import gpu_count
+
+PROGRAM = "fullshard.starter"
+
+DESCRIPTION = """\
+Look at a table and at this machine, ask at most four questions, and write a run file with a comment for each choice. It
+is complete: train it as it is, or change it first. Nothing is downloaded.
+
+DATA is .csv, .tsv, .jsonl, .json or .parquet. An existing run file is not overwritten without asking.
+"""
+
+EPILOG = """\
+examples:
+  fullshard init train.csv
+  fullshard init train.csv --yes --out first.yaml
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb's parser to those of ``fullshard``."""
+    parser = add_verb(verbs, "init", run, "write a first run file for a table", DESCRIPTION, EPILOG)
+    parser.add_argument("data", metavar="DATA", type=Path, help="the rows to train on")
+    parser.add_argument(
+        "-o", "--out", metavar="RUN", type=Path, default=Path("run.yaml"), help="run file to write (default: run.yaml)"
+    )
+    parser.add_argument("--yes", action="store_true", help="take every default without asking")
+    parser.set_defaults(json=False)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Look, ask and write; one process.
+
+    Raises:
+        ConfigError: Standard input is not a terminal, it ended, or the run file exists and stays.
+        DataError: The table cannot be used.
+        CheckpointError: The run file cannot be written.
+    """
+    asks, out = not options.yes, options.out
+    if asks and not sys.stdin.isatty():
+        raise ConfigError(
+            "fullshard init asks questions in a terminal, and standard input is not one. Use `fullshard init DATA "
+            "--yes` to take every default."
+        )
+    if not asks and out.exists():
+        raise ConfigError(f"{out} exists, and --yes does not overwrite files. Name another file with --out.")
+    starter = load_program(PROGRAM)
+    look, machine = starter.look_at(options.data), starter.this_machine(gpu_count())
+    _show(look, machine)
+    try:
+        choice = _choose(starter, look, machine, asks=asks)
+        if out.exists() and not _ask(f"{out} exists. Overwrite it, yes or no?", "no", _yes_or_no):
+            raise ConfigError(f"{out} was left unchanged. Name another file with --out.")
+    except EOFError:
+        raise ConfigError("The input ended before the last question; nothing was written.") from None
+    load_program("fullshard.storage").write_text(out, starter.run_file_text(look, machine, choice, out))
+    load_run(out)
+    print(f"written: {out}\nnext:\n  fullshard config check {out} --dry-run\n  fullshard train {out}")
+
+
+def _show(look: Any, machine: Any) -> None:
+    between = "" if look.delimiter is None else f", cells separated by {look.delimiter!r}"
+    print(f"{look.path}: {look.format}{between}, {look.rows:,} rows")
+    for one in look.columns:
+        more = " or more" if one.distinct == 1_000 else ""
+        print(
+            f"  {one.name}: {one.filled:,} filled, mean {one.mean:.0f} characters, longest {one.longest:,}, "
+            f"{one.distinct:,}{more} different"
+        )
+    print(f"this machine: {machine}")
+
+
+def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
+    """Return columns and model: the likely ones, or the user's answers."""
+    usual = look.by_name or ((look.likely_source,), look.likely_target)
+    model = machine.at_hand or starter.NEW_MODEL
+    if not asks:
+        print(f"source: {' and '.join(usual[0])}; target: {usual[1]}; model: {model}")
+        return starter.Choice(*usual, model)
+    names = [one.name for one in look.columns]
+
+    def column(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"Expected one of the columns {', '.join(names)}; got {text!r}.")
+        return text
+
+    source = _ask("Which column does the model read?", usual[0][0], column)
+    names.remove(source)
+    likely = usual[1] if usual[1] in names else names[-1]
+    target = _ask("Which column does it write?", likely, column)
+    question = f"Model: a directory, an id on the Hub such as {machine.fitting}, or new (a small T5)?"
+    model = _ask(question, model, lambda text: _model(text, starter.NEW_MODEL))
+    kept = (source, target) == (usual[0][0], usual[1])
+    return starter.Choice(usual[0] if kept else (source,), target, model)
+
+
+def _ask(question: str, usual: str, parse: Callable[[str], Any]) -> Any:
+    """Ask until the answer is valid; Enter is the usual one."""
+    while True:
+        try:
+            return parse(input(f"{question} [{usual}]: ").strip() or usual)
+        except ValueError as error:
+            print(error)
+
+
+def _model(text: str, new: str) -> str:
+    try:
+        if text != new:
+            require_model(text)
+    except ModelError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+def _yes_or_no(text: str) -> bool:
+    if text.lower() not in ("yes", "y", "no", "n"):
+        raise ValueError(f"Expected yes or no; got {text!r}.")
+    return text.lower().startswith("y")

@@ -1,0 +1,5 @@
+"""A first run file for a table: what is in it, what this machine can train, and the settings that follow."""
+
+from fullshard.starter.look import Look as Look, look_at as look_at
+from fullshard.starter.machine import Machine as Machine, this_machine as this_machine
+from fullshard.starter.run_file import NEW_MODEL as NEW_MODEL, Choice as Choice, run_file_text as run_file_text

@@ -1,0 +1,162 @@
+"""What is in a table: its format, columns and lengths, and the columns that are likely source and target."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fullshard.data.examples import SourceSpec
+from fullshard.data.reading.arrow import ParquetFile
+from fullshard.data.reading.columns import KNOWN_SHAPES, choose
+from fullshard.data.reading.delimiter import find_delimiter
+from fullshard.data.reading.split import FORMATS
+from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, open_lines
+from fullshard.errors import DataError
+
+MOST_DISTINCT = 1_000
+"""Distinct texts of a column that are counted."""
+
+FEW = 50
+"""Most distinct texts of a column that may be a label."""
+
+_LONG = 20
+"""Mean characters from which a column is running text."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    name: str
+    filled: int  # rows with a text or a number in it
+    mean: float  # mean characters of those
+    longest: int  # most characters
+    distinct: int  # distinct texts, up to 1,000
+    is_number: bool  # whether all of them are numbers
+    is_code: bool  # whether each text is another one, short and without a blank, as an identifier is
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a table holds."""
+
+    path: Path
+    format: str  # ``csv``, ``tsv``, ``jsonl``, ``json`` or ``parquet``
+    delimiter: str | None  # of a CSV file
+    rows: int
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def by_name(self) -> tuple[tuple[str, ...], str] | None:
+        """Source columns and target column that a run chooses by name or order; None: it would ask."""
+        try:
+            recipe = choose(SourceSpec(train_file=self.path), [one.name for one in self.columns], str(self.path))
+        except DataError:
+            return None
+        return recipe.sources, recipe.target
+
+    @property
+    def likely_source(self) -> str:
+        """The column that is likely the model's input."""
+        return self.by_name[0][0] if self.by_name else self._likely[0]
+
+    @property
+    def likely_target(self) -> str:
+        """The column that is likely what the model is to write."""
+        return self.by_name[1] if self.by_name else self._likely[1]
+
+    @cached_property
+    def _likely(self) -> tuple[str, str]:
+        """The earlier and the later of the two columns with the longest texts; or the longest, and a label."""
+        used = [one for one in self.columns if one.filled * 2 >= self.rows and not one.is_code]
+        used = used if len(used) > 1 else list(self.columns)
+        texts = [one for one in used if not one.is_number] or used
+        longest = sorted(texts, key=lambda one: -one.mean)
+        if len(longest) > 1 and longest[1].mean >= _LONG:
+            first, second = sorted(longest[:2], key=self.columns.index)
+            return first.name, second.name
+        source = longest[0]
+        rest = [one for one in used if one is not source]
+        known = [one for one in rest if one.name.lower() in {target for _, target in KNOWN_SHAPES}]
+        labels = [one for one in rest if one.distinct <= FEW]
+        words = [one for one in labels if not one.is_number]
+        return source.name, (known or words or labels or rest)[-1].name
+
+
+def look_at(path: Path) -> Look:
+    """Read a whole table once and describe it; one process.
+
+    Raises:
+        DataError: It cannot be read, is empty, or has fewer than two columns.
+    """
+    kind = _format(path)
+    delimiter = None
+    if kind == "csv":
+        with open_lines(path, "utf-8") as lines:
+            delimiter = find_delimiter(lines, path)
+    reader = _reader(path, kind, delimiter)
+    names = reader.columns()
+    if len(set(names)) < 2:
+        raise DataError(
+            f"{path} has the columns {', '.join(map(repr, names)) or 'none'}: a source and a target column are needed."
+        )
+    rows, texts = 0, {name: list[str]() for name in names}
+    for row in reader.rows(names):
+        rows += 1
+        for name in names:
+            cell = row.cells.get(name) if row.problem is None else None
+            text = _text(cell)
+            if text.strip():
+                texts[name].append(text)
+    if not rows:
+        raise DataError(f"{path} has a header but no rows: at least one row is needed.")
+    return Look(path, kind, delimiter, rows, tuple(_column(name, found) for name, found in texts.items()))
+
+
+def _text(cell: object) -> str:
+    """Return the text of a cell, as far as it has one: of a list its parts, of a nested object nothing."""
+    if isinstance(cell, list):
+        return " ".join(part for part in cell if isinstance(part, str))
+    return str(cell) if isinstance(cell, (str, int, float)) else ""
+
+
+def _column(name: str, texts: Sequence[str]) -> Column:
+    lengths = [len(text) for text in texts]
+    distinct: set[str] = set()
+    for text in texts:
+        if len(distinct) < MOST_DISTINCT:
+            distinct.add(text)
+    every = len(distinct) == min(len(texts), MOST_DISTINCT)
+    mean = sum(lengths) / max(1, len(lengths))
+    code = every and mean < _LONG and len(texts) > 1 and not any(" " in text.strip() for text in texts)
+    return Column(name, len(texts), mean, max(lengths, default=0), len(distinct), all(map(_is_number, texts)), code)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _format(path: Path) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    last = suffixes[-1] if suffixes else ""
+    kind = FORMATS.get(suffixes[-2] if last == ".gz" and len(suffixes) > 1 else last)
+    if kind is None or (last == ".gz" and kind == "parquet"):
+        raise DataError(f"{path}: a data file must end in {', '.join(FORMATS)} (or that and .gz).")
+    if not os.path.exists(path):
+        raise DataError(f"There is no file {path}.")
+    return kind
+
+
+def _reader(path: Path, kind: str, delimiter: str | None) -> RowReader:
+    if kind == "parquet":
+        return ParquetFile(path)
+    if kind in ("csv", "tsv"):
+        return CsvFile(path, "utf-8", "\t" if kind == "tsv" else delimiter)
+    return JsonLinesFile(path, "utf-8") if kind == "jsonl" else JsonFile(path, "utf-8")

@@ -1,0 +1,168 @@
+"""The text of a first run file: each setting with its reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fullshard.data import Example, SourceSpec, read_split
+from fullshard.errors import DataError
+from fullshard.starter.look import FEW, Look
+from fullshard.starter.machine import Machine
+
+NEW_MODEL = "new"
+"""Answer for a small model with random weights, which needs no download."""
+
+_FRACTIONS = (0.1, 0.2, 0.3, 0.5)
+_STEPS_AN_EPOCH = 40
+_NEW_MODEL_STEPS = 400
+_MOST_HELD_OUT = 1_000
+
+_NEW = """\
+  # A small T5 with random weights. It learns labels and short texts; pretrained weights do more, and need a network:
+  #   path: {suggested}        instead of config and tokenizer
+  config:
+    model_type: t5
+    d_model: 128
+    d_kv: 32
+    d_ff: 256
+    num_layers: 2
+    num_decoder_layers: 2
+    num_heads: 4
+    feed_forward_proj: gated-gelu
+    dropout_rate: 0.0
+  tokenizer:
+    vocab_size: 2000"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a run file is made for."""
+
+    sources: tuple[str, ...]  # source columns; several if they are a known combination
+    target: str
+    model: str  # directory or id of a model, or ``NEW_MODEL``
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows as the run reads them."""
+
+    examples: list[Example]
+    unusable: int
+    fraction: float | None  # share to hold out; None: the rows are too few or too alike
+    held_out: int
+
+
+def run_file_text(look: Look, machine: Machine, choice: Choice, out: Path) -> str:
+    """Return the run file; one process, which reads the rows again.
+
+    Raises:
+        DataError: The columns have no usable row.
+    """
+    rows = _read(look, choice)
+    lines = [
+        f"# Made by `fullshard init {look.path}`: {look.rows:,} rows, {machine}.",
+        f"# Change anything: `fullshard config check {out}` prints every setting and finds mistakes.",
+        f"output_dir: {_quoted('runs/' + look.path.name.partition('.')[0])}",
+        "model:",
+        _model(machine, choice),
+        *_data(look, choice, rows, out),
+        *_training(machine, choice, rows),
+        *_evaluation(rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _read(look: Look, choice: Choice) -> _Rows:
+    """Read the rows, and find a share to hold out that leaves rows on both sides."""
+    source = choice.sources[0] if len(choice.sources) == 1 else None
+    spec = SourceSpec(
+        train_file=look.path,
+        source_column=source,
+        target_column=choice.target if source else None,
+        delimiter=look.delimiter,
+        max_bad_rows=look.rows,
+    )
+    examples = read_split(spec, "train").examples
+    for fraction in _FRACTIONS:
+        try:
+            held_out = len(read_split(replace(spec, validation_fraction=fraction), "validation").examples)
+        except DataError:
+            continue
+        return _Rows(examples, look.rows - len(examples), fraction, held_out)
+    return _Rows(examples, look.rows - len(examples), None, 0)
+
+
+def _model(machine: Machine, choice: Choice) -> str:
+    if choice.model == NEW_MODEL:
+        return _NEW.format(suggested=machine.fitting)
+    return f"  path: {_quoted(choice.model)}"
+
+
+def _data(look: Look, choice: Choice, rows: _Rows, out: Path) -> list[str]:
+    lines = ["data:", f"  train_file: {_quoted(os.path.relpath(look.path, out.parent))}"]
+    if look.delimiter not in (None, ","):
+        lines.append(f"  delimiter: {_quoted(str(look.delimiter))}")
+    others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target)]
+    unused = f"  # not used: {', '.join(others)}" if others else ""
+    if len(choice.sources) == 1:
+        lines += [f"  source_column: {_quoted(choice.sources[0])}{unused.replace(chr(10), ' ')}"]
+        lines += [f"  target_column: {_quoted(choice.target)}"]
+    else:
+        lines += [f"  # source is {' and '.join(choice.sources)}, target is {choice.target}: chosen by their names"]
+    if rows.fraction is not None:
+        lines.append(f"  validation_fraction: {rows.fraction}  # {rows.held_out:,} rows; or validation_file: a file")
+    if rows.unusable:
+        lines.append(f"  max_bad_rows: {rows.unusable}  # so many have an empty or broken cell; they are skipped")
+    source, target = ([len(text) for text in texts] for texts in _texts(rows))
+    for side, lengths, each, most in (("source", source, 64, 1024), ("target", target, 16, 512)):
+        usual = sorted(lengths)[(len(lengths) - 1) * 99 // 100]
+        tokens = min(most, max(each, math.ceil(usual / 2.5 / each) * each))
+        lines.append(f"  max_{side}_length: {tokens}  # tokens; 99 % have at most {usual:,} characters")
+    if rows.held_out > _MOST_HELD_OUT:
+        lines.append(f"  max_eval_samples: {_MOST_HELD_OUT}  # of the held-out rows, as writing texts is slow")
+    return lines
+
+
+def _texts(rows: _Rows) -> tuple[list[str], list[str]]:
+    return [one.source for one in rows.examples], [one.target for one in rows.examples]
+
+
+def _training(machine: Machine, choice: Choice, rows: _Rows) -> list[str]:
+    trained = len(rows.examples) - rows.held_out
+    batch = 2 ** max(0, min(6, int(math.log2(max(1, trained / machine.ranks / _STEPS_AN_EPOCH)))))
+    steps = max(1, math.ceil(trained / machine.ranks / batch))
+    is_new = choice.model == NEW_MODEL
+    epochs = max(3, min(20, math.ceil(_NEW_MODEL_STEPS / steps))) if is_new else 3
+    rate, why = ("2.0e-3", "a new model") if is_new else ("3.0e-4", "a T5; a causal model needs about 2.0e-5")
+    lines = [
+        "training:",
+        f"  per_device_train_batch_size: {batch}  # on {machine.ranks} ranks about {steps:,} steps an epoch",
+        "  per_device_eval_batch_size: 32",
+        f"  num_train_epochs: {epochs}",
+        f"  learning_rate: {rate}  # for {why}",
+        "  warmup_steps: 0.05  # share of all steps",
+    ]
+    lines += ["  precision: bf16"] if machine.bf16 else []
+    if rows.fraction is None:
+        lines.append("  eval_strategy: no  # the rows are too few or too alike to hold some out")
+    return lines
+
+
+def _evaluation(rows: _Rows) -> list[str]:
+    if rows.fraction is None:
+        return []
+    targets = _texts(rows)[1]
+    is_label = len(set(targets)) <= min(FEW * 4, max(1, len(targets) // 2))
+    is_short = sum(map(len, targets)) / len(targets) < 40
+    if is_label or is_short:
+        return ["evaluation:", "  metric: exact_match  # targets are labels or short; rougeL is for longer texts"]
+    return ["evaluation:", "  metric: rougeL  # targets are texts; exact_match is for labels"]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,80 @@
+"""The model card of a finished run: ``README.md`` in its directory, made from what the run recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+from fullshard.errors import CheckpointError
+from fullshard.storage import write_text
+from fullshard.train.reporting.card_facts import Run
+from fullshard.train.reporting.card_text import card_text
+from fullshard.train.reporting.reports import RunStart, RunSummary
+from fullshard.train.reporting.sinks import Sink
+
+CARD_NAMES = ("README.md", "MODEL_CARD.md")
+"""Names of the card: the second is used if the first is a file of the user's."""
+
+_SIGNATURE = "<!-- written by fullshard train, which replaces this file unless it was edited: "
+_PEFTS = "# Model Card for Model ID"
+"""Heading of the unfilled card that peft writes with an adapter."""
+
+
+class CardSink(Sink):
+    """Sink that writes the card of a run that comes to its end; one that is stopped writes none."""
+
+    def __init__(self, output_dir: Path, say: Callable[[str], None]) -> None:
+        """Write into ``output_dir``; ``say`` receives a line if the user's own README.md stays."""
+        self._directory = output_dir
+        self._say = say
+        self._run: RunStart | None = None
+
+    def start(self, run: RunStart) -> None:
+        """Keep the facts of the start, and say where the card will be if it will not be in README.md.
+
+        Raises:
+            CheckpointError: An existing file cannot be read.
+        """
+        self._run = run
+        path = self._path()
+        if path is None:
+            self._say(f"{self._kept(CARD_NAMES)} stay as they are, so this run's model card will not be written")
+        elif path.name != CARD_NAMES[0]:
+            self._say(f"{self._kept(CARD_NAMES[:1])} stays as it is; this run's model card will be {path}")
+
+    def finish(self, summary: RunSummary) -> None:
+        """Write the card, atomically.
+
+        Raises:
+            CheckpointError: The file system refused.
+        """
+        assert self._run is not None, "start() comes first"
+        path = self._path()
+        if path is not None:
+            text = card_text(Run(self._run, summary))
+            write_text(path, f"{text}\n{_SIGNATURE}{_digest(text)} -->\n")
+
+    def _path(self) -> Path | None:
+        """Return the first of the card's names that is free or that the card of an earlier run has."""
+        return next((path for name in CARD_NAMES if _may_replace(path := self._directory / name)), None)
+
+    def _kept(self, names: tuple[str, ...]) -> str:
+        listed = " and ".join(str(self._directory / name) for name in names)
+        return f"{listed}, which fullshard did not write or which you edited,"
+
+
+def _may_replace(path: Path) -> bool:
+    """Return whether a path is free, or a card that nobody edited: ours, or the unfilled one of peft."""
+    if not path.exists():
+        return True
+    try:
+        found = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Move it, or check that you can read it.") from error
+    text, _, signature = found.rpartition(f"\n{_SIGNATURE}")
+    return signature == f"{_digest(text)} -->\n" or _PEFTS in found.splitlines()
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()

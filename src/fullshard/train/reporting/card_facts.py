@@ -1,0 +1,103 @@
+"""The facts of a finished run that its model card states, and the card's metadata for the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from fullshard.train.reporting.reports import RunStart, RunSummary
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run as its card sees it."""
+
+    start: RunStart
+    end: RunSummary
+
+    @property
+    def name(self) -> str:
+        """Name of the model: the last part of ``output_dir``."""
+        return Path(self.end.output_dir).resolve().name
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return a section of the settings."""
+        return self.end.config[name]
+
+    @property
+    def base(self) -> str | None:
+        """Id of the base model on the Hub, or the name of its directory; None: the model is new."""
+        path = self.section("model")["path"]
+        return path if path is None or self.base_on_hub else Path(path).name
+
+    @property
+    def base_on_hub(self) -> bool:
+        """Whether the base model was named by its id."""
+        return self.section("model")["path"] is not None and "model.path" not in self.start.content
+
+    @property
+    def adapter(self) -> str | None:
+        """Type of the adapter; None: all parameters were trained."""
+        adapter = self.section("model")["adapter"]
+        return None if adapter is None else adapter["type"]
+
+    @property
+    def model_class(self) -> str:
+        """Name of transformers' class that loads the model, or an adapter's base."""
+        return "AutoModelForCausalLM" if self.start.causal else "AutoModelForSeq2SeqLM"
+
+    @property
+    def longest_text(self) -> int:
+        """Most tokens that an evaluation writes for a row."""
+        return self.section("evaluation")["max_new_tokens"] or self.section("data")["max_target_length"]
+
+    @property
+    def held_out(self) -> str:
+        """Name of the held-out rows."""
+        data = self.section("data")
+        if data["validation_file"] is not None:
+            return Path(data["validation_file"]).name
+        name = Path(data["train_file"]).name if data["train_file"] else str(data["dataset_name"])
+        if data["validation_fraction"]:
+            return f"{name}, the rows held out by data.validation_fraction {data['validation_fraction']:g}"
+        return f"{name}, {data['validation_split']}" if data["dataset_name"] else name
+
+
+def metadata(run: Run) -> ModelCardData:
+    """Return the metadata as huggingface_hub reads it back."""
+    data, end = run.section("data"), run.end
+    finite = {name: value for name, value in end.metrics.items() if isfinite(value)}
+    kind = "text-generation" if run.start.causal else "text2text-generation"
+    hub_data = data["dataset_name"] if "data.dataset_name" not in run.start.content else None
+    file = Path(data["validation_file"] or data["train_file"] or "")
+    results = [
+        EvalResult(
+            task_type=kind,
+            dataset_type=hub_data or file.suffix.removeprefix(".") or data["format"],
+            dataset_name=run.held_out,
+            dataset_args={"rows": run.start.validation_rows},
+            metric_type="rouge" if name.startswith("rouge") else name,
+            metric_name=name,
+            metric_value=value,
+        )
+        for name, value in finite.items()
+    ]
+    card = ModelCardData(
+        base_model=run.base if run.base_on_hub else None,
+        datasets=hub_data,
+        eval_results=results or None,
+        model_name=run.name if results else None,
+        language=list(run.section("card")["language"]) or None,
+        library_name="peft" if run.adapter else "transformers",
+        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
+        pipeline_tag=kind,
+        tags=["fullshard", *([run.adapter] if run.adapter else [])],
+    )
+    if run.base_on_hub:
+        card["base_model_relation"] = "adapter" if run.adapter else "finetune"
+    return card

@@ -1,0 +1,145 @@
+"""``fullshard init``: from a table to a run file that trains as it is written."""
+
+import builtins
+import json
+import sys
+
+import pytest
+import yaml
+from transformers import AutoModelForSeq2SeqLM
+
+from fullshard.cli import main as cli
+from fullshard.config import load_run
+from fullshard.starter import Machine, look_at, machine as machines
+from fullshard.testing import run_ranks
+from fullshard.train import train
+from support.tiny_run import LABELS, WORDS
+
+
+@pytest.fixture(autouse=True)
+def _no_cached_model(monkeypatch):
+    monkeypatch.setattr(machines, "is_cached", lambda name: False)
+
+
+def pairs(path):
+    rows = [f'"what is thing number {i}, please?","thing {i} is a thing of kind {i % 4}"' for i in range(40)]
+    path.write_text("\n".join(["question,answer", *rows]) + "\n")
+    return "question", "answer"
+
+
+def labels(path):
+    rows = [f"{WORDS[LABELS[i % 3]]} {i};{LABELS[i % 3]}" for i in range(40)] + [";lost_card"]
+    path.write_text("\n".join(["text;label", *rows]) + "\n")
+    return "text", "label"
+
+
+def tickets(path):
+    rows = [
+        f"T-{i:04d},2024-01-{i % 28 + 1:02d},My parcel number {i} did not come yet,{i % 5},"
+        f"We are sorry that parcel {i} is late and look for it"
+        for i in range(40)
+    ]
+    path.write_text("\n".join(["ticket_id,opened,complaint,urgency,our_reply", *rows]) + "\n")
+    return "complaint", "our_reply"
+
+
+@pytest.mark.parametrize("write", [pairs, labels, tickets])
+def test_what_it_writes_trains_without_editing(write, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    columns = write(tmp_path / "train.csv")
+    assert cli.main(["init", "train.csv", "--yes"]) == 0
+    printed = capsys.readouterr().out
+    assert f"source: {columns[0]}; target: {columns[1]}; model: new" in printed
+    assert "  fullshard train run.yaml\n" in printed
+    assert cli.main(["config", "check", "run.yaml"]) == 0
+    overrides = ["training.max_steps=1", f"data.cache_dir={tmp_path / 'cache'}", "evaluation.max_new_tokens=2"]
+    config = load_run("run.yaml", overrides)
+    assert (config.data.source_column, config.data.target_column) == columns
+    summary = train(config, run_ranks(1, lambda comm: comm)[0])
+    assert summary.metric == ("exact_match" if write is not tickets else "rougeL")
+    AutoModelForSeq2SeqLM.from_pretrained("runs/train")
+
+
+def test_a_semicolon_and_unusable_rows_are_written_down(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    labels(tmp_path / "train.csv")
+    (tmp_path / "runs").mkdir()
+    assert cli.main(["init", "train.csv", "--yes", "--out", "runs/first.yaml"]) == 0
+    text = (tmp_path / "runs" / "first.yaml").read_text()
+    values = yaml.safe_load(text)["data"]
+    assert (values["train_file"], values["delimiter"], values["max_bad_rows"]) == ("../train.csv", ";", 1)
+    assert "# so many have an empty or broken cell" in text
+    assert load_run("runs/first.yaml").data.train_file.resolve() == tmp_path / "train.csv"
+    assert "label: 41 filled, mean 11 characters, longest 13, 3 different" in capsys.readouterr().out
+
+
+def test_rows_too_few_to_hold_out_are_not_evaluated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "c"}\n')
+    assert cli.main(["init", "two.jsonl", "--yes"]) == 0
+    assert load_run("run.yaml").training.eval_strategy == "no"
+
+
+def test_nothing_is_overwritten_and_a_pipe_is_not_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pairs(tmp_path / "train.csv")
+    (tmp_path / "run.yaml").write_text("mine")
+    assert cli.main(["init", "train.csv", "--yes"]) == 2
+    assert "--yes does not overwrite" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    assert cli.main(["init", "train.csv"]) == 2
+    assert "DATA --yes` to take every default" in capsys.readouterr().err
+    assert cli.main(["init", "gone.csv", "--yes", "--out", "other.yaml"]) == 3
+    assert (tmp_path / "run.yaml").read_text() == "mine"
+
+
+def test_it_asks_at_most_four_questions(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tickets(tmp_path / "train.csv")
+    (tmp_path / "run.yaml").write_text("mine")
+    (tmp_path / "my-t5").mkdir()
+    answers = iter(["nothing", "complaint", "", "./nope", "my-t5", "maybe", "yes"])
+    asked = []
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(builtins, "input", lambda text: asked.append(text) or next(answers))
+    assert cli.main(["init", "train.csv"]) == 0
+    assert len(dict.fromkeys(asked)) == 4
+    said = capsys.readouterr().out
+    assert "Expected one of the columns ticket_id, opened, complaint, urgency, our_reply; got 'nothing'." in said
+    assert "There is no nope" in said
+    config = load_run("run.yaml")
+    assert config.model.path == str(tmp_path / "my-t5")
+    assert (config.data.source_column, config.data.target_column) == ("complaint", "our_reply")
+
+
+def test_no_keeps_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pairs(tmp_path / "train.csv")
+    (tmp_path / "run.yaml").write_text("mine")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(builtins, "input", lambda text: "")
+    assert cli.main(["init", "train.csv"]) == 2
+    assert "run.yaml was left unchanged" in capsys.readouterr().err
+    assert (tmp_path / "run.yaml").read_text() == "mine"
+
+
+def test_a_known_combination_of_columns_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"instruction": f"say {i}", "input": "", "output": f"this is {i}"} for i in range(30)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert look_at(tmp_path / "chat.jsonl").by_name == (("instruction", "input"), "output")
+    assert cli.main(["init", "chat.jsonl", "--yes"]) == 0
+    assert load_run("run.yaml").data.source_column is None
+
+
+def test_the_suggested_model_fits():
+    sizes = {
+        name: Machine(gpus, memory << 30, bf16=True, cores=2).fitting
+        for name, gpus, memory in (("cpu", 0, 512), ("small", 1, 8), ("h100", 1, 80), ("two", 2, 160))
+    }
+    assert sizes == {
+        "cpu": "google/flan-t5-small",
+        "small": "google/flan-t5-base",
+        "h100": "google/flan-t5-xl",
+        "two": "google/flan-t5-xl",
+    }

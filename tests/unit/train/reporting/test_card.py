@@ -1,0 +1,211 @@
+"""A finished run's model card says what was recorded, is read back by huggingface_hub, and spares the user's files."""
+
+import contextlib
+import dataclasses
+import io
+import re
+
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+
+from fullshard.config import RunConfig
+from fullshard.errors import RunStopped
+from fullshard.models import build_model, train_tokenizer
+from fullshard.testing import run_ranks
+from fullshard.train import FileSink, StopRequest, train
+from fullshard.train.reporting.card import CardSink
+from fullshard.train.reporting.scores import bootstrap_interval
+from support.tiny_run import MODEL, settings
+
+BLANK = re.compile(r"\bNone\b|\[\]\(|\bnan\b|\|[ \t]*\||: *$", re.MULTILINE)
+"""What a card has where a fact is missing and nobody noticed."""
+
+
+def run(directory, stop=None, **changes):
+    """Train to the end; return the summary, what was said, and the run's directory."""
+    config = RunConfig.model_validate(settings(directory, training__max_steps=2, **changes))
+    said = []
+    comm = run_ranks(1, lambda comm: comm)[0]
+    sinks = [CardSink(config.output_dir, said.append), FileSink(config.output_dir)]
+    return train(config, comm, sinks, stop), said, directory / "out"
+
+
+def card_of(out, name="README.md"):
+    """The card as the Hub's own parser reads it, after checking that it has no gap."""
+    card = ModelCard.load(out / name)
+    prose = re.sub(r"```yaml.*?```", "", card.text, flags=re.DOTALL)
+    assert BLANK.findall(prose) == []
+    return card
+
+
+def run_its_code(card, out, monkeypatch, answer="where is my card"):
+    """What the card's code prints, run next to the model's directory."""
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    monkeypatch.chdir(out.parent)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {"input": lambda: answer})
+    return printed.getvalue().strip()
+
+
+def test_a_new_t5(tmp_path, monkeypatch):
+    summary, said, out = run(
+        tmp_path,
+        evaluation={"metric": "accuracy", "metrics": ["rougeL", "chrf", "perplexity"], "max_new_tokens": 4},
+        card={"data_license": "cc-by-4.0", "language": ["en"]},
+    )
+    card = card_of(out)
+    assert said == []
+    data = card.data
+    assert (data.library_name, data.base_model, data.language) == ("transformers", None, ["en"])
+    assert "base_model_relation" not in data
+    assert data.metrics == ["accuracy", "rouge", "chrf", "perplexity"]
+    assert data.model_name == "out"
+    read = {result.metric_name: result for result in data.eval_results}
+    assert {name: result.metric_value for name, result in read.items()} == dict(summary.metrics)
+    assert {result.dataset_name for result in read.values()} == {"held_out.csv"}
+    assert read["accuracy"].dataset_args == {"rows": 7}
+    low, high = summary.intervals["accuracy"]
+    assert list(summary.intervals) == ["accuracy", "rougeL"]
+    row = f"| accuracy | {summary.value:.2%} | {low:.2%} to {high:.2%} | {summary.baseline:.2%} | 7 |"
+    assert row in card.text
+    assert f"| chrf | {summary.metrics['chrf']:.2%} | none |" in card.text
+    assert "trained from scratch. It reads `text` and writes `category`." in card.text
+    assert re.search(r"\| training \| train.csv \| 25 \| [\d,]+ bytes, hash [0-9a-f]{16} \|", card.text)
+    assert "Licence of the data: cc-by-4.0." in card.text
+    assert "**It does not beat its baseline in accuracy.**" in card.text
+    assert "| no |" in card.text
+    assert str(tmp_path) not in card.text
+    assert run_its_code(card, out, monkeypatch) == summary.predictions[0].prediction
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft's own use of the name
+def test_a_lora_adapter_names_its_base(tmp_path, monkeypatch):
+    base = tmp_path / "little-t5"
+    tokenizer = train_tokenizer(["where is my card", "i lost it", "what is the rate", "card_arrival lost_card"], 60)
+    build_model(MODEL, tokenizer, seed=1).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    model = {"path": str(base), "adapter": {"type": "lora", "r": 2}}
+    summary, _, out = run(tmp_path, model=model)
+    card = card_of(out)
+    assert card.data.library_name == "peft"
+    assert card.data.tags == ["fullshard", "lora"]
+    assert card.data.base_model is None  # a directory is no id on the Hub
+    assert "A lora adapter for the local model little-t5, whose own parameters were not trained." in card.text
+    assert re.search(r"\| base model \| little-t5: \d files, [\d,]+ bytes, hash [0-9a-f]{16} \|", card.text)
+    assert run_its_code(card, out, monkeypatch) == summary.predictions[0].prediction
+
+
+def test_a_base_on_the_hub_is_linked(tmp_path):
+    """The run records another model than it trains: nothing is downloaded here."""
+
+    class Recorded(CardSink):
+        def finish(self, summary):
+            model = {**summary.config["model"], "path": "google-t5/t5-small", "config": None, "tokenizer": None}
+            super().finish(dataclasses.replace(summary, config={**summary.config, "model": model}))
+
+    config = RunConfig.model_validate(settings(tmp_path, training__max_steps=1))
+    train(config, run_ranks(1, lambda comm: comm)[0], [Recorded(config.output_dir, print)])
+    card = card_of(tmp_path / "out")
+    assert (card.data.base_model, card.data["base_model_relation"]) == ("google-t5/t5-small", "finetune")
+    assert "[google-t5/t5-small](https://huggingface.co/google-t5/t5-small), fine-tuned: all " in card.text
+
+
+def test_a_run_without_evaluation(tmp_path, monkeypatch):
+    _, _, out = run(tmp_path, training__eval_strategy="no")
+    card = card_of(out)
+    assert card.data.eval_results is None
+    assert card.data.metrics is None
+    assert "Not evaluated: the run had no evaluation." in card.text
+    assert "It was not tested at all: " in card.text
+    assert "## Samples" not in card.text
+    run_its_code(card, out, monkeypatch)
+
+
+def test_a_run_without_held_out_rows(tmp_path):
+    _, _, out = run(tmp_path, training__eval_strategy="no", data__validation_file=None)
+    card = card_of(out)
+    assert "held out |" not in card.text
+    assert "| training | train.csv | 25 |" in card.text
+
+
+def test_rows_held_out_by_a_fraction_are_named(tmp_path):
+    summary, _, out = run(tmp_path, data__validation_file=None, data__validation_fraction=0.3)
+    card = card_of(out)
+    rows = len(summary.predictions)
+    named = "train.csv, the rows held out by data.validation_fraction 0.3"
+    assert f"| held out | {named} | {rows} | " in card.text
+    assert card.data.eval_results[0].dataset_name == named
+
+
+def test_a_causal_model_continues_its_separator(tmp_path, monkeypatch):
+    model = {
+        "config": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
+        "tokenizer": {"vocab_size": 60},
+    }
+    summary, _, out = run(tmp_path, model=model, data__separator=" ->", data__source_prefix="q: ")
+    card = card_of(out)
+    assert card.data.pipeline_tag == "text-generation"
+    assert 'tokenizer("q: " + text + " ->", ' in card.text
+    assert run_its_code(card, out, monkeypatch) == summary.predictions[0].prediction
+
+
+def test_a_stopped_run_writes_no_card(tmp_path):
+    stopped = StopRequest()
+    stopped.requested = True
+    with pytest.raises(RunStopped):
+        run(tmp_path, stopped)
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
+def test_the_users_own_readme_stays(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "README.md").write_text("mine\n")
+    _, said, _ = run(tmp_path)
+    assert (out / "README.md").read_text() == "mine\n"
+    assert len(said) == 1
+    assert "README.md, which fullshard did not write or which you edited, stays as it is" in said[0]
+    card_of(out, "MODEL_CARD.md")
+    (out / "MODEL_CARD.md").write_text("mine too\n")
+    _, said, _ = run(tmp_path, resume="never")
+    assert (out / "MODEL_CARD.md").read_text() == "mine too\n"
+    assert "will not be written" in said[0]
+
+
+def test_an_edited_card_stays_and_an_earlier_runs_is_replaced(tmp_path):
+    _, _, out = run(tmp_path)
+    first = (out / "README.md").read_text()
+    _, said, _ = run(tmp_path, resume="never", seed=4)
+    assert said == []
+    second = (out / "README.md").read_text()
+    assert "| seed | 4 |" in second
+    assert second != first
+    (out / "README.md").write_text(second.replace("# out", "# My model"))
+    _, said, _ = run(tmp_path, resume="never")
+    assert len(said) == 1
+    assert "# My model" in (out / "README.md").read_text()
+
+
+def test_pefts_unfilled_card_is_replaced(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "README.md").write_text(
+        "---\nlibrary_name: peft\n---\n\n# Model Card for Model ID\n\n[More Information Needed]\n"
+    )
+    _, said, _ = run(tmp_path)
+    assert said == []
+    card_of(out)
+
+
+@pytest.mark.parametrize("scores", [[1.0] * 30 + [0.0] * 70, list(np.linspace(0, 1, 57) ** 2)], ids=["label", "rouge"])
+def test_the_interval_is_that_of_a_plain_bootstrap(scores):
+    """Against 20,000 resamples by index: both bounds within 6 % of the interval's width."""
+    draw, values = np.random.default_rng(1), np.array(scores)
+    means = values[draw.integers(0, len(values), (20_000, len(values)))].mean(axis=1)
+    plain = np.percentile(means, (2.5, 97.5))
+    found = bootstrap_interval(scores)
+    assert found == bootstrap_interval(scores)
+    assert np.abs(np.array(found) - plain).max() < 0.06 * (plain[1] - plain[0])
+    assert bootstrap_interval([0.25] * 9) == (0.25, 0.25)
