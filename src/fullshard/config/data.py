@@ -55,6 +55,8 @@ class DataConfig(ConfigSection):
     separator: str | None = None
     """Causal models without a chat template: text between source and target; null: a line break, unless the tokenizer
     ends every text with a special token or the template ends with text of its own. Recorded with the run."""
+    train_on: Literal["assistant", "last"] = "assistant"
+    """Conversations: the turns that are learned. assistant: all of the assistant's; last: its last one."""
     max_bad_rows: NonNegativeInt = 0
     """Maximum unusable rows per file that are skipped, counted and reported. One more is an error."""
     max_source_length: PositiveInt = 512
@@ -117,7 +119,7 @@ class DataConfig(ConfigSection):
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_split")
         if self.dataset_name is not None and (idle := given("format", "encoding", "delimiter", "validation_file")):
             raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
-        own = ("source_column", "target_column", "template", "target_lists")
+        own = ("source_column", "target_column", "template", "target_lists", "train_on")
         if self.format == "wikihow" and (idle := given(*own)):
             raise ValueError(f"format: wikihow has fixed columns; leave out {' and '.join(idle)}")
 
