@@ -315,7 +315,10 @@ def make_tokenizer(work: _Preparation, directory: Path | None) -> PreTrainedToke
     def build(entry: Path) -> dict[str, Any]:
         rows, _, _ = work.rows("train")
         work.say(f"training a tokenizer on {len(rows):,} rows")
-        texts = [prefix + row.source + separator for row in rows] + [row.target for row in rows]
+        # A history is followed by the beginning of the answer, whose letters may be in no other text.
+        ends = [separator if row.conversation is None else "\nassistant:" for row in rows]
+        texts = [prefix + row.source + end for row, end in zip(rows, ends, strict=True)]
+        texts += [row.target for row in rows]
         train_tokenizer(texts, settings.vocab_size).save_pretrained(entry)
         return {}
 
