@@ -187,6 +187,16 @@ def test_the_oldest_turns_make_room(chatter, t5_like):
     assert (reads.source_stats.truncated, reads.cut) == (1, (True,))
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["offsets", "marks"])
+def test_answers_that_remain_are_learned(chatter, template):
+    chatter.chat_template = template
+    turns = (*TURNS, ("user", "a"), ("assistant", "b"))
+    full = tokenize([talk((2, 4, 6), turns)], chatter, TokenizeSpec(40, 40, causal=True))
+    short = tokenize([talk((2, 4, 6), turns)], chatter, TokenizeSpec(len(full.source_ids[0]) - 1, 40, causal=True))
+    left = tokenize([talk((2, 4), (TURNS[0], *turns[3:]))], chatter, TokenizeSpec(40, 40, causal=True))
+    assert labels_of(short) == labels_of(left)
+
+
 def test_a_history_is_a_prompt_without_an_answer(chatter):
     whole = talk()
     history = Conversation(whole.conversation.history, ())
