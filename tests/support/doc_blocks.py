@@ -1,6 +1,7 @@
 """Code blocks of the documentation's pages, and a folder with the files that a page's reader has."""
 
 import csv
+import json
 import os
 import re
 import shlex
@@ -71,12 +72,13 @@ def blocks_of(page):
 
 
 def write_readers_files(folder):
-    """Write what the pages take for granted: a tiny T5, two CSV files, the examples."""
+    """Write what the pages take for granted: a tiny T5, two CSV files, conversations, the examples."""
     with (BANKING77 / "train.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))[1:]
     _write_rows(folder / "train.csv", rows[::160][:60])
     _write_rows(folder / "held_out.csv", rows[1::1200][:6])
     write_t5(folder / "my-t5", [" ".join(row) for row in rows[:400]])
+    _write_talks(folder / "talks.jsonl")
     (folder / "examples").symlink_to(ROOT / "examples")
 
 
@@ -114,6 +116,15 @@ def run_block(block, folder):
     )
     output = f"{block.code}\nexit code {ended.returncode}\n{ended.stdout}{ended.stderr}"
     assert ended.returncode == block.exit_code, output
+
+
+def _write_talks(path):
+    with path.open("w") as file:
+        for number in range(60):
+            texts = (f"Where is parcel {number}?", "On its way.", "And my refund?", f"Refund {number} is paid.")
+            roles = ("user", "assistant") * 2
+            turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            file.write(json.dumps({"messages": turns}) + "\n")
 
 
 def _write_rows(path, rows):

@@ -26,7 +26,8 @@ the problem; one whose source was cut to data.max_source_length has truncated: t
 
 MODEL is the output_dir of a finished run, whose prefix, separator, lengths and beams are used, or any other model: a
 directory, a directory of a peft adapter, or a Hub id. FILE is .csv, .tsv, .jsonl, .json or .parquet, of which only the
-source column is read, or .txt with one row per line. Without FILE, or with -, lines are read from standard input.
+source column is read (of conversations the turns before the last answer), or .txt with one row per line. Without FILE,
+or with -, lines are read from standard input.
 """
 
 EPILOG = """\

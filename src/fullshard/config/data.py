@@ -29,7 +29,8 @@ class DataConfig(ConfigSection):
     validation_fraction: Fraction = 0.0
     """About the share of the training rows to hold out, for data without held-out rows. A hash of each row's source
     decides for it alone, so a row keeps its side in every run, also when rows are added, and rows of the same source
-    stay together; of a few hundred rows the share may be off by half. The run says how many it is."""
+    stay together; of a few hundred rows the share may be off by half. The run says how many it is. Of a conversation
+    the turns before the first answer decide."""
     format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
     """Format of the files; auto: by their suffix. wikihow: the authors' wikihowAll.csv or wikihowSep.csv; phrasebank:
     FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines form."""
@@ -39,7 +40,7 @@ class DataConfig(ConfigSection):
     """Character between the cells of CSV files; null: comma, semicolon, tab or |, found in the header and the first
     rows."""
     source_column: str | None = None
-    """Column of the model's input text; null: chosen by its name, or the first of two columns."""
+    """Column of the model's input text, or of conversations; null: chosen by its name, or the first of two columns."""
     target_column: str | None = None
     """Column of the model's target text; null: chosen by its name, or the second of two columns."""
     target_lists: Literal["references", "join"] = "references"
@@ -51,14 +52,18 @@ class DataConfig(ConfigSection):
     """Source composed of several columns, such as "question: {question} context: {context}"; instead of
     source_column."""
     chat_template: bool | None = None
-    """Causal models: whether to apply the tokenizer's chat template to the source; null: if it has one."""
+    """Causal models: whether to apply the tokenizer's chat template to the source; null: if it has one. Conversations
+    need one: a tokenizer without gets a plain one, which is said and saved with the model."""
     separator: str | None = None
     """Causal models without a chat template: text between source and target; null: a line break, unless the tokenizer
     ends every text with a special token or the template ends with text of its own. Recorded with the run."""
+    train_on: Literal["assistant", "last"] = "assistant"
+    """Conversations: the turns that are learned. assistant: all of the assistant's; last: its last one."""
     max_bad_rows: NonNegativeInt = 0
     """Maximum unusable rows per file that are skipped, counted and reported. One more is an error."""
     max_source_length: PositiveInt = 512
-    """Maximum tokens of a source; longer ones are truncated and counted."""
+    """Maximum tokens of a source; longer ones are truncated and counted. The history of a conversation loses its oldest
+    turns."""
     max_target_length: PositiveInt = 128
     """Maximum tokens of a target; longer ones are truncated and counted."""
     max_train_samples: PositiveInt | None = None
@@ -117,7 +122,7 @@ class DataConfig(ConfigSection):
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_split")
         if self.dataset_name is not None and (idle := given("format", "encoding", "delimiter", "validation_file")):
             raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
-        own = ("source_column", "target_column", "template", "target_lists")
+        own = ("source_column", "target_column", "template", "target_lists", "train_on")
         if self.format == "wikihow" and (idle := given(*own)):
             raise ValueError(f"format: wikihow has fixed columns; leave out {' and '.join(idle)}")
 

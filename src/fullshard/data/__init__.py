@@ -22,6 +22,7 @@ from fullshard.data.batching.stream import (
     steps as steps,
 )
 from fullshard.data.examples import (
+    Conversation as Conversation,
     Example as Example,
     InputRow as InputRow,
     InputTable as InputTable,
@@ -30,6 +31,7 @@ from fullshard.data.examples import (
     Table as Table,
 )
 from fullshard.data.reading.bad_rows import UnusableRowsError as UnusableRowsError
+from fullshard.data.reading.conversations import answers_as_rows as answers_as_rows
 from fullshard.data.reading.inputs import read_inputs as read_inputs
 from fullshard.data.reading.split import (
     fingerprint as fingerprint,
@@ -43,11 +45,13 @@ from fullshard.data.tokenizing.cache import (
     open_tokens as open_tokens,
     tokenize_to as tokenize_to,
 )
+from fullshard.data.tokenizing.plain_chat import add_plain_template as add_plain_template
 from fullshard.data.tokenizing.ragged import Ragged as Ragged
 from fullshard.data.tokenizing.separator import (
     choose_separator as choose_separator,
     describe_separator as describe_separator,
 )
+from fullshard.data.tokenizing.shown_row import show_row as show_row
 from fullshard.data.tokenizing.tokenize import (
     LengthStats as LengthStats,
     TokenizedSet as TokenizedSet,

@@ -1,12 +1,48 @@
-"""Types shared by all of data: an example, a table of examples, and where rows come from."""
+"""Types shared by all of data: an example, a conversation, a table of examples, and where rows come from."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns, of which some answers of the assistant are learned. Indices count from 0."""
+
+    # each turn's role (system, user, assistant, tool, ...) and content, and whatever else a chat template may read
+    messages: tuple[Mapping[str, Any], ...]
+    # indices of the turns that are learned, in order; the last turn is one of them. Empty: a history to be answered
+    answers: tuple[int, ...]
+    tools: tuple[Any, ...] = ()  # descriptions of the tools that the assistant may call
+    left_out: int = 0  # turns after the last answer, which would teach nothing
+
+    @property
+    def history(self) -> tuple[Mapping[str, Any], ...]:
+        """The turns before the last answer; all of them if there is none."""
+        return self.messages[:-1] if self.answers else self.messages
+
+    @property
+    def history_text(self) -> str:
+        """The history as text: the tools if there are any, then a line for each turn, with its role."""
+        tools = [f"tools: {_as_json(self.tools)}"] if self.tools else []
+        return "\n".join([*tools, *(f"{turn['role']}: {turn_text(turn)}" for turn in self.history)])
+
+
+def turn_text(turn: Mapping[str, Any]) -> str:
+    """Return a turn's content, followed by the calls of tools in it as JSON."""
+    calls = turn.get("tool_calls")
+    return turn["content"] + (_as_json(calls) if calls else "")
+
+
+def _as_json(value: Any) -> str:
+    """Return JSON as transformers' ``tojson`` writes it in chat templates."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -18,6 +54,8 @@ class Example:
     # line of the file where the row starts, from 1 (the header of a CSV is line 1); the row's number, from 1, if the
     # data has no lines
     line: int
+    # the row's turns, if it is a conversation: source and reference are then its history and its last answer as text
+    conversation: Conversation | None = None
 
     @property
     def target(self) -> str:
@@ -32,6 +70,7 @@ class InputRow:
     source: str  # as in :class:`Example`; empty where it could not be read
     line: int  # as in :class:`Example`
     problem: str | None = None  # why it cannot be used; None: it can
+    conversation: Conversation | None = None  # the history to be answered, if the row has turns
 
 
 @dataclass(frozen=True)
@@ -61,6 +100,7 @@ class SourceSpec:
     target_lists: Literal["references", "join"] = "references"
     template: str | None = None
     max_bad_rows: int = 0
+    train_on: Literal["assistant", "last"] = "assistant"
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def test_bad_items_of_a_json_list_are_counted(tmp_path):
     path = write(tmp_path / "rows.json", b'[{"text": "a", "label": "b"}, 3, {"text": "caf\xe9", "label": "c"}]')
     text = message(path)
     assert "2 of 3 rows cannot be used" in text
-    assert f"{path}:2: the item is a JSON str, not an object" in text
+    assert f"{path}:2: the item is a JSON Number, not an object" in text
     assert f"{path}:3: byte 0xe9 is not UTF-8" in text
 
 

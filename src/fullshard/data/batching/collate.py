@@ -103,6 +103,9 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
             np.concatenate([np.full(len(source), IGNORED_LABEL), label])
             for source, label in zip(sources, labels, strict=True)
         ]
+        if tokenized.spans is not None:
+            spans = [() if row.filler else tokenized.spans[row.index] for row in rows]
+            labels = [_labels(row, learned) for row, learned in zip(inputs, spans, strict=True)]
     else:
         inputs = sources
     fields = _packed(inputs, labels, spec) if spec.packed else _padded(inputs, labels, sources, spec)
@@ -117,6 +120,14 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
 
 
 Rows = Sequence[NDArray[np.integer]]
+
+
+def _labels(ids: NDArray[np.integer], spans: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
+    """Return the ids within the spans, and the ignored label elsewhere."""
+    labels = np.full(len(ids), IGNORED_LABEL)
+    for start, end in zip(spans[::2], spans[1::2], strict=True):
+        labels[start:end] = ids[start:end]
+    return labels
 
 
 def _padded(inputs: Rows, labels: Rows, sources: Rows, spec: CollateSpec) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def _scalar_text(name: str, cell: object, inside: str = "") -> str:
         problem = encoding_problem(cell, "utf-8")
         if problem is not None:
             raise UnusableRowError(f"column {name!r}: {problem}")
-        return cell
+        return str(cell)
     if cell is None:
         raise UnusableRowError(f"column {name!r} holds {inside}nothing" if inside else f"column {name!r} is missing")
     number = isinstance(cell, (int, float, Decimal)) and not isinstance(cell, bool)

@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fullshard.data.examples import Example, SourceSpec
+from fullshard.data.examples import Example, InputRow, SourceSpec
 from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.cells import cell_references, cell_text
 from fullshard.data.reading.delimiter import DELIMITERS, shown
@@ -89,6 +89,14 @@ class Recipe:
         source = self.source(row)
         references = cell_references(self.target, row.cells.get(self.target), join=self.join_target)
         return Example(source, references, row.line)
+
+    def input_row(self, row: Row) -> InputRow:
+        """Return the source of a row to predict for.
+
+        Raises:
+            UnusableRowError: As for :meth:`source`.
+        """
+        return InputRow(self.source(row), row.line)
 
     def source(self, row: Row) -> str:
         """Return the source of a row.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from fullshard.data.examples import Example, Split, Table
+from fullshard.data.reading.conversations import opening
 from fullshard.errors import DataError
 
 
@@ -15,19 +16,23 @@ def is_held_out(key: str, fraction: float) -> bool:
 
 
 def hold_out(table: Table, fraction: float, split: Split, where: str) -> Table:
-    """Return one split of a table, chosen by the sources of its rows.
+    """Return one split of a table, chosen by the sources of its rows; of conversations by their openings.
+
+    A conversation is on one side with all its turns, and so are those that begin with the same turns.
 
     Raises:
         DataError: One of the splits would be empty.
     """
     sides: dict[Split, list[Example]] = {"train": [], "validation": []}
     for example in table.examples:
-        sides["validation" if is_held_out(example.source, fraction) else "train"].append(example)
+        key = example.source if example.conversation is None else opening(example.conversation)
+        sides["validation" if is_held_out(key, fraction) else "train"].append(example)
     require_both_sides(len(sides["train"]), len(sides["validation"]), fraction, where)
     share = len(sides["validation"]) / len(table.examples)
+    what = "a row's source" if table.examples[0].conversation is None else "the turns before the first answer"
     note = (
         f"{where}: {len(sides['validation'])} of {len(table.examples)} rows are held out, {share:.1%}, by "
-        f"data.validation_fraction {fraction:g}: the hash of a row's source decides, whatever other rows there are."
+        f"data.validation_fraction {fraction:g}: the hash of {what} decides, whatever other rows there are."
     )
     return Table(sides[split], (*table.notes, note), table.skipped)
 

@@ -10,7 +10,13 @@ from pathlib import Path
 from fullshard.data.examples import Example, InputRow, InputTable, SourceSpec, Split, Table
 from fullshard.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
 from fullshard.data.reading.bad_rows import BadRows, UnusableRowError
-from fullshard.data.reading.columns import choose, choose_sources
+from fullshard.data.reading.columns import Recipe, choose, choose_sources
+from fullshard.data.reading.conversations import (
+    ConversationRecipe,
+    conversation_note,
+    find_conversations,
+    require_conversations,
+)
 from fullshard.data.reading.holdout import hold_out
 from fullshard.data.reading.phrasebank import open_phrasebank
 from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, unreadable
@@ -62,12 +68,15 @@ def read_sources(spec: SourceSpec, split: Split) -> InputTable:
         ConfigError: The template is malformed.
     """
     reader = _open(spec, split)
-    by_name = spec.template is None and spec.source_column is None
-    recipe = (choose_sources if by_name else choose)(spec, _columns(reader), reader.where)
+    columns = _columns(reader)
+    recipe: Recipe | ConversationRecipe | None = find_conversations(reader, columns, spec, completed=False)
+    if recipe is None:
+        by_name = spec.template is None and spec.source_column is None
+        recipe = (choose_sources if by_name else choose)(spec, columns, reader.where)
     rows: list[InputRow] = []
     for row in reader.rows(recipe.columns):
         try:
-            rows.append(InputRow(recipe.source(row), row.line))
+            rows.append(recipe.input_row(row))
         except UnusableRowError as problem:
             rows.append(InputRow("", row.line, str(problem)))
     if not rows:
@@ -95,6 +104,8 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
         spec.max_bad_rows,
         [split, spec.validation_fraction] if by_hash else None,
     ]
+    # Only where it is not the default: runs of versions without the option resume.
+    options += [spec.train_on] if spec.train_on != "assistant" else []
     if _of_dataset(spec, split):
         options += ["dataset", _open_dataset(spec, split).fingerprint]
         digest.update(json.dumps(options).encode())
@@ -196,7 +207,11 @@ def _open_dataset(spec: SourceSpec, split: Split) -> DatasetRows:
 
 def _read_table(reader: RowReader, spec: SourceSpec) -> Table:
     """Return all usable rows of a table."""
-    recipe = choose(spec, _columns(reader), reader.where)
+    columns = _columns(reader)
+    recipe: Recipe | ConversationRecipe | None = find_conversations(reader, columns, spec, completed=True)
+    if recipe is None:
+        require_conversations(spec, reader.where)
+        recipe = choose(spec, columns, reader.where)
     bad = BadRows(reader.where)
     examples: list[Example] = []
     for row in reader.rows(recipe.columns):
@@ -208,6 +223,8 @@ def _read_table(reader: RowReader, spec: SourceSpec) -> Table:
     if not examples:
         found = f"{bad.count} rows, none of which can be used" if bad.count else "a header but no rows"
         raise DataError("\n".join([f"{reader.where} has {found}: at least one row is needed.", *notes]))
+    if isinstance(recipe, ConversationRecipe):
+        notes = (conversation_note(recipe, examples, reader.where), *notes)
     return Table(examples, notes, bad.beyond_shown)
 
 

@@ -276,14 +276,20 @@ class JsonFile:
         return items
 
 
+class Number(str):
+    """A number of JSON, as it is written."""
+
+    __slots__ = ()
+
+
 def parse_json(text: str) -> Any:
-    """Parse a JSON value, keeping numbers as written: 1.50 must not become 1.5.
+    """Parse a JSON value, keeping numbers as written, as :class:`Number`: 1.50 must not become 1.5.
 
     Raises:
         ValueError: It is malformed, or nested too deeply.
     """
     try:
-        return json.loads(text, parse_int=str, parse_float=str)
+        return json.loads(text, parse_int=Number, parse_float=Number)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

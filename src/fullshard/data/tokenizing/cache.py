@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,13 +93,19 @@ def tokenize_to(
         DataError: See :func:`~fullshard.data.tokenizing.tokenize.tokenize`.
     """
     counters = Counters(spec)
-    lengths: dict[str, list[Any]] = {"source": [], "target": []}
-    with (directory / "source.ids").open("wb") as sources, (directory / "target.ids").open("wb") as targets:
-        for source, target in encode_chunks(examples, tokenizer, spec, progress):
-            counters.add(source, target)
-            for name, file, part in (("source", sources, source), ("target", targets, target)):
-                part.ids.ids.tofile(file)
-                lengths[name].append(part.ids.lengths)
+    lengths: dict[str, list[Any]] = {}
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((directory / f"{name}.ids").open("wb")) for name in ("source", "target")}
+        for rows in encode_chunks(examples, tokenizer, spec, progress):
+            counters.add(rows)
+            parts = {"source": rows.source.ids, "target": rows.target.ids}
+            if rows.spans is not None:
+                parts["spans"] = rows.spans
+                if "spans" not in files:
+                    files["spans"] = stack.enter_context((directory / "spans.ids").open("wb"))
+            for name, part in parts.items():
+                part.ids.tofile(files[name])
+                lengths.setdefault(name, []).append(part.lengths)
     for name, parts in lengths.items():
         offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(np.concatenate(parts), dtype=OFFSET_DTYPE)])
         offsets.tofile(directory / f"{name}.offsets")
@@ -114,10 +120,11 @@ def open_tokens(directory: Path, stats: dict[str, Any]) -> TokenizedSet:
     """
     try:
         sides = {name: _map_rows(directory, name) for name in ("source", "target")}
+        spans = _map_rows(directory, "spans") if (directory / "spans.offsets").exists() else None
     except (OSError, ValueError) as error:
         raise DataError(f"The tokens in {directory} cannot be read: {error}. Delete that directory.") from error
     source, target = (LengthStats(**stats[name]) for name in ("source", "target"))
-    return TokenizedSet(sides["source"], sides["target"], source, target)
+    return TokenizedSet(sides["source"], sides["target"], source, target, spans=spans)
 
 
 def _map_rows(directory: Path, name: str) -> Ragged:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.examples import Example
-from fullshard.data.tokenizing.chat import encode_chats
+from fullshard.data.tokenizing.chat import as_conversation, encode_chats
+from fullshard.data.tokenizing.history import fitting_history
 from fullshard.data.tokenizing.ragged import Ragged
 from fullshard.data.tokenizing.separator import separator_ids, special_tail
 from fullshard.errors import DataError
@@ -54,6 +55,8 @@ class TokenizedSet:
     source_stats: LengthStats  # lengths of the sources
     target_stats: LengthStats  # lengths of the targets
     cut: tuple[bool, ...] = ()  # whether each source was truncated; empty where the ids are from the cache
+    # start and end of each run of learned tokens, in source and target joined; None: each row's target is learned
+    spans: Ragged | None = None
 
     def __post_init__(self) -> None:
         """Copy lists of rows into arrays."""
@@ -78,6 +81,15 @@ class Encoded:
 
     ids: Ragged
     full_lengths: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Both sides of some rows, and what is learned of them."""
+
+    source: Encoded
+    target: Encoded
+    spans: Ragged | None = None  # as in :class:`TokenizedSet`
 
 
 @dataclass
@@ -115,10 +127,10 @@ class Counters:
         self.source = LengthCounter(self.spec.max_source_length)
         self.target = LengthCounter(self.spec.max_target_length)
 
-    def add(self, source: Encoded, target: Encoded) -> None:
+    def add(self, rows: EncodedRows) -> None:
         """Count some rows."""
-        self.source.add(source)
-        self.target.add(target)
+        self.source.add(rows.source)
+        self.target.add(rows.target)
 
 
 def tokenize(
@@ -131,8 +143,10 @@ def tokenize(
 
     Encoder-decoder: sources and targets get the tokenizer's special tokens (T5: an end-of-sequence token after each).
     Causal without a chat template: the prompt ends with the separator and gets the tokenizer's special tokens, the
-    target gets only a final end-of-sequence token. With one: the prompt is the template of the user's turn up to the
-    start of the assistant's answer, the target is the rest of the template. The two are joined when a batch is made.
+    target gets only a final end-of-sequence token. With one, or for a conversation: the prompt is the template up to
+    the start of the last answer, the target is the rest of the template, and the spans say which tokens are learned.
+    The two are joined when a batch is made. An encoder-decoder reads a conversation's history as text; one that is too
+    long loses its oldest turns.
 
     Args:
         examples: At least one row.
@@ -148,16 +162,18 @@ def tokenize(
             separator, or the chat template is missing or cannot be used.
     """
     counters, parts, cut = Counters(spec), [], []
-    for source, target in encode_chunks(examples, tokenizer, spec, progress):
-        counters.add(source, target)
-        parts.append((source.ids, target.ids))
-        cut += (source.full_lengths > spec.max_source_length).tolist()
+    for rows in encode_chunks(examples, tokenizer, spec, progress):
+        counters.add(rows)
+        parts.append(rows)
+        cut += (rows.source.full_lengths > spec.max_source_length).tolist()
+    spans = [rows.spans for rows in parts if rows.spans is not None]
     return TokenizedSet(
-        source_ids=Ragged.joined([source for source, _ in parts]),
-        target_ids=Ragged.joined([target for _, target in parts]),
+        source_ids=Ragged.joined([rows.source.ids for rows in parts]),
+        target_ids=Ragged.joined([rows.target.ids for rows in parts]),
         source_stats=counters.source.stats(),
         target_stats=counters.target.stats(),
         cut=tuple(cut),
+        spans=Ragged.joined(spans) if spans else None,
     )
 
 
@@ -166,8 +182,8 @@ def encode_chunks(
     tokenizer: PreTrainedTokenizerBase,
     spec: TokenizeSpec,
     progress: Callable[[int, int], None],
-) -> Iterator[tuple[Encoded, Encoded]]:
-    """Yield sources and targets of a few thousand rows at a time; see :func:`tokenize`.
+) -> Iterator[EncodedRows]:
+    """Yield the ids of a few thousand rows at a time; see :func:`tokenize`.
 
     Raises:
         DataError: See :func:`tokenize`.
@@ -178,16 +194,17 @@ def encode_chunks(
     progress(0, len(examples))
     for start in range(0, len(examples), CHUNK_ROWS):
         rows = examples[start : start + CHUNK_ROWS]
-        sources, targets = [spec.source_prefix + row.source for row in rows], [row.target for row in rows]
         if chats:
-            prompts, completions = encode_chats(sources, targets, tokenizer, _limits(spec))
-            yield _encoded(*prompts), _encoded(*completions)
+            limits = (spec.max_source_length, spec.max_target_length)
+            found = encode_chats([as_conversation(row) for row in rows], tokenizer, spec.source_prefix, limits)
+            yield EncodedRows(_encoded(*found.prompts), _encoded(*found.completions), Ragged.from_rows(found.spans))
         elif spec.causal:
-            source = _encode_prompts(sources, tokenizer, spec)
-            yield source, _encode_completions(targets, tokenizer, spec.max_target_length)
+            sources = _encode_prompts([spec.source_prefix + row.source for row in rows], tokenizer, spec)
+            yield EncodedRows(sources, _encode_completions([row.target for row in rows], tokenizer, spec))
         else:
-            source = _encoded(*_encode(sources, tokenizer, spec.max_source_length, "source"))
-            yield source, _encoded(*_encode(targets, tokenizer, spec.max_target_length, "target"))
+            sources = _encode_sources(rows, tokenizer, spec)
+            targets = _encode([row.target for row in rows], tokenizer, spec.max_target_length, "target")
+            yield EncodedRows(sources, _encoded(*targets))
         progress(min(start + CHUNK_ROWS, len(examples)), len(examples))
 
 
@@ -218,12 +235,22 @@ def writes_date(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> bool:
     return uses_chat_template(tokenizer, spec) and "strftime_now" in str(tokenizer.chat_template)
 
 
-def _limits(spec: TokenizeSpec) -> tuple[int, int]:
-    return spec.max_source_length, spec.max_target_length
-
-
 def _encoded(rows: Sequence[Sequence[int]], full_lengths: Sequence[int]) -> Encoded:
     return Encoded(Ragged.from_rows(rows), np.asarray(full_lengths, np.int64))
+
+
+def _encode_sources(rows: Sequence[Example], tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> Encoded:
+    """Encode an encoder's sources; the lengths before truncation are those of complete histories."""
+    texts, limit = [spec.source_prefix + row.source for row in rows], spec.max_source_length
+    full = {}
+    talks = [place for place, row in enumerate(rows) if row.conversation is not None]
+    lengths = map(len, _call(tokenizer, "text", [texts[place] for place in talks], verbose=False) if talks else ())
+    for place, length in zip(talks, lengths, strict=True):
+        if length > limit and (conversation := rows[place].conversation) is not None:
+            full[place] = length
+            texts[place] = fitting_history(conversation, tokenizer, spec.source_prefix, limit)
+    ids, found = _encode(texts, tokenizer, limit, "source")
+    return _encoded(ids, [full.get(place, length) for place, length in enumerate(found)])
 
 
 def _encode_prompts(sources: list[str], tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> Encoded:
@@ -255,8 +282,9 @@ def _encode(
     return ids, lengths
 
 
-def _encode_completions(texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> Encoded:
-    """Encode with only a final end-of-sequence token, truncated to ``limit`` with that token kept."""
+def _encode_completions(texts: list[str], tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> Encoded:
+    """Encode with only a final end-of-sequence token, truncated with that token kept."""
+    limit = spec.max_target_length
     _require_room(limit, 1, "target")
     bare = _call(tokenizer, "text", texts, add_special_tokens=False, verbose=False)
     ids = [[*row[: limit - 1], tokenizer.eos_token_id] for row in bare]

@@ -21,7 +21,7 @@ from fullshard.launch.progress import WorkProgress
 from fullshard.models import is_causal, resolve_model
 from fullshard.train.evaluation.predict import predict
 from fullshard.train.evaluation.trained import find_trained, load_trained
-from fullshard.train.setup.prepare import separator_of, source_spec, tokenize_spec
+from fullshard.train.setup.prepare import chat_notes, separator_of, source_spec, tokenize_spec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,8 +52,11 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     table = read_inputs(options.file, source_spec(config))
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
+    causal = is_causal(model)
+    if causal and any(row.conversation is not None for row in table.rows):
+        notes = (*notes, *chat_notes(config, tokenizer))
     if is_first:
-        separator = separator_of(tokenizer, tokenize_spec(config, tokenizer, causal=is_causal(model)))
+        separator = separator_of(tokenizer, tokenize_spec(config, tokenizer, causal=causal))
         between = () if separator is None else (describe_separator(separator, tokenizer),)
         for note in (*table.notes, *notes, *between):
             say(note)

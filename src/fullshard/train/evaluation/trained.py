@@ -80,7 +80,7 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
         UserError: It cannot be loaded or sharded; on every rank, with the same text.
     """
     config = trained.config
-    tokenizer = together(comm, lambda: load_tokenizer(trained.base))
+    tokenizer = together(comm, lambda: _tokenizer_of(trained))
     if trained.directory != trained.base:
         model = together(comm, lambda: _with_adapter(trained, tokenizer))
         notes = (f"{trained.directory} is an adapter; its base model {trained.base} was loaded in full on every rank",)
@@ -90,6 +90,18 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
         model, weights, notes = together(comm, lambda: choose_loader(skeleton, config, tokenizer))
         shard_model(model, config, comm, weights=weights)
     return model.eval(), tokenizer, notes
+
+
+def _tokenizer_of(trained: Trained) -> PreTrainedTokenizerBase:
+    """Load the base model's tokenizer; if it has no chat template, with the one that is saved with the adapter."""
+    tokenizer = load_tokenizer(trained.base)
+    own = trained.directory / "chat_template.jinja"
+    if tokenizer.chat_template is None and own.is_file():
+        try:
+            tokenizer.chat_template = own.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{own} cannot be read: {error}.") from error
+    return tokenizer
 
 
 def _with_adapter(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> Any:

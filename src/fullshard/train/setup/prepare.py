@@ -23,6 +23,8 @@ from fullshard.data import (
     TokenizedSet,
     TokenizeSpec,
     UnusableRowsError,
+    add_plain_template,
+    answers_as_rows,
     cached,
     choose_separator,
     default_directory,
@@ -30,6 +32,7 @@ from fullshard.data import (
     fingerprint,
     open_tokens,
     read_split,
+    show_row,
     tokenize_to,
     uses_chat_template,
     with_rows_of,
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 MOST_LABELS = 1000
 """Maximum number of distinct targets of a label set."""
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the cache entries; to be increased when the same inputs give other entries."""
 
 _EXAMPLES_NAME = "examples.json"
@@ -97,12 +100,14 @@ def prepare(
     path = config.model.path
     directory = None if path is None else resolve_model(path)
     tokenizer = make_tokenizer(work, directory)
-    content = _content_of(tokenizer)
     source = directory if config.model.config is None else config.model.config
     causal = reads_one_sequence(source, config.model.model_class)  # type: ignore[arg-type]
+    chats = causal and work.holds_conversations()
+    prompt_notes = chat_notes(config, tokenizer) if chats else []
+    content = _content_of(tokenizer)
     spec = tokenize_spec(config, tokenizer, causal=causal)
     separator = separator_of(tokenizer, spec)
-    prompt_notes: list[str] = [] if separator is None else [describe_separator(separator, tokenizer)]
+    prompt_notes += [] if separator is None else [describe_separator(separator, tokenizer)]
     if writes_date(tokenizer, spec):
         today = date.today()
         content = f"{content} {today}"
@@ -112,7 +117,8 @@ def prepare(
     trains = rows_file is None
     notes = [*kept["notes"], *_vocabulary_notes(config, tokenizer)] if trains else []
     notes += [*_prefix_notes(config, directory), *prompt_notes]
-    notes += _length_notes("training", train_set) if trains else []
+    if trains:
+        notes += [*_length_notes("training", train_set), show_row(train_set, 0, tokenizer, causal=causal)]
     held_out: list[Example] = []
     held_out_set = None
     if config.training.eval_strategy != "no" and (rows_file is not None or config.data.holds_out):
@@ -159,6 +165,24 @@ def tokenize_spec(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, caus
             f"template; {kind}. Remove it{', or set data.chat_template: false' if causal else ''}."
         )
     return spec
+
+
+def chat_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Give a causal model's tokenizer without a chat template the plain one, for conversations; any process, alone.
+
+    Returns:
+        A note for the user, or none if it has a template.
+
+    Raises:
+        ConfigError: The run does without a template.
+    """
+    if config.data.chat_template is False:
+        raise ConfigError(
+            "data.chat_template: false does without a template, and the rows are conversations, which a causal model "
+            "reads in one. Leave it out: a tokenizer without a template gets a plain one, roles as lines. Or save "
+            "another template with the tokenizer (chat_template.jinja)."
+        )
+    return [] if tokenizer.chat_template is not None else [add_plain_template(tokenizer)]
 
 
 def separator_of(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> str | None:
@@ -227,6 +251,17 @@ class _Preparation:
             self.read[split] = (used, notes, table.skipped)
         return self.read[split]
 
+    def holds_conversations(self) -> bool:
+        """Return whether the training rows are conversations; the cache knows it of rows that were read before."""
+
+        def build(entry: Path) -> dict[str, Any]:
+            del entry
+            rows, _, _ = self.rows("train")
+            return {"conversations": rows[0].conversation is not None}
+
+        _, kept = self.find(self.key("train", "kind"), build, "rows")
+        return kept["conversations"]
+
     def listed(self, split: Split, lines: Sequence[str]) -> tuple[str, ...]:
         """Write a line for each unusable row into the output directory, and return a note that says where; any rank."""
         if not lines:
@@ -280,7 +315,10 @@ def make_tokenizer(work: _Preparation, directory: Path | None) -> PreTrainedToke
     def build(entry: Path) -> dict[str, Any]:
         rows, _, _ = work.rows("train")
         work.say(f"training a tokenizer on {len(rows):,} rows")
-        texts = [prefix + row.source + separator for row in rows] + [row.target for row in rows]
+        # A history is followed by the beginning of the answer, whose letters may be in no other text.
+        ends = [separator if row.conversation is None else "\nassistant:" for row in rows]
+        texts = [prefix + row.source + end for row, end in zip(rows, ends, strict=True)]
+        texts += [row.target for row in rows]
         train_tokenizer(texts, settings.vocab_size).save_pretrained(entry)
         return {}
 
@@ -305,6 +343,8 @@ def _tokens(
 
     def build(entry: Path) -> dict[str, Any]:
         rows, notes, skipped = work.rows(split)
+        if split == "train" and not spec.causal:
+            rows = answers_as_rows(rows)
         work.say(f"tokenizing {len(rows):,} {what}")
         stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
         kept = {"stats": stats, "notes": notes, "skipped": skipped}

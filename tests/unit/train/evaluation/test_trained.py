@@ -1,5 +1,6 @@
 """A trained model found, loaded over ranks, and put to use on new rows."""
 
+import copy
 import json
 import warnings
 
@@ -12,7 +13,7 @@ from transformers.utils import logging
 
 from fullshard.config import RunConfig
 from fullshard.config.recorded import read_run, recorded_run
-from fullshard.data import InputRow, SourceSpec, read_inputs, read_split
+from fullshard.data import InputRow, SourceSpec, add_plain_template, read_inputs, read_split
 from fullshard.errors import ConfigError, DataError, ModelError
 from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
 from fullshard.testing import run_ranks
@@ -130,6 +131,19 @@ def test_a_run_says_prefix_and_beams(tokenizer, tmp_path):
     assert texts == written_alone(model, tokenizer, "route: ", num_beams=2)
     assert texts != written_alone(model, tokenizer, num_beams=2)
     assert notes == ()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_of_conversations_keeps_their_template(tokenizer, tmp_path):
+    base = save(build_model(GPT2, tokenizer, seed=3), tokenizer, tmp_path / "base")
+    spec = AdapterSpec("lora", str(base))
+    add_adapter(build_model(GPT2, tokenizer, seed=3), spec, seed=1).model.save_pretrained(tmp_path / "adapter")
+    chatting = copy.deepcopy(tokenizer)
+    add_plain_template(chatting)
+    chatting.save_pretrained(tmp_path / "adapter")
+    trained = find_trained(str(tmp_path / "adapter"))
+    found = run_ranks(2, lambda comm: load_trained(trained, comm)[1].chat_template)
+    assert found == [chatting.chat_template] * 2
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -11,7 +11,7 @@ import yaml
 
 from fullshard.config import RunConfig
 from fullshard.data import Example
-from fullshard.errors import DataError, ModelError
+from fullshard.errors import ConfigError, DataError, ModelError
 from fullshard.launch.programs import evaluate as evaluate_program
 from fullshard.launch.programs.evaluate import with_rows
 from fullshard.models import kind
@@ -266,3 +266,48 @@ def test_all_unusable_rows_are_listed_in_the_output_directory(tmp_path, allowed)
         lines = (out / "unusable_rows_train.txt").read_text().splitlines()
         assert lines == [f"{tmp_path / 'rows.csv'}:{n}: column 'label' is empty" for n in range(2, 10)]
         assert len(list(out.iterdir())) == 1
+
+
+def write_talks(directory, count):
+    """Conversations of three answers each."""
+    path = directory / "talks.jsonl"
+    with path.open("w") as file:
+        for number in range(count):
+            turns = [
+                {"role": role, "content": f"{role} {number} {place}"}
+                for place in range(3)
+                for role in ("user", "assistant")
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return {"train_file": str(path), "validation_fraction": 0.3, "cache_dir": str(directory / "cache")}
+
+
+def test_an_encoder_decoder_learns_each_answer_and_is_measured_on_the_last(tmp_path):
+    data = write_talks(tmp_path, 20)
+    prepared = prepare(config_of(tmp_path, data=data))
+    last = prepare(config_of(tmp_path, data=data | {"train_on": "last"}))
+    held_out = len(prepared.held_out)
+    assert 0 < held_out < 20
+    assert (len(prepared.train_set), len(last.train_set)) == (3 * (20 - held_out), 20 - held_out)
+    assert prepared.train_set.spans is None
+    assert all(row.target.endswith(" 2") and row.source.count("\n") == 4 for row in prepared.held_out)
+    assert len({row.source.split("\n")[0] for row in prepared.held_out}) == held_out
+
+
+def test_a_causal_model_reads_conversations_in_a_template(tmp_path):
+    data, model = write_talks(tmp_path, 20), gpt2_directory(tmp_path)
+    config = config_of(tmp_path, data=data, **model)
+    prepared = prepare(config)
+    assert prepared.tokenizer.chat_template is not None
+    assert prepared.separator is None
+    assert prepared.train_set.spans.lengths.tolist() == [6] * len(prepared.train_set)
+    assert len(prepared.train_set) + len(prepared.held_out) == 20
+    assert any("this template is saved with the model" in note for note in prepared.notes)
+    assert any("one training row as the model sees it" in note for note in prepared.notes)
+    assert prepare(config).notes == prepared.notes
+    own = prepare(
+        config_of(tmp_path, data=data, **gpt2_directory(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}"))
+    )
+    assert own.tokenizer.chat_template == "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="chat_template: false does without a template, and the rows are conv"):
+        prepare(config_of(tmp_path, data=data | {"chat_template": False}, **model))

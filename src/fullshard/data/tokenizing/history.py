@@ -1,0 +1,40 @@
+"""Conversations made shorter: the oldest turns are left out, the system's turn and the question stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fullshard.data.examples import Conversation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def without_oldest(conversation: Conversation) -> Conversation | None:
+    """Return a conversation without its oldest turns up to the user's next; None if there is no later turn of the user.
+
+    Turns of the system at the beginning stay.
+    """
+    messages = conversation.messages
+    end = len(conversation.history)
+    start = next((i for i in range(end) if messages[i]["role"] not in ("system", "developer")), end)
+    later = next((i for i in range(start + 1, end) if messages[i]["role"] == "user"), None)
+    if later is None:
+        return None
+    gone = later - start
+    answers = tuple(answer - gone for answer in conversation.answers if answer >= later)
+    return replace(conversation, messages=messages[:start] + messages[later:], answers=answers)
+
+
+def fitting_history(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, prefix: str, limit: int) -> str:
+    """Return prefix and history of at most ``limit`` tokens with special tokens, if leaving turns out is enough."""
+    encode: Any = tokenizer
+    while True:
+        text = prefix + conversation.history_text
+        if len(encode(text=text, verbose=False)["input_ids"]) <= limit:
+            return text
+        shorter = without_oldest(conversation)
+        if shorter is None:
+            return text
+        conversation = shorter

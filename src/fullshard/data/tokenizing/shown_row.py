@@ -1,0 +1,61 @@
+"""One row as the model sees it: what is read and what is learned, as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fullshard.data.tokenizing.tokenize import TokenizedSet
+
+MOST_CHARACTERS = 400
+"""Characters of a row that are shown; more are cut in the middle of its longest parts."""
+
+
+def show_row(tokenized: TokenizedSet, row: int, tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> str:
+    """Return lines that show one row of a set, decoded from its ids with special tokens; any process, alone.
+
+    Args:
+        tokenized: The set.
+        row: The row's index in it.
+        tokenizer: The tokenizer that made the ids.
+        causal: Whether source and target are one sequence.
+    """
+    decode: Any = tokenizer.decode
+    parts = [
+        (name, decode(ids, clean_up_tokenization_spaces=False)) for name, ids in _parts(tokenized, row, causal=causal)
+    ]
+    room = MOST_CHARACTERS // max(1, len(parts))
+    spare = sum(max(0, room - len(text)) for _, text in parts)
+    room += spare // max(1, sum(len(text) > room for _, text in parts))
+    lines = [f"  {name:6} | {_cut(text, room)!r}" for name, text in parts]
+    heading = "one training row as the model sees it (masked: read, not learned; target: learned):"
+    if not causal:
+        heading = "one training row as the model sees it (source: read by the encoder; target: learned):"
+    return "\n".join([heading, *lines])
+
+
+def _parts(tokenized: TokenizedSet, row: int, *, causal: bool) -> Iterator[tuple[str, list[int]]]:
+    """Yield the parts of a row in order, each with what it is."""
+    source, target = tokenized.source_ids[row].tolist(), tokenized.target_ids[row].tolist()
+    if not causal:
+        yield from (("source", source), ("target", target))
+        return
+    ids = source + target
+    spans = [len(source), len(ids)] if tokenized.spans is None else tokenized.spans[row].tolist()
+    borders = [0, *spans, len(ids)]
+    for place, (start, end) in enumerate(pairwise(borders)):
+        if start < end:
+            # The last masked part before the last target is what generation reads last: the prompt's end.
+            yield ("target" if place % 2 else "prompt" if end == len(source) else "masked"), ids[start:end]
+
+
+def _cut(text: str, room: int) -> str:
+    """Return a text with its middle left out if it is longer than ``room`` characters."""
+    if len(text) <= room:
+        return text
+    kept = max(8, room // 2)
+    return f"{text[:kept]} ... {len(text) - 2 * kept:,} characters ... {text[-kept:]}"

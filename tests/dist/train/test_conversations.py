@@ -1,0 +1,84 @@
+"""A file of 500 conversations fine-tunes a tiny Llama and a tiny T5 with one command each, on two gloo processes."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from support.tiny_run import read_jsonl
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
+
+FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2}
+T5 |= {"num_heads": 4, "dropout_rate": 0.0}
+LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": 256}
+WORDS = ("red", "blue", "green", "black", "white")
+
+
+def write_conversations(path, count=500):
+    """The user names a colour in each turn; the assistant says it back."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for number in range(count):
+            turns = [{"role": "system", "content": "Repeat the colour."}] if number % 2 else []
+            for _ in range(1 + number % 3):
+                word = draw.choice(WORDS)
+                turns.append({"role": "user", "content": f"my {draw.choice(('car', 'hat', 'cat'))} is {word}"})
+                turns.append({"role": "assistant", "content": word})
+            file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def call(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*FULLSHARD, *arguments], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("model", [T5, LLAMA], ids=["t5", "llama"])
+def test_one_command(tmp_path, model):
+    write_conversations(tmp_path / "talks.jsonl")
+    out = tmp_path / "out"
+    data = {"train_file": str(tmp_path / "talks.jsonl"), "validation_fraction": 0.1}
+    data |= {"cache_dir": str(tmp_path / "cache"), "max_target_length": 8}
+    values = {
+        "output_dir": str(out),
+        "nproc": 2,
+        "model": {"config": model, "tokenizer": {"vocab_size": 200}},
+        "data": data,
+        "training": {
+            "per_device_train_batch_size": 16,
+            "learning_rate": 1e-2,
+            "num_train_epochs": 3,
+            "warmup_steps": 5,
+        },
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    shown = call("config", "check", str(tmp_path / "run.yaml"), "--dry-run").stdout
+    done = call("train", str(tmp_path / "run.yaml"))
+    for text in (shown, done.stdout + done.stderr):
+        assert "500 conversations of 4.5 turns on average, loss on every assistant turn" in text
+        assert "one training row as the model sees it" in text
+    causal = model is LLAMA
+    assert ("template is saved with the model" in shown) == causal
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["value"] > 0.9, "the colour is in the last turn"
+
+    call("evaluate", str(out))
+    measured = read_jsonl(out / "evaluation" / "predictions.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "talks.jsonl").read_text().splitlines()]
+    assert len(measured) < 120, "one row for each conversation"
+    done = call("predict", str(out), str(tmp_path / "talks.jsonl"), "-o", str(tmp_path / "predicted.jsonl"))
+    predicted = read_jsonl(tmp_path / "predicted.jsonl")
+    assert len(predicted) == len(rows)
+    by_input = {row["input"]: row["prediction"] for row in predicted}
+    assert all(by_input[row["input"]] == row["prediction"] for row in measured)
+    right = sum(one["prediction"] == row["messages"][-1]["content"] for one, row in zip(predicted, rows, strict=True))
+    assert right > 450
