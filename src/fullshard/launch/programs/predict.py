@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig
@@ -52,14 +53,9 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     table = read_inputs(options.file, source_spec(config))
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
-    causal = is_causal(model)
-    if causal and any(row.conversation is not None for row in table.rows):
-        notes = (*notes, *chat_notes(config, tokenizer))
-    if is_first:
-        separator = separator_of(tokenizer, tokenize_spec(config, tokenizer, causal=causal))
-        between = () if separator is None else (describe_separator(separator, tokenizer),)
-        for note in (*table.notes, *notes, *between):
-            say(note)
+    about_text = _text_notes(config, tokenizer, table.rows, causal=is_causal(model))
+    for note in (*table.notes, *notes, *about_text) if is_first else ():
+        say(note)
     unusable = [row for row in table.rows if row.problem is not None]
     if is_first and unusable:
         say(
@@ -86,6 +82,13 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
         else:
             say(f"{done:,} predictions written to {options.output}")
     shutdown()
+
+
+def _text_notes(config: RunConfig, tokenizer: Any, rows: Sequence[Any], *, causal: bool) -> tuple[str, ...]:
+    """Prepare the tokenizer for the rows, and return what is said of the text around them; every rank."""
+    turns = chat_notes(config, tokenizer) if causal and any(row.conversation is not None for row in rows) else ()
+    separator = separator_of(tokenizer, tokenize_spec(config, tokenizer, causal=causal))
+    return (*turns, *(() if separator is None else (describe_separator(separator, tokenizer),)))
 
 
 def changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:
