@@ -15,6 +15,7 @@ from fullshard.models import RouterLoss
 from fullshard.optim import ShardedGradScaler
 from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
 from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
+from fullshard.train.setup.advice import advice
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.learning_rate import LearningRateSchedule, learning_rate_schedule
 from fullshard.train.setup.model import own_loss, prepare_model, shard_model
@@ -96,6 +97,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
             f"training batches: {share:.1%} of all positions are padding",
             *router_notes,
             *ready.notes,
+            *advice(config, ready_data, plan, comm.size),
         ),
     )
 

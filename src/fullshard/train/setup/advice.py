@@ -1,0 +1,78 @@
+"""What somebody would say who looks at a run before its first step: a line each, with a better value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fullshard.config import RunConfig
+from fullshard.data import BatchPlan, TokenizedSet
+from fullshard.train.reporting.scores import LOSS_METRICS
+from fullshard.train.setup.prepare import Prepared
+from fullshard.train.setup.resume import global_batch
+
+_STEPS_AN_EPOCH = 10
+"""Least steps an epoch of the batch that is suggested."""
+
+_FAR = 4
+"""Factor from which a limit is far above the longest target."""
+
+_LEAST_SAVED = 32
+"""Tokens a row that a lower limit must save to be worth a line."""
+
+
+def advice(config: RunConfig, prepared: Prepared, plan: BatchPlan, world_size: int) -> tuple[str, ...]:
+    """Return the lines for a run's user, none if all is as one would expect; any rank, alone."""
+    return (
+        *_on_batch(config, len(prepared.train_set), plan.num_steps, world_size),
+        *_on_shared_rows(prepared.train_set, prepared.held_out_set),
+        *_on_limit(config, prepared),
+    )
+
+
+def _on_batch(config: RunConfig, rows: int, steps: int, world_size: int) -> Iterator[str]:
+    settings = config.training
+    batch, accumulation = global_batch(config, world_size), settings.gradient_accumulation_steps
+    if steps > 1:
+        return
+    if settings.per_device_train_batch_tokens is not None:
+        yield (
+            f"an epoch of {rows:,} rows is one step of up to {batch:,} tokens: lower "
+            f"training.per_device_train_batch_tokens (now {settings.per_device_train_batch_tokens:,}) for more steps"
+        )
+        return
+    better = max(1, rows // (world_size * accumulation * _STEPS_AN_EPOCH))
+    fewer = " with training.gradient_accumulation_steps=1" if better == 1 and accumulation > 1 else ""
+    what = "larger than all" if batch > rows else "as large as all"
+    remedy = f"training.per_device_train_batch_size={better}{fewer} gives more steps"
+    yield f"the batch of {batch:,} rows is {what} {rows:,} training rows, so an epoch is one step: {remedy}"
+
+
+def _on_shared_rows(train: TokenizedSet, held_out: TokenizedSet | None) -> Iterator[str]:
+    """Compare rows as the model sees them: by the token ids of source and target."""
+    if held_out is None:
+        return
+    wanted = {_key(held_out, row) for row in range(len(held_out))}
+    found = {key for row in range(len(train)) if (key := _key(train, row)) in wanted}
+    shared = sum(_key(held_out, row) in found for row in range(len(held_out))) if found else 0
+    if shared:
+        yield (
+            f"{shared:,} of {len(held_out):,} held-out rows are training rows too, so the score is partly memory: "
+            "remove them from one side"
+        )
+
+
+def _key(rows: TokenizedSet, row: int) -> tuple[bytes, bytes]:
+    return rows.source_ids[row].tobytes(), rows.target_ids[row].tobytes()
+
+
+def _on_limit(config: RunConfig, prepared: Prepared) -> Iterator[str]:
+    settings = config.evaluation
+    if prepared.held_out_set is None or all(name in LOSS_METRICS for name in (settings.metric, *settings.metrics)):
+        return
+    limit = settings.max_new_tokens or config.data.max_target_length
+    longest = max(one.target_stats.longest for one in (prepared.train_set, prepared.held_out_set))
+    if limit >= _FAR * longest and limit - longest >= _LEAST_SAVED:
+        yield (
+            f"evaluations write up to {limit} tokens a row and the longest target has {longest}: "
+            f"evaluation.max_new_tokens={-(-longest * 3 // 2 // 8) * 8} ends rows that ramble sooner"
+        )
