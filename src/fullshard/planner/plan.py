@@ -34,7 +34,7 @@ GPU_MARGIN = 0.05
 _ALL_RANKS = 4
 """World sizes up to which every rank is planned to find the fullest."""
 
-_LABELS = {
+LABELS = {
     "shards": "shards",
     "optimizer_state": "optimizer state",
     "gathered_units": "gathered units",
@@ -43,14 +43,16 @@ _LABELS = {
     "buffers_and_batch": "buffers and batch",
     "activations_and_temporaries": "activations and temporaries",
 }
+"""The parts of a plan's peak, for people."""
 
-_PHASES = {
+PHASE_LABELS = {
     "before_first_step": "peak before the first step",
     "forward": "peak in forward",
     "backward": "peak in backward",
     "optimizer": "peak in the optimizer step",
     "evaluation": "peak in evaluation (loss)",
 }
+"""The phases of a plan, for people."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,14 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the plan as a table."""
-        sizes = [(_LABELS[part], self.parts[part]) for part in PARTS]
+        sizes = [(LABELS[part], self.parts[part]) for part in PARTS]
         sizes += [("peak of a step", self.peak_bytes)]
         lines = [f"rank {self.rank} of {self.world_size}, which holds {self.parameters:,} elements of parameters", ""]
         lines += [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes]
-        lines += ["", *(f"{_PHASES[phase]:<28}{format_bytes(size):>12}" for phase, size in self.phase_peaks.items())]
+        lines += [
+            "",
+            *(f"{PHASE_LABELS[phase]:<28}{format_bytes(size):>12}" for phase, size in self.phase_peaks.items()),
+        ]
         lines += ["", *self._on_gpu()] if self.device is not None else []
         sent = (f"{kind} {count} x, {format_bytes(self.sent_bytes[kind])}" for kind, count in self.collectives.items())
         return "\n".join([*lines, "", f"sent a step: {'; '.join(sent) or 'nothing'}"])
@@ -216,10 +221,12 @@ def highest(
     return max(found, key=lambda plan: plan.peak_bytes)
 
 
-def rehearse_on(build: Callable[[Comm], Rehearsed], rank: int, world_size: int, device: Hardware | None) -> Rehearsal:
+def rehearse_on(
+    build: Callable[[Comm], Rehearsed], rank: int, world_size: int, device: Hardware | None, *, draws: bool = False
+) -> Rehearsal:
     """Return the rehearsal of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU."""
     behind = 0 if device is None else CudaDevice.reduces_behind
-    return rehearse(build, rank, world_size, reduces_behind=behind)
+    return rehearse(build, rank, world_size, reduces_behind=behind, draws=draws)
 
 
 def planned(found: Rehearsal, rank: int, world_size: int, device: Hardware | None = None) -> Plan:
