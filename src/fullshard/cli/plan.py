@@ -18,8 +18,12 @@ from fullshard.launch.messages import say
 from fullshard.sizes import format_bytes, format_duration
 
 PROGRAM = "fullshard.train.plan"
+PAGE = "fullshard.report"
 SEARCH = "fullshard.train.fit"
 LENGTHS = "fullshard.train.setup.given_length"
+
+DRAWN_WORLDS = (1, 2, 4, 8, 64, 512, 4096)
+"""Numbers of ranks on the page of a plan."""
 
 DOES_NOT_FIT = 1
 """Exit code if the run needs more than the memory there is."""
@@ -48,6 +52,7 @@ examples:
   fullshard plan run.yaml --world 1,2,4,8 --gpu a10g
   fullshard plan run.yaml --world 4 --gpu a10g --fit
   fullshard plan run.yaml --world 8 --gpu a10g --length 512/128
+  fullshard plan run.yaml --world 8 --gpu a10g --html plan.html
   fullshard plan run.yaml --world 8 --memory 78GB training.per_device_train_batch_size=16 --json
 """
 
@@ -89,6 +94,12 @@ def add_parser(verbs: Any) -> None:
         help="tokens of every row, in place of the data, which may be missing; one number for causal models",
     )
     parser.add_argument("--price", metavar="P", type=float, help="price of a GPU for an hour, to print the run's")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="also write a page: memory over a step, the schedule of units, memory and time by number of ranks",
+    )
     parser.add_argument("--fit", action="store_true", help="search for the fastest settings that fit on --gpu")
 
 
@@ -138,13 +149,15 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--price needs the number of steps, which --length does not know: set training.max_steps.")
     sizes = options.world or [choose_nproc(config.nproc)]
     device = _device(options)
+    _check_page(options, sizes)
     if config.sharding.auto is True and not options.fit:
         say("sharding: auto chooses at the start of training; this plans the settings as they are. --fit searches too")
     if options.fit:
         return _search(options, sizes, device, _given_rows(options, config, sizes))
     program = load_program(PROGRAM)
     say(f"planning {', '.join(map(str, sizes))} rank{'s' if sizes != [1] else ''}: three steps without memory")
-    data = _given_rows(options, config, sizes) or program.prepare_plan(config)
+    drawn = DRAWN_WORLDS if options.html is not None else ()
+    data = _given_rows(options, config, [*sizes, *drawn]) or program.prepare_plan(config)
     planner, path = load_program("fullshard.planner"), _rates_file(options)
     rates = [None if path is None else planner.read_rates(path, size) for size in sizes]
     plans = []
@@ -153,6 +166,8 @@ def run(options: argparse.Namespace) -> int:
             measured = rates[progress.piece]
             plans.append(program.plan_prepared(config, data, size, device, rates=measured, progress=progress))
     limit = options.memory if device is None else device.memory_bytes
+    if options.html is not None:
+        _write_page(options, config, data, plans[0], limit)
     fitting = [limit is None or plan.fits(limit) for plan in plans]
     if options.json:
         verdicts = [{} if limit is None else {"memory_bytes": limit, "fits": fits} for fits in fitting]
@@ -193,6 +208,28 @@ def _rates_file(options: argparse.Namespace) -> Path | None:
         return RATES
     say(f"no time: there is no {RATES}. Measure this machine's rates: fullshard bench {options.config}")
     return None
+
+
+def _check_page(options: argparse.Namespace, sizes: list[int]) -> None:
+    """Raise if ``--html`` does not go with the other options, or cannot be written."""
+    if options.html is None:
+        return
+    if options.fit or len(sizes) > 1:
+        raise ConfigError("--html draws one plan: leave out --fit, and give --world one number of ranks.")
+    if options.html.is_dir():
+        raise ConfigError(f"--html {options.html} is a directory; name a file, such as {options.html / 'plan.html'}.")
+
+
+def _write_page(options: argparse.Namespace, config: Any, data: Any, plan: Any, limit: int | None) -> None:
+    """Plan other numbers of ranks, and write the page."""
+    program = load_program(PROGRAM)
+    others = []
+    with ShareProgress("drawing", len(DRAWN_WORLDS), shown=not options.json) as progress:
+        for progress.piece, size in enumerate(DRAWN_WORLDS):
+            others.append(program.plan_prepared(config, data, size, plan.device, roughly=0, progress=progress))
+    course = program.draw_plan(config, data, plan)
+    load_program(PAGE).write_plan(options.html, options.config.stem, plan, course, others, limit)
+    say(f"wrote {options.html}")
 
 
 def _print_one(plan: Any, limit: int | None, price: float | None) -> None:

@@ -1,6 +1,7 @@
 """Runs the real model, engine and optimizer as one rank of many, without memory, and counts what they hold and send."""
 
 from fullshard.planner.bench import measure_rates as measure_rates
+from fullshard.planner.course import Course as Course, Span as Span
 from fullshard.planner.hardware import Hardware as Hardware, hardware as hardware, names as names
 from fullshard.planner.hollow import real_tensors as real_tensors
 from fullshard.planner.limit import (
@@ -9,6 +10,8 @@ from fullshard.planner.limit import (
     time_limit as time_limit,
 )
 from fullshard.planner.plan import (
+    LABELS as LABELS,
+    PHASE_LABELS as PHASE_LABELS,
     Plan as Plan,
     candidates as candidates,
     highest as highest,

@@ -78,6 +78,7 @@ class HollowMode(TorchDispatchMode):
 
     Attributes:
         on_operator: Called with each operator, its arguments and its result.
+        operators: How many there were.
         assumed: What a program reads where it reads a value that nobody knows; None: that is an error.
     """
 
@@ -87,6 +88,7 @@ class HollowMode(TorchDispatchMode):
         self.meter = meter
         self.on_operator: Callable[[Any, Any, Any, Any], object] = self.ignore
         self.assumed: Callable[[], float] | None = None
+        self.operators = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._known_shapes: dict[Any, _Shapes] = {}
         self._unshared: tuple[int, int, int] | None = None
@@ -167,6 +169,7 @@ class HollowMode(TorchDispatchMode):
             TookTooLongError: See :func:`~fullshard.planner.limit.time_limit`.
         """
         check_time()
+        self.operators += 1
         with torch._C.DisableTorchFunctionSubclass():
             if in_backward() and not torch.is_grad_enabled():
                 taken = self._summed_in_place(*args, **(kwargs or {})) if func is torch.ops.aten.add.Tensor else None

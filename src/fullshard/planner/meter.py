@@ -33,6 +33,7 @@ class Meter:
         peaks: Highest ``live`` of each phase since :meth:`restart`.
         phase: Returns the phase that a change belongs to.
         on_peak: Called when ``live`` exceeds everything since :meth:`restart`.
+        on_change: Called after each change of ``live``.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class Meter:
         self.peaks: dict[str, int] = {}
         self.phase: Callable[[], str] = lambda: PHASES[0]
         self.on_peak: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._highest = 0
         self._held: dict[int, _Held] = {}
 
@@ -104,3 +106,4 @@ class Meter:
         if self.live > self._highest:
             self._highest = self.live
             self.on_peak()
+        self.on_change()

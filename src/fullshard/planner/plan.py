@@ -45,15 +45,16 @@ LABELS = {
     "buffers_and_batch": "buffers and batch",
     "activations_and_temporaries": "activations and temporaries",
 }
-"""What the parts of a peak are called in messages."""
+"""The parts of a plan's peak, for people."""
 
-_PHASES = {
+PHASE_LABELS = {
     "before_first_step": "peak before the first step",
     "forward": "peak in forward",
     "backward": "peak in backward",
     "optimizer": "peak in the optimizer step",
     "evaluation": "peak in evaluation (loss)",
 }
+"""The phases of a plan, for people."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,10 @@ class Plan:
         sizes += [("peak of a step", self.peak_bytes)]
         lines = [f"rank {self.rank} of {self.world_size}, which holds {self.parameters:,} elements of parameters", ""]
         lines += [f"{label:<28}{format_bytes(size):>12}" for label, size in sizes]
-        lines += ["", *(f"{_PHASES[phase]:<28}{format_bytes(size):>12}" for phase, size in self.phase_peaks.items())]
+        lines += [
+            "",
+            *(f"{PHASE_LABELS[phase]:<28}{format_bytes(size):>12}" for phase, size in self.phase_peaks.items()),
+        ]
         lines += ["", *self._on_gpu()] if self.device is not None else []
         lines += ["", *self._times()] if self.timing is not None else []
         sent = (f"{kind} {count} x, {format_bytes(self.sent_bytes[kind])}" for kind, count in self.collectives.items())
@@ -238,10 +242,12 @@ def speed_of(device: Hardware | None, rates: Rates | None) -> Speed | None:
     return None if device is None else SheetSpeed(device)
 
 
-def rehearse_on(build: Callable[[Comm], Rehearsed], rank: int, world_size: int, device: Hardware | None) -> Rehearsal:
+def rehearse_on(
+    build: Callable[[Comm], Rehearsed], rank: int, world_size: int, device: Hardware | None, *, draws: bool = False
+) -> Rehearsal:
     """Return the rehearsal of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU."""
     behind = 0 if device is None else CudaDevice.reduces_behind
-    return rehearse(build, rank, world_size, reduces_behind=behind)
+    return rehearse(build, rank, world_size, reduces_behind=behind, draws=draws)
 
 
 def planned(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fullshard.comm import Comm
+from fullshard.comm import Comm, Work as CommWork
 from fullshard.engine.registry import runtime_of
-from fullshard.engine.step.recorder import SilentRecorder
+from fullshard.engine.step.recorder import Kind, SilentRecorder, Transfer
 from fullshard.engine.step.torch_private import in_backward
+from fullshard.planner.course import Course, CourseRecorder
 from fullshard.planner.hollow import HollowMode
 from fullshard.planner.meter import EVALUATION, PHASES, Meter
 from fullshard.planner.ranks import Ledger
@@ -58,9 +59,12 @@ class Rehearsal:
     sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
     elements: int  # elements of parameters that this rank holds, without padding
     work: Work  # of the last step
+    course: Course | None = None  # of the step with the highest moment; None: not asked for
 
 
-def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduces_behind: int = 0) -> Rehearsal:
+def rehearse(
+    build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduces_behind: int = 0, draws: bool = False
+) -> Rehearsal:
     """Run ``build``, its steps and its evaluation as ``rank`` of ``size`` ranks; needs no memory and no other rank.
 
     Args:
@@ -68,6 +72,7 @@ def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduce
         rank: The rank to be.
         size: Number of ranks.
         reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
+        draws: Whether to note the course of the fullest step too, which takes longer.
 
     Raises:
         ModelError: A step depends on values.
@@ -80,7 +85,7 @@ def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduce
         runtime_of(made.model).device.reduces_behind = reduces_behind
         before = meter.peaks.get("before_first_step", 0)
         gc.collect()  # what building left in cycles
-        watch = _Watch(made, meter, mode)
+        watch = _Watch(made, meter, mode, draws=draws)
         work = Work(watch.phase)
         for step in range(made.steps):
             ledger.clear()
@@ -88,10 +93,12 @@ def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduce
             if step == made.steps - 1:
                 mode.on_operator, ledger.note = work.compute, work.issue
             made.step()
+            watch.end_step()
         mode.on_operator, ledger.note = mode.ignore, ledger.ignore
         peaks = {"before_first_step": before, **{phase: meter.peaks.get(phase, 0) for phase in PHASES[1:]}}
         account, sent = dict(watch.account.peak), ledger.sent()
         account["total"] = watch.account.peak_total
+        meter.on_change = lambda: None
         if made.evaluate is not None:
             meter.restart(lambda: EVALUATION, lambda: None)
             made.evaluate()
@@ -103,13 +110,16 @@ def rehearse(build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduce
         sent=sent,
         elements=sum(stop - start for start, stop in watch.ranges()),
         work=work,
+        course=watch.course,
     )
 
 
 class _Watch(SilentRecorder):
     """Knows in which phase a step is, and what its bytes consist of when there are more than ever."""
 
-    def __init__(self, made: Rehearsed, meter: Meter, mode: HollowMode) -> None:
+    def __init__(self, made: Rehearsed, meter: Meter, mode: HollowMode, *, draws: bool) -> None:
+        self.course: Course | None = None
+        self._drawn = CourseRecorder(lambda: mode.operators) if draws else None
         self.parts: dict[str, int] = dict.fromkeys(PARTS, 0)
         self._runtime = runtime_of(made.model)
         self.account = self._runtime.account
@@ -120,6 +130,7 @@ class _Watch(SilentRecorder):
         self._gradients: dict[str, int] = {}
         self._phase = "forward"
         self._state = self._held = 0
+        self._is_fullest = False
         self._runtime.watch(self)
         made.model.register_forward_pre_hook(self._forward_begins, prepend=True)
         made.model.register_forward_hook(self._forward_ends)
@@ -147,6 +158,37 @@ class _Watch(SilentRecorder):
         self._gradients = {unit.name: unit.gradient_bytes() for unit in self._runtime.units}
         self._state = _state_bytes(self._optimizer)
         self._held = self._meter.live - sum(self._known().values())
+        self._is_fullest = False
+        if self._drawn is not None:
+            self._drawn.clear()
+            self._meter.on_change = self._sample
+
+    def end_step(self) -> None:
+        """Keep the course of a step that was fuller than all before."""
+        self._meter.on_change = lambda: None
+        if self._drawn is not None and self._is_fullest:
+            self.course = self._drawn.course([unit.name for unit in self._runtime.units])
+
+    def begin(self, unit: str, kind: Kind) -> None:
+        """See :meth:`SilentRecorder.begin`."""
+        if self._drawn is not None:
+            self._drawn.begin(unit, kind)
+
+    def end(self, unit: str, kind: Kind) -> None:
+        """See :meth:`SilentRecorder.end`."""
+        if self._drawn is not None:
+            self._drawn.end(unit, kind)
+
+    def issued(self, unit: str, kind: Transfer, works: Sequence[CommWork]) -> None:
+        """See :meth:`SilentRecorder.issued`."""
+        if self._drawn is not None:
+            self._drawn.issued(unit, kind, works)
+
+    def wait(self, unit: str, kind: Transfer, works: Sequence[CommWork], how: Callable[[CommWork], None]) -> None:
+        """See :meth:`SilentRecorder.wait`."""
+        super().wait(unit, kind, works, how)
+        if self._drawn is not None:
+            self._drawn.end(unit, kind)
 
     def gradients_take(self, unit: str, nbytes: Callable[[], int]) -> None:
         """See :meth:`SilentRecorder.gradients_take`."""
@@ -166,10 +208,18 @@ class _Watch(SilentRecorder):
             "gradient_shards": sum(self._gradients.values()),
         }
 
-    def _note(self) -> None:
+    def _parts_now(self) -> dict[str, int]:
         known = self._known()
         rest = self._meter.live - sum(known.values()) - self._held
-        self.parts = {**known, "buffers_and_batch": self._held, "activations_and_temporaries": rest}
+        return {**known, "buffers_and_batch": self._held, "activations_and_temporaries": rest}
+
+    def _sample(self) -> None:
+        assert self._drawn is not None, "called while a course is drawn"
+        self._drawn.sample_parts(self._parts_now())
+
+    def _note(self) -> None:
+        self.parts = self._parts_now()
+        self._is_fullest = True
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

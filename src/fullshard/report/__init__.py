@@ -1,3 +1,4 @@
-"""A self-contained HTML page about a run, made from the files of its output_dir."""
+"""Self-contained HTML pages: about a run, made from the files of its output_dir, and about a plan."""
 
 from fullshard.report.page import write_report as write_report
+from fullshard.report.plan_page import write_plan as write_plan

@@ -24,15 +24,20 @@ def series(records: Sequence[dict[str, Any]], key: str) -> Points:
 def thin(points: Points, most: int = MOST_POINTS) -> Points:
     """Return at most ``most`` of the points in order, with the minimum and maximum of each interval."""
     xs, ys = points
-    if len(xs) <= most:
-        return points
-    kept: set[int] = {0, len(xs) - 1}
+    order = kept(ys, most)
+    return [xs[i] for i in order], [ys[i] for i in order]
+
+
+def kept(ys: Sequence[float], most: int) -> Sequence[int]:
+    """Return at most ``most`` places of ``ys`` in order, with the minimum and maximum of each interval."""
+    if len(ys) <= most:
+        return range(len(ys))
+    chosen: set[int] = {0, len(ys) - 1}
     intervals = (most - 2) // 2
     for interval in range(intervals):
-        low, high = interval * len(xs) // intervals, (interval + 1) * len(xs) // intervals
-        kept |= {min(range(low, high), key=ys.__getitem__), max(range(low, high), key=ys.__getitem__)}
-    order = sorted(kept)
-    return [xs[i] for i in order], [ys[i] for i in order]
+        low, high = interval * len(ys) // intervals, (interval + 1) * len(ys) // intervals
+        chosen |= {min(range(low, high), key=ys.__getitem__), max(range(low, high), key=ys.__getitem__)}
+    return sorted(chosen)
 
 
 def smooth(points: Points) -> tuple[Points, int]:

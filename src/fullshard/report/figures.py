@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from fullshard.engine.step.recorder import Kind
 from fullshard.report.curves import MOST_POINTS, Points, series, smooth, thin
 from fullshard.report.files import Record, RunFiles
 from fullshard.report.numbers import FEW_STEPS, PERCENT, WHOLE, memory_unit, shown
@@ -223,28 +223,45 @@ def memory_timeline(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
 
 
 def _stack(rank: RankTrace) -> Record:
-    seconds = [shown(at) for at in rank.memory.seconds]
-    unit, size = memory_unit([rank.peak_bytes])
+    columns = {
+        label: (getattr(rank.memory, part), colour)
+        for part, (label, colour) in MEMORY_PARTS.items()
+        if any(getattr(rank.memory, part))
+    }
+    return stacked(rank.memory.seconds, columns, rank.peak_bytes, ("seconds from the start of the step", rank.seconds))
+
+
+def stacked(
+    places: Sequence[float], columns: Mapping[str, tuple[Sequence[int], str]], peak: int, axis: tuple[str, float]
+) -> Record:
+    """Return stacked areas of bytes that change at ``places``.
+
+    Args:
+        places: Along the horizontal axis.
+        columns: Bytes at each of them and a colour, by label, from the bottom up.
+        peak: Most bytes; decides the unit.
+        axis: Title and end of the horizontal axis.
+    """
+    unit, size = memory_unit([peak])
     data = [
         {
             "type": "scatter",
             "mode": "lines",
             "name": label,
             "stackgroup": "memory",
-            "x": seconds,
-            "y": [shown(nbytes / size) for nbytes in getattr(rank.memory, part)],
+            "x": [shown(at) for at in places],
+            "y": [shown(nbytes / size) for nbytes in column],
             "line": {"width": 0, "shape": "hv", "color": colour},
             "fillcolor": colour,
             "hovertemplate": f"%{{y:,.1f}} {unit}",
         }
-        for part, (label, colour) in MEMORY_PARTS.items()
-        if any(getattr(rank.memory, part))
+        for label, (column, colour) in columns.items()
     ]
     layout = {
         "hovermode": "x unified",
         "showlegend": True,
         "legend": {"traceorder": "normal"},
-        "xaxis": {"title": {"text": "seconds from the start of the step"}, "range": [0, rank.seconds]},
+        "xaxis": {"title": {"text": axis[0]}, "range": [0, axis[1]]},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero", "tickformat": WHOLE},
     }
     return {"data": data, "layout": layout}
@@ -265,15 +282,36 @@ def schedule(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
         f"Unit schedule of step {trace.step:,}",
         text,
         {f"rank {one.rank}": _gantt(one, rows) for one in ranks},
-        130 + (30 if len(rows) <= 40 else 18) * len(rows),
+        schedule_height(rows),
         wide=True,
     )
 
 
+def schedule_height(rows: Sequence[str]) -> int:
+    """Return the pixels that a schedule of these rows takes."""
+    return 130 + (30 if len(rows) <= 40 else 18) * len(rows)
+
+
 def _gantt(rank: RankTrace, rows: Sequence[str]) -> Record:
+    events = [Bar(event.unit, event.kind, event.start_s * 1e3, event.end_s * 1e3) for event in rank.events]
+    return gantt(events, rows, ("milliseconds from the start of the step", rank.seconds * 1e3), "ms")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """An interval of a schedule."""
+
+    unit: str  # its row; empty: the optimizer's
+    kind: Kind
+    start: float
+    end: float
+
+
+def gantt(events: Iterable[Bar], rows: Sequence[str], axis: tuple[str, float], measure: str) -> Record:
+    """Return a schedule: one row per name, the first for waits; ``axis`` has a title and an end in ``measure``."""
     place = {name: index for index, name in enumerate(rows)}
     bars: dict[str, Record] = {}
-    for event in rank.events:
+    for event in events:
         label, colour = KINDS[event.kind]
         row = place[event.unit] if event.unit in place else place["optimizer"]
         what = f"{safe(event.unit)}: {WAITS.get(event.kind, label)}" if event.unit else label
@@ -281,13 +319,15 @@ def _gantt(rank: RankTrace, rows: Sequence[str]) -> Record:
         _add_bar(bars, label, colour, (row + 0.02, 0.36) if computes else (row - 0.38, 0.36), event, what)
         if event.kind in WAITS:
             _add_bar(bars, label, colour, (-0.38, 0.76), event, what)
+    for bar in bars.values():
+        bar["hovertemplate"] = f"%{{text}}<br>%{{x:,.4~r}} {measure} from %{{base:,.4~r}} {measure}<extra></extra>"
     order = list(dict.fromkeys(label for label, _ in KINDS.values()))
     data = sorted(bars.values(), key=lambda bar: order.index(bar["name"]))
     layout = {
         "barmode": "overlay",
         "showlegend": True,
         "hovermode": "closest",
-        "xaxis": {"title": {"text": "milliseconds from the start of the step"}, "range": [0, rank.seconds * 1e3]},
+        "xaxis": {"title": {"text": axis[0]}, "range": [0, axis[1]]},
         "yaxis": {
             "range": [len(rows) - 0.5, -0.5],
             "tickvals": list(range(len(rows))),
@@ -307,7 +347,7 @@ _RULE = {"color": "var(--grid)", "width": 1}
 
 
 def _add_bar(
-    bars: dict[str, Record], label: str, colour: str, span: tuple[float, float], event: Any, what: str
+    bars: dict[str, Record], label: str, colour: str, span: tuple[float, float], event: Bar, what: str
 ) -> None:
     """Add ``event``'s bar; ``span`` is its offset from the row's number, and its width."""
     empty = {
@@ -315,13 +355,11 @@ def _add_bar(
         "orientation": "h",
         "name": label,
         "marker": {"color": colour, "line": {"width": 0}},
-        "hovertemplate": "%{text}<br>%{x:,.4~r} ms from %{base:,.4~r} ms<extra></extra>",
         **{column: [] for column in ("x", "base", "y", "offset", "width", "text")},
         "textposition": "none",
     }
     bar = bars.setdefault(label, empty)
-    length = (event.end_s - event.start_s) * 1e3
-    cells = (shown(length), shown(event.start_s * 1e3), 0, span[0], span[1], what)
+    cells = (shown(event.end - event.start), shown(event.start), 0, span[0], span[1], what)
     for column, cell in zip(("x", "base", "y", "offset", "width", "text"), cells, strict=True):
         bar[column].append(cell)
 

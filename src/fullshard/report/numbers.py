@@ -31,5 +31,8 @@ def share(value: float) -> str:
 
 
 def memory_unit(nbytes: Iterable[int]) -> tuple[str, int]:
-    """Return name and bytes of the unit in which the largest of these sizes reads well: KiB or MiB."""
-    return ("KiB", 1 << 10) if max(nbytes, default=0) < 1 << 20 else ("MiB", 1 << 20)
+    """Return name and bytes of the unit in which the largest of these sizes reads well: KiB, MiB or GiB."""
+    largest = max(nbytes, default=0)
+    if largest < 1 << 20:
+        return "KiB", 1 << 10
+    return ("MiB", 1 << 20) if largest < 10 << 30 else ("GiB", 1 << 30)

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import ConfigError
 from fullshard.report import figures, tables
 from fullshard.report.curves import MOST_POINTS, series
 from fullshard.report.figures import Figure
 from fullshard.report.files import RunFiles, read_run
-from fullshard.report.look import SCRIPT, STYLE
+from fullshard.report.frame import PageSection, frame, placeholders
 from fullshard.report.numbers import number, share
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import write_text
 from fullshard.train.reporting.scores import format_metric
 from fullshard.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
 from fullshard.train.reporting.trace import TRACE_NAME, RankTrace
-from fullshard.version import __version__
 
 REPORT_NAME = "report.html"
 
 MOST_RANKS = 8
 """Maximum ranks of the recorded step on the page: the first, the slowest, the fullest and some between."""
-
-# Makes the browser block all network requests of the page.
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-
-
-@dataclass(frozen=True)
-class PageSection:
-    """One section of the page."""
-
-    name: str  # HTML id
-    title: str  # heading
-    body: str  # HTML
-    figures: tuple[Figure, ...] = ()  # the charts with a placeholder in ``body``
 
 
 def write_report(directory: Path, target: Path | None = None) -> dict[str, Any]:
@@ -96,36 +78,7 @@ def make_page(files: RunFiles) -> str:
     name = files.directory.resolve().name
     sections = [_result(files), _curves(files), _memory(files), _schedule(files), _data(files), _samples(files)]
     sections.append(_settings(files))
-    drawn = {figure.name: list(figure.choices.values()) for section in sections for figure in section.figures}
-    # Only "<" could end the script element.
-    values = json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in sections)
-    body = "".join(
-        f'<section id="{section.name}"><h2>{escape(section.title)}</h2>{section.body}</section>' for section in sections
-    )
-    library = _plotly()
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{escape(name)} · fullshard report</title>'
-        f"<style>{STYLE}</style></head><body>"
-        f'<header><h1>{escape(name)}</h1><p class="lead">{_state(files)}</p>'
-        f'<nav aria-label="Sections"><ul>{links}</ul></nav></header>'
-        "<main><noscript><p>The charts need JavaScript; the tables do not.</p></noscript>"
-        f"{body}</main>{_footer(len(library) + len(values) + len(body))}"
-        f'<script type="application/json" id="figures">{values}</script>'
-        f"<script>{library}</script><script>{SCRIPT}</script></body></html>\n"
-    )
-
-
-def _plotly() -> str:
-    """Return the source of plotly.js, which is part of the package."""
-    try:
-        offline = importlib.import_module("plotly.offline")
-    except ImportError as error:
-        raise ConfigError("The report draws its charts with plotly: pip install plotly.") from error
-    return offline.get_plotlyjs().replace("</script", "<\\/script")
+    return frame(f"{name} · fullshard report", name, _state(files), sections)
 
 
 def _state(files: RunFiles) -> str:
@@ -138,30 +91,6 @@ def _state(files: RunFiles) -> str:
         f'<span class="state open">not finished</span>: last recorded step {steps:,}{of}. '
         "The run is still running, or was stopped or killed."
     )
-
-
-def _footer(size: int) -> str:
-    return (
-        f"<footer>Written by fullshard {escape(__version__)}. This file is self-contained and makes no network "
-        f"requests. Its size is about {format_bytes(size)}, mostly plotly.js.</footer>"
-    )
-
-
-def _placeholders(drawn: Sequence[Figure]) -> str:
-    """Return the elements in which the script draws the charts."""
-    places = []
-    for figure in drawn:
-        chooser = ""
-        if len(figure.choices) > 1:
-            options = "".join(f"<option>{escape(label)}</option>" for label in figure.choices)
-            label = f"{figure.title}: rank"
-            chooser = f'<select data-figure="{figure.name}" aria-label="{escape(label)}">{options}</select>'
-        places.append(
-            f'<figure{" class=wide" if figure.wide else ""}><div class="head"><h3>{escape(figure.title)}</h3>{chooser}'
-            f'</div><div id="{figure.name}" role="img" aria-label="{escape(figure.title)}" '
-            f'style="height:{figure.height}px"></div><figcaption>{escape(figure.text)}</figcaption></figure>'
-        )
-    return f'<div class="charts">{"".join(places)}</div>'
 
 
 # Sections
@@ -230,7 +159,7 @@ def _curves(files: RunFiles) -> PageSection:
     drawn = figures.curves(files)
     if not drawn:
         return PageSection("curves", "Curves", tables.note("No step has been recorded yet."))
-    body = _placeholders(drawn) + tables.note("Drag over a chart to zoom in; double-click to reset.")
+    body = placeholders(drawn) + tables.note("Drag over a chart to zoom in; double-click to reset.")
     if figures.is_thinned(files):
         body += tables.note(
             f"{len(files.steps):,} recorded steps are drawn with {MOST_POINTS:,} points: the minimum and maximum of "
@@ -256,7 +185,7 @@ def _memory(files: RunFiles) -> PageSection:
     if drawn:
         plan = files.run.get("plan") or {}
         planned = {rank["rank"]: rank["peak"] for rank in plan.get("memory", ())}
-        body = _placeholders(drawn) + tables.memory_table(ranks, planned)
+        body = placeholders(drawn) + tables.memory_table(ranks, planned)
     if files.trace is not None:
         body += tables.timeline_table(files.trace.ranks)
         body += tables.note(
@@ -279,7 +208,7 @@ def _schedule(files: RunFiles) -> PageSection:
         return PageSection("schedule-section", title, tables.note(files.missing.get(TRACE_NAME, "")))
     trace = files.trace
     drawn = figures.schedule(trace, _chosen_ranks(trace.ranks))
-    body = _placeholders([drawn]) + tables.schedule_table(trace.ranks, trace.units[0])
+    body = placeholders([drawn]) + tables.schedule_table(trace.ranks, trace.units[0])
     notes = "Gathers and reduces are drawn from issue to completion. The root's bars include the units inside it."
     if trace.device == "cpu":
         notes += " On the CPU, a transfer's end is only known once it is waited for." + _on_cpu(files)
@@ -324,7 +253,7 @@ def _samples(files: RunFiles) -> PageSection:
     confusion = files.confusion
     if confusion is not None:
         drawn = (figures.confusion_matrix(confusion),)
-        body += f'<div style="margin-top:16px">{_placeholders(drawn)}</div>' + tables.mistake_table(confusion)
+        body += f'<div style="margin-top:16px">{placeholders(drawn)}</div>' + tables.mistake_table(confusion)
     return PageSection("samples", "Predictions", body, drawn)
 
 

@@ -34,6 +34,7 @@ from fullshard.models import Objective
 from fullshard.optim import ShardedGradScaler
 from fullshard.planner import (
     STEPS,
+    Course,
     Hardware,
     Plan,
     Rates,
@@ -169,6 +170,15 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
     tokens = int(np.asarray(data.train_set.lengths).sum())
     return RunPlan(**values, steps=_total_steps(config, data, epoch), step_tokens=round(tokens / epoch.num_steps))
+
+
+def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
+    """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
+    told = _Told(lambda done, total: None, 0)
+    build = partial(_build, config, data, largest_steps(config, data, plan.world_size), [], told)
+    course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
+    assert course is not None, "it was asked for"
+    return course
 
 
 def _total_steps(config: RunConfig, data: Prepared, epoch: BatchPlan) -> int:

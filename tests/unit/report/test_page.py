@@ -9,7 +9,7 @@ import pytest
 
 from fullshard.cli import report as verb
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.report import figures, page, write_report
+from fullshard.report import figures, frame, write_report
 from fullshard.report.curves import MOST_POINTS, smooth, thin
 from fullshard.report.files import read_run
 from fullshard.report.look import STYLE
@@ -52,7 +52,7 @@ class Page(HTMLParser):
 def _no_library(request, monkeypatch):
     """plotly.js is 5 MB: only the tests about it parse a page that has it."""
     if not request.function.__name__.endswith(("megabytes", "names_the_package")):
-        monkeypatch.setattr(page, "_plotly", lambda: "/* plotly.js */")
+        monkeypatch.setattr(frame, "_plotly", lambda: "/* plotly.js */")
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_without_plotly_it_names_the_package(finished, monkeypatch):
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(page.importlib, "import_module", missing)
+    monkeypatch.setattr(frame.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match="pip install plotly"):
         write_report(finished)
 
@@ -344,6 +344,7 @@ def test_small_numbers_are_readable():
     ]
     assert [share(value) for value in (0.0825, 1e-4, 0)] == ["8.2%", "<0.1%", "0.0%"]
     assert [memory_unit([size])[0] for size in (1 << 19, 1 << 20, 0)] == ["KiB", "MiB", "KiB"]
+    assert [memory_unit([size << 30])[0] for size in (9, 10)] == ["MiB", "GiB"]
     assert shown(1.00052) == 1.00052
 
 

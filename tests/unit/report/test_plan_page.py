@@ -1,0 +1,63 @@
+"""The page of a plan: its charts hold the plan's figures, and it asks nobody for anything."""
+
+import json
+import re
+
+import pytest
+
+from fullshard.cli.main import main
+from fullshard.report import frame
+from support.planned import write_run
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch, capsys):
+    """The plan as JSON, the charts of its page and the page."""
+    monkeypatch.setattr(frame, "_plotly", lambda: "/* plotly.js */")
+    monkeypatch.setattr("fullshard.cli.plan.DRAWN_WORLDS", (1, 4096))
+    target = tmp_path / "plan.html"
+    command = ["plan", str(write_run(tmp_path)), "--world", "2", "--gpu", "t4", "--json"]
+    assert main(command) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*command, "--html", str(target)]) == 0
+    assert json.loads(capsys.readouterr().out) == plain
+    text = target.read_text()
+    charts = json.loads(re.search(r'id="figures">(.*?)</script>', text)[1])
+    return plain, charts, text
+
+
+def test_the_charts_hold_the_figures_of_the_plan(page):
+    plan, charts, text = page
+    assert set(charts) == {"memory", "schedule", "memory-ranks", "time-ranks"}
+    areas = charts["memory"][0]["data"]
+    places = areas[0]["x"]
+    assert len(set(places)) == len(places) <= 600
+    peak = max(map(sum, zip(*(area["y"] for area in areas), strict=True)))
+    assert peak * 1024 == pytest.approx(plan["peak_bytes"], rel=1e-5)
+    names = {bar["name"] for bar in charts["schedule"][0]["data"]}
+    assert names == {"forward", "backward", "gather", "reduce", "optimizer step"}
+    by_ranks = {line["name"]: line for line in charts["memory-ranks"][0]["data"]}
+    assert by_ranks["needed"]["x"] == [1, 4096]
+    assert charts["memory-ranks"][0]["layout"]["xaxis"]["type"] == "log"
+    limit = by_ranks["memory of the device"]["y"]
+    assert limit == [pytest.approx(plan["memory_bytes"] / 2**30)] * 2
+    assert '<span class="state">fits</span>: rank' in text
+
+
+def test_the_page_needs_no_other_file(page):
+    text = page[2]
+    assert "default-src 'none'" in text
+    assert not re.search(r"<(script|link|img|iframe)[^>]* (src|href)=", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--world", "1,2"], "--html draws one plan"),
+        (["--gpu", "t4", "--fit"], "--html draws one plan"),
+        (["--html", "."], "is a directory; name a file, such as plan.html"),
+    ],
+)
+def test_a_page_that_cannot_be_written(options, said, tmp_path, capsys):
+    assert main(["plan", str(write_run(tmp_path)), "--html", "plan.html", *options]) == 2
+    assert said in capsys.readouterr().err
