@@ -69,7 +69,8 @@ def _result(plan: Plan, limit: int | None) -> PageSection:
         ("needed", format_bytes(plan.needed_bytes), "with some to spare"),
     ]
     facts += [] if limit is None else [("memory", format_bytes(limit), "of a rank's device")]
-    facts += [] if plan.timing is None else [("a step", format_duration(plan.timing.step_s), "by the data sheet")]
+    how = "by measured rates" if plan.device is None else "by the data sheet"
+    facts += [] if plan.timing is None else [("a step", format_duration(plan.timing.step_s), how)]
     facts += [("sent a step", format_bytes(sum(plan.sent_bytes.values())), "by a rank, to others")]
     rows = [[PHASE_LABELS[phase], format_bytes(size)] for phase, size in plan.phase_peaks.items()]
     return PageSection("result", "Result", tables.tiles(facts) + tables.table("Phases", ["", "bytes"], rows))
@@ -170,7 +171,7 @@ def _time_by_ranks(timed: Sequence[Plan], plans: Sequence[Plan]) -> Figure:
         _curve(label, ranks, [1e3 * getattr(plan.timing, name) for plan in timed], colour, "ms", "solid")
         for label, (name, colour) in parts.items()
     ]
-    text = "Milliseconds of a step and its parts by the data sheet, by number of ranks on a logarithmic axis."
+    text = "Milliseconds of a step and its parts, by number of ranks on a logarithmic axis."
     chart = _by_ranks(data, [plan.world_size for plan in plans], "ms")
     return Figure("time-ranks", "Time of a step by number of ranks", text, {"": chart}, 320, wide=True)
 
