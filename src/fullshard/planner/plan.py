@@ -229,10 +229,13 @@ def highest(
     device: Hardware | None = None,
     rates: Rates | None = None,
 ) -> Plan:
-    """Return the plan of the one of ``ranks`` that has the highest peak; see :func:`rehearse`."""
+    """Return the plan of the one of ``ranks`` that is fullest in any phase, of equal ones in a step.
+
+    See :func:`rehearse`.
+    """
     speed = speed_of(device, rates)
     found = (planned(rehearse_on(build, rank, world_size, device), rank, world_size, device, speed) for rank in ranks)
-    return max(found, key=lambda plan: plan.peak_bytes)
+    return max(found, key=lambda plan: (plan.highest_bytes, plan.peak_bytes))
 
 
 def speed_of(device: Hardware | None, rates: Rates | None) -> Speed | None:

@@ -130,7 +130,7 @@ class _Watch(SilentRecorder):
         self._gradients: dict[str, int] = {}
         self._phase = "forward"
         self._state = self._held = 0
-        self._is_fullest = False
+        self._is_fullest = self._knows_gradients = False
         self._runtime.watch(self)
         made.model.register_forward_pre_hook(self._forward_begins, prepend=True)
         made.model.register_forward_hook(self._forward_ends)
@@ -155,10 +155,10 @@ class _Watch(SilentRecorder):
     def begin_step(self) -> None:
         """Note what is held between steps."""
         self._phase = "forward"
-        self._gradients = {unit.name: unit.gradient_bytes() for unit in self._runtime.units}
+        self._gradients = self._gradients_now()
         self._state = _state_bytes(self._optimizer)
         self._held = self._meter.live - sum(self._known().values())
-        self._is_fullest = False
+        self._is_fullest = self._knows_gradients = False
         if self._drawn is not None:
             self._drawn.clear()
             self._meter.on_change = self._sample
@@ -171,6 +171,12 @@ class _Watch(SilentRecorder):
 
     def begin(self, unit: str, kind: Kind) -> None:
         """See :meth:`SilentRecorder.begin`."""
+        if kind == "forward" and not self._knows_gradients and not in_backward():
+            # Nobody is told that they were cleared; their memory is freed when the engine's forward begins.
+            self._gradients = self._gradients_now()
+            self._knows_gradients = True
+        elif kind == "backward":
+            self._knows_gradients = False
         if self._drawn is not None:
             self._drawn.begin(unit, kind)
 
@@ -197,6 +203,9 @@ class _Watch(SilentRecorder):
     def ranges(self) -> Iterable[tuple[int, int]]:
         """Yield the elements that this rank holds of each parameter, as bounds."""
         return (param.meta.element_range for _, param in self._runtime.all_params())
+
+    def _gradients_now(self) -> dict[str, int]:
+        return {unit.name: unit.gradient_bytes() for unit in self._runtime.units}
 
     def _known(self) -> dict[str, int]:
         live = self.account.live

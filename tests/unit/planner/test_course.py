@@ -52,6 +52,16 @@ def test_every_unit_is_gathered_before_each_pass_and_reduced_after_the_last():
     assert optimizer.end == course.operators > optimizer.start
 
 
+def test_gradients_that_were_cleared_are_not_counted():
+    course = rehearse(build, 0, 2, draws=True).course
+    forwards = [span for span in course.spans if span.kind == "forward"]
+    backward = min(span.start for span in course.spans if span.kind == "backward")
+    held = dict(zip(course.places, course.parts["gradient_shards"], strict=True))
+    first = min(span.start for span in forwards)
+    assert {size for place, size in held.items() if first < place < backward} == {0}
+    assert max(held.values()) > 0
+
+
 def test_of_the_moments_of_one_operator_the_fullest_and_the_last_are_kept():
     recorder = CourseRecorder(iter([0, 1, 1, 1, 1, 2, 2]).__next__)
     for size in (5, 9, 7, 3, 4):
