@@ -9,6 +9,7 @@ from typing import Any
 from fullshard.cli.common import add_run_arguments, add_verb, join_other_launcher, positive, start_ranks
 from fullshard.cli.plan import RATES
 from fullshard.config import load_run
+from fullshard.errors import ConfigError
 from fullshard.launch import Failure, choose_nproc
 
 PROGRAM = "fullshard.launch.programs.bench"
@@ -52,6 +53,8 @@ def run(options: argparse.Namespace) -> Failure | None:
         UserError: The settings are wrong.
         SystemExit: Under torchrun, with the rank's exit code.
     """
+    if not options.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {options.out}: there is no directory {options.out.parent}. Make it, or name another.")
     arguments = [str(options.config), *options.overrides, "--out", str(options.out)]
     arguments += [] if options.world is None else ["--world", str(options.world)]
     arguments += ["--json"] if options.json else []

@@ -160,6 +160,9 @@ def run(options: argparse.Namespace) -> int:
     data = _given_rows(options, config, [*sizes, *drawn]) or program.prepare_plan(config)
     planner, path = load_program("fullshard.planner"), _rates_file(options)
     rates = [None if path is None else planner.read_rates(path, size) for size in sizes]
+    for size, measured in zip(sizes, rates, strict=True):
+        if measured is not None and measured.ranks != size:
+            say(f"{size} ranks are timed by the rates of {measured.ranks} side by side, links between them included")
     plans = []
     with ShareProgress("planning", len(sizes), shown=not options.json) as progress:
         for progress.piece, size in enumerate(sizes):

@@ -239,8 +239,18 @@ def highest(
 
 
 def speed_of(device: Hardware | None, rates: Rates | None) -> Speed | None:
-    """Return what says how long operators take: what was measured, else the data sheet; None if there is neither."""
+    """Return what says how long operators take: what was measured, else the data sheet; None if there is neither.
+
+    Raises:
+        ConfigError: The rates are those of a CPU and the plan is for GPUs, or the other way round.
+    """
     if rates is not None:
+        measured, planned = ("GPUs" if gpu else "CPU ranks" for gpu in (rates.queues, device is not None))
+        if measured != planned:
+            raise ConfigError(
+                f"The rates were measured on {measured}, and the plan is for {planned}. Name a GPU with --gpu for "
+                "rates of GPUs, and none for those of CPU ranks."
+            )
         return rates
     return None if device is None else SheetSpeed(device)
 

@@ -15,9 +15,8 @@ from fullshard.errors import ConfigError, MemoryLimitError
 from fullshard.planner import Hardware, hardware, names
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.train.fit import Load, Tried, search
+from fullshard.train.reporting.sinks import RUN_NAME
 from fullshard.train.setup.prepare import Prepared
-
-RUN_NAME = "run.json"
 
 _CPU = Hardware(
     name="CPU rank",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fullshard.errors import ConfigError
-from fullshard.planner import Rates, read_rates, time_step, write_rates
+from fullshard.planner import Rates, hardware, read_rates, speed_of, time_step, write_rates
 from fullshard.planner.work import Awaited, Computed, Issued, Operator, Work
 
 PAIR = range(2)
@@ -94,3 +94,12 @@ def test_a_file_that_is_none_says_how_to_make_one(tmp_path):
             read_rates(path, 1)
         with pytest.raises(ConfigError, match=r"other\.json holds no rates .*--out"):
             write_rates(path, "here", rates())
+
+
+def test_rates_of_cpus_give_no_time_of_gpus_nor_the_other_way_round():
+    with pytest.raises(ConfigError, match=r"measured on CPU ranks, and the plan is for GPUs"):
+        speed_of(hardware("h100"), rates())
+    with pytest.raises(ConfigError, match=r"measured on GPUs, and the plan is for CPU ranks"):
+        speed_of(None, rates(queues=True))
+    assert speed_of(None, rates()) == rates()
+    assert speed_of(hardware("h100"), rates(queues=True)) == rates(queues=True)

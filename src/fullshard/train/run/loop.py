@@ -17,7 +17,7 @@ import torch
 
 from fullshard.comm import Comm, device_of, together_in_background
 from fullshard.config import RunConfig
-from fullshard.errors import MemoryLimitError, RunStopped
+from fullshard.errors import ConfigError, MemoryLimitError, RunStopped
 from fullshard.models import Objective
 from fullshard.saving import Checkpoints, save
 from fullshard.storage import publish_model
@@ -79,6 +79,8 @@ def train(
         UserError: Data, model, settings or disk; on every rank, with the same text.
         MemoryLimitError: This rank is out of memory; the others lose it.
     """
+    if config.sharding.auto is True:
+        raise ConfigError("sharding: auto is chosen before: pass the settings with those of chosen_settings() added.")
     parts: Assembly | None = None
     with ExitStack() as closing:
         for sink in reversed(sinks):
