@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from textwrap import dedent
@@ -107,10 +107,10 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    """Yield the options of a section, then the sections in it."""
+def _sections(model: type[BaseModel], prefix: str, more: str | None = "") -> Iterator[str]:
+    """Yield the options of a section, then the sections in it; ``more`` is what its field says."""
     title = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
-    yield f"## {title}\n\n{_one_line(model.__doc__)}\n"
+    yield f"## {title}\n\n{f'{_one_line(model.__doc__)} {_one_line(more)}'.strip()}\n"
     for name, field in model.model_fields.items():
         if _section_of(field) is None:
             key = f"{prefix}{field.alias or name}"
@@ -119,7 +119,8 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         section = _section_of(field)
         if section is not None:
-            yield from _sections(section, f"{prefix}{field.alias or name}.")
+            named = "NAME." if get_origin(field.annotation) is Mapping else ""
+            yield from _sections(section, f"{prefix}{field.alias or name}.{named}", field.description if named else "")
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -44,6 +44,11 @@ def add_parser(verbs: Any) -> None:
         help="file of rows to measure on, in the format of the run's data (default: the run's held-out rows)",
     )
     parser.add_argument(
+        "--set",
+        metavar="NAME",
+        help="of a mixture: the set to measure, or whose columns and prefix --data has (default: all sets)",
+    )
+    parser.add_argument(
         "--output", metavar="DIR", type=Path, help="directory to write (default: evaluation in the run's output_dir)"
     )
     add_json(parser)
@@ -62,7 +67,7 @@ def run(options: argparse.Namespace) -> Failure | None:
     if options.model is not None:
         require_model(options.model)
     arguments = [str(options.path), *options.overrides]
-    for name in ("model", "data", "output"):
+    for name in ("model", "data", "output", "set"):
         value = getattr(options, name)
         arguments += [] if value is None else [f"--{name}", str(value)]
     arguments += ["--json"] if options.json else []

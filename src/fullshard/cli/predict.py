@@ -37,7 +37,7 @@ examples:
   fullshard predict google-t5/t5-small articles.txt --prefix "summarize: " --num-beams 4 --nproc 2
 """
 
-_VALUES = ("num_beams", "max_new_tokens", "batch_size", "prefix", "separator", "source_column", "output")
+_VALUES = ("num_beams", "max_new_tokens", "batch_size", "prefix", "separator", "source_column", "set", "output")
 
 
 def add_parser(verbs: Any) -> None:
@@ -58,6 +58,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--source-column", metavar="NAME", help="column of the source (default: the run's, or chosen by its name)"
     )
+    parser.add_argument("--set", metavar="NAME", help="of a mixture: the set whose columns and prefix the rows have")
     parser.add_argument("--nproc", metavar="N", type=positive, default=1, help="ranks to shard over (default: 1)")
     add_json(parser, help="with -o: print the number of rows as JSON; print errors as JSON")
 

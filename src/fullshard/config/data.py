@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from fullshard.config.section import ConfigSection, Fraction
+from fullshard.config.sets import SetConfig, SetName
+
+_OF_A_SET = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "train_split", "validation_split")
+"""Options that each set of a mixture has for itself."""
 
 
 class DataConfig(ConfigSection):
@@ -15,7 +20,7 @@ class DataConfig(ConfigSection):
 
     train_file: Path | None = None
     """A .csv, .tsv, .jsonl, .json or .parquet file, or a file of the given format, relative to the run file's directory
-    or the working directory. Set exactly one of train_file and dataset_name."""
+    or the working directory. Set exactly one of train_file, dataset_name and sets."""
     validation_file: Path | None = None
     """Held-out rows for evaluation, in the same format."""
     dataset_name: str | None = None
@@ -67,17 +72,23 @@ class DataConfig(ConfigSection):
     max_target_length: PositiveInt = 128
     """Maximum tokens of a target; longer ones are truncated and counted."""
     max_train_samples: PositiveInt | None = None
-    """Number of rows to train on, from the first; null: all."""
+    """Number of rows to train on, from the first; null: all. Of a mixture: of each set."""
     max_eval_samples: PositiveInt | None = None
-    """Number of rows to evaluate on, from the first; null: all."""
+    """Number of rows to evaluate on, from the first; null: all. Of a mixture: of each set."""
     cache_dir: Path | None = None
     """Cache directory of token ids; null: fullshard/ in the user's cache directory."""
+    sets: Mapping[SetName, SetConfig] = {}
+    """The data sets of a mixture by name, instead of train_file and dataset_name. The metrics of an evaluation are of
+    all sets' held-out rows together, each row counted once, and of each set; the first decide which model is kept."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
+        if self.sets:
+            self._fitting_sets()
+            return self
         if (self.train_file is None) == (self.dataset_name is None):
             given = "neither" if self.train_file is None else "both"
-            raise ValueError(f"exactly one of train_file and dataset_name must be given; got {given}")
+            raise ValueError(f"exactly one of train_file and dataset_name must be given; got {given} (and no sets)")
         self._no_idle_options()
         if self.validation_fraction and self.validation_file is not None:
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_file")
@@ -85,6 +96,50 @@ class DataConfig(ConfigSection):
             raise ValueError("template and source_column both set the source; give one")
         self._fitting_delimiter()
         return self
+
+    def _fitting_sets(self) -> None:
+        """Check the sets, each with what it has from here, and their weights.
+
+        Raises:
+            ValueError: A set is wrong, an option is given that each set has for itself, or only some have a weight.
+        """
+        if idle := [name for name in _OF_A_SET if getattr(self, name) != type(self).model_fields[name].default]:
+            raise ValueError(f"with sets, {' and '.join(idle)} of each set is given inside sets; remove it here")
+        without = [name for name, one in self.sets.items() if one.weight is None]
+        if 0 < len(without) < len(self.sets):
+            raise ValueError(
+                f"sets: {len(without)} of {len(self.sets)} have no weight: {', '.join(without)}. Give all of them one, "
+                "or none: then each row comes once an epoch"
+            )
+        for name in self.sets:
+            try:
+                self._part(name)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = "".join(f".{key}" for key in first["loc"])
+                raise ValueError(f"sets.{name}{where}: {first['msg'].removeprefix('Value error, ')}") from error
+
+    def _part(self, name: str) -> DataConfig:
+        """Return the section that a set would have by itself."""
+        own = {key: value for key, value in self.sets[name].model_dump().items() if value is not None}
+        own.pop("weight", None)
+        rest = {key: value for key, value in self.model_dump().items() if key != "sets"}
+        # What a set says instead of something of the mixture replaces it.
+        if own.keys() & {"validation_file", "validation_split"}:
+            rest["validation_fraction"] = 0.0
+        if own.keys() & {"template", "source_column"}:
+            rest |= {"template": None, "source_column": None}
+        return DataConfig.model_validate({**rest, **own})
+
+    @property
+    def parts(self) -> Mapping[str, DataConfig]:
+        """The section of each set of a mixture by name; without sets this section, named "" (a mixture of one)."""
+        return {name: self._part(name) for name in self.sets} or {"": self}
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each set; empty: they have none."""
+        return tuple(one.weight for one in self.sets.values() if one.weight is not None)
 
     def _fitting_delimiter(self) -> None:
         """Check the delimiter, and that there is a CSV file to read with it.
@@ -129,6 +184,8 @@ class DataConfig(ConfigSection):
     @property
     def holds_out(self) -> bool:
         """True if there are rows to evaluate on."""
+        if self.sets:
+            return any(part.holds_out for part in self.parts.values())
         if self.validation_file is not None or self.validation_fraction or self.format == "wikihow":
             return True
         return self.dataset_name is not None and self.validation_split is not None

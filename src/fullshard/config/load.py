@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from fullshard.config.aliases import other_name
 from fullshard.config.schema import RunConfig
+from fullshard.config.sets import SetConfig
 from fullshard.errors import ConfigError
 
 _FILE_KEYS = (("data", "train_file"), ("data", "validation_file"))
@@ -191,21 +192,25 @@ def _as_text(key: str, typed: str) -> str:
 
 def _resolve_files(values: Mapping[str, Any], directory: Path, *, reads_data: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the settings with absolute paths, and a problem for each path that does not exist and will be read."""
-    resolved = dict(values)
+    resolved = copy.deepcopy(dict(values))
     problems = []
-    for section, key in _FILE_KEYS + _NAME_KEYS:
-        settings = resolved.get(section)
-        if not isinstance(settings, Mapping) or not isinstance(settings.get(key), str):
+    data = resolved.get("data")
+    sets = data.get("sets") if isinstance(data, Mapping) else None
+    sections = [(section, key, section, resolved.get(section)) for section, key in _FILE_KEYS + _NAME_KEYS]
+    for name, one in sets.items() if isinstance(sets, Mapping) else ():
+        sections += [("data", key, f"data.sets.{name}", one) for section, key in _FILE_KEYS + _NAME_KEYS[:1]]
+    for section, key, shown, settings in sections:
+        if not isinstance(settings, dict) or not isinstance(settings.get(key), str):
             continue
         candidates = list(dict.fromkeys(Path(base, settings[key]).absolute() for base in (directory, Path.cwd())))
         found = next((candidate for candidate in candidates if candidate.exists()), None)
         if found is not None:
-            resolved[section] = {**settings, key: str(found)}
+            settings[key] = str(found)
         elif section == "data" and not reads_data:
             continue
         elif (section, key) in _FILE_KEYS or not HUB_ID.fullmatch(settings[key]):
             tried = " and ".join(str(candidate) for candidate in candidates)
-            problems.append(f"{section}.{key}: {settings[key]!r} does not exist; tried {tried}")
+            problems.append(f"{shown}.{key}: {settings[key]!r} does not exist; tried {tried}")
     return resolved, problems
 
 
@@ -236,6 +241,8 @@ def _explain_unknown(key: str, value: Any) -> str:
         return f"{key}: {answer}"
     known = list(_known_keys(RunConfig))
     section, _, name = key.rpartition(".")
+    if of_set := re.match(r"data\.sets\.[^.]+", section):
+        known = list(_known_keys(SetConfig, f"{of_set.group()}."))
     siblings = [other for other in known if other.rpartition(".")[0] == section]
     nearest = _nearest_leaf(name, siblings) or _nearest_leaf(name, known)
     if nearest is None:

@@ -16,6 +16,7 @@ from fullshard.config.evaluation import EvaluationConfig
 from fullshard.config.model import ModelConfig
 from fullshard.config.section import ConfigSection
 from fullshard.config.training import TrainingConfig
+from fullshard.errors import ConfigError
 
 
 class ShardingConfig(ConfigSection):
@@ -110,6 +111,30 @@ class RunConfig(ConfigSection):
                 "data.validation_file or data.validation_fraction, or set training.eval_strategy: no"
             )
         return self
+
+    @model_validator(mode="after")
+    def _fitting_weights(self) -> Self:
+        if self.data.weights and self.training.per_device_train_batch_tokens is not None:
+            raise ValueError(
+                "training.per_device_train_batch_tokens makes steps of the same rows in every epoch, and a set with a "
+                "weight gives other rows to each: use training.per_device_train_batch_size, or remove the weights"
+            )
+        return self
+
+    def of_set(self, name: str | None) -> RunConfig:
+        """Return the settings for new rows: a mixture's with the columns and the prefix of one of its sets.
+
+        Raises:
+            ConfigError: There is no such set, or None names none and there are several.
+        """
+        parts = self.data.parts
+        chosen = next(iter(parts)) if name is None and len(parts) == 1 else name
+        if chosen is not None and chosen in parts and (name is None or self.data.sets):
+            return self.model_copy(update={"data": parts[chosen]})
+        if not self.data.sets:
+            raise ConfigError(f"--set {name} names a set of a mixture, and the run has one set of data: leave it out.")
+        problem = "The rows could be of any set" if name is None else f"The mixture has no set {name}"
+        raise ConfigError(f"{problem}: name the one whose columns and prefix apply, --set {' or '.join(parts)}.")
 
     def as_plain(self) -> Mapping[str, Any]:
         """Return the configuration with all defaults filled in, as values that JSON and YAML can represent."""

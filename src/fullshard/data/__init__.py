@@ -30,6 +30,8 @@ from fullshard.data.examples import (
     Split as Split,
     Table as Table,
 )
+from fullshard.data.mixing.chained import chained as chained
+from fullshard.data.mixing.mixture import Mixture as Mixture
 from fullshard.data.reading.bad_rows import UnusableRowsError as UnusableRowsError
 from fullshard.data.reading.conversations import answers_as_rows as answers_as_rows
 from fullshard.data.reading.inputs import read_inputs as read_inputs

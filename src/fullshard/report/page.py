@@ -235,6 +235,7 @@ def _data(files: RunFiles) -> PageSection:
     rows = {"training rows": files.fact("train_rows"), "held-out rows": files.fact("validation_rows")}
     facts = [(name, f"{count:,}", "") for name, count in rows.items() if count is not None]
     body += tables.tiles(facts) if facts else ""
+    body += tables.set_table(files.fact("sets"), files.best) if files.fact("sets") else ""
     notes = "".join(f"<li>{escape(str(one))}</li>" for one in files.fact("notes") or ())
     body += f'<ul class="notes">{notes}</ul>' if notes else ""
     return PageSection(

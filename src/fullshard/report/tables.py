@@ -10,7 +10,7 @@ from fullshard.report.figures import MEMORY_PARTS
 from fullshard.report.files import Record
 from fullshard.report.numbers import number, share
 from fullshard.sizes import format_bytes, format_duration
-from fullshard.train.reporting.scores import Confusion
+from fullshard.train.reporting.scores import Confusion, format_metric
 from fullshard.train.reporting.trace import RankTrace
 
 SHOWN_PREDICTIONS = 20
@@ -146,6 +146,22 @@ def mistake_table(confusion: Confusion) -> str:
     found = confusion.mistakes()
     caption = f"Most frequent mistakes, {min(SHOWN_MISTAKES, len(found))} of {len(found):,} kinds"
     return table(caption, ["correct label", "predicted", "rows"], found[:SHOWN_MISTAKES], numbers_from=2)
+
+
+def set_table(sets: Sequence[Record], best: Record | None) -> str:
+    """Return a table of the sets of a mixture, with the metrics of the best model on each."""
+    scores = (best or {}).get("sets", {})
+    metrics = list(dict.fromkeys(name for one in scores.values() for name in one["metrics"]))
+    rows = []
+    for one in sets:
+        found = scores.get(one["name"], {"metrics": {}})
+        shown = [format_metric(name, found["metrics"][name]) if name in found["metrics"] else "" for name in metrics]
+        loss = f"{found['loss']:.4f}" if "loss" in found else ""
+        weight = "none" if one["weight"] is None else f"{one['weight']:g}"
+        counts = [f"{one[key]:,}" for key in ("train_rows", "epoch_rows", "validation_rows")]
+        rows.append([one["name"], weight, *counts, one["content"][:8], loss, *shown])
+    head = ["", "weight", "training rows", "rows of an epoch", "held-out rows", "hash", "held-out loss", *metrics]
+    return table("Sets of the mixture", head, rows)
 
 
 def settings_table(caption: str, values: Mapping[str, Any]) -> str:

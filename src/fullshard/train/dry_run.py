@@ -19,7 +19,7 @@ from fullshard.sizes import format_bytes
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.run.assemble import make_evaluation
 from fullshard.train.setup.advice import advice
-from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.data_plan import make_plan, mixture_notes
 from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.train.setup.optimizers import expected_state_bytes
@@ -145,7 +145,12 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
         gradients=sum(parameter.nbytes for parameter in trainable),
         optimizer=expected_state_bytes(model, config),
         gathered=root.gathered_bytes + sum(largest),
-        notes=(*data.notes, *own_loss(model, config)[1], *advice(config, data, plan, world_size)),
+        notes=(
+            *data.notes,
+            *mixture_notes(config, data),
+            *own_loss(model, config)[1],
+            *advice(config, data, plan, world_size),
+        ),
     )
 
 

@@ -265,6 +265,8 @@ def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed:
     micro-batch has left gradients and after; full steps last. ``listed``: of padded rows, too.
     """
     training = config.training
+    # A row of a set with a weight may come twice in a micro-batch, which the longest rows do not tell.
+    listed = listed or bool(config.data.weights)
     if not listed and not training.packing and training.per_device_train_batch_tokens is None:
         return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
     found: tuple[dict[Shape, _Step], dict[Shape, _Step]] = ({}, {})

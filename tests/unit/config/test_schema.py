@@ -1,6 +1,7 @@
 """The schema: frozen, complete in its explanations, and strict about options that would do nothing."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,43 @@ def test_a_delimiter_is_one_character_of_csv_files(run_file, tmp_path):
     ):
         with pytest.raises(ConfigError, match=problem):
             load_run(run_file, overrides)
+
+
+def mixture_of(sets, **data):
+    return {"output_dir": "out", "model": {"path": "m"}, "data": {"sets": sets, **data}}
+
+
+@pytest.mark.parametrize(
+    ("sets", "data", "message"),
+    [
+        ({"a": {"train_file": "a.csv", "weight": 1}, "b": {"train_file": "b.csv"}}, {}, "1 of 2 have no weight: b"),
+        ({"a": {"train_file": "a.csv", "weight": 0}}, {}, "greater than 0"),
+        ({"a b": {"train_file": "a.csv"}}, {}, "match pattern"),
+        ({"a": {"train_file": "a.csv"}}, {"train_file": "b.csv"}, "train_file of each set is given inside sets"),
+        ({"a": {}}, {}, "sets.a: exactly one of train_file and dataset_name must be given; got neither"),
+        ({"a": {"train_file": "a.csv", "format": "xls"}}, {}, "sets.a.format: Input should be"),
+        ({"a": {"train_file": "a.jsonl", "delimiter": ";"}}, {}, "sets.a: delimiter applies to CSV files"),
+    ],
+)
+def test_sets_that_cannot_be_a_mixture(sets, data, message):
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        RunConfig.model_validate(mixture_of(sets, validation_fraction=0.1, **data))
+
+
+def test_a_set_has_what_it_leaves_out_from_the_mixture_and_replaces_what_it_says_otherwise():
+    sets = {
+        "a": {"train_file": "a.csv"},
+        "b": {"train_file": "b.csv", "template": "{x}: {y}", "validation_file": "c.csv", "source_prefix": "b: "},
+    }
+    data = RunConfig.model_validate(mixture_of(sets, source_column="text", validation_fraction=0.2)).data
+    a, b = data.parts.values()
+    assert (a.source_column, a.template, a.validation_fraction, a.source_prefix) == ("text", None, 0.2, "")
+    assert (b.source_column, b.template, b.validation_fraction, b.source_prefix) == (None, "{x}: {y}", 0.0, "b: ")
+    assert data.holds_out
+
+
+def test_weights_need_batches_of_rows():
+    sets = {name: {"train_file": f"{name}.csv", "weight": 1} for name in "ab"}
+    values = mixture_of(sets, validation_fraction=0.1) | {"training": {"per_device_train_batch_tokens": 64}}
+    with pytest.raises(ValidationError, match="a set with a weight gives other rows to each"):
+        RunConfig.model_validate(values)

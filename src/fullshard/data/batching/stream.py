@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fullshard.data.batching.collate import Batch, CollateSpec, RowRef, collate
+from fullshard.data.mixing.mixture import Mixture
 from fullshard.data.tokenizing.tokenize import TokenizedSet
 from fullshard.errors import DataError
 
@@ -79,6 +80,7 @@ class EpochPlan:
     # run that resumes with another world size keeps its initial groups
     group_rows: int | None = None
     accumulation: int = 1  # micro-batches per step; the last step of an epoch may have fewer
+    mixture: Mixture | None = None  # in training, the sets that the rows are of; None: each row once
 
     def __post_init__(self) -> None:
         """Check the sizes.
@@ -156,6 +158,8 @@ class EpochPlan:
         """The rows of all ranks and which are fillers; rank r has every ``world_size``-th, starting at r."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.num_rows, generator=generator).numpy() if self.training else None
+        if order is not None and self.mixture is not None:
+            order = self.mixture.epoch_rows(self.epoch)[order]
         order = np.arange(self.num_rows) if order is None else order
         places = np.arange(self.num_rows, self.rows_per_rank * self.world_size)
         fillers = np.zeros(self.num_rows + len(places), np.bool_)

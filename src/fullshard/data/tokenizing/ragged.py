@@ -49,6 +49,11 @@ class Ragged:
         """Number of tokens of each row."""
         return np.diff(self.offsets)
 
+    @property
+    def num_ids(self) -> int:
+        """Number of tokens of all rows."""
+        return int(self.offsets[-1])
+
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.offsets) - 1

@@ -57,6 +57,7 @@ class TokenizedSet:
     cut: tuple[bool, ...] = ()  # whether each source was truncated; empty where the ids are from the cache
     # start and end of each run of learned tokens, in source and target joined; None: each row's target is learned
     spans: Ragged | None = None
+    set_rows: tuple[int, ...] = ()  # rows of each set of a mixture, which follow one another; empty: one set
 
     def __post_init__(self) -> None:
         """Copy lists of rows into arrays."""

@@ -37,12 +37,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--set")
     return parser
 
 
 def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     """Tokenize, join the other ranks, load the model and evaluate; rank 0 writes and prints the result."""
     run = read_run(options.run, options.overrides)
+    if options.set is not None or options.data is not None:
+        run = run.of_set(options.set)
     output = options.output or run.output_dir / "evaluation"
     require_no_run(output)
     file = None if options.data is None else options.data.absolute()
@@ -56,7 +59,7 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     with WorkProgress("evaluating", shown=is_first) as progress:
         report = evaluate(model, tokenizer, spec, comm, step=0, epoch=0.0, progress=progress)
     data = trained.config.data
-    origin = file or data.validation_file or data.train_file or data.dataset_name
+    origin = file or data.validation_file or data.train_file or data.dataset_name or " and ".join(data.parts)
     values = evaluation_values(
         report, model=str(trained.directory), data=str(origin), rows=len(prepared.held_out), world_size=comm.size
     )

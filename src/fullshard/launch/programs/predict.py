@@ -22,7 +22,8 @@ from fullshard.launch.progress import WorkProgress
 from fullshard.models import is_causal, resolve_model
 from fullshard.train.evaluation.predict import predict
 from fullshard.train.evaluation.trained import find_trained, load_trained
-from fullshard.train.setup.prepare import chat_notes, separator_of, source_spec, tokenize_spec
+from fullshard.train.setup.prepare import chat_notes, separator_of, tokenize_spec
+from fullshard.train.setup.set_rows import source_spec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefix")
     parser.add_argument("--separator")
     parser.add_argument("--source-column")
+    parser.add_argument("--set")
     return parser
 
 
@@ -49,8 +51,8 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     """Read the rows, join the other ranks, load the model and predict; rank 0 writes the predictions."""
     directory = resolve_model(options.model)
     trained = find_trained(options.model, recorded_run(directory))
-    config = changed(trained.config, options)
-    table = read_inputs(options.file, source_spec(config))
+    config = changed(trained.config.of_set(options.set), options)
+    table = read_inputs(options.file, source_spec(config.data))
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
     about_text = _text_notes(config, tokenizer, table.rows, causal=is_causal(model))

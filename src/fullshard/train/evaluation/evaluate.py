@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,7 +36,9 @@ class HeldOut:
     tokenized: TokenizedSet  # the same rows as token ids
     collate: CollateSpec  # padding and the kind of model
     labels: Collection[str] | None = None  # the label set of the training rows, or None
-    majority: str | None = None  # the most frequent training target; None if it is not known
+    # the most frequent training target, or that of each row's set; None if it is not known
+    majority: str | Sequence[str] | None = None
+    sets: Mapping[str, HeldOut] = field(default_factory=dict)  # the rows of each set of a mixture; empty: one set
 
     @property
     def references(self) -> list[tuple[str, ...]]:
@@ -53,6 +55,9 @@ class EvaluationSpec:
     generation: GenerationSpec  # settings of text generation
     metrics: tuple[Metric, ...]  # names of the metrics; the first decides which model is the best
     baselines: Mapping[str, Baseline]  # baseline of each metric that has one
+    sets: Mapping[str, EvaluationSpec] = field(
+        default_factory=dict
+    )  # the same of each set of a mixture; empty: one set
 
     @property
     def metric(self) -> Metric:
@@ -79,6 +84,12 @@ def evaluation_spec(config: RunConfig, rows: HeldOut) -> EvaluationSpec:
             "evaluation.metric: accuracy needs a label set, but the training targets have too many different texts. "
             "Use exact_match, rougeL, bleu or chrf."
         )
+    return _spec_of(config, rows, metrics)
+
+
+def _spec_of(config: RunConfig, rows: HeldOut, metrics: tuple[Metric, ...]) -> EvaluationSpec:
+    """Return the evaluation of some rows, and of each set of a mixture among them."""
+    settings = config.evaluation
     return EvaluationSpec(
         rows=rows,
         batch_size=config.training.per_device_eval_batch_size,
@@ -91,6 +102,7 @@ def evaluation_spec(config: RunConfig, rows: HeldOut) -> EvaluationSpec:
             majority=rows.majority,
             lead_sentences=settings.lead_sentences,
         ),
+        sets={name: _spec_of(config, one, metrics) for name, one in rows.sets.items()},
     )
 
 
@@ -124,7 +136,9 @@ def evaluate(
     """
     started = time.perf_counter()
     with evaluation_mode(model):
-        loss, texts = _run(model, tokenizer, spec, comm, progress)
+        found = _run(model, tokenizer, spec, comm, progress)
+    loss = sum(one.loss for one in found) / sum(one.target_tokens for one in found)
+    texts = [text for one in found for text in one.texts]
     scores = _score(spec, loss, texts)
     return EvaluationReport(
         step=step,
@@ -142,7 +156,20 @@ def evaluate(
             for row, text in zip(spec.rows.examples, texts, strict=bool(texts))
         ),
         seconds=time.perf_counter() - started,
+        sets=dict(zip(spec.sets, map(_set_values, spec.sets.values(), found), strict=False)),
     )
+
+
+def _set_values(spec: EvaluationSpec, found: _Measured) -> dict[str, Any]:
+    """Return the scores of one set, as JSON values."""
+    loss = found.loss / found.target_tokens
+    scores = _score(spec, loss, found.texts)
+    return {
+        "rows": len(spec.rows.tokenized),
+        "loss": loss,
+        "metrics": dict(scores.values),
+        "baselines": {name: one.value for name, one in spec.baselines.items()},
+    }
 
 
 def _score(spec: EvaluationSpec, loss: float, texts: Sequence[str]) -> Scores:
@@ -173,12 +200,42 @@ def _run(
     spec: EvaluationSpec,
     comm: Comm,
     progress: Callable[[int, int], None],
-) -> tuple[float, list[str]]:
-    """Return the mean loss per target token, and a text for every row if a metric needs it; the same on every rank."""
+) -> list[_Measured]:
+    """Measure each set of a mixture, or the only one; the same on every rank."""
+    plans = []
+    for one in spec.sets.values() or [spec]:
+        # The order of rows does not change the result, so rows of similar length are batched together.
+        tokenized = one.rows.tokenized
+        lengths = tokenized.lengths
+        plan = EpochPlan(len(tokenized), comm.size, spec.batch_size, training=False, lengths=lengths)
+        plans.append((one, plan))
+    total, before = sum(plan.num_batches for _, plan in plans), 0
+    found = []
+    for one, plan in plans:
+        found.append(_measure(model, tokenizer, one, comm, plan, lambda done, _, b=before: progress(b + done, total)))
+        before += plan.num_batches
+    return found
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What was measured on some rows."""
+
+    loss: float  # summed over target tokens
+    target_tokens: float
+    texts: list[str]  # one for each row; empty if no metric needs text
+
+
+def _measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: EvaluationSpec,
+    comm: Comm,
+    plan: EpochPlan,
+    progress: Callable[[int, int], None],
+) -> _Measured:
+    """Measure the rows of one set, with a text for every row if a metric needs it; the same on every rank."""
     rows = spec.rows
-    # The order of rows does not change the result, so rows of similar length are batched together.
-    lengths = rows.tokenized.lengths
-    plan = EpochPlan(len(rows.tokenized), comm.size, spec.batch_size, training=False, lengths=lengths)
     # Sum and count in float64: the count is exact, and the sum does not depend on the number of batches.
     totals = torch.zeros(2, dtype=torch.float64, device=comm.device)
     mine: list[tuple[int, str]] = []
@@ -197,7 +254,7 @@ def _run(
     comm.all_reduce(totals).wait()
     loss_total, target_tokens = totals.tolist()
     texts = gather_texts(mine, len(rows.tokenized), comm) if writes else []
-    return loss_total / target_tokens, texts
+    return _Measured(loss_total, target_tokens, texts)
 
 
 def gather_texts(mine: Sequence[tuple[int, str]], rows: int, comm: Comm) -> list[str]:

@@ -80,7 +80,7 @@ def baselines(
     sources: Sequence[str],
     references: References,
     *,
-    majority: str | None,
+    majority: str | Sequence[str] | None,
     lead_sentences: int = 1,
 ) -> dict[str, Baseline]:
     """Score predictions that need no model; any rank, alone.
@@ -90,7 +90,8 @@ def baselines(
             and chrf: the first sentences of each row's own source; perplexity has none.
         sources: Sources of the held-out rows.
         references: Their references.
-        majority: The most frequent training target; None: not known, so the metrics that need it have no baseline.
+        majority: The most frequent training target, or that of each row's set; None: not known, so the metrics that
+            need it have no baseline.
         lead_sentences: Number of first sentences.
 
     Returns:
@@ -103,8 +104,10 @@ def baselines(
     label_metrics = [name for name in metrics if name in _LABEL_METRICS]
     found: dict[str, Baseline] = {}
     if label_metrics and majority is not None:
-        share = sum(_matches([majority] * len(references), references)) / len(references)
-        found |= {name: Baseline(f"always {majority!r}", share) for name in label_metrics}
+        always = [majority] * len(references) if isinstance(majority, str) else list(majority)
+        share = sum(_matches(always, references)) / len(references)
+        what = f"always {always[0]!r}" if len(set(always)) == 1 else "always the most frequent target of a row's set"
+        found |= {name: Baseline(what, share) for name in label_metrics}
     if text_metrics:
         name = "first sentence" if lead_sentences == 1 else f"first {lead_sentences} sentences"
         scores = score(text_metrics, [lead(source, lead_sentences) for source in sources], references)

@@ -79,6 +79,9 @@ def draw_evaluation(console: Console, report: EvaluationReport, values: dict[str
         table.add_row(name, format_metric(name, value), shown)
     console.print(f"{values['model']} on {values['rows']:,} rows of {values['data']}", markup=False, soft_wrap=True)
     console.print(table)
+    for name, one in report.sets.items():
+        found = ", ".join(f"{key} {format_metric(key, value)}" for key, value in one["metrics"].items())
+        console.print(f"{name}: {one['rows']:,} rows, loss {one['loss']:.4f}, {found}", markup=False, soft_wrap=True)
     if report.confusion is not None:
         console.print(_confusion_table(report.confusion))
     basis = f"baseline: {report.baseline_name}; " if report.baseline_name else ""

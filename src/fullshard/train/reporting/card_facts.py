@@ -30,6 +30,13 @@ class Run:
         return self.end.config[name]
 
     @property
+    def reading(self) -> Mapping[str, Any]:
+        """The settings of the data; of a mixture those of its first set."""
+        data = self.section("data")
+        first = data["sets"][self.start.sets[0].name] if self.start.sets else {}
+        return {**data, **{key: value for key, value in first.items() if value is not None}}
+
+    @property
     def base(self) -> str | None:
         """Id of the base model on the Hub, or the name of its directory; None: the model is new."""
         path = self.section("model")["path"]
@@ -59,6 +66,8 @@ class Run:
     @property
     def held_out(self) -> str:
         """Name of the held-out rows."""
+        if self.start.sets:
+            return f"held-out rows of {' and '.join(one.name for one in self.start.sets if one.validation_rows)}"
         data = self.section("data")
         if data["validation_file"] is not None:
             return Path(data["validation_file"]).name
@@ -68,17 +77,27 @@ class Run:
         return f"{name}, {data['validation_split']}" if data["dataset_name"] else name
 
 
+def _hub_data(run: Run) -> str | list[str] | None:
+    """Return the id of the data on the Hub, the ids of a mixture's sets that are there, or None."""
+    data, local = run.section("data"), run.start.content
+    if not run.start.sets:
+        return data["dataset_name"] if "data.dataset_name" not in local else None
+    names = {one.name: data["sets"][one.name]["dataset_name"] for one in run.start.sets}
+    return [key for name, key in names.items() if key and f"data.sets.{name}.dataset_name" not in local] or None
+
+
 def metadata(run: Run) -> ModelCardData:
     """Return the metadata as huggingface_hub reads it back."""
-    data, end = run.section("data"), run.end
+    data, end = run.reading, run.end
     finite = {name: value for name, value in end.metrics.items() if isfinite(value)}
     kind = "text-generation" if run.start.causal else "text2text-generation"
-    hub_data = data["dataset_name"] if "data.dataset_name" not in run.start.content else None
+    hub_data = _hub_data(run)
     file = Path(data["validation_file"] or data["train_file"] or "")
+    of_files = file.suffix.removeprefix(".") or data["format"]
     results = [
         EvalResult(
             task_type=kind,
-            dataset_type=hub_data or file.suffix.removeprefix(".") or data["format"],
+            dataset_type=hub_data if isinstance(hub_data, str) else of_files,
             dataset_name=run.held_out,
             dataset_args={"rows": run.start.validation_rows},
             metric_type="rouge" if name.startswith("rouge") else name,

@@ -70,6 +70,10 @@ def _result(run: Run) -> list[str]:
         between = "none" if interval is None else " to ".join(format_metric(name, bound) for bound in interval)
         beside = "none" if baseline is None else format_metric(name, baseline)
         rows.append([name, format_metric(name, value), between, beside, f"{run.start.validation_rows:,}"])
+        for of_set, one in end.sets.items():
+            beside = format_metric(name, one["baselines"][name]) if name in one["baselines"] else "none"
+            shown = [f"{name} ({of_set})", format_metric(name, one["metrics"][name])]
+            rows.append([*shown, "none", beside, f"{one['rows']:,}"])
     text = f"Baseline: {_cell(end.baseline_name)}, which needs no model. " if end.baseline_name else ""
     if end.intervals:
         text += f"Interval: bootstrap over the held-out rows, {RESAMPLES:,} resamples with a fixed seed. "
@@ -85,7 +89,7 @@ def _result(run: Run) -> list[str]:
 
 
 def _use(run: Run) -> str:
-    name, data, template = run.model_class, run.section("data"), run.section("data")["template"]
+    name, data, template = run.model_class, run.reading, run.reading["template"]
     loaded = [f"model = {name}.from_pretrained(path)"]
     if run.adapter:
         loaded = [f'base = {name}.from_pretrained("{run.base}")', "model = PeftModel.from_pretrained(base, path)"]
@@ -113,7 +117,9 @@ def _use(run: Run) -> str:
         f"print(tokenizer.decode({written}, skip_special_tokens=True))",
     ]
     code = "\n".join(lines)
-    return f"```python\n{code}\n```\n\nOr, with fullshard: `fullshard predict {run.name} rows.csv`."
+    chosen = f" --set {run.start.sets[0].name}" if run.start.sets else ""
+    before = f"A row of the set {run.start.sets[0].name}:\n\n" if run.start.sets else ""
+    return f"{before}```python\n{code}\n```\n\nOr, with fullshard: `fullshard predict {run.name} rows.csv{chosen}`."
 
 
 def _generation(run: Run) -> str:
@@ -130,6 +136,9 @@ def _quoted(text: str) -> str:
 
 def _data(run: Run) -> list[str]:
     data, content = run.section("data"), run.start.content
+    licence = [f"Licence of the data: {data_license}."] if (data_license := run.section("card")["data_license"]) else []
+    if run.start.sets:
+        return [_sets(run), *licence]
     source = "data.dataset_name" if data["dataset_name"] else "data.train_file"
     name = data[source.removeprefix("data.")]
     shown = Path(name).name if source in content else str(name)
@@ -138,8 +147,19 @@ def _data(run: Run) -> list[str]:
         held = "data.validation_file" if data["validation_file"] else source
         rows.append(["held out", run.held_out, f"{run.start.validation_rows:,}", content.get(held, "on the Hub")])
     found = [_table(["rows", "from", "number", "content (start of its SHA-256)"], rows)]
-    licence = run.section("card")["data_license"]
-    return [*found, f"Licence of the data: {licence}."] if licence else found
+    return [*found, *licence]
+
+
+def _sets(run: Run) -> str:
+    """Return the table of the sets of a mixture."""
+    rows = []
+    for one in run.start.sets:
+        settings = run.section("data")["sets"][one.name]
+        file = settings["train_file"]
+        weight = "none" if one.weight is None else f"{one.weight:g}"
+        numbers = [f"{count:,}" for count in (one.train_rows, one.epoch_rows, one.validation_rows)]
+        rows.append([one.name, Path(file).name if file else settings["dataset_name"], weight, *numbers, one.content])
+    return _table(["set", "from", "weight", "training rows", "of an epoch", "held-out rows", "content (hash)"], rows)
 
 
 def _training(run: Run) -> list[str]:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fullshard.train.reporting.flops import Flops
 from fullshard.train.reporting.scores import Confusion
 
 EndedBy = Literal["steps", "time", "early_stopping"]
+
+
+@dataclass(frozen=True)
+class SetFacts:
+    """One set of a mixture."""
+
+    name: str  # its name in the run file
+    weight: float | None  # its weight in the run file; None: none has one
+    train_rows: int  # its training rows
+    epoch_rows: int  # rows that it gives to an epoch
+    validation_rows: int  # its held-out rows
+    content: str  # hash of its training rows and of how they are read
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,7 @@ class RunStart:
     resumed_step: int = 0  # steps trained before the checkpoint that the run resumes from; 0 for a new run
     evaluated_step: int = 0  # step after which the last evaluation before was made; 0 if there was none
     plan: Mapping[str, Any] | None = None  # the fullest rank's plan, and each rank's memory; None if there is none
+    sets: tuple[SetFacts, ...] = ()  # the sets of a mixture; empty: the run has one set
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
@@ -109,11 +122,14 @@ class EvaluationReport:
     # one for each held-out row, in the order of the data; empty if no metric needs text
     predictions: tuple[Prediction, ...]
     seconds: float  # wall time on this rank
+    # of each set of a mixture by name: rows, loss, metrics and baselines, as the fields above; empty: one set
+    sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values, without predictions and confusion matrix."""
         fields = ("step", "epoch", "loss", "metric", "value", "baseline", "baseline_name", "metrics", "baselines")
-        return {"kind": "evaluation", **{name: getattr(self, name) for name in (*fields, "seconds")}}
+        values = {"kind": "evaluation", **{name: getattr(self, name) for name in (*fields, "seconds")}}
+        return values | ({"sets": self.sets} if self.sets else {})
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> EvaluationReport:
@@ -191,6 +207,7 @@ class RunSummary:
     intervals: Mapping[str, tuple[float, float]]  # 95 % interval of each metric that is a mean over held-out rows
     confusion: Confusion | None  # the confusion matrix if a metric is accuracy, else None
     predictions: tuple[Prediction, ...]  # predictions of the saved model, one for each held-out row
+    sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as in :class:`EvaluationReport`
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values, without the predictions; ``peak_bytes_per_rank`` is in rank order."""

@@ -237,6 +237,9 @@ class ConsoleSink(Sink):
             f"epoch {report.epoch:.2f}: held-out loss {report.loss:.4f}, {metrics} in {report.seconds:.1f} s"
             f"{', best so far: saved' if is_best else ''}"
         )
+        for name, one in report.sets.items():
+            found = [_metric_text(key, value, one["baselines"].get(key)) for key, value in one["metrics"].items()]
+            self._print(f"  {name}, {one['rows']:,} rows: loss {one['loss']:.4f}, {', '.join(found)}")
 
     def checkpoint(self, report: CheckpointReport) -> None:
         """Print size and time of the checkpoint."""

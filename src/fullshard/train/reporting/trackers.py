@@ -90,8 +90,11 @@ class TrackerSink(Sink):
         self._try_log(values, report.step)
 
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
-        """Log the loss and every metric."""
+        """Log the loss and every metric, also of each set of a mixture."""
         values = {f"eval/{name}": value for name, value in report.metrics.items()}
+        for name, one in report.sets.items():
+            found = {"loss": one["loss"], **one["metrics"]}
+            values |= {f"eval/{name}/{key}": value for key, value in found.items()}
         self._try_log({"eval/loss": report.loss, **values, "eval/is_best": float(is_best)}, report.step)
 
     def checkpoint(self, report: CheckpointReport) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,9 @@ from fullshard.models import RouterLoss
 from fullshard.optim import ShardedGradScaler
 from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
 from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
+from fullshard.train.reporting.reports import SetFacts
 from fullshard.train.setup.advice import advice
-from fullshard.train.setup.data_plan import make_plan
+from fullshard.train.setup.data_plan import make_plan, mixture_notes, set_facts
 from fullshard.train.setup.learning_rate import LearningRateSchedule, learning_rate_schedule
 from fullshard.train.setup.model import own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
@@ -45,6 +47,7 @@ class Assembly:
     padding_share: float  # share of padding among all positions of an epoch's batches
     router_loss: RouterLoss | None  # the routers' own loss of a mixture of experts; None: it is not trained
     flops: Flops | None  # FLOPs of a token and of the devices; None if the devices' are not known
+    sets: tuple[SetFacts, ...]  # the sets of a mixture; empty: the run has one set
     notes: tuple[str, ...]  # notes on data and model for the user
 
 
@@ -92,8 +95,10 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
         padding_share=share,
         router_loss=router,
         flops=None if peak is None else Flops(source_flops, target_flops, peak * comm.size),
+        sets=set_facts(config, ready_data),
         notes=(
             *ready_data.notes,
+            *mixture_notes(config, ready_data),
             f"training batches: {share:.1%} of all positions are padding",
             *router_notes,
             *ready.notes,
@@ -107,7 +112,7 @@ def _with_separator(config: RunConfig, separator: str | None) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"separator": separator})})
 
 
-_MAY_DIFFER = frozenset({"nproc", "model.path", "data.train_file", "data.validation_file", "data.cache_dir"})
+_MAY_DIFFER = re.compile(r"nproc|model\.path|data\.(sets\.[^.]+\.)?(train_file|validation_file)|data\.cache_dir")
 """Settings that may differ between machines; the content that is read there is compared instead."""
 
 
@@ -117,7 +122,7 @@ def require_same_settings(comm: Comm, config: RunConfig) -> None:
     Raises:
         MismatchError: Settings differ; on every rank.
     """
-    everyone = comm.all_gather_object({k: str(v) for k, v in config.as_flat().items() if k not in _MAY_DIFFER})
+    everyone = comm.all_gather_object({k: str(v) for k, v in config.as_flat().items() if not _MAY_DIFFER.fullmatch(k)})
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             apart = sorted(key for key, value in theirs.items() ^ everyone[0].items())
@@ -153,7 +158,7 @@ def require_same_rows(comm: Comm, prepared: Prepared) -> None:
 def _summary(rows: TokenizedSet) -> str:
     source, target = rows.source_ids, rows.target_ids
     sums = f"{source.checksum():08x}-{target.checksum():08x}"
-    return f"{len(rows):,} of {source.ids.size:,} and {target.ids.size:,} tokens (checksum {sums})"
+    return f"{len(rows):,} of {source.num_ids:,} and {target.num_ids:,} tokens (checksum {sums})"
 
 
 def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | None:
@@ -164,11 +169,18 @@ def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | N
     """
     if prepared.held_out_set is None:
         return None
+    spec = collate_spec(prepared.tokenizer, causal=prepared.causal)
+    sets = {
+        one.name: HeldOut(one.held_out, one.held_out_set, spec, labels=prepared.labels, majority=one.majority)
+        for one in prepared.sets
+        if one.held_out_set is not None
+    }
     rows = HeldOut(
         prepared.held_out,
         prepared.held_out_set,
-        collate_spec(prepared.tokenizer, causal=prepared.causal),
+        spec,
         labels=prepared.labels,
-        majority=prepared.majority,
+        majority=[one.majority for one in prepared.sets for _ in one.held_out],
+        sets=sets if config.data.sets else {},
     )
     return evaluation_spec(config, rows)

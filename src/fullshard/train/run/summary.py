@@ -21,8 +21,8 @@ from fullshard.train.run.record import Record
 from fullshard.train.setup.optimizers import held_state_bytes, optimizer_title
 from fullshard.version import __version__
 
-_FILES = ("data.train_file", "data.validation_file", "data.dataset_name", "model.path")
-"""Settings that may name local files, whose content a starting point represents by size and hash."""
+_SET_FILES = ("train_file", "validation_file", "dataset_name")
+"""Settings of a set that may name local files, whose content a starting point represents by size and hash."""
 
 
 def describe_start(
@@ -33,6 +33,8 @@ def describe_start(
     ``settings`` are those of the run's :class:`~fullshard.train.setup.resume.StartingPoint`.
     """
     given = parts.config.as_flat()
+    ours = [f"data.sets.{one.name}.{name}" for one in parts.sets for name in _SET_FILES]
+    names = [*(f"data.{name}" for name in _SET_FILES), "model.path", *ours]
     earlier: tuple[str, ...] = ()
     if holds_model(Path(parts.config.output_dir)):
         earlier = (f"{parts.config.output_dir} holds an earlier run's model; this run's model replaces it at the end",)
@@ -53,7 +55,8 @@ def describe_start(
         architecture=type(base_of(parts.model)).__name__,
         causal=parts.collate.causal,
         hardware=_hardware(parts.comm.device),
-        content={name: str(settings[name]) for name in _FILES if settings[name] != given[name]},
+        content={name: str(settings[name]) for name in names if settings[name] != given[name]},
+        sets=parts.sets,
         flops=parts.flops,
         notes=(*parts.notes, *notes, *earlier),
         resumed_step=resumed_step,
@@ -95,6 +98,7 @@ def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: E
         intervals={} if best is None else _intervals(best),
         confusion=None if best is None else best.confusion,
         predictions=() if best is None else best.predictions,
+        sets={} if best is None else best.sets,
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fullshard.config import RunConfig
-from fullshard.data import BatchPlan, EpochPlan, TokenizedSet, TokenPlan
+from fullshard.data import BatchPlan, EpochPlan, Mixture, TokenizedSet, TokenPlan
+from fullshard.train.reporting.reports import SetFacts
+from fullshard.train.setup.prepare import Prepared
 
 
 def make_plan(
@@ -32,6 +34,7 @@ def make_plan(
             lengths=train_set.lengths if settings.train_sampling_strategy == "group_by_length" else None,
             group_rows=group,
             accumulation=settings.gradient_accumulation_steps,
+            mixture=make_mixture(config, train_set),
         )
     return TokenPlan(
         source_lengths=train_set.source_ids.lengths,
@@ -42,6 +45,44 @@ def make_plan(
         accumulation=settings.gradient_accumulation_steps,
         seed=config.seed,
         group=group,
+    )
+
+
+def make_mixture(config: RunConfig, train_set: TokenizedSet) -> Mixture | None:
+    """Return the shares of the sets of a run in an epoch; None: they have no weights, so each row comes once."""
+    weights = config.data.weights
+    # A mixture of one set is that set, whatever its weight.
+    return Mixture(train_set.set_rows, weights, config.seed) if weights and train_set.set_rows else None
+
+
+def mixture_notes(config: RunConfig, prepared: Prepared) -> list[str]:
+    """Return a line with the rows of each set in an epoch, of a mixture with weights; any rank, alone."""
+    mixture = make_mixture(config, prepared.train_set)
+    if mixture is None:
+        return []
+    total = sum(mixture.rows)
+    parts = [
+        f"{one.name} {count:,} ({count / total:.1%}, {count / len(one.train_set):.2f} times its {len(one.train_set):,})"
+        for one, count in zip(prepared.sets, mixture.counts, strict=True)
+    ]
+    return [f"mixture: an epoch of {total:,} rows has {', '.join(parts)}"]
+
+
+def set_facts(config: RunConfig, prepared: Prepared) -> tuple[SetFacts, ...]:
+    """Return what a run's files tell of the sets of a mixture; any rank, alone. Empty: it is none."""
+    mixture = make_mixture(config, prepared.train_set)
+    counts = [len(one.train_set) for one in prepared.sets] if mixture is None else mixture.counts
+    return tuple(
+        SetFacts(
+            name=one.name,
+            weight=config.data.sets[one.name].weight,
+            train_rows=len(one.train_set),
+            epoch_rows=count,
+            validation_rows=len(one.held_out),
+            content=one.content,
+        )
+        for one, count in zip(prepared.sets, counts, strict=True)
+        if one.name
     )
 
 

@@ -58,7 +58,7 @@ def prepare_length(config: RunConfig, source: int | None, target: int, world_siz
         held_out=[],
         held_out_set=rows if evaluates else None,
         labels=None,
-        majority="",
+        sets=(),
         notes=(),
     )
 

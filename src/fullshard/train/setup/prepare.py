@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,43 +15,44 @@ from fullshard.config import RunConfig
 from fullshard.data import (
     CollateSpec,
     Example,
-    SourceSpec,
-    Split,
     TokenizedSet,
     TokenizeSpec,
-    UnusableRowsError,
     add_plain_template,
-    answers_as_rows,
-    cached,
+    chained,
     choose_separator,
-    default_directory,
     describe_separator,
-    fingerprint,
-    open_tokens,
-    read_split,
     show_row,
-    tokenize_to,
     uses_chat_template,
-    with_rows_of,
     writes_date,
 )
-from fullshard.errors import ConfigError, DataError
+from fullshard.errors import ConfigError
 from fullshard.models import load_tokenizer, resolve_model, train_tokenizer
 from fullshard.models.kind import reads_one_sequence, task_prefixes
+from fullshard.train.setup.set_rows import (
+    EXAMPLES_NAME,
+    MOST_LABELS,
+    Progress,
+    SetRows,
+    read_examples,
+    set_tokens,
+    sets_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_LABELS = 1000
-"""Maximum number of distinct targets of a label set."""
 
-_FORMAT = 3
-"""Version of the cache entries; to be increased when the same inputs give other entries."""
+@dataclass(frozen=True)
+class PreparedSet:
+    """One set of a mixture."""
 
-_EXAMPLES_NAME = "examples.json"
-
-Progress = Callable[[str, int, int], None]
-"""Receives what is being tokenized, the rows done, and the rows in total."""
+    name: str  # its name in the run file; empty: the run's only set
+    train_set: TokenizedSet  # token ids of its training rows
+    held_out: list[Example]  # its held-out rows as text; empty if there are none
+    held_out_set: TokenizedSet | None  # their token ids, or None
+    labels: Mapping[str, int] | None  # as in :class:`Prepared`
+    majority: str  # the most frequent training target
+    content: str  # hash of what its training rows were read from
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Prepared:
     held_out_set: TokenizedSet | None  # their token ids, or None
     # the distinct training targets and the number of rows of each, if there are at most 1,000; else None
     labels: Mapping[str, int] | None
-    majority: str  # the most frequent training target
+    sets: tuple[PreparedSet, ...]  # the sets of a mixture; of other data one, named ""
     notes: tuple[str, ...]  # notes for the user: recognised columns, skipped rows, lengths, truncated rows
 
 
@@ -96,48 +94,91 @@ def prepare(
         ModelError: The tokenizer or the model's configuration cannot be read.
         ConfigError: The template is invalid, or the separator would not be used.
     """
-    work = _Preparation(config, say, progress, rows_file)
+    works = sets_of(config, say, progress, rows_file)
     path = config.model.path
     directory = None if path is None else resolve_model(path)
-    tokenizer = make_tokenizer(work, directory)
+    tokenizer = make_tokenizer(works, directory)
     source = directory if config.model.config is None else config.model.config
     causal = reads_one_sequence(source, config.model.model_class)  # type: ignore[arg-type]
-    chats = causal and work.holds_conversations()
+    chats = causal and any(work.holds_conversations() for work in works)
     prompt_notes = chat_notes(config, tokenizer) if chats else []
     content = _content_of(tokenizer)
-    spec = tokenize_spec(config, tokenizer, causal=causal)
-    separator = separator_of(tokenizer, spec)
+    specs = [tokenize_spec(work.config, tokenizer, causal=causal) for work in works]
+    separator = _one_separator(works, [separator_of(tokenizer, spec) for spec in specs])
     prompt_notes += [] if separator is None else [describe_separator(separator, tokenizer)]
-    if writes_date(tokenizer, spec):
+    if writes_date(tokenizer, specs[0]):
         today = date.today()
         content = f"{content} {today}"
         prompt_notes += [f"the tokenizer's chat template writes the date: {today} in this run's prompts"]
-    train_set, kept, _ = _tokens(work, "train", tokenizer, content, spec)
-    # With other rows to measure on, the training rows give no more than their labels.
-    trains = rows_file is None
-    notes = [*kept["notes"], *_vocabulary_notes(config, tokenizer)] if trains else []
-    notes += [*_prefix_notes(config, directory), *prompt_notes]
-    if trains:
-        notes += [*_length_notes("training", train_set), show_row(train_set, 0, tokenizer, causal=causal)]
-    held_out: list[Example] = []
-    held_out_set = None
-    if config.training.eval_strategy != "no" and (rows_file is not None or config.data.holds_out):
-        held_out_set, held_kept, entry = _tokens(work, "validation", tokenizer, content, spec)
-        held_out = _read_examples(entry / _EXAMPLES_NAME)
-        notes += [note for note in held_kept["notes"] if note not in notes]
-        notes += _length_notes("held-out", held_out_set)
+    found = [_prepare_set(work, tokenizer, content, spec) for work, spec in zip(works, specs, strict=True)]
+    sets = [one for one, _, _ in found]
+    notes = [note for _, reading, _ in found for note in reading]
+    notes += _vocabulary_notes(config, tokenizer) if rows_file is None else []
+    notes += [note for work in works for note in _prefix_notes(work, directory)] + prompt_notes
+    for _, _, lengths in found:
+        notes += [note for note in lengths if note not in notes]
+    held_out_sets = [one.held_out_set for one in sets if one.held_out_set is not None]
     return Prepared(
         tokenizer=_without_padding(tokenizer),
         model_directory=directory,
-        causal=spec.causal,
+        causal=causal,
         separator=separator,
-        train_set=train_set,
-        held_out=held_out,
-        held_out_set=held_out_set,
-        labels=kept["labels"],
-        majority=kept["majority"],
+        train_set=chained([one.train_set for one in sets]),
+        held_out=[row for one in sets for row in one.held_out],
+        held_out_set=chained(held_out_sets) if held_out_sets else None,
+        labels=_joined_labels([one.labels for one in sets]),
+        sets=tuple(sets),
         notes=tuple(notes),
     )
+
+
+def _prepare_set(
+    work: SetRows, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
+) -> tuple[PreparedSet, list[str], list[str]]:
+    """Return one set, and notes for the user: on how its training rows were read, and on what they are."""
+    config, of_set = work.config, f" ({work.name})" if work.name else ""
+    train_set, kept, _ = set_tokens(work, "train", tokenizer, content, spec)
+    reading: list[str] = []
+    notes: list[str] = []
+    # With other rows to measure on, the training rows give no more than their labels.
+    if work.rows_file is None:
+        reading = kept["notes"]
+        notes += [*_length_notes(f"training{of_set}", train_set), show_row(train_set, 0, tokenizer, causal=spec.causal)]
+    held_out: list[Example] = []
+    held_out_set = None
+    if config.training.eval_strategy != "no" and (work.rows_file is not None or config.data.holds_out):
+        held_out_set, held_kept, entry = set_tokens(work, "validation", tokenizer, content, spec)
+        held_out = read_examples(entry / EXAMPLES_NAME)
+        notes += [note for note in held_kept["notes"] if note not in reading]
+        notes += _length_notes(f"held-out{of_set}", held_out_set)
+    labels, majority = kept["labels"], kept["majority"]
+    one = PreparedSet(work.name, train_set, held_out, held_out_set, labels, majority, work.content("train"))
+    return one, reading, notes
+
+
+def _joined_labels(sets: Sequence[Mapping[str, int] | None]) -> Mapping[str, int] | None:
+    """Return the label set of several sets of rows; None if one has too many targets, or all together have."""
+    joined: Counter[str] = Counter()
+    for labels in sets:
+        if labels is None:
+            return None
+        joined.update(labels)
+    return dict(joined) if len(joined) <= MOST_LABELS else None
+
+
+def _one_separator(works: Sequence[SetRows], found: Sequence[str | None]) -> str | None:
+    """Return the separator of all sets: it is recorded once, and new rows get it too.
+
+    Raises:
+        ConfigError: The templates of some sets end with text of their own, so that sets would have different ones.
+    """
+    if len(set(found)) > 1:
+        chosen = ", ".join(f"{work.name}: {one!r}" for work, one in zip(works, found, strict=True))
+        raise ConfigError(
+            f"The sets of a mixture have one separator, and their templates ask for different ones ({chosen}): set "
+            "data.separator."
+        )
+    return found[0]
 
 
 def tokenize_spec(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> TokenizeSpec:
@@ -197,11 +238,6 @@ def collate_spec(tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> Collate
     return CollateSpec(pad, causal=causal)
 
 
-def source_spec(config: RunConfig) -> SourceSpec:
-    """Return where a run's rows come from; any process, alone."""
-    return SourceSpec(**{each.name: getattr(config.data, each.name) for each in fields(SourceSpec)})
-
-
 def prepare_tokenizer(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> PreTrainedTokenizerBase:
     """Return the model directory's tokenizer, or train one on the training rows; any process, alone.
 
@@ -209,98 +245,10 @@ def prepare_tokenizer(config: RunConfig, say: Callable[[str], None] = lambda lin
         DataError, ModelError: See :func:`prepare`.
     """
     directory = None if config.model.path is None else resolve_model(config.model.path)
-    return make_tokenizer(_Preparation(config, say), directory)
+    return make_tokenizer(sets_of(config, say), directory)
 
 
-@dataclass
-class _Preparation:
-    """Preparation of one run: its settings, and the data that was read and hashed so far."""
-
-    config: RunConfig
-    say: Callable[[str], None]
-    progress: Progress = lambda what, done, total: None
-    rows_file: Path | None = None
-    read: dict[Split, tuple[list[Example], tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
-    hashed: dict[Split, str] = field(default_factory=dict)
-
-    def source(self, split: Split) -> SourceSpec:
-        """Return where a split's rows come from."""
-        own = source_spec(self.config)
-        if split == "train" or self.rows_file is None:
-            return own
-        return with_rows_of(self.rows_file, own)
-
-    @property
-    def directory(self) -> Path:
-        """Directory of the cache."""
-        return self.config.data.cache_dir or default_directory()
-
-    def rows(self, split: Split) -> tuple[list[Example], tuple[str, ...], tuple[str, ...]]:
-        """Return the rows to use of a split, notes, and lines on skipped rows beyond the notes; they are read once."""
-        if split not in self.read:
-            try:
-                table = read_split(self.source(split), split)
-            except UnusableRowsError as error:
-                raise DataError("\n".join([str(error), *self.listed(split, error.beyond_shown)])) from error
-            used = table.examples[: self.limit(split)]
-            notes = table.notes
-            if len(used) < len(table.examples):
-                name, option = ("training", "train") if split == "train" else ("held-out", "eval")
-                cut = f"{name}: the first {len(used):,} of {len(table.examples):,} rows (data.max_{option}_samples)"
-                notes = (*notes, cut)
-            self.read[split] = (used, notes, table.skipped)
-        return self.read[split]
-
-    def holds_conversations(self) -> bool:
-        """Return whether the training rows are conversations; the cache knows it of rows that were read before."""
-
-        def build(entry: Path) -> dict[str, Any]:
-            del entry
-            rows, _, _ = self.rows("train")
-            return {"conversations": rows[0].conversation is not None}
-
-        _, kept = self.find(self.key("train", "kind"), build, "rows")
-        return kept["conversations"]
-
-    def listed(self, split: Split, lines: Sequence[str]) -> tuple[str, ...]:
-        """Write a line for each unusable row into the output directory, and return a note that says where; any rank."""
-        if not lines:
-            return ()
-        path = Path(self.config.output_dir, f"unusable_rows_{split}.txt")
-        # Each rank writes the same, under a name of its own first.
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
-            temporary.replace(path)
-        except OSError as error:
-            return (f"The list of all {len(lines):,} unusable rows could not be written: {error}.",)
-        return (f"All {len(lines):,} unusable rows, one a line: {path}",)
-
-    def content(self, split: Split) -> str:
-        """Return the fingerprint of a split, computed once."""
-        if split not in self.hashed:
-            self.hashed[split] = fingerprint(self.source(split), split)
-        return self.hashed[split]
-
-    def limit(self, split: Split) -> int | None:
-        """Return the maximum number of rows to use of a split, or None."""
-        return self.config.data.max_train_samples if split == "train" else self.config.data.max_eval_samples
-
-    def key(self, split: Split, kind: str, *more: Any) -> str:
-        """Return the name of a cache entry: a hash of everything that its content depends on."""
-        versions = [version("tokenizers"), version("transformers")]
-        # Notes name files, so the names are part of the key.
-        parts = [_FORMAT, kind, split, self.content(split), asdict(self.source(split)), self.limit(split)]
-        return blake2b(json.dumps([*parts, *versions, *more], default=str).encode(), digest_size=16).hexdigest()
-
-    def find(self, key: str, build: Callable[[Path], dict[str, Any]], what: str) -> tuple[Path, dict[str, Any]]:
-        """Find an entry of the cache, or build it."""
-        waiting = lambda: self.say(f"another process is making the same {what}; waiting for it")  # noqa: E731
-        return cached(self.directory, key, build, waiting)
-
-
-def make_tokenizer(work: _Preparation, directory: Path | None) -> PreTrainedTokenizerBase:
+def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrainedTokenizerBase:
     """Return the model directory's tokenizer, or one trained on the training rows and kept in the cache.
 
     Raises:
@@ -308,21 +256,23 @@ def make_tokenizer(work: _Preparation, directory: Path | None) -> PreTrainedToke
     """
     if directory is not None:
         return _without_padding(load_tokenizer(directory))
-    settings = work.config.model.tokenizer
+    settings = works[0].config.model.tokenizer
     assert settings is not None, "the schema requires model.tokenizer with model.config"
-    prefix, separator = work.config.data.source_prefix, work.config.data.separator or ""
 
     def build(entry: Path) -> dict[str, Any]:
-        rows, _, _ = work.rows("train")
-        work.say(f"training a tokenizer on {len(rows):,} rows")
+        rows = [(work.config.data, row) for work in works for row in work.rows("train")[0]]
+        works[0].say(f"training a tokenizer on {len(rows):,} rows")
         # A history is followed by the beginning of the answer, whose letters may be in no other text.
-        ends = [separator if row.conversation is None else "\nassistant:" for row in rows]
-        texts = [prefix + row.source + end for row, end in zip(rows, ends, strict=True)]
-        texts += [row.target for row in rows]
+        ends = [(data.separator or "") if row.conversation is None else "\nassistant:" for data, row in rows]
+        texts = [data.source_prefix + row.source + end for (data, row), end in zip(rows, ends, strict=True)]
+        texts += [row.target for _, row in rows]
         train_tokenizer(texts, settings.vocab_size).save_pretrained(entry)
         return {}
 
-    entry, _ = work.find(work.key("train", "tokenizer", prefix, separator, settings.vocab_size), build, "tokenizer")
+    around = [(work.config.data.source_prefix, work.config.data.separator or "") for work in works]
+    others = [work.key("train", "tokenizer") for work in works[1:]]
+    key = works[0].key("train", "tokenizer", around, others, settings.vocab_size)
+    entry, _ = works[0].find(key, build, "tokenizer")
     return _without_padding(load_tokenizer(entry))
 
 
@@ -333,46 +283,6 @@ def _without_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
         backend.no_truncation()
         backend.no_padding()
     return tokenizer
-
-
-def _tokens(
-    work: _Preparation, split: Split, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
-) -> tuple[TokenizedSet, dict[str, Any], Path]:
-    """Return a split's token ids, the JSON values of its cache entry, and the entry's directory."""
-    what = "training rows" if split == "train" else "held-out rows"
-
-    def build(entry: Path) -> dict[str, Any]:
-        rows, notes, skipped = work.rows(split)
-        if split == "train" and not spec.causal:
-            rows = answers_as_rows(rows)
-        work.say(f"tokenizing {len(rows):,} {what}")
-        stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
-        kept = {"stats": stats, "notes": notes, "skipped": skipped}
-        if split == "train":
-            return kept | _count_targets(rows)
-        texts = [(row.source, row.references, row.line) for row in rows]
-        (entry / _EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
-        return kept
-
-    key = work.key(split, "tokens", content, asdict(spec))
-    entry, kept = work.find(key, build, "tokens")
-    kept["notes"] = [*kept["notes"], *work.listed(split, kept["skipped"])]
-    return open_tokens(entry, kept["stats"]), kept, entry
-
-
-def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:
-    """Return the label set, if it is one, and the most frequent target; of equally frequent ones, the first."""
-    counts = Counter(row.target for row in rows)
-    labels = dict(counts) if len(counts) <= MOST_LABELS else None
-    return {"labels": labels, "majority": counts.most_common(1)[0][0]}
-
-
-def _read_examples(path: Path) -> list[Example]:
-    try:
-        texts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}. Delete its directory, and it is made again.") from error
-    return [Example(source, tuple(references), line) for source, references, line in texts]
 
 
 def _content_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -386,16 +296,17 @@ def _content_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest.hexdigest()
 
 
-def _prefix_notes(config: RunConfig, directory: Path | None) -> list[str]:
-    """Return a line if a checkpoint names prefixes for its tasks and the run has none."""
-    data = config.data
+def _prefix_notes(work: SetRows, directory: Path | None) -> list[str]:
+    """Return a line if a checkpoint names prefixes for its tasks and the set has none."""
+    data, of_set = work.config.data, f" of {work.name}" if work.name else ""
     if directory is None or data.source_prefix or data.template is not None:
         return []
     prefixes = task_prefixes(directory)
     if not prefixes:
         return []
     listed = ", ".join(f"{task}: {prefix!r}" for task, prefix in prefixes.items())
-    return [f"data.source_prefix is empty, and {config.model.path} was trained with a prefix for each task ({listed})"]
+    path = work.config.model.path
+    return [f"data.source_prefix{of_set} is empty, and {path} was trained with a prefix for each task ({listed})"]
 
 
 def _vocabulary_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -30,7 +31,7 @@ from fullshard.storage import (
     write_text,
 )
 from fullshard.train.reporting.reports import EndedBy
-from fullshard.train.setup.prepare import source_spec
+from fullshard.train.setup.set_rows import source_spec
 
 CHECKPOINTS_NAME = "checkpoints"
 EVALUATION_NAME = "evaluation.json"
@@ -205,14 +206,16 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     """
     flat = config.as_flat()
     settings = {key: value for key, value in flat.items() if not key.startswith(_FREE_SETTINGS)}
-    for key in ("data.train_file", "data.validation_file", "model.path"):
+    files = [key for key in settings if key.startswith("data.") and key.endswith(("train_file", "validation_file"))]
+    for key in (*files, "model.path"):
         # A model on the Hub is represented by its id.
         if settings[key] is not None and Path(settings[key]).exists():
             settings[key] = _content(Path(settings[key]))
-    dataset = settings["data.dataset_name"]
-    if dataset is not None and Path(dataset).is_dir():
-        settings["data.dataset_name"] = _dataset_content(Path(dataset))
-    lists = [f"{path.name} {_content(path)}" for path in split_lists(source_spec(config))]
+    for key in [key for key in settings if key.startswith("data.") and key.endswith("dataset_name")]:
+        if settings[key] is not None and Path(settings[key]).is_dir():
+            settings[key] = _dataset_content(Path(settings[key]))
+    specs = [source_spec(part) for part in config.data.parts.values()]
+    lists = [f"{path.name} {_content(path)}" for spec in specs for path in split_lists(spec)]
     if lists:
         settings[TITLE_LISTS] = "; ".join(lists)
     return {**settings, GLOBAL_BATCH: global_batch(config, world_size)}
@@ -274,7 +277,7 @@ def _at(path: Path, settings: Mapping[str, Any], found: Survey) -> StartingPoint
     aside = tuple(one.path for one in found.damaged if chosen is None or one.may_be_newer(chosen))
     if superseded:
         notes = (*notes, f"{', '.join(other.name for other in superseded)} in {found.directory} deleted")
-    comparable = _EVALUATION_SETTINGS.isdisjoint(different)
+    comparable = _EVALUATION_SETTINGS.isdisjoint(re.sub(r"^data\.sets\.[^.]+", "data", key) for key in different)
     return StartingPoint(settings, path, values, comparable, superseded, aside, (*notes, *_aside_notes(aside)))
 
 

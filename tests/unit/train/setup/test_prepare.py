@@ -16,7 +16,7 @@ from fullshard.launch.programs import evaluate as evaluate_program
 from fullshard.launch.programs.evaluate import with_rows
 from fullshard.models import kind
 from fullshard.testing import run_ranks
-from fullshard.train.setup import prepare as module
+from fullshard.train.setup import prepare as prepare_module, set_rows as module
 from fullshard.train.setup.prepare import prepare, prepare_tokenizer
 from support.tiny_run import LABELS, settings, write_rows
 
@@ -48,14 +48,14 @@ def test_it_finds_again_what_it_made_without_reading_a_row(tmp_path, monkeypatch
     assert again.train_set.source_ids.tolist() == first.train_set.source_ids.tolist()
     assert again.train_set.source_stats == first.train_set.source_stats
     assert again.tokenizer.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
-    for name in ("held_out", "labels", "majority", "notes", "causal", "model_directory"):
+    for name in ("held_out", "labels", "notes", "causal", "model_directory"):
         assert getattr(again, name) == getattr(first, name)
     assert again.held_out_set.target_ids.tolist() == first.held_out_set.target_ids.tolist()
 
 
 def test_what_it_says_of_rows_is_what_they_are(tmp_path):
     prepared = prepare(config_of(tmp_path))
-    assert (prepared.causal, prepared.model_directory, prepared.majority) == (False, None, LABELS[0])
+    assert (prepared.causal, prepared.model_directory, prepared.sets[0].majority) == (False, None, LABELS[0])
     assert prepared.labels == dict(zip(LABELS, (9, 8, 8), strict=True))
     assert prepared.held_out[1] == Example("what is the 26", (LABELS[2],), 3)
     ids = prepared.train_set.source_ids[3].tolist()
@@ -176,7 +176,7 @@ def test_a_template_that_writes_the_date_is_made_anew_each_day(tmp_path, monkeyp
     template = "{{ strftime_now('%d %B %Y') }}: {% for m in messages %}{{ m.content }} {% endfor %}"
     config, said = config_of(tmp_path, **gpt2_directory(tmp_path, template), data__max_source_length=40), []
     for day, is_new in ((1, True), (1, False), (2, True)):
-        monkeypatch.setattr(module, "date", SimpleNamespace(today=lambda day=day: datetime.date(2031, 5, day)))
+        monkeypatch.setattr(prepare_module, "date", SimpleNamespace(today=lambda day=day: datetime.date(2031, 5, day)))
         said.clear()
         notes = prepare(config, said.append).notes
         assert bool(said) is is_new

@@ -1,0 +1,62 @@
+"""Tokenized sets one after another, as one set, without copying their files into memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.data.tokenizing.ragged import Ragged
+from fullshard.data.tokenizing.tokenize import LengthStats, TokenizedSet
+
+
+class Chained(Ragged):
+    """Rows of several, one after another; there is no one array of ids."""
+
+    def __init__(self, parts: Sequence[Ragged]) -> None:
+        """Keep the parts, at least one."""
+        self._parts = tuple(parts)
+        self._starts = np.cumsum([0, *map(len, parts)])
+        lengths = np.concatenate([part.lengths for part in parts])
+        self.offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+    def __getitem__(self, row: int) -> NDArray[np.int32]:
+        """Return one row as a view."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"There is no row {row}: rows are 0 to {len(self) - 1}.")
+        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._parts[part][row - int(self._starts[part])]
+
+    def checksum(self) -> int:
+        """Return a CRC-32 of the parts' checksums."""
+        return zlib.crc32(b"".join(part.checksum().to_bytes(4, "big") for part in self._parts))
+
+
+def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
+    """Return the rows of all sets as one set; of one set, that set.
+
+    The sets are of one tokenizer and one kind of model, so either all have spans or none has.
+    """
+    if len(sets) == 1:
+        return sets[0]
+    spans = [one.spans for one in sets if one.spans is not None]
+    return TokenizedSet(
+        source_ids=Chained([one.source_ids for one in sets]),
+        target_ids=Chained([one.target_ids for one in sets]),
+        source_stats=_joined([one.source_stats for one in sets], list(map(len, sets))),
+        target_stats=_joined([one.target_stats for one in sets], list(map(len, sets))),
+        spans=Chained(spans) if spans else None,
+        set_rows=tuple(map(len, sets)),
+    )
+
+
+def _joined(stats: Sequence[LengthStats], rows: Sequence[int]) -> LengthStats:
+    tokens = sum(one.mean * count for one, count in zip(stats, rows, strict=True))
+    return LengthStats(
+        mean=tokens / sum(rows),
+        longest=max(one.longest for one in stats),
+        truncated=sum(one.truncated for one in stats),
+        limit=stats[0].limit,
+    )

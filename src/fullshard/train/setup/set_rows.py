@@ -1,0 +1,199 @@
+"""The rows of one set of a run: read and tokenized once for all ranks, and kept in a cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.config import DataConfig, RunConfig
+from fullshard.data import (
+    Example,
+    SourceSpec,
+    Split,
+    TokenizedSet,
+    TokenizeSpec,
+    UnusableRowsError,
+    answers_as_rows,
+    cached,
+    default_directory,
+    fingerprint,
+    open_tokens,
+    read_split,
+    tokenize_to,
+    with_rows_of,
+)
+from fullshard.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_LABELS = 1000
+"""Maximum number of distinct targets of a label set."""
+
+_FORMAT = 3
+"""Version of the cache entries; to be increased when the same inputs give other entries."""
+
+EXAMPLES_NAME = "examples.json"
+
+Progress = Callable[[str, int, int], None]
+"""Receives what is being tokenized, the rows done, and the rows in total."""
+
+
+def sets_of(
+    config: RunConfig,
+    say: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda what, done, total: None,
+    rows_file: Path | None = None,
+) -> list[SetRows]:
+    """Return each set of a mixture, with its own settings; of other data one."""
+    return [
+        SetRows(config.model_copy(update={"data": part}), say, progress, rows_file, name)
+        for name, part in config.data.parts.items()
+    ]
+
+
+def source_spec(data: DataConfig) -> SourceSpec:
+    """Return where the rows of one set come from; any process, alone."""
+    return SourceSpec(**{each.name: getattr(data, each.name) for each in fields(SourceSpec)})
+
+
+@dataclass
+class SetRows:
+    """Preparation of one set of a run: its settings, and the data that was read and hashed so far."""
+
+    config: RunConfig
+    say: Callable[[str], None]
+    progress: Progress = lambda what, done, total: None
+    rows_file: Path | None = None
+    name: str = ""
+    read: dict[Split, tuple[list[Example], tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
+    hashed: dict[Split, str] = field(default_factory=dict)
+
+    def source(self, split: Split) -> SourceSpec:
+        """Return where a split's rows come from."""
+        own = source_spec(self.config.data)
+        if split == "train" or self.rows_file is None:
+            return own
+        return with_rows_of(self.rows_file, own)
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the cache."""
+        return self.config.data.cache_dir or default_directory()
+
+    def rows(self, split: Split) -> tuple[list[Example], tuple[str, ...], tuple[str, ...]]:
+        """Return the rows to use of a split, notes, and lines on skipped rows beyond the notes; they are read once."""
+        if split not in self.read:
+            try:
+                table = read_split(self.source(split), split)
+            except UnusableRowsError as error:
+                raise DataError("\n".join([str(error), *self.listed(split, error.beyond_shown)])) from error
+            used = table.examples[: self.limit(split)]
+            notes = table.notes
+            if len(used) < len(table.examples):
+                name, option = ("training", "train") if split == "train" else ("held-out", "eval")
+                cut = f"{name}: the first {len(used):,} of {len(table.examples):,} rows (data.max_{option}_samples)"
+                notes = (*notes, cut)
+            self.read[split] = (used, notes, table.skipped)
+        return self.read[split]
+
+    def holds_conversations(self) -> bool:
+        """Return whether the training rows are conversations; the cache knows it of rows that were read before."""
+
+        def build(entry: Path) -> dict[str, Any]:
+            del entry
+            rows, _, _ = self.rows("train")
+            return {"conversations": rows[0].conversation is not None}
+
+        _, kept = self.find(self.key("train", "kind"), build, "rows")
+        return kept["conversations"]
+
+    def listed(self, split: Split, lines: Sequence[str]) -> tuple[str, ...]:
+        """Write a line for each unusable row into the output directory, and return a note that says where; any rank."""
+        if not lines:
+            return ()
+        name = f"{self.name}_{split}" if self.name else split
+        path = Path(self.config.output_dir, f"unusable_rows_{name}.txt")
+        # Each rank writes the same, under a name of its own first.
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
+            temporary.replace(path)
+        except OSError as error:
+            return (f"The list of all {len(lines):,} unusable rows could not be written: {error}.",)
+        return (f"All {len(lines):,} unusable rows, one a line: {path}",)
+
+    def content(self, split: Split) -> str:
+        """Return the fingerprint of a split, computed once."""
+        if split not in self.hashed:
+            self.hashed[split] = fingerprint(self.source(split), split)
+        return self.hashed[split]
+
+    def limit(self, split: Split) -> int | None:
+        """Return the maximum number of rows to use of a split, or None."""
+        return self.config.data.max_train_samples if split == "train" else self.config.data.max_eval_samples
+
+    def key(self, split: Split, kind: str, *more: Any) -> str:
+        """Return the name of a cache entry: a hash of everything that its content depends on."""
+        versions = [version("tokenizers"), version("transformers")]
+        # Notes name files, so the names are part of the key.
+        parts = [_FORMAT, kind, split, self.content(split), asdict(self.source(split)), self.limit(split)]
+        return blake2b(json.dumps([*parts, *versions, *more], default=str).encode(), digest_size=16).hexdigest()
+
+    def find(self, key: str, build: Callable[[Path], dict[str, Any]], what: str) -> tuple[Path, dict[str, Any]]:
+        """Find an entry of the cache, or build it."""
+        waiting = lambda: self.say(f"another process is making the same {what}; waiting for it")  # noqa: E731
+        return cached(self.directory, key, build, waiting)
+
+
+def set_tokens(
+    work: SetRows, split: Split, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
+) -> tuple[TokenizedSet, dict[str, Any], Path]:
+    """Return a split's token ids, the JSON values of its cache entry, and the entry's directory."""
+    what = "training rows" if split == "train" else "held-out rows"
+
+    def build(entry: Path) -> dict[str, Any]:
+        rows, notes, skipped = work.rows(split)
+        if split == "train" and not spec.causal:
+            rows = answers_as_rows(rows)
+        work.say(f"tokenizing {len(rows):,} {what}")
+        stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
+        kept = {"stats": stats, "notes": notes, "skipped": skipped}
+        if split == "train":
+            return kept | _count_targets(rows)
+        texts = [(row.source, row.references, row.line) for row in rows]
+        (entry / EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
+        return kept
+
+    key = work.key(split, "tokens", content, asdict(spec))
+    entry, kept = work.find(key, build, "tokens")
+    kept["notes"] = [*kept["notes"], *work.listed(split, kept["skipped"])]
+    return open_tokens(entry, kept["stats"]), kept, entry
+
+
+def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:
+    """Return the label set, if it is one, and the most frequent target; of equally frequent ones, the first."""
+    counts = Counter(row.target for row in rows)
+    labels = dict(counts) if len(counts) <= MOST_LABELS else None
+    return {"labels": labels, "majority": counts.most_common(1)[0][0]}
+
+
+def read_examples(path: Path) -> list[Example]:
+    """Return the held-out rows as text that :func:`set_tokens` kept.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}. Delete its directory, and it is made again.") from error
+    return [Example(source, tuple(references), line) for source, references, line in texts]
