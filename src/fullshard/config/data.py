@@ -62,6 +62,10 @@ class DataConfig(ConfigSection):
     separator: str | None = None
     """Causal models without a chat template: text between source and target; null: a line break, unless the tokenizer
     ends every text with a special token or the template ends with text of its own. Recorded with the run."""
+    weight_column: str | None = None
+    """Column with a positive number for each training row, by which the loss of its tokens is multiplied; null: all
+    rows count alike. A step's loss is divided by the sum of its target tokens, each times its row's weight. Held-out
+    rows need none: they count alike."""
     train_on: Literal["assistant", "last"] = "assistant"
     """Conversations: the turns that are learned. assistant: all of the assistant's; last: its last one."""
     max_bad_rows: NonNegativeInt = 0
@@ -177,7 +181,7 @@ class DataConfig(ConfigSection):
             raise ValueError("validation_fraction holds out training rows and cannot be combined with validation_split")
         if self.dataset_name is not None and (idle := given("format", "encoding", "delimiter", "validation_file")):
             raise ValueError(f"{' and '.join(idle)} need train_file; dataset_name is given")
-        own = ("source_column", "target_column", "template", "target_lists", "train_on")
+        own = ("source_column", "target_column", "template", "target_lists", "train_on", "weight_column")
         if self.format == "wikihow" and (idle := given(*own)):
             raise ValueError(f"format: wikihow has fixed columns; leave out {' and '.join(idle)}")
 

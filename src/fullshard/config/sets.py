@@ -45,3 +45,5 @@ class SetConfig(ConfigSection):
     """As data.template."""
     source_prefix: str | None = None
     """As data.source_prefix."""
+    weight_column: str | None = None
+    """As data.weight_column."""

@@ -56,6 +56,7 @@ class Example:
     line: int
     # the row's turns, if it is a conversation: source and reference are then its history and its last answer as text
     conversation: Conversation | None = None
+    weight: float = 1.0  # factor on the loss of its tokens, positive
 
     @property
     def target(self) -> str:
@@ -101,6 +102,7 @@ class SourceSpec:
     template: str | None = None
     max_bad_rows: int = 0
     train_on: Literal["assistant", "last"] = "assistant"
+    weight_column: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,24 +41,35 @@ class Objective:
 PLAIN = Objective()
 
 
-def summed_loss(logits_BTV: Tensor, labels_BT: Tensor, objective: Objective = PLAIN) -> Tensor:
+def summed_loss(
+    logits_BTV: Tensor, labels_BT: Tensor, objective: Objective = PLAIN, weights_BT: Tensor | None = None
+) -> Tensor:
     """Return the loss summed over targets.
 
     Args:
         logits_BTV: Of any floating dtype; the loss is computed in at least float32.
         labels_BT: int64, -100 where there is no target.
         objective: Label smoothing and z-loss.
+        weights_BT: float32, factor on the loss of each target; None: 1.
 
     Returns:
         0-d, float32 or wider; zero if there is no target.
     """
     logits = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)).flatten(0, 1)
     labels = labels_BT.flatten()
+    weights = None if weights_BT is None else weights_BT.flatten().to(logits.dtype)
     loss = functional.cross_entropy(
-        logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=objective.label_smoothing
+        logits,
+        labels,
+        ignore_index=IGNORED,
+        reduction="sum" if weights is None else "none",
+        label_smoothing=objective.label_smoothing,
     )
+    loss = loss if weights is None else torch.dot(loss, weights)
     if objective.z_loss:
-        loss = loss + objective.z_loss * logits[labels != IGNORED].logsumexp(-1).square().sum()
+        counted = labels != IGNORED
+        squares = logits[counted].logsumexp(-1).square()
+        loss = loss + objective.z_loss * (squares.sum() if weights is None else torch.dot(squares, weights[counted]))
     return loss
 
 
@@ -96,6 +107,7 @@ def model_loss(
     objective: Objective = PLAIN,
     *,
     expected_gradient: float | Tensor = 1.0,
+    weights_BT: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of one forward, summed over targets; computed by the head if it is fused.
 
@@ -106,6 +118,7 @@ def model_loss(
         objective: Label smoothing and z-loss.
         expected_gradient: Factor that the loss is multiplied by before backward, 0-d if a tensor. Any other is
             right as well, but with this one a fused head rounds 16-bit gradients only once, as an unfused head does.
+        weights_BT: float32, factor on the loss of each target; None: 1.
 
     Returns:
         0-d, float32 or wider.
@@ -115,8 +128,8 @@ def model_loss(
     """
     fused = fused_head_of(model)
     if fused is None:
-        return summed_loss(forward()[:, -labels_BT.shape[1] :], labels_BT, objective)
-    with fused.loss_context(labels_BT, objective, expected_gradient):
+        return summed_loss(forward()[:, -labels_BT.shape[1] :], labels_BT, objective, weights_BT)
+    with fused.loss_context(labels_BT, objective, expected_gradient, weights_BT):
         returned = forward()
     bias = _logits_bias(base_of(model))
     if bias is not None and not fused.bias_is_zero:
@@ -137,6 +150,7 @@ class _LossSpec:
     labels_BT: Tensor
     objective: Objective
     expected_gradient: float | Tensor
+    weights: Tensor | None  # of all labels, then of those that count
 
 
 class FusedHead:
@@ -155,13 +169,17 @@ class FusedHead:
 
     @contextmanager
     def loss_context(
-        self, labels_BT: Tensor, objective: Objective, expected_gradient: float | Tensor = 1.0
+        self,
+        labels_BT: Tensor,
+        objective: Objective,
+        expected_gradient: float | Tensor = 1.0,
+        weights_BT: Tensor | None = None,
     ) -> Iterator[None]:
         """Context in which the head returns the loss, summed over ``labels_BT``, in place of logits.
 
         The arguments are those of :func:`model_loss`.
         """
-        self._spec = _LossSpec(labels_BT, objective, expected_gradient)
+        self._spec = _LossSpec(labels_BT, objective, expected_gradient, weights_BT)
         try:
             yield
         finally:
@@ -177,6 +195,8 @@ class FusedHead:
         weight, bias = self._head.weight, self._head.bias
         records = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
+            if spec.weights is not None:
+                spec = replace(spec, weights=spec.weights.flatten()[counted])
             return _LinearCrossEntropy.apply(rows, weight, bias, labels[counted], spec, records)  # type: ignore[return-value]
 
 
@@ -201,7 +221,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         step = max(64, _CHUNK_NUMEL // weight.shape[0])
         for start in range(0, rows.shape[0], step):
             part = slice(start, start + step)
-            chunk_loss, chunk = _chunk(rows[part], weight, bias, labels[part], spec.objective, ctx.factor)
+            factors = None if spec.weights is None else spec.weights[part]
+            chunk_loss, chunk = _chunk(rows[part], weight, bias, labels[part], factors, spec.objective, ctx.factor)
             loss += chunk_loss
             if row_gradients is not None:
                 torch.mm(chunk, weight, out=row_gradients[part])
@@ -245,7 +266,13 @@ class _Sums:
 
 
 def _chunk(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, factor: float | Tensor
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    weights: Tensor | None,
+    objective: Objective,
+    factor: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of a few rows, 0-d, and its gradient of their logits times a factor, (rows, V)."""
     logits = functional.linear(rows, weight, bias)
@@ -263,6 +290,9 @@ def _chunk(
     if share:
         gradient.sub_(share / pieces)
     gradient.scatter_add_(1, labels[:, None], gradient.new_full((1, 1), share - 1).expand(len(labels), 1))
+    if weights is not None:
+        loss = loss * weights
+        gradient.mul_(weights[:, None])
     if gradient.dtype == rows.dtype:
         return loss.sum(), gradient
     return loss.sum(), torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=rows.dtype))

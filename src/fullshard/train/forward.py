@@ -77,10 +77,11 @@ def losses(
     """Return the loss of :func:`loss_sum`, and of the same forward the routers' own loss, 0-d, or None."""
     inputs = model_inputs(model, batch, causal=causal)
     own: list[Tensor] = []
-    labels_BT = batch.labels_BT
+    labels_BT, weights_BT = batch.labels_BT, batch.weights_BT
     if causal:
         # Position t predicts label t + 1; the last position predicts nothing.
         labels_BT = functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+        weights_BT = None if weights_BT is None else functional.pad(weights_BT[:, 1:], (0, 1), value=1.0)
 
     def forward() -> Tensor:
         if router is None:
@@ -89,5 +90,5 @@ def losses(
         own.append(router.of(output))
         return output.logits
 
-    loss = model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient)
+    loss = model_loss(model, forward, labels_BT, objective, expected_gradient=expected_gradient, weights_BT=weights_BT)
     return loss, own[0] if own else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -72,10 +72,13 @@ class Batch:
     indices: tuple[int, ...]  # index of each row in the tokenized set
     fillers: tuple[bool, ...]  # for each row, whether it is a filler, which does not count in loss and metrics
     packing: Packing | None = None  # the row of each position; None if each row is a separate sequence
+    weights_BT: Tensor | None = None  # float32, the weight of each label's row; None: all are 1
+    target_weight: float = 0.0  # sum of the weights of the tokens that count in the loss; ``target_tokens`` without
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy with its tensors on a device; shared tensors stay shared."""
         names = ("input_ids_BS", "attention_mask_BS", "labels_BT", "prompt_ids_BP", "prompt_mask_BP")
+        names += () if self.weights_BT is None else ("weights_BT",)
         packing = None if self.packing is None else self.packing.to(device)
         return replace(_moved(self, names, device), packing=packing)
 
@@ -108,18 +111,30 @@ def collate(rows: Sequence[RowRef], tokenized: TokenizedSet, spec: CollateSpec) 
             labels = [_labels(row, learned) for row, learned in zip(inputs, spans, strict=True)]
     else:
         inputs = sources
-    fields = _packed(inputs, labels, spec) if spec.packed else _padded(inputs, labels, sources, spec)
+    weights = None
+    if tokenized.weights is not None:
+        weights = [np.full(len(label), tokenized.weights[row.index]) for row, label in zip(rows, labels, strict=True)]
+    fields = _packed(inputs, labels, weights, spec) if spec.packed else _padded(inputs, labels, weights, sources, spec)
+    counted = _counted(fields["labels_BT"], causal=spec.causal)
+    target_tokens = int(counted.sum())
+    by_position = fields["weights_BT"]
+    target_weight = (
+        target_tokens if by_position is None else by_position[:, -counted.shape[1] :][counted].double().sum()
+    )
     real = [len(s) + len(t) for row, s, t in zip(rows, sources, targets, strict=True) if not row.filler]
     return Batch(
         **fields,
-        target_tokens=_count_targets(fields["labels_BT"], causal=spec.causal),
+        target_tokens=target_tokens,
+        target_weight=float(target_weight),
         tokens=sum(real),
         indices=tuple(row.index for row in rows),
         fillers=tuple(row.filler for row in rows),
     )
 
 
+T = TypeVar("T", bound=np.generic)
 Rows = Sequence[NDArray[np.integer]]
+WeightRows = Sequence[NDArray[np.float64]]
 
 
 def _labels(ids: NDArray[np.integer], spans: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
@@ -130,7 +145,7 @@ def _labels(ids: NDArray[np.integer], spans: Sequence[int] | NDArray[np.integer]
     return labels
 
 
-def _padded(inputs: Rows, labels: Rows, sources: Rows, spec: CollateSpec) -> dict[str, Any]:
+def _padded(inputs: Rows, labels: Rows, weights: WeightRows | None, sources: Rows, spec: CollateSpec) -> dict[str, Any]:
     """Return the tensors of a batch in which each row is a sequence."""
     input_ids, attention_mask = _pad(inputs, spec.pad_token_id)
     prompt_ids, prompt_mask = input_ids, attention_mask
@@ -142,10 +157,11 @@ def _padded(inputs: Rows, labels: Rows, sources: Rows, spec: CollateSpec) -> dic
         "labels_BT": _pad(labels, IGNORED_LABEL)[0],
         "prompt_ids_BP": prompt_ids,
         "prompt_mask_BP": prompt_mask,
+        "weights_BT": _pad_weights(weights),
     }
 
 
-def _packed(inputs: Rows, labels: Rows, spec: CollateSpec) -> dict[str, Any]:
+def _packed(inputs: Rows, labels: Rows, weights: WeightRows | None, spec: CollateSpec) -> dict[str, Any]:
     """Return the tensors of a batch in which a sequence has several rows."""
     if spec.causal:
         for row in labels:
@@ -166,10 +182,21 @@ def _packed(inputs: Rows, labels: Rows, spec: CollateSpec) -> dict[str, Any]:
         "prompt_ids_BP": input_ids,
         "prompt_mask_BP": attention_mask,
         "packing": Packing(segments, target_segments, positions),
+        "weights_BT": None if weights is None else _pad_weights(_concatenated(weights, sequences)),
     }
 
 
-def _concatenated(rows: Rows, sequences: Sequence[Sequence[int]]) -> Rows:
+def _pad_weights(rows: WeightRows | None) -> Tensor | None:
+    """Return the weights of labels as one float32 tensor, (rows, longest row), 1 on padding."""
+    if rows is None:
+        return None
+    padded = np.ones((len(rows), max(map(len, rows))), np.float32)
+    for position, row in enumerate(rows):
+        padded[position, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def _concatenated(rows: Sequence[NDArray[T]], sequences: Sequence[Sequence[int]]) -> list[NDArray[T]]:
     """Concatenate the rows of each sequence."""
     return [np.concatenate([rows[row] for row in sequence]) for sequence in sequences]
 
@@ -179,10 +206,9 @@ def _segments(rows: Rows, sequence: Sequence[int]) -> NDArray[np.integer]:
     return np.repeat(np.arange(1, len(sequence) + 1), [len(rows[row]) for row in sequence])
 
 
-def _count_targets(labels_BT: Tensor, *, causal: bool) -> int:
-    """Count the labels in the loss. A causal model predicts position t + 1 at t, so the first label never counts."""
-    counted = labels_BT[:, 1:] if causal else labels_BT
-    return int((counted != IGNORED_LABEL).sum())
+def _counted(labels_BT: Tensor, *, causal: bool) -> Tensor:
+    """Return which labels count, bool. A causal model predicts position t + 1 at t, so the first label never does."""
+    return (labels_BT[:, 1:] if causal else labels_BT) != IGNORED_LABEL
 
 
 def _pad(rows: Rows, value: int, *, left: bool = False) -> tuple[Tensor, Tensor]:

@@ -48,8 +48,16 @@ def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
         source_stats=_joined([one.source_stats for one in sets], list(map(len, sets))),
         target_stats=_joined([one.target_stats for one in sets], list(map(len, sets))),
         spans=Chained(spans) if spans else None,
+        weights=_joined_weights(sets),
         set_rows=tuple(map(len, sets)),
     )
+
+
+def _joined_weights(sets: Sequence[TokenizedSet]) -> NDArray[np.float64] | None:
+    """Return the weight of each row of all sets; None if all are 1."""
+    if all(one.weights is None for one in sets):
+        return None
+    return np.concatenate([np.ones(len(one)) if one.weights is None else one.weights for one in sets])
 
 
 def _joined(stats: Sequence[LengthStats], rows: Sequence[int]) -> LengthStats:

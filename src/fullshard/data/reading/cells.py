@@ -36,6 +36,25 @@ def cell_references(name: str, cell: object, *, join: bool) -> tuple[str, ...]:
     return references
 
 
+def cell_weight(name: str, cell: object) -> float:
+    """Return a row's weight; the cell is a number or its text.
+
+    Raises:
+        UnusableRowError: It is missing, not a number, or not positive and finite.
+    """
+    text = _scalar_text(name, cell).strip() if not isinstance(cell, float) else str(cell)
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        shown = repr(text) if text else "nothing"
+        raise UnusableRowError(
+            f"column {name!r} holds {shown}, and a weight is a positive number; 0: leave the row out"
+        )
+    return weight
+
+
 def _scalar_text(name: str, cell: object, inside: str = "") -> str:
     """Return text or a number as text."""
     if isinstance(cell, str):

@@ -176,7 +176,8 @@ def answers_as_rows(examples: Iterable[Example]) -> list[Example]:
             continue
         for place in whole.answers:
             part = replace(whole, messages=whole.messages[: place + 1], answers=(place,))
-            rows.append(Example(part.history_text, (turn_text(whole.messages[place]),), example.line, part))
+            target = (turn_text(whole.messages[place]),)
+            rows.append(Example(part.history_text, target, example.line, part, example.weight))
     return rows
 
 

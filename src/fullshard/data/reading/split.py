@@ -10,6 +10,7 @@ from pathlib import Path
 from fullshard.data.examples import Example, InputRow, InputTable, SourceSpec, Split, Table
 from fullshard.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
 from fullshard.data.reading.bad_rows import BadRows, UnusableRowError
+from fullshard.data.reading.cells import cell_weight
 from fullshard.data.reading.columns import Recipe, choose, choose_sources
 from fullshard.data.reading.conversations import (
     ConversationRecipe,
@@ -53,7 +54,7 @@ def read_split(spec: SourceSpec, split: Split) -> Table:
     if spec.format == "wikihow" and spec.dataset_name is None:
         return read_wikihow(_file(spec, split), spec, split if by_hash else None)
     reader = _open(spec, split)
-    table = _read_table(reader, spec)
+    table = _read_table(reader, spec, spec.weight_column if split == "train" else None)
     return hold_out(table, spec.validation_fraction, split, reader.where) if by_hash else table
 
 
@@ -72,7 +73,7 @@ def read_sources(spec: SourceSpec, split: Split) -> InputTable:
     recipe: Recipe | ConversationRecipe | None = find_conversations(reader, columns, spec, completed=False)
     if recipe is None:
         by_name = spec.template is None and spec.source_column is None
-        recipe = (choose_sources if by_name else choose)(spec, columns, reader.where)
+        recipe = (choose_sources if by_name else choose)(spec, _texts(columns, spec), reader.where)
     rows: list[InputRow] = []
     for row in reader.rows(recipe.columns):
         try:
@@ -106,6 +107,7 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     ]
     # Only where it is not the default: runs of versions without the option resume.
     options += [spec.train_on] if spec.train_on != "assistant" else []
+    options += [["weights", spec.weight_column]] if spec.weight_column is not None and split == "train" else []
     if _of_dataset(spec, split):
         options += ["dataset", _open_dataset(spec, split).fingerprint]
         digest.update(json.dumps(options).encode())
@@ -205,18 +207,25 @@ def _open_dataset(spec: SourceSpec, split: Split) -> DatasetRows:
     return open_dataset(spec.dataset_name, spec.dataset_config_name, name)
 
 
-def _read_table(reader: RowReader, spec: SourceSpec) -> Table:
-    """Return all usable rows of a table."""
+def _read_table(reader: RowReader, spec: SourceSpec, weights: str | None) -> Table:
+    """Return all usable rows of a table; ``weights`` is the column of their weights, None: all have weight 1."""
     columns = _columns(reader)
     recipe: Recipe | ConversationRecipe | None = find_conversations(reader, columns, spec, completed=True)
     if recipe is None:
         require_conversations(spec, reader.where)
-        recipe = choose(spec, columns, reader.where)
+        recipe = choose(spec, _texts(columns, spec), reader.where)
+    if weights is not None and columns.count(weights) != 1:
+        raise DataError(
+            f"{reader.where} has {columns.count(weights)} columns {weights!r} (data.weight_column); one is needed. Its "
+            f"columns: {', '.join(map(repr, columns))}."
+        )
     bad = BadRows(reader.where)
     examples: list[Example] = []
-    for row in reader.rows(recipe.columns):
+    for row in reader.rows([*recipe.columns, *([] if weights is None or weights in recipe.columns else [weights])]):
         try:
-            examples.append(recipe.example(row))
+            example = recipe.example(row)
+            weight = 1.0 if weights is None else cell_weight(weights, row.cells.get(weights))
+            examples.append(example if weights is None else replace(example, weight=weight))
         except UnusableRowError as problem:
             bad.add(row.line, str(problem))
     notes = (*reader.notes, *recipe.notes, *bad.settle(len(examples) + bad.count, spec.max_bad_rows))
@@ -226,6 +235,11 @@ def _read_table(reader: RowReader, spec: SourceSpec) -> Table:
     if isinstance(recipe, ConversationRecipe):
         notes = (conversation_note(recipe, examples, reader.where), *notes)
     return Table(examples, notes, bad.beyond_shown)
+
+
+def _texts(columns: list[str], spec: SourceSpec) -> list[str]:
+    """Return the columns that may be source or target: all but that of the weights."""
+    return [name for name in columns if name != spec.weight_column]
 
 
 def _columns(reader: RowReader) -> list[str]:

@@ -17,7 +17,14 @@ import numpy as np
 
 from fullshard.data.examples import Example
 from fullshard.data.tokenizing.ragged import ID_DTYPE, OFFSET_DTYPE, Ragged
-from fullshard.data.tokenizing.tokenize import Counters, LengthStats, TokenizedSet, TokenizeSpec, encode_chunks
+from fullshard.data.tokenizing.tokenize import (
+    Counters,
+    LengthStats,
+    TokenizedSet,
+    TokenizeSpec,
+    encode_chunks,
+    weights_of,
+)
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,6 +32,9 @@ if TYPE_CHECKING:
 
 CONTENTS_NAME = "contents.json"
 """Name of an entry's file with the sizes of its files and its builder's values; written last."""
+
+_WEIGHTS_NAME = "weights.f64"
+"""Name of an entry's file with the weight of each row; missing where all are 1."""
 
 
 def default_directory() -> Path:
@@ -109,6 +119,8 @@ def tokenize_to(
     for name, parts in lengths.items():
         offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(np.concatenate(parts), dtype=OFFSET_DTYPE)])
         offsets.tofile(directory / f"{name}.offsets")
+    if (weights := weights_of(examples)) is not None:
+        weights.tofile(directory / _WEIGHTS_NAME)
     return {"source": asdict(counters.source.stats()), "target": asdict(counters.target.stats())}
 
 
@@ -121,10 +133,12 @@ def open_tokens(directory: Path, stats: dict[str, Any]) -> TokenizedSet:
     try:
         sides = {name: _map_rows(directory, name) for name in ("source", "target")}
         spans = _map_rows(directory, "spans") if (directory / "spans.offsets").exists() else None
+        file = directory / _WEIGHTS_NAME
+        weights = np.memmap(file, np.float64, mode="r") if file.exists() else None
     except (OSError, ValueError) as error:
         raise DataError(f"The tokens in {directory} cannot be read: {error}. Delete that directory.") from error
     source, target = (LengthStats(**stats[name]) for name in ("source", "target"))
-    return TokenizedSet(sides["source"], sides["target"], source, target, spans=spans)
+    return TokenizedSet(sides["source"], sides["target"], source, target, spans=spans, weights=weights)
 
 
 def _map_rows(directory: Path, name: str) -> Ragged:

@@ -57,6 +57,7 @@ class TokenizedSet:
     cut: tuple[bool, ...] = ()  # whether each source was truncated; empty where the ids are from the cache
     # start and end of each run of learned tokens, in source and target joined; None: each row's target is learned
     spans: Ragged | None = None
+    weights: NDArray[np.float64] | None = None  # factor on the loss of each row's tokens; None: all are 1
     set_rows: tuple[int, ...] = ()  # rows of each set of a mixture, which follow one another; empty: one set
 
     def __post_init__(self) -> None:
@@ -175,7 +176,14 @@ def tokenize(
         target_stats=counters.target.stats(),
         cut=tuple(cut),
         spans=Ragged.joined(spans) if spans else None,
+        weights=weights_of(examples),
     )
+
+
+def weights_of(examples: Sequence[Example]) -> NDArray[np.float64] | None:
+    """Return the weight of each row; None if all are 1."""
+    weights = np.asarray([row.weight for row in examples])
+    return None if (weights == 1.0).all() else weights
 
 
 def encode_chunks(

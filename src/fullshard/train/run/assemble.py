@@ -158,7 +158,8 @@ def require_same_rows(comm: Comm, prepared: Prepared) -> None:
 def _summary(rows: TokenizedSet) -> str:
     source, target = rows.source_ids, rows.target_ids
     sums = f"{source.checksum():08x}-{target.checksum():08x}"
-    return f"{len(rows):,} of {source.num_ids:,} and {target.num_ids:,} tokens (checksum {sums})"
+    weights = "" if rows.weights is None else f", weights {rows.weights.sum():.9g}"
+    return f"{len(rows):,} of {source.num_ids:,} and {target.num_ids:,} tokens (checksum {sums}{weights})"
 
 
 def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | None:

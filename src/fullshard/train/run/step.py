@@ -57,7 +57,8 @@ def issue_step(
     """Take one optimizer step; every rank calls it with its own micro-batches, equally many.
 
     The loss is the sum over all target tokens of all ranks and micro-batches divided by their number, so world size and
-    accumulation do not change it. The routers' own loss is not a sum over tokens: that of each micro-batch counts in
+    accumulation do not change it; where rows have weights, each token's loss and its one in the number are multiplied
+    by its row's. The routers' own loss is not a sum over tokens: that of each micro-batch counts in
     proportion to its tokens. In fp16, if the loss is finite and the gradient is not, the step is skipped and the
     loss scale halved, as long as it is at least 1.
 
@@ -88,8 +89,8 @@ def issue_step(
     if scaler is not None:
         scaler.unscale_(optimizer)
     norm = clip_grad_norm_(model, math.inf)
-    measured = torch.stack([total / counts[0], norm.to(total), router])
-    numbers = torch.cat([measured.double(), counts.double()])
+    measured = torch.stack([total / counts[0].to(total.dtype), norm.to(total), router])
+    numbers = torch.cat([measured.double(), counts])
     on_host = device.empty_host(numbers.numel(), torch.float64, pinned=True)
     issued = IssuedStep(spec, started, loss_scale, comm, on_host, device.copy_to_host([(on_host, numbers)]))
     if late:
@@ -151,7 +152,7 @@ class IssuedStep:
             TrainingError: Loss or norm is not finite, and the step was not skipped; on every rank.
         """
         spec, (loss, norm) = self._spec, self.loss_and_norm
-        target_tokens, tokens, stop, *memory = map(int, self._numbers[3:])
+        tokens, stop, target_tokens, *memory = map(int, self._numbers[4:])
         if self.ends_run:
             raise TrainingError(
                 f"Step {spec.step}: the loss is {loss} and the gradient norm is {norm}; both must be finite. The "
@@ -178,15 +179,17 @@ class IssuedStep:
 
 
 def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> Tensor:
-    """Return over all ranks: target tokens, tokens without padding, requests to stop, each rank's peak memory.
+    """Return over all ranks: weights of target tokens, tokens, requests to stop, target tokens, each rank's memory.
 
-    int64, (3 + ranks,), on the device, where the loss is divided by them: reading them would wait for the last step.
+    Tokens are without padding, memory is the peak. float64, which counts exactly, (4 + ranks,), on the device, where
+    the loss is divided by them: reading them would wait for the last step.
     """
     target_tokens = sum(batch.target_tokens for batch in micro_batches)
+    target_weight = sum(batch.target_weight for batch in micro_batches)
     tokens = sum(batch.tokens for batch in micro_batches)
-    counts = [target_tokens, tokens, int(spec.stop), *[0] * comm.size]
-    counts[3 + comm.rank] = peak_memory_bytes(comm.device)
-    totals = device_of(comm.device).from_host(torch.tensor(counts))
+    counts = [target_weight, tokens, int(spec.stop), target_tokens, *[0] * comm.size]
+    counts[4 + comm.rank] = peak_memory_bytes(comm.device)
+    totals = device_of(comm.device).from_host(torch.tensor(counts, dtype=torch.float64))
     comm.all_reduce(totals).wait()
     return totals
 
@@ -202,7 +205,7 @@ def _accumulate(
     """Run backward on each micro-batch; return over all ranks the summed loss and the mean of the routers', 0-d."""
     total = torch.zeros(2, device=comm.device)
     # The engine averages gradients over ranks; times the world size makes it their sum.
-    factor = comm.size / counts[0].double()
+    factor = comm.size / counts[0]
     expected_gradient = factor.float() * (1.0 if scaler is None else scaler.get_scale())
     for batch in micro_batches:
         loss, router = losses(
@@ -216,7 +219,7 @@ def _accumulate(
         scaled = loss * factor.to(loss.dtype)
         total[0] += loss.detach()
         if router is not None:
-            share = (batch.tokens / counts[1].double()).to(router.dtype)
+            share = (batch.tokens / counts[1]).to(router.dtype)
             scaled = scaled + router * (comm.size * share)
             total[1] += router.detach() * share
         (scaled if scaler is None else scaler.scale(scaled)).backward()

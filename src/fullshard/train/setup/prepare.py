@@ -143,7 +143,11 @@ def _prepare_set(
     # With other rows to measure on, the training rows give no more than their labels.
     if work.rows_file is None:
         reading = kept["notes"]
-        notes += [*_length_notes(f"training{of_set}", train_set), show_row(train_set, 0, tokenizer, causal=spec.causal)]
+        notes += [
+            *_length_notes(f"training{of_set}", train_set),
+            *_weight_notes(work, train_set),
+            show_row(train_set, 0, tokenizer, causal=spec.causal),
+        ]
     held_out: list[Example] = []
     held_out_set = None
     if config.training.eval_strategy != "no" and (work.rows_file is not None or config.data.holds_out):
@@ -318,6 +322,16 @@ def _vocabulary_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
         f"the vocabulary has {len(tokenizer):,} pieces, not the {settings.vocab_size:,} of model.tokenizer.vocab_size: "
         "the training rows have no more"
     ]
+
+
+def _weight_notes(work: SetRows, rows: TokenizedSet) -> list[str]:
+    """Return a line with the weights of a set's training rows, if they have any."""
+    column, of_set = work.config.data.weight_column, f" of {work.name}" if work.name else ""
+    if column is None:
+        return []
+    weights = [1.0] if rows.weights is None else rows.weights
+    low, mean, high = (f"{float(one):g}" for one in (min(weights), sum(weights) / len(weights), max(weights)))
+    return [f"weights{of_set} from column {column!r}: {low} to {high}, mean {mean} (data.weight_column)"]
 
 
 def _length_notes(name: str, tokenized: TokenizedSet) -> list[str]:

@@ -1,6 +1,7 @@
 """A run over several sets: each with its own columns and prefix, scored apart and together, resumed to the bit."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -156,6 +157,35 @@ def test_a_set_gives_new_rows_its_columns_and_prefix(tmp_path):
     assert alone.of_set(None) == alone
     with pytest.raises(ConfigError, match="the run has one set of data"):
         alone.of_set("short")
+
+
+def weighted(directory, weight):
+    """Two sets, of which the second has rows with weights; its last row's is given."""
+    data = mixture(directory)
+    rows = [{"question": f"q {row}", "answer": "a", "w": 2 if row < 4 else weight} for row in range(5)]
+    Path(data["sets"]["long"]["train_file"]).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    data["sets"]["long"]["weight_column"] = "w"
+    return data
+
+
+def test_weights_of_rows_go_with_their_set(tmp_path):
+    config = RunConfig.model_validate(settings(tmp_path, **SMALL | {"data": weighted(tmp_path, 0.5)}))
+    found = prepare(config)
+    assert found.train_set.weights.tolist() == [1.0] * 5 + [2.0] * 4 + [0.5]
+    assert found.held_out_set.weights is None
+    assert "weights of long from column 'w': 0.5 to 2, mean 1.7 (data.weight_column)" in found.notes
+    memory = run(tmp_path, data=weighted(tmp_path, 0.5), training__max_steps=2)
+    assert len(memory.steps) == 2
+
+
+def test_ranks_with_other_weights_are_refused(tmp_path):
+    ready = []
+    for name, weight in (("a", 0.5), ("b", 0.75)):
+        (tmp_path / name).mkdir()
+        data = weighted(tmp_path / name, weight)
+        ready.append(prepare(RunConfig.model_validate(settings(tmp_path / name, **SMALL | {"data": data}))))
+    with pytest.raises(MismatchError, match=r"weights 13\.5\), rank 1 has .*weights 13\.75\)"):
+        run_ranks(2, lambda comm: require_same_rows(comm, ready[comm.rank]))
 
 
 def test_all_ranks_compare_the_chained_rows(tmp_path):
