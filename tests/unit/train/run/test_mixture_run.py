@@ -95,14 +95,6 @@ def test_sets_are_scored_apart_and_together(finished):
     assert report.baseline_name == "always the most frequent target of a row's set"
 
 
-def test_ranks_change_no_score(finished, tmp_path):
-    other = run(tmp_path, ranks=2, data=mixture(tmp_path), training__per_device_train_batch_size=1, **OFTEN)
-    ours, theirs = (memory.evaluations[-1][0] for memory in (other, finished[1]))
-    # Dropout differs between ranks.
-    assert {name: one["rows"] for name, one in ours.sets.items()} == {"short": 3, "long": 4}
-    assert [one.source for one in ours.predictions] == [one.source for one in theirs.predictions]
-
-
 def test_files_tell_the_sets(finished):
     directory, _ = finished
     out = directory / "out"
@@ -176,6 +168,24 @@ def test_weights_of_rows_go_with_their_set(tmp_path):
     assert "weights of long from column 'w': 0.5 to 2, mean 1.7 (data.weight_column)" in found.notes
     memory = run(tmp_path, data=weighted(tmp_path, 0.5), training__max_steps=2)
     assert len(memory.steps) == 2
+
+
+def test_two_ranks_train_and_score_as_one(tmp_path, one_at_a_time):
+    """Shares, weights of rows, and scores of each set, without dropout, over three epochs of other rows."""
+    model = {**SMALL["model"], "config": {**SMALL["model"]["config"], "dropout_rate": 0.0}}
+    found = []
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        data = weighted(tmp_path / str(ranks), 0.5)
+        each = {"training__per_device_train_batch_size": 2 // ranks, "training__num_train_epochs": 3}
+        found.append(run(tmp_path / str(ranks), ranks=ranks, data=data, model=model, **each))
+    losses = [[report.loss for report in memory.steps] for memory in found]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert len(losses[0]) == 9
+    one, two = (memory.evaluations[-1][0].sets for memory in found)
+    for name in ("short", "long"):
+        assert one[name]["loss"] == pytest.approx(two[name]["loss"], abs=1e-5)
+        assert one[name]["rows"] == two[name]["rows"]
 
 
 def test_ranks_with_other_weights_are_refused(tmp_path):
