@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 
 import torch
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, StoreError
 from fullshard.storage.index import Index, PieceEntry, TensorEntry
+from fullshard.storage.object_path import Place
 from fullshard.storage.piece import Piece
 from fullshard.storage.safetensors_reader import SafetensorsFile
 from fullshard.storage.shard_file import BLOCK_BYTES, crc_of, dtype_of
@@ -21,7 +22,7 @@ class CheckpointReader:
     of one block.
     """
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: Place, index: Index) -> None:
         """Read from the checkpoint directory ``path``."""
         self.path = path
         self.index = index
@@ -51,6 +52,15 @@ class CheckpointReader:
             if stored.start < piece.stop and piece.start < stored.stop:
                 self._read_overlap(entry, stored, piece)
 
+    def read_all(self, pieces: Iterable[Piece]) -> None:
+        """Fill many pieces as :meth:`read` does; from an object store, several blocks at the same time.
+
+        Raises:
+            CheckpointError: As for :meth:`read`.
+        """
+        for piece in sorted(pieces, key=lambda piece: (piece.name, piece.start)):
+            self.read(piece)
+
     def _read_overlap(self, entry: TensorEntry, stored: PieceEntry, piece: Piece) -> None:
         """Read the elements that ``piece`` and ``stored`` have in common, one block of ``stored`` at a time."""
         dtype = dtype_of(entry)
@@ -76,6 +86,8 @@ class CheckpointReader:
             raise self._damage(f"{file.path} lacks {name!r}, which the index lists in it: they are from two saves.")
         try:
             file.read(name, start, out)
+        except StoreError:
+            raise
         except CheckpointError as error:
             raise self._damage(str(error)) from error
         found = crc_of(out)
@@ -91,6 +103,8 @@ class CheckpointReader:
         if name not in self._files:
             try:
                 self._files[name] = SafetensorsFile(self.path / name)
+            except StoreError:
+                raise
             except CheckpointError as error:
                 raise self._damage(str(error)) from error
         return self._files[name]
