@@ -89,7 +89,7 @@ def load_checkpoint(
 
     def read() -> torch.Tensor | None:
         reader = CheckpointReader(path, index)
-        reader.read_all(target.plan.pieces)
+        reader.read(*sorted(target.plan.pieces, key=lambda piece: (piece.name, piece.start)))
         if not same_size:
             return None
         name = rng_name(ranks.rank)

@@ -107,7 +107,9 @@ class ObjectLock:
             mode = "create" if only_new else "overwrite"
             request(self._path.url, lambda files: files.pipe_file(self._path.key, content, mode=mode))
         except FileExistsError:
-            return False
+            # Also where the answer to the first attempt was lost, and the second one finds the object.
+            found = self._read()
+            return found is not None and found["token"] == self._token
         return True
 
     def _read(self) -> dict[str, Any] | None:
