@@ -20,8 +20,8 @@ For a run file: show how its model would be sharded (units, parameters, lanes, p
 GPU, no ranks and no memory for the weights, which are not read.
 
 For the output_dir of a run or a directory of checkpoints: list the checkpoints and show which are complete. For one
-checkpoint (step-…), a model's directory or a file of weights: show its contents. Tensors are not read; fullshard verify
-compares them with their checksums.
+checkpoint (step-…), a model's directory or a file of weights: show its contents. URLs of checkpoints (s3://bucket/run)
+are listed and shown too. Tensors are not read; fullshard verify compares them with their checksums.
 """
 
 EPILOG = """\

@@ -18,8 +18,8 @@ DESCRIPTION = """\
 Read everything in PATH and report what is damaged or missing, and in which file.
 
 PATH is the output_dir of a run, a directory of checkpoints, one checkpoint (step-…), a model's directory or a file of
-weights. Every block of a checkpoint is compared with its checksum. Files of formats without checksums are read
-completely, and only their structure is checked.
+weights; or the URL of a directory of checkpoints or of one (s3://bucket/run). Every block of a checkpoint is compared
+with its checksum. Files of formats without checksums are read completely, and only their structure is checked.
 """
 
 EPILOG = """\

@@ -350,7 +350,8 @@ class Checkpoints:
             path: The checkpoint; None: the newest one.
             average: The moving average of the model's weights, filled in place; None: it is not read.
             previous: Whether to go back to the newest complete checkpoint if later ones are not complete. These are
-                renamed to ``step-….damaged``, on rank 0, with a warning. Without it they are an error.
+                renamed to ``step-….damaged``, or marked in an object store, on rank 0, with a warning. Without it they
+                are an error.
 
         Returns:
             The contents of the checkpoint other than tensors; None if there is no checkpoint and no path was given.

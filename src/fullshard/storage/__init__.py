@@ -53,7 +53,7 @@ from fullshard.storage.store import (
     read_index as read_index,
     remove_checkpoint as remove_checkpoint,
     set_aside as set_aside,
-    set_aside_name as set_aside_name,
+    set_aside_text as set_aside_text,
     step_directory as step_directory,
     survey as survey,
 )

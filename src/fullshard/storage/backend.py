@@ -141,8 +141,8 @@ class Backend(Protocol):
         """Delete what a failed save has written; on rank 0."""
         ...
 
-    def set_aside_name(self, path: Any) -> Any:
-        """Return the name by which :meth:`set_aside` marks a damaged checkpoint."""
+    def set_aside_text(self, path: Any) -> str:
+        """Return what :meth:`set_aside` would do to a checkpoint now, as what follows "is"."""
         ...
 
     def set_aside(self, path: Any) -> Any:

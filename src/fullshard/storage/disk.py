@@ -116,14 +116,13 @@ class Disk:
         """Delete the directory."""
         shutil.rmtree(temporary)
 
-    def set_aside_name(self, path: Path) -> Path:
-        """Return a name that is free."""
-        names = (sibling(path, f"damaged{f'.{number}' if number else ''}") for number in itertools.count())
-        return next(name for name in names if not os.path.lexists(name))
+    def set_aside_text(self, path: Path) -> str:
+        """Name the name."""
+        return f"renamed to {_aside_name(path).name}"
 
     def set_aside(self, path: Path) -> Path:
         """Rename the directory."""
-        name = self.set_aside_name(path)
+        name = _aside_name(path)
         os.rename(path, name)
         fsync(path.parent)
         return name
@@ -136,7 +135,8 @@ class Disk:
 
     def candidates(self, directory: Path) -> list[Path]:
         """Return ``step-…`` directories; one that was moved aside (``.old``) counts if nothing has taken its place."""
-        names = {path.name for path in directory.iterdir() if path.is_dir()} if directory.is_dir() else set()
+        # Not only directories: a dangling link in place of the newest checkpoint must not be passed over.
+        names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
         return [
             directory / name
             for name in sorted(names, key=lambda name: (len(name.removesuffix(".old")), name))
@@ -203,6 +203,11 @@ class _NewFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def _aside_name(path: Path) -> Path:
+    names = (sibling(path, f"damaged{f'.{number}' if number else ''}") for number in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _size_of(path: Path) -> int | None:

@@ -85,6 +85,29 @@ def request(url: str, action: Callable[[Any], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
+def put(url: str, content: bytes, *, mode: str = "overwrite") -> None:
+    """Put an object, which appears complete or not at all; any rank.
+
+    Args:
+        url: The object.
+        content: All bytes of it.
+        mode: ``create`` if there must be none yet.
+
+    Raises:
+        FileExistsError: There is one already, and the mode is ``create``.
+        StoreError: See :func:`request`; also if there is no such bucket.
+    """
+    try:
+        request(url, lambda files: files.pipe_file(url.partition("://")[2], content, mode=mode))
+    except FileNotFoundError as error:
+        raise no_bucket(url, error) from error
+
+
+def no_bucket(url: str, error: Exception) -> StoreError:
+    """Return the error for an object that cannot be put because what it is in does not exist."""
+    return StoreError(f"{url} cannot be written: {_short(error)}. The bucket must exist; make it, or correct the URL.")
+
+
 def refusal(url: str, error: Exception, attempt: int) -> StoreError | None:
     """Return the error to raise for a failed request; None if it may be sent again.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError, StoreError
-from fullshard.storage.object_client import request
+from fullshard.storage.object_client import put, request
 from fullshard.storage.object_path import ObjectPath
 
 LOCK_NAME = "lock"
@@ -104,8 +104,7 @@ class ObjectLock:
         values = {"token": self._token, "renewals": self._renewals, "process": _process(), "host": socket.gethostname()}
         content = json.dumps(values).encode()
         try:
-            mode = "create" if only_new else "overwrite"
-            request(self._path.url, lambda files: files.pipe_file(self._path.key, content, mode=mode))
+            put(self._path.url, content, mode="create" if only_new else "overwrite")
         except FileExistsError:
             # Also where the answer to the first attempt was lost, and the second one finds the object.
             found = self._read()

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
-from fullshard.storage.object_client import ATTEMPTS, PART_BYTES, refusal, request
+from fullshard.storage.object_client import ATTEMPTS, PART_BYTES, no_bucket, put, refusal, request
 from fullshard.storage.object_lock import ObjectLock
 from fullshard.storage.object_path import ObjectPath
 
@@ -70,7 +70,7 @@ class ObjectStore:
 
     def write_text(self, path: ObjectPath, text: str) -> None:
         """Put an object, which appears complete."""
-        _put(path, text.encode())
+        put(path.url, text.encode())
 
     def delete_file(self, path: ObjectPath) -> None:
         """Delete an object."""
@@ -107,7 +107,7 @@ class ObjectStore:
         with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
             yield Path(scratch)
             for file in sorted(one for one in Path(scratch).rglob("*") if one.is_file()):
-                _put(path / file.relative_to(scratch), file.read_bytes())
+                put((path / file.relative_to(scratch)).url, file.read_bytes())
 
     def finish(self, temporary: ObjectPath, final: ObjectPath, mark: Callable[[], None]) -> None:
         """Put the marker last: that is the commit, and nothing gets another name."""
@@ -125,9 +125,10 @@ class ObjectStore:
         for name in temporary.sizes():
             (temporary / name).delete()
 
-    def set_aside_name(self, path: ObjectPath) -> ObjectPath:
-        """Return the object that marks it as damaged."""
-        return path / DAMAGED_NAME
+    def set_aside_text(self, path: ObjectPath) -> str:
+        """Name the object."""
+        del path
+        return f"marked by an object {DAMAGED_NAME}"
 
     def set_aside(self, path: ObjectPath) -> ObjectPath:
         """Put an object that marks it as damaged: there are no renames."""
@@ -220,9 +221,7 @@ class _NewObject:
         try:
             first()
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{self._path} cannot be written: {error}. Does the bucket exist? It is not made."
-            ) from error
+            raise no_bucket(self._path.url, error) from error
         except Exception as error:
             problem = refusal(self._path.url, error, ATTEMPTS)
             raise (problem or error) from error
@@ -230,10 +229,6 @@ class _NewObject:
 
 def _range(path: ObjectPath, start: int, stop: int) -> bytes:
     return request(path.url, lambda files: files.cat_file(path.key, start=start, end=stop))
-
-
-def _put(path: ObjectPath, content: bytes) -> None:
-    request(path.url, lambda files: files.pipe_file(path.key, content))
 
 
 def _required_size(path: ObjectPath) -> int:

@@ -189,7 +189,7 @@ class Survey:
         good = self.complete[-1][1]
         return (
             f"The newest good one is {good}. To go back to it, set resume=previous in fullshard train, or pass "
-            f"previous=True to Checkpoints.load: {damaged.path.name} is renamed to {set_aside_name(damaged.path).name} "
+            f"previous=True to Checkpoints.load: {damaged.path.name} is {set_aside_text(damaged.path)} "
             "then. To use another one, pass its path: resume=PATH, path=PATH or fullshard export PATH."
         )
 
@@ -256,9 +256,9 @@ def next_serial(directory: Place) -> int:
     return 1 + max((done.serial for done in known), default=0)
 
 
-def set_aside_name(path: Place) -> Place:
-    """Return the name by which :func:`set_aside` would mark a checkpoint now."""
-    return backend_of(path).set_aside_name(path)
+def set_aside_text(path: Place) -> str:
+    """Return what :func:`set_aside` would do to a checkpoint now, as what follows "is"."""
+    return backend_of(path).set_aside_text(path)
 
 
 def set_aside(path: Place) -> Place:

@@ -28,7 +28,7 @@ from fullshard.storage import (
     read_json,
     remove_checkpoint,
     set_aside,
-    set_aside_name,
+    set_aside_text,
     shown,
     survey,
 )
@@ -249,8 +249,7 @@ def _newest(path: Place, settings: Mapping[str, Any], found: Survey, aside: tupl
 
 def _aside_notes(paths: Sequence[Place]) -> list[str]:
     return [
-        f"{path.name} is damaged and is renamed to {set_aside_name(path).name}; delete that if you do not need it"
-        for path in paths
+        f"{path.name} is damaged and is {set_aside_text(path)}; delete that if you do not need it" for path in paths
     ]
 
 
