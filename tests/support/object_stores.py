@@ -27,7 +27,7 @@ class ObjectFiles(LocalFileSystem):
         path = self._strip_protocol(path)
         self.before("put")
         self.makedirs(os.path.dirname(path), exist_ok=True)
-        part = f"{path}.part{uuid.uuid4().hex}"
+        part = f"{path}.incoming-{uuid.uuid4().hex}"
         with open(part, "wb") as file:
             file.write(value)
         self.before("put, half")
@@ -52,7 +52,7 @@ class ObjectFiles(LocalFileSystem):
 
     def find(self, path, **options):
         found = super().find(path, **options)
-        return {key: value for key, value in found.items() if ".part" not in key}
+        return {key: value for key, value in found.items() if ".incoming-" not in key}
 
 
 class _Upload:
@@ -60,7 +60,7 @@ class _Upload:
 
     def __init__(self, files, path):
         self._files, self._path, self.closed = files, path, False
-        self._part = f"{path}.part{uuid.uuid4().hex}"
+        self._part = f"{path}.incoming-{uuid.uuid4().hex}"
         self._file = open(self._part, "wb")  # noqa: SIM115 (it outlives this function)
 
     def write(self, data):
