@@ -30,7 +30,7 @@ class ObjectFiles(LocalFileSystem):
         part = f"{path}.incoming-{uuid.uuid4().hex}"
         with open(part, "wb") as file:
             file.write(value)
-        self.before("put, half")
+        self.before("put-half")
         if mode == "create":
             try:
                 os.link(part, path)
@@ -70,7 +70,7 @@ class _Upload:
     def close(self):
         if not self.closed:
             self.closed = True
-            self._files.before("complete the upload")
+            self._files.before("complete")
             self._file.close()
             os.replace(self._part, self._path)
 

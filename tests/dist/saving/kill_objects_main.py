@@ -18,6 +18,7 @@ import kill_main
 
 from fullshard import Checkpoints
 from fullshard.comm import SoloComm
+from fullshard.saving import checkpoints
 from fullshard.storage import as_place, find_checkpoints
 from fullshard.storage.object_store import ObjectStore
 from support.object_stores import ObjectFiles
@@ -55,8 +56,8 @@ def check(url, expected, steps):
     """A resume finds a complete checkpoint with the bits of its step, and leaves nothing else behind."""
     assert find_checkpoints(as_place(url)), "no complete checkpoint"
     model, optimizer = kill_main.make(SoloComm(kill_main.CPU))
-    with Checkpoints(url, ranks=SoloComm(kill_main.CPU)) as checkpoints:
-        restored = checkpoints.load(model, optimizer)
+    with Checkpoints(url, ranks=SoloComm(kill_main.CPU)) as found:
+        restored = found.load(model, optimizer)
     assert restored.step >= max(steps, default=1), f"{restored.step} though saves of {steps} had returned"
     state = whole([rank_runs(model, optimizer)])
     assert all(torch.equal(value, expected[restored.step][name]) for name, value in state.items())
@@ -91,16 +92,17 @@ def survive(scratch):
 def prepare(url, comm, expected):
     """Step 1, saved; the state of each step."""
     model, optimizer = kill_main.make(comm)
-    with Checkpoints(url, ranks=comm) as checkpoints:
+    with Checkpoints(url, ranks=comm) as saving:
         for step in (1, 2, 3):
             kill_main.step_to(model, optimizer, step)
             expected[step] = whole([rank_runs(model, optimizer)])
             if step == 1:
-                checkpoints.save(model, optimizer, step=1)
+                saving.save(model, optimizer, step=1)
 
 
 if __name__ == "__main__":
     ObjectStore.look_seconds = 0.002
+    checkpoints.JOIN_SECONDS = 0.2  # a rank whose peer was killed waits this long for a save that cannot end
     cases = {"objects": survive}
     options = parse(cases, __doc__, ranks=1)
     print_result({name: cases[name](options.directory) for name in options.only})
