@@ -12,6 +12,7 @@
     │   ├── ProcessGroupError     there is no usable process group or mesh                   exit code 7
     │   ├── MismatchError         ranks hold different models or run different units         exit code 8
     │   ├── CheckpointError       a checkpoint cannot be written or read                     exit code 9
+    │   │   └── StoreError        an object store cannot be reached, or refuses
     │   ├── TrainingError         the loss or the gradient is no longer a finite number      exit code 10
     │   └── MemoryLimitError      the run needs more memory than there is                    exit code 11
     ├── RunStopped                a run was stopped on request and saved a checkpoint        exit code 75
@@ -78,6 +79,10 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written or read."""
 
     exit_code = 9
+
+
+class StoreError(CheckpointError):
+    """An object store cannot be reached, or refuses: nothing is known of the checkpoints in it."""
 
 
 class TrainingError(UserError):

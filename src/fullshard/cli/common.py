@@ -116,6 +116,11 @@ def require_model(name: str) -> None:
     raise ModelError(f"There is no {path}: give the directory of a model or of a run, or an id on the Hub.{listed}")
 
 
+def path_or_url(text: str) -> Path | str:
+    """Parse a path, or the URL of a checkpoint in an object store, which a path would shorten."""
+    return text if "://" in text else Path(text)
+
+
 def positive(text: str) -> int:
     """Parse an argument that is a whole number of at least 1."""
     return whole_number(text, least=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -43,7 +42,7 @@ def _draw_contents(console: Console, found: Any) -> None:
 def _draw_listing(console: Console, found: Any) -> None:
     rows = [
         (
-            "." if entry.path == found.path else str(Path(entry.path).relative_to(found.path)),
+            "." if entry.path == found.path else str(entry.path)[len(str(found.path)) + 1 :],
             "" if entry.step is None else f"{entry.step:,}",
             "" if entry.metric is None else f"{entry.metric:.4g}",
             format_bytes(entry.nbytes),

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, load_program
+from fullshard.cli.common import add_json, add_verb, load_program, path_or_url
 from fullshard.cli.progress import ByteProgress
 from fullshard.launch.messages import say
 from fullshard.sizes import format_bytes
@@ -17,10 +17,10 @@ PROGRAM = "fullshard.saving.export"
 DESCRIPTION = """\
 Write a checkpoint's model to a directory that from_pretrained loads.
 
-PATH is the output_dir of a run, a directory of checkpoints, or one checkpoint (step-…). Of a finished run that was
-evaluated it is the best step's model, the one in its output_dir; otherwise the latest checkpoint's. Needs no GPU and no
-ranks: the weights are streamed through about 64 MB of memory, and each block is compared with its checksum. DIR must be
-new or empty; it appears only once it is complete.
+PATH is the output_dir of a run, a directory of checkpoints, one checkpoint (step-…), or a URL of one of the last two.
+Of a finished run that was evaluated it is the best step's model, the one in its output_dir; otherwise the latest
+checkpoint's. Needs no GPU and no ranks: the weights are streamed through about 64 MB of memory, and each block is
+compared with its checksum. DIR must be new or empty; it appears only once it is complete.
 """
 
 EPILOG = """\
@@ -37,7 +37,9 @@ examples:
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
     parser = add_verb(verbs, "export", run, "write a checkpoint's model for from_pretrained", DESCRIPTION, EPILOG)
-    parser.add_argument("path", metavar="PATH", type=Path, help="a run, its checkpoints, or one checkpoint")
+    parser.add_argument(
+        "path", metavar="PATH", type=path_or_url, help="a run, its checkpoints, or one of them; or a URL"
+    )
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="directory to write")
     parser.add_argument(
         "--checkpoint",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_json, add_overrides, add_verb, load_program, positive
+from fullshard.cli.common import add_json, add_overrides, add_verb, load_program, path_or_url, positive
 from fullshard.cli.contents import draw
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
@@ -21,8 +20,8 @@ For a run file: show how its model would be sharded (units, parameters, lanes, p
 GPU, no ranks and no memory for the weights, which are not read.
 
 For the output_dir of a run or a directory of checkpoints: list the checkpoints and show which are complete. For one
-checkpoint (step-…), a model's directory or a file of weights: show its contents. Tensors are not read; fullshard verify
-compares them with their checksums.
+checkpoint (step-…), a model's directory or a file of weights: show its contents. URLs of checkpoints (s3://bucket/run)
+are listed and shown too. Tensors are not read; fullshard verify compares them with their checksums.
 """
 
 EPILOG = """\
@@ -44,7 +43,7 @@ def add_parser(verbs: Any) -> None:
         DESCRIPTION,
         EPILOG,
     )
-    parser.add_argument("path", metavar="PATH", type=Path, help="run file (YAML), directory or file of weights")
+    parser.add_argument("path", metavar="PATH", type=path_or_url, help="run file (YAML), directory or file of weights")
     add_overrides(parser, "with a run file: override a setting of the run file, such as training.learning_rate=1e-4")
     add_json(parser)
     parser.add_argument(
@@ -61,7 +60,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UserError: The settings are wrong, the model cannot be built or wrapped, or the path cannot be read.
     """
-    if options.path.is_dir() or options.path.name.endswith(load_program("fullshard.storage").WEIGHT_SUFFIXES):
+    url = isinstance(options.path, str)
+    if url or options.path.is_dir() or options.path.name.endswith(load_program("fullshard.storage").WEIGHT_SUFFIXES):
         _print_contents(options)
         return
     if not options.path.exists():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, load_program
+from fullshard.cli.common import add_json, add_verb, load_program, path_or_url
 from fullshard.cli.progress import ByteProgress
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
@@ -19,8 +18,8 @@ DESCRIPTION = """\
 Read everything in PATH and report what is damaged or missing, and in which file.
 
 PATH is the output_dir of a run, a directory of checkpoints, one checkpoint (step-…), a model's directory or a file of
-weights. Every block of a checkpoint is compared with its checksum. Files of formats without checksums are read
-completely, and only their structure is checked.
+weights; or the URL of a directory of checkpoints or of one (s3://bucket/run). Every block of a checkpoint is compared
+with its checksum. Files of formats without checksums are read completely, and only their structure is checked.
 """
 
 EPILOG = """\
@@ -35,9 +34,8 @@ examples:
 def add_parser(verbs: Any) -> None:
     """Add the verb's parser to those of ``fullshard``."""
     parser = add_verb(verbs, "verify", run, "check that checkpoints and models are complete", DESCRIPTION, EPILOG)
-    parser.add_argument(
-        "path", metavar="PATH", type=Path, help="a run, its checkpoints, one checkpoint, a model or a file of weights"
-    )
+    help_text = "a run, its checkpoints, one checkpoint, a model or a file of weights; or a URL of checkpoints"
+    parser.add_argument("path", metavar="PATH", type=path_or_url, help=help_text)
     add_json(parser)
 
 

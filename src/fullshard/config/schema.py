@@ -78,10 +78,10 @@ class RunConfig(ConfigSection):
     """Seed of new weights, the order of rows and dropout."""
     nproc: PositiveInt | None = None
     """Ranks on this machine; null: one per GPU, or 2 on the CPU. More ranks than GPUs share the GPUs, which is slow."""
-    resume: Literal["auto", "previous", "never"] | Path = "auto"
+    resume: Literal["auto", "previous", "never"] | Path | str = "auto"
     """auto: resume an unfinished run in output_dir; previous: the same, but if its newest checkpoint is damaged, from
-    the one before it; never: start from scratch and delete its checkpoints; or the path of a checkpoint to resume from.
-    A finished run is only replaced with never."""
+    the one before it; never: start from scratch and delete its checkpoints; or the path or URL of a checkpoint to
+    resume from. A finished run is only replaced with never."""
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig = TrainingConfig()
@@ -100,7 +100,7 @@ class RunConfig(ConfigSection):
         if value in ("auto", "previous", "never"):
             return str(value)
         if isinstance(value, (str, Path)) and str(value):
-            return Path(value)
+            return str(value) if "://" in str(value) else Path(value)
         raise ValueError(f"expected auto, previous, never or the path of a checkpoint; got {value!r}")
 
     @model_validator(mode="after")

@@ -105,10 +105,20 @@ class TrainingConfig(ConfigSection):
     """Optimizer steps between checkpoints; required with save_strategy: steps, else not allowed."""
     save_total_limit: PositiveInt | None = 2
     """Number of newest checkpoints to keep; null: all."""
+    checkpoints_to: str | None = None
+    """URL of a prefix in an object store (s3://bucket/run, opened by fsspec) for this run's checkpoints; null:
+    output_dir/checkpoints. Everything else of the run stays in output_dir."""
     report_to: tuple[Tracker, ...] = ()
     """Trackers to report to, if they are installed: tensorboard, wandb, mlflow."""
     run_name: str | None = None
     """Name of the run in trackers; null: the last component of output_dir."""
+
+    @field_validator("checkpoints_to")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is not None and not value.partition("://")[2].strip("/"):
+            raise ValueError(f"expected a URL such as s3://bucket/run; got {value!r}")
+        return value
 
     @field_validator("eval_strategy", "save_strategy", mode="before")
     @classmethod

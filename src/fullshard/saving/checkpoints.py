@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from torch import nn
 
 from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
 from fullshard.engine import mesh_of, units, unreduced
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, StoreError
 from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.policy import ShardingStrategy
 from fullshard.saving.background import JOIN_SECONDS
@@ -31,14 +32,18 @@ from fullshard.saving.rng import rng_bytes, rng_name
 from fullshard.saving.stepped import Stepping
 from fullshard.storage import (
     GIVEN_UP,
-    DirectoryLock,
     Index,
     Keep,
+    Lock,
+    ObjectPath,
     Piece,
+    Place,
     Save,
     SaveJob,
     SavePlan,
     Survey,
+    as_place,
+    backend_of,
     begin,
     clear_leftovers,
     set_aside,
@@ -58,7 +63,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class SaveReport:
     """A committed checkpoint."""
 
-    path: Path  # its directory
+    path: Place  # its directory
     step: int  # optimizer steps taken
     nbytes: int  # bytes of tensors that this rank wrote
     seconds: float  # from the start of the save to its commit; on ranks other than 0 to the end of their own file
@@ -68,9 +73,9 @@ class SaveReport:
 class Checkpoints:
     """The checkpoints of one run in one directory; made by every rank, and closed at the end or used in ``with``.
 
-    Every rank writes its own file, so the directory must be on a file system that all ranks share. A checkpoint appears
-    under its name when all of it is on disk, and earlier ones are deleted after that, never before: whenever one or all
-    processes are killed, a complete checkpoint is found. ::
+    Every rank writes its own file, so the directory must be on a file system that all ranks share, or in an object
+    store. A checkpoint appears when all of it is on disk or in the store, and earlier ones are deleted after that,
+    never before: whenever one or all processes are killed, a complete checkpoint is found. ::
 
         with Checkpoints("runs/mine/checkpoints", keep_last=2) as checkpoints:
             restored = checkpoints.load(model, optimizer)
@@ -82,7 +87,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | ObjectPath,
         *,
         ranks: Any = None,
         keep_last: int | None = 2,
@@ -93,7 +98,8 @@ class Checkpoints:
         """Lock the directory for this run, and delete what a killed save left in it; every rank calls it.
 
         Args:
-            directory: Made if it does not exist; a relative path is resolved against the working directory.
+            directory: Made if it does not exist; a relative path is resolved against the working directory. Or the URL
+                of a prefix in an object store, such as ``s3://bucket/run``, which fsspec opens.
             ranks: All ranks of the run: None (the default process group), a Comm, a process group or a mesh.
             keep_last: Number of newest checkpoints that are kept; None: all.
             keep_best: Number of checkpoints with the best ``metric`` that are kept in addition.
@@ -105,27 +111,34 @@ class Checkpoints:
         Raises:
             CheckpointError: Another run writes to the directory, the file system refused, or a number is too small; on
                 every rank.
+            StoreError: The object store cannot be reached, or refuses; on every rank.
         """
-        self.directory = Path(directory).absolute()
+        place = as_place(directory)
+        self.directory: Place = place.absolute() if isinstance(place, Path) else place
         self.ranks = ranks if isinstance(ranks, Mesh) else as_mesh(ranks, ShardingStrategy.FULL_SHARD, None)
         self.keep = Keep(keep_last, keep_best, greater_is_better)
         self.timeout_s = timeout_s
         self._save: Save | None = None
         self._stall_seconds = 0.0
         self._host: dict[int, torch.Tensor] = {}
-        self._lock: DirectoryLock | None = None
+        self._lock: Lock | None = None
+        self._saves = 0
         if (keep_last is not None and keep_last < 1) or keep_best < 0:
             raise CheckpointError(
                 f"keep_last must be at least 1 and keep_best at least 0; got {keep_last} and {keep_best}."
             )
         together_in_background(self.ranks, self._take)
+        self._run = self.ranks.all_gather_object(secrets.token_hex(4))[0]
 
     def _take(self) -> None:
         """Lock the directory and delete leftovers; on rank 0."""
         if self.ranks.rank == 0:
-            self._lock = DirectoryLock(self.directory)
+            self._lock = backend_of(self.directory).lock(self.directory)
             try:
                 clear_leftovers(self.directory)
+            except StoreError:
+                self._lock.release()
+                raise
             except OSError as error:
                 self._lock.release()
                 raise CheckpointError(
@@ -169,7 +182,7 @@ class Checkpoints:
         gradients: bool = False,
         average: ExponentialMovingAverage | None = None,
         assets: Callable[[Path], None] | None = None,
-    ) -> None:
+    ) -> Place:
         """Save the complete training state as ``step-…``; every rank calls it, after the optimizer's step.
 
         It includes the model's shards and persistent buffers, the optimizer's state and options, and each rank's random
@@ -190,6 +203,9 @@ class Checkpoints:
             assets: Called on rank 0 with a directory inside the checkpoint, to write small files into; None: a Hugging
                 Face model's configuration is written, which ``fullshard export`` needs in addition to the tensors.
 
+        Returns:
+            Where the checkpoint is once it is complete, which in the background is later.
+
         Raises:
             CheckpointError: This save or an earlier background save failed; on every rank, with the same text. Earlier
                 checkpoints are unchanged.
@@ -199,16 +215,17 @@ class Checkpoints:
         plan = partial(plan_save, model, optimizer, gradients=gradients, average=average)
         job = together(self.ranks, lambda: self._job(model, plan, step, values, metric))
         together_in_background(self.ranks, lambda: self._begin(job, assets or partial(write_assets, model)))
-        together(self.ranks, lambda: _require_shared(job))
+        together_in_background(self.ranks, lambda: _require_shared(job))
         save = self._save = Save(self._with_host_copies(job) if background else job)
         self._stall_seconds = time.monotonic() - started
         if background:
-            return
+            return job.final
         try:
             self.wait()
         except BaseException:
             save.cancel()  # after Ctrl-C or a lost rank the shards may change, which the thread still reads
             raise
+        return job.final
 
     def wait(self) -> SaveReport | None:
         """Return when the last save is committed; every rank calls it. Logs the progress every ten seconds.
@@ -267,7 +284,7 @@ class Checkpoints:
         save.reported = True
         return SaveReport(save.final, save.job.index.step, save.total_bytes, save.seconds, self._stall_seconds)
 
-    def latest(self) -> Path | None:
+    def latest(self) -> Place | None:
         """Return the checkpoint that was saved last, as rank 0 sees it; None if there is none. Every rank calls it.
 
         Raises:
@@ -275,10 +292,10 @@ class Checkpoints:
         """
         return self._newest(previous=False)
 
-    def _newest(self, *, previous: bool) -> Path | None:
+    def _newest(self, *, previous: bool) -> Place | None:
         """Return the newest checkpoint; with ``previous``, rename damaged ones that may be newer, on rank 0."""
 
-        def choose() -> Path | None:
+        def choose() -> Place | None:
             if self.ranks.rank != 0:
                 return None
             found = survey(self.directory, parse_newest=True)
@@ -301,7 +318,7 @@ class Checkpoints:
             _log.warning("%s The checkpoint before it is loaded; the damaged one is now %s.", one.problem, name)
         return replace(found, damaged=tuple(one for one in found.damaged if one not in newer))
 
-    def best(self) -> Path | None:
+    def best(self) -> Place | None:
         """Return the complete checkpoint with the best metric, among equal ones the newest; every rank calls it.
 
         Whether greater is better was saved with the metrics; if that changed, those saved as the newest are compared.
@@ -310,7 +327,7 @@ class Checkpoints:
             CheckpointError: It is damaged, or a damaged one may be it; on every rank, with the same text.
         """
 
-        def judge() -> Path | None:
+        def judge() -> Place | None:
             on_rank_0 = self.ranks.rank == 0
             return survey(self.directory).best(otherwise=self.keep.greater_is_better) if on_rank_0 else None
 
@@ -321,7 +338,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Stepping | None = None,
         *,
-        path: str | Path | None = None,
+        path: str | Path | ObjectPath | None = None,
         average: ExponentialMovingAverage | None = None,
         previous: bool = False,
     ) -> Restored | None:
@@ -333,7 +350,8 @@ class Checkpoints:
             path: The checkpoint; None: the newest one.
             average: The moving average of the model's weights, filled in place; None: it is not read.
             previous: Whether to go back to the newest complete checkpoint if later ones are not complete. These are
-                renamed to ``step-….damaged``, on rank 0, with a warning. Without it they are an error.
+                renamed to ``step-….damaged``, or marked in an object store, on rank 0, with a warning. Without it they
+                are an error.
 
         Returns:
             The contents of the checkpoint other than tensors; None if there is no checkpoint and no path was given.
@@ -345,7 +363,7 @@ class Checkpoints:
         self.wait()
         if previous and path is not None:
             raise CheckpointError(f"previous=True chooses a checkpoint, and path={str(path)!r} does too. Pass one.")
-        chosen = self._newest(previous=previous) if path is None else Path(path)
+        chosen = self._newest(previous=previous) if path is None else as_place(path)
         return None if chosen is None else load_checkpoint(model, optimizer, chosen, average=average)
 
     def close(self) -> None:
@@ -402,17 +420,28 @@ class Checkpoints:
         index = Index(step, self.ranks.size, metric, plain, (), {}, versions, table, greater_is_better=greater)
         # Not in the background, the writer thread reads the shards themselves: wait for the streams that write them.
         ready = device_of(self.ranks.device).copy_to_host([])
-        return SaveJob(self.directory, self.ranks.rank, index, plan, self.keep, ready, self.timeout_s)
+        self._saves += 1
+        return SaveJob(
+            self.directory,
+            f"{self._run}-{self._saves}",
+            self.ranks.rank,
+            index,
+            plan,
+            self.keep,
+            ready,
+            self.timeout_s,
+            self._lock.require_commit if self._lock is not None else lambda: None,
+        )
 
     def _begin(self, job: SaveJob, assets: Callable[[Path], None]) -> None:
         """Make the directory and write the small files; on rank 0."""
         if self.ranks.rank == 0:
             if self._lock is not None:
                 self._lock.require_held()
-            begin(self.directory, job.index.step)
+            begin(job)
             try:
-                (job.temporary / "model").mkdir()
-                assets(job.temporary / "model")
+                with backend_of(self.directory).small_files(job.temporary / "model") as directory:
+                    assets(directory)
             except OSError as error:
                 raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,15 @@ from fullshard.storage import (
     CheckpointReader,
     Kind,
     Piece,
+    Place,
     SafetensorsWriter,
     Survey,
     TensorEntry,
     TensorSpec,
     WeightsWriter,
+    as_place,
     atomic_directory,
+    backend_of,
     changed_small_files,
     dtype_of,
     find_completions,
@@ -74,7 +76,7 @@ class ExportOptions:
 class ExportReport:
     """Result of an export."""
 
-    checkpoint: Path  # the exported checkpoint's directory
+    checkpoint: Place  # the exported checkpoint's directory
     step: int  # optimizer steps taken
     directory: Path  # the directory written
     tensors: int
@@ -95,11 +97,11 @@ class ExportReport:
         }
 
 
-def choose_checkpoint(path: Path, which: str | None = None) -> Path:
+def choose_checkpoint(path: str | Path, which: str | None = None) -> Place:
     """Return the checkpoint that a path and ``--checkpoint`` select; one process.
 
     Args:
-        path: A run, a directory of checkpoints, or one checkpoint.
+        path: A run, a directory of checkpoints, or one checkpoint; or a URL of one of the last two.
         which: ``latest``, ``best`` (by the metric; among equal ones the newest) or a step; None: of a finished run that
             was evaluated, the one of its own model, which is that of its best step; else the latest.
 
@@ -107,7 +109,12 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
         ConfigError: ``path`` is one checkpoint and ``which`` is given, or ``which`` is none of these.
         CheckpointError: There is no such checkpoint, or it is not complete.
     """
-    kind = kind_of(path)
+    place = as_place(path)
+    return _choose(place, kind_of(place), which)
+
+
+def _choose(path: Place, kind: Kind, which: str | None) -> Place:
+    """Return the checkpoint among those of a place."""
     if kind is Kind.WEIGHTS and is_shard_name(path.name):
         raise CheckpointError(f"{path} is one rank's part of the checkpoint {path.parent}: export the checkpoint.")
     if kind in (Kind.MODEL, Kind.WEIGHTS):
@@ -136,7 +143,7 @@ def choose_checkpoint(path: Path, which: str | None = None) -> Path:
     return _of_step(found, int(which))
 
 
-def describe_choice(checkpoint: Path) -> str:
+def describe_choice(checkpoint: Place) -> str:
     """Return a checkpoint's step and metric, and whether it is the best or the latest of its directory; one process."""
     found = find_completions(checkpoint.parent)
     done = read_completion(checkpoint)
@@ -155,7 +162,7 @@ def describe_choice(checkpoint: Path) -> str:
     return f"step {done.step:,}{f' ({remarks})' if remarks else ''}"
 
 
-def _published(run: Path) -> tuple[int, str] | None:
+def _published(run: Place) -> tuple[int, str] | None:
     """Return the step of a finished run's own model and the metric that chose it; None if it is not of the best step.
 
     Raises:
@@ -169,7 +176,7 @@ def _published(run: Path) -> tuple[int, str] | None:
     return int(summary["best_step"]), str(summary["metric"])
 
 
-def _of_published(found: Survey, run: Path, step: int, metric: str) -> Path:
+def _of_published(found: Survey, run: Place, step: int, metric: str) -> Place:
     path = step_directory(found.directory, step)
     if any(other == path for _, other in found.complete):
         return path
@@ -182,7 +189,7 @@ def _of_published(found: Survey, run: Path, step: int, metric: str) -> Path:
     )
 
 
-def _best(found: Survey) -> Path:
+def _best(found: Survey) -> Place:
     best = found.best()
     if best is None:
         raise CheckpointError(
@@ -192,7 +199,7 @@ def _best(found: Survey) -> Path:
     return best
 
 
-def _of_step(found: Survey, step: int) -> Path:
+def _of_step(found: Survey, step: int) -> Place:
     steps = {done.step: path for done, path in found.complete}
     if step in steps:
         return steps[step]
@@ -203,7 +210,7 @@ def _of_step(found: Survey, step: int) -> Path:
     )
 
 
-def assumed_of(best: Path) -> list[str]:
+def assumed_of(best: Place) -> list[str]:
     """Return notes on what was assumed when a checkpoint was chosen as the best of its directory."""
     if rank_by_metric(find_completions(best.parent)).recorded:
         return []
@@ -214,7 +221,7 @@ def assumed_of(best: Path) -> list[str]:
 
 
 def export(
-    checkpoint: Path,
+    checkpoint: Place,
     directory: Path,
     options: ExportOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -266,7 +273,7 @@ def export(
     return ExportReport(checkpoint, index.step, directory, len(specs), total, files, notes)
 
 
-def _require_small_files(checkpoint: Path) -> None:
+def _require_small_files(checkpoint: Place) -> None:
     """Raise if a small file that is copied changed after it was written."""
     try:
         changed = list(changed_small_files(checkpoint, read_completion(checkpoint)))
@@ -288,7 +295,7 @@ def _require_room(directory: Path) -> None:
         )
 
 
-def _choose_tensors(tensors: Mapping[str, TensorEntry], lora: str | None, assets: Path) -> list[ExportedTensor]:
+def _choose_tensors(tensors: Mapping[str, TensorEntry], lora: str | None, assets: Place) -> list[ExportedTensor]:
     """Return the tensors to export, in the order of the index."""
     if not tensors:
         raise CheckpointError("The checkpoint has no tensors of a model.")
@@ -354,19 +361,17 @@ def _read_matrix(source: CheckpointReader, name: str, dtype: torch.dtype) -> tor
     return tensor.view(entry.shape)
 
 
-def _copy_assets(assets: Path, target: Path, lora: str | None, dtype: str | None) -> None:
+def _copy_assets(assets: Place, target: Path, lora: str | None, dtype: str | None) -> None:
     """Copy the checkpoint's small files, except those that do not belong to this kind of export."""
-    if not assets.is_dir():
-        return
     left_out = {"adapter": _MODEL_ONLY, "merge": (ADAPTER_CONFIG_NAME,), None: ()}[lora]
-    shutil.copytree(assets, target, dirs_exist_ok=True, ignore=lambda _, names: [n for n in names if n in left_out])
+    backend_of(assets).copy_directory(assets, target, left_out)
     config = _read_json(target / CONFIG_NAME)
     if config is not None and dtype is not None:
         config["dtype"] = dtype
         (target / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Place) -> dict[str, Any] | None:
     """Read a JSON object; None if there is no file."""
     try:
         content = read_json(path)

@@ -20,7 +20,17 @@ from fullshard.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES
 from fullshard.saving.rng import restore_rng, rng_name
 from fullshard.saving.stepped import Stepped, Stepping, options_of, stepped
 from fullshard.shards import rows_of
-from fullshard.storage import CheckpointReader, Index, Piece, TensorSpec, dtype_of, read_index
+from fullshard.storage import (
+    CheckpointReader,
+    Index,
+    ObjectPath,
+    Piece,
+    Place,
+    TensorSpec,
+    as_place,
+    dtype_of,
+    read_index,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Restored:
         rng_restored: Whether each rank's random state was set; it is not at another world size.
     """
 
-    path: Path
+    path: Place
     step: int
     world_size: int
     values: Mapping[str, Any]
@@ -45,7 +55,11 @@ class Restored:
 
 
 def load_checkpoint(
-    model: nn.Module, optimizer: Stepping | None, path: str | Path, *, average: ExponentialMovingAverage | None = None
+    model: nn.Module,
+    optimizer: Stepping | None,
+    path: str | Path | ObjectPath,
+    *,
+    average: ExponentialMovingAverage | None = None,
 ) -> Restored:
     """Load a checkpoint of any world size and strategy; every rank calls it.
 
@@ -55,7 +69,7 @@ def load_checkpoint(
     Args:
         model: The sharded model; its shards and persistent buffers are filled in place.
         optimizer: Its state and options are set; None: they are left unchanged.
-        path: The checkpoint's directory.
+        path: The checkpoint's directory, or its URL in an object store.
         average: The moving average of the model's weights, filled in place; None: it is not read.
 
     Returns:
@@ -66,7 +80,7 @@ def load_checkpoint(
             not fit, nothing has changed; if a file turns out to be damaged, part of the model has changed.
     """
     require_one_state(model)
-    ranks, path = mesh_of(model), Path(path)
+    ranks, path = mesh_of(model), as_place(path)
     index = together_in_background(ranks, lambda: read_index(path))
     target = together(ranks, lambda: _Target(model, optimizer, index, average))
     device = device_of(ranks.device)
@@ -75,8 +89,7 @@ def load_checkpoint(
 
     def read() -> torch.Tensor | None:
         reader = CheckpointReader(path, index)
-        for piece in sorted(target.plan.pieces, key=lambda piece: (piece.name, piece.start)):
-            reader.read(piece)
+        reader.read(*sorted(target.plan.pieces, key=lambda piece: (piece.name, piece.start)))
         if not same_size:
             return None
         name = rng_name(ranks.rank)

@@ -8,6 +8,7 @@ from fullshard.storage.atomic import (
     sibling as sibling,
     write_text as write_text,
 )
+from fullshard.storage.backend import Lock as Lock, backend_of as backend_of
 from fullshard.storage.completion import (
     Completion as Completion,
     add_small_file as add_small_file,
@@ -29,6 +30,12 @@ from fullshard.storage.kinds import (
     kind_of as kind_of,
 )
 from fullshard.storage.lock import DirectoryLock as DirectoryLock
+from fullshard.storage.object_path import (
+    ObjectPath as ObjectPath,
+    Place as Place,
+    as_place as as_place,
+    is_url as is_url,
+)
 from fullshard.storage.piece import Piece as Piece, SavePlan as SavePlan
 from fullshard.storage.reader import CheckpointReader as CheckpointReader
 from fullshard.storage.rules import shown as shown
@@ -46,7 +53,7 @@ from fullshard.storage.store import (
     read_index as read_index,
     remove_checkpoint as remove_checkpoint,
     set_aside as set_aside,
-    set_aside_name as set_aside_name,
+    set_aside_text as set_aside_text,
     step_directory as step_directory,
     survey as survey,
 )

@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isnan
-from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
 from fullshard.storage import rules
-from fullshard.storage.atomic import write_text
+from fullshard.storage.backend import backend_of
 from fullshard.storage.index import INDEX_BOUNDS, INDEX_NAME, VERSION, Index
 from fullshard.storage.json_file import Bounds, parse_bounded, read_bounded, require_sealed, seal, sha256_of
+from fullshard.storage.object_path import Place
 
 COMPLETE_NAME = "complete.json"
 _BOUNDS = Bounds(16 << 20, 200_000, 400_000)
@@ -92,8 +92,8 @@ def _require_rules(values: Mapping[str, Any]) -> None:
             raise ValueError(f"the hash of {rules.shown(name)} is {rules.shown(digest)}; it must be 64 hex digits")
 
 
-def write_completion(path: Path, index: Index) -> None:
-    """Mark a checkpoint as complete, after everything else in it is on disk; on one rank.
+def completion_of(path: Place, index: Index) -> Completion:
+    """Return what marks a checkpoint as complete, after everything else in it is on disk; on one rank.
 
     Args:
         path: Its directory while it is written.
@@ -102,22 +102,22 @@ def write_completion(path: Path, index: Index) -> None:
     Raises:
         CheckpointError, OSError: The file system refused.
     """
-    files = {
-        str(found.relative_to(path)): found.stat().st_size
-        for found in sorted(path.rglob("*"))
-        if found.is_file() and found.name != COMPLETE_NAME
-    }
+    files = {name: size for name, size in backend_of(path).sizes(path).items() if name != COMPLETE_NAME}
     hashes = {name: sha256_of(path / name) for name in files if name.startswith(_SMALL)}
     serial, greater = index.serial or 0, index.greater_is_better
-    done = Completion(index.step, index.metric, sha256_of(path / INDEX_NAME), files, serial, greater, hashes)
-    _write(path, done)
+    return Completion(index.step, index.metric, sha256_of(path / INDEX_NAME), files, serial, greater, hashes)
 
 
-def _write(path: Path, done: Completion) -> None:
-    write_text(path / COMPLETE_NAME, seal(json.dumps({"version": VERSION, **asdict(done)}, indent=1)))
+def write_completion(path: Place, done: Completion) -> None:
+    """Mark a checkpoint as complete; on one rank.
+
+    Raises:
+        CheckpointError: The file system or the store refused.
+    """
+    backend_of(path).write_text(path / COMPLETE_NAME, seal(json.dumps({"version": VERSION, **asdict(done)}, indent=1)))
 
 
-def add_small_file(path: Path, name: str, text: str, *, metric: float | None, greater_is_better: bool | None) -> None:
+def add_small_file(path: Place, name: str, text: str, *, metric: float | None, greater_is_better: bool | None) -> None:
     """Add a small file and a metric to a complete checkpoint, which stays complete throughout; on one rank.
 
     Raises:
@@ -128,15 +128,17 @@ def add_small_file(path: Path, name: str, text: str, *, metric: float | None, gr
         # Not listed while it is replaced: a kill in between would leave a file of another size than is listed.
         files, hashes = ({key: of[key] for key in of if key != name} for of in (done.files, done.sha256))
         done = replace(done, files=files, sha256=hashes)
-        _write(path, done)
-    write_text(path / name, text)
+        write_completion(path, done)
+    backend_of(path).write_text(path / name, text)
     files = {**done.files, name: len(content)}
     hashes = {**done.sha256, name: hashlib.sha256(content).hexdigest()}
     metric = None if metric is None or isnan(metric) else metric
-    _write(path, replace(done, metric=metric, greater_is_better=greater_is_better, files=files, sha256=hashes))
+    write_completion(
+        path, replace(done, metric=metric, greater_is_better=greater_is_better, files=files, sha256=hashes)
+    )
 
 
-def check_completion(path: Path) -> Completion:
+def check_completion(path: Place) -> Completion:
     """Check that a checkpoint is complete, without reading tensors; any rank.
 
     Raises:
@@ -163,14 +165,16 @@ def check_completion(path: Path) -> Completion:
     return done
 
 
-def _wrong_sizes(path: Path, done: Completion) -> Iterator[str]:
+def _wrong_sizes(path: Place, done: Completion) -> Iterator[str]:
+    found = backend_of(path).sizes_of(path, list(done.files))
     for name, size in done.files.items():
-        found = size_of(path / name)
-        if found != f"{size:,}":
-            yield f"{name} is missing" if found == "no" else f"{name} has {found} bytes instead of {size:,}"
+        if found[name] != size:
+            yield (
+                f"{name} is missing" if found[name] is None else f"{name} has {found[name]:,} bytes instead of {size:,}"
+            )
 
 
-def sha256_of_index(path: Path) -> str:
+def sha256_of_index(path: Place) -> str:
     """Return the SHA-256 of a checkpoint's index.
 
     Raises:
@@ -179,7 +183,7 @@ def sha256_of_index(path: Path) -> str:
     return hashlib.sha256(read_bounded(path / INDEX_NAME, INDEX_BOUNDS.nbytes)).hexdigest()
 
 
-def changed_small_files(path: Path, done: Completion) -> Iterator[tuple[str, str]]:
+def changed_small_files(path: Place, done: Completion) -> Iterator[tuple[str, str]]:
     """Find small files of a checkpoint that changed after they were written, with the same size; any rank.
 
     Yields:
@@ -188,16 +192,9 @@ def changed_small_files(path: Path, done: Completion) -> Iterator[tuple[str, str
     Raises:
         OSError: One cannot be read.
     """
+    sizes = backend_of(path).sizes_of(path, list(done.sha256))
     for name, written in done.sha256.items():
-        if name in done.files and size_of(path / name) == f"{done.files[name]:,}":
+        if name in done.files and sizes[name] == done.files[name]:
             found = sha256_of(path / name)
             if found != written:
                 yield name, f"has SHA-256 {found}, expected {written}"
-
-
-def size_of(path: Path) -> str:
-    """Return the size of a file in bytes as text, ``no`` if there is no such file."""
-    try:
-        return f"{path.stat().st_size:,}" if path.is_file() else "no"
-    except OSError:  # a name that is too long, for one
-        return "no"

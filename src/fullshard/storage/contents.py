@@ -10,6 +10,7 @@ from typing import Any
 
 from fullshard.errors import CheckpointError
 from fullshard.storage import rules
+from fullshard.storage.backend import backend_of
 from fullshard.storage.completion import check_completion
 from fullshard.storage.index import Index, TensorEntry
 from fullshard.storage.json_file import read_json
@@ -23,6 +24,7 @@ from fullshard.storage.kinds import (
     set_aside_in,
     unfinished_in,
 )
+from fullshard.storage.object_path import ObjectPath, Place, as_place
 from fullshard.storage.shard_file import dtype_name, dtype_of
 from fullshard.storage.store import find_completions, rank_by_metric, read_index
 from fullshard.storage.weight_files import WeightFiles
@@ -62,7 +64,7 @@ class TensorGroup:
 class Contents:
     """The contents of one checkpoint, model or weight file."""
 
-    path: Path
+    path: Place
     kind: Kind
     facts: Mapping[str, Any]  # what is recorded in addition to tensors, by name
     tensors: tuple[TensorInfo, ...]  # all stored tensors
@@ -102,7 +104,7 @@ class Contents:
 class ListingEntry:
     """A checkpoint or a model in a run's directory."""
 
-    path: Path  # its directory
+    path: Place  # its directory
     kind: Kind
     step: int | None  # optimizer steps taken; None if not known
     metric: float | None  # the metric it was saved with; None if there is none
@@ -128,11 +130,11 @@ class ListingEntry:
 class Listing:
     """The contents of a run or of a directory of checkpoints."""
 
-    path: Path
+    path: Place
     kind: Kind
     entries: tuple[ListingEntry, ...]  # checkpoints by step, then models
-    unfinished: tuple[Path, ...]  # directories that are being written or were left incomplete
-    set_aside: tuple[Path, ...] = ()  # damaged checkpoints that were renamed when a run went back to an earlier one
+    unfinished: tuple[Place, ...]  # directories that are being written or were left incomplete
+    set_aside: tuple[Place, ...] = ()  # damaged checkpoints that were renamed when a run went back to an earlier one
     greater_is_better: bool | None = None  # whether a greater metric is better; None: there are no metrics
     recorded: bool = True  # whether that is recorded in a checkpoint; otherwise it is assumed
 
@@ -149,12 +151,13 @@ class Listing:
         }
 
 
-def inspect_path(path: Path) -> Contents | Listing:
+def inspect_path(path: str | Place) -> Contents | Listing:
     """Inspect a checkpoint, a directory of checkpoints, a run, a model's directory or a weight file; one process.
 
     Raises:
         CheckpointError: The path is none of these, or too damaged to list its contents.
     """
+    path = as_place(path)
     kind = kind_of(path)
     try:
         if kind is Kind.CHECKPOINT:
@@ -166,7 +169,7 @@ def inspect_path(path: Path) -> Contents | Listing:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
-def _of_checkpoint(path: Path) -> Contents:
+def _of_checkpoint(path: Place) -> Contents:
     index = read_index(path)
     tensors = tuple(_stored_run_by_run(name, entry) for name, entry in index.tensors.items())
     return Contents(path, Kind.CHECKPOINT, _facts(index), tensors, _files(path))
@@ -189,7 +192,8 @@ def _facts(index: Index) -> dict[str, Any]:
     }
 
 
-def _of_weights(path: Path, kind: Kind) -> Contents:
+def _of_weights(path: Place, kind: Kind) -> Contents:
+    assert isinstance(path, Path), "of an object store only checkpoints are read"
     adapter = path / ADAPTER_NAME
     stored = WeightFiles(adapter if adapter.exists() else path).tensors
     tensors = tuple(
@@ -207,7 +211,7 @@ def _of_weights(path: Path, kind: Kind) -> Contents:
     return Contents(path, kind, facts, tensors, _files(path))
 
 
-def _list(path: Path, kind: Kind) -> Listing:
+def _list(path: Place, kind: Kind) -> Listing:
     directory = path / CHECKPOINTS_NAME if kind is Kind.RUN else path
     ranking = rank_by_metric(find_completions(directory))
     best = ranking.paths[:1]
@@ -224,7 +228,7 @@ def _list(path: Path, kind: Kind) -> Listing:
     return Listing(path, kind, tuple(entries), tuple(unfinished), aside, greater, ranking.recorded)
 
 
-def _checkpoint_entry(path: Path, *, is_best: bool) -> ListingEntry:
+def _checkpoint_entry(path: Place, *, is_best: bool) -> ListingEntry:
     nbytes = sum(_files(path).values())
     try:
         done = check_completion(path)
@@ -233,7 +237,8 @@ def _checkpoint_entry(path: Path, *, is_best: bool) -> ListingEntry:
     return ListingEntry(path, Kind.CHECKPOINT, done.step, done.metric, nbytes, None, is_best)
 
 
-def _problem_of_model(path: Path) -> str | None:
+def _problem_of_model(path: Place) -> str | None:
+    assert isinstance(path, Path), "of an object store only checkpoints are read"
     adapter = path / ADAPTER_NAME
     try:
         WeightFiles(adapter if adapter.exists() else path)
@@ -242,8 +247,10 @@ def _problem_of_model(path: Path) -> str | None:
     return None
 
 
-def _files(path: Path) -> dict[str, int]:
+def _files(path: Place) -> dict[str, int]:
     """Return the sizes of a file or of a directory's files, including a checkpoint's ``model/``."""
+    if isinstance(path, ObjectPath):
+        return backend_of(path).sizes(path)
     if path.is_file():
         return {path.name: path.stat().st_size}
     found = [*path.iterdir(), *(path / "model").glob("*")]

@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
 from fullshard.storage import rules
 from fullshard.storage.json_file import Bounds, parse_bounded, require_bounded, require_sealed, seal
+from fullshard.storage.object_path import Place
 
 INDEX_NAME = "index.json"
 FORMAT = "fullshard-checkpoint"
@@ -140,7 +140,7 @@ def tensors_as_plain(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     }
 
 
-def parse_index(content: bytes, path: Path) -> Index:
+def parse_index(content: bytes, path: Place) -> Index:
     """Parse the index in the file ``path``; check its values, its own checksum, and that its pieces cover all tensors.
 
     Raises:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from fullshard.storage.backend import backend_of
+from fullshard.storage.object_path import Place
 
 SEAL = "own_sha256"
 """Name of the last entry of a sealed file."""
@@ -36,24 +36,14 @@ SMALL = Bounds(256 << 20, 4_000_000, 16_000_000)
 """Of configurations, tokenizers and the index of a model in several files."""
 
 
-def read_bounded(path: Path, nbytes: int) -> bytes:
+def read_bounded(path: Place, nbytes: int) -> bytes:
     """Read a file of at most ``nbytes``; any rank.
 
     Raises:
         OSError: It cannot be read.
         ValueError: It is larger, or not a regular file (a pipe would make the reader wait for ever).
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a regular file")
-        if status.st_size > nbytes:
-            raise ValueError(f"it has {status.st_size:,} bytes; at most {nbytes:,} are read")
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            return file.read(nbytes)
-    finally:
-        os.close(descriptor)
+    return backend_of(path).read(path, nbytes)
 
 
 def require_bounded(content: bytes, bounds: Bounds) -> None:
@@ -84,7 +74,7 @@ def parse_bounded(content: bytes, bounds: Bounds) -> Any:
         raise ValueError("its values are nested too deeply") from error
 
 
-def read_json(path: Path, bounds: Bounds = SMALL) -> Any:
+def read_json(path: Place, bounds: Bounds = SMALL) -> Any:
     """Read and parse a JSON file; any rank.
 
     Raises:
@@ -123,11 +113,10 @@ def require_sealed(content: bytes, *, needed: bool = False) -> None:
         raise ValueError(f"it was changed after it was written: it has SHA-256 {digest}, expected {written}")
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Place) -> str:
     """Return the SHA-256 of a regular file.
 
     Raises:
         OSError: It cannot be read.
     """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return backend_of(path).sha256(path)

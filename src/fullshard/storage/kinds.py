@@ -1,15 +1,16 @@
-"""The kinds of path on disk: a checkpoint, a directory of checkpoints, a run, a model, or a weight file."""
+"""The kinds of path: a checkpoint, a directory of checkpoints, a run, a model, or a weight file."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from enum import Enum
-from pathlib import Path
 
 from fullshard.errors import CheckpointError
+from fullshard.storage.backend import backend_of
 from fullshard.storage.completion import COMPLETE_NAME
 from fullshard.storage.index import INDEX_NAME
+from fullshard.storage.object_path import ObjectPath, Place
 from fullshard.storage.weight_files import INDEX_SUFFIX, WEIGHTS_IN_DIRECTORY
 
 CHECKPOINTS_NAME = "checkpoints"
@@ -27,9 +28,7 @@ MODEL_WEIGHTS = (*WEIGHTS_IN_DIRECTORY, ADAPTER_NAME)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", INDEX_SUFFIX)
 """Suffixes of weight files."""
 
-_CHECKPOINT = re.compile(r"step-\d{8,}(\.old)?")
-_UNFINISHED = re.compile(r"(step-\d{8,}|best.*)\.(tmp|old|next|last|lost)")
-_SET_ASIDE = re.compile(r"step-\d{8,}\.damaged(\.\d+)?")
+_UNFINISHED = re.compile(r"best.*\.(tmp|old|next|last|lost)")
 _RUN_FILES = ("metrics.jsonl", "summary.json")
 
 
@@ -43,8 +42,10 @@ class Kind(Enum):
     WEIGHTS = "weights"
 
 
-def kind_of(path: Path) -> Kind:
+def kind_of(path: Place) -> Kind:
     """Return the kind of a directory or file, judged by file names only; any rank.
+
+    In an object store it is a checkpoint or a directory of checkpoints.
 
     Raises:
         CheckpointError: The path does not exist, or is of no known kind.
@@ -54,6 +55,8 @@ def kind_of(path: Path) -> Kind:
             f"There is no {path}. Give a run's directory, its {CHECKPOINTS_NAME} directory, one checkpoint (step-…), a "
             "model's directory or a weight file."
         )
+    if isinstance(path, ObjectPath):
+        return _kind_of_prefix(path)
     if path.is_file():
         if path.name.endswith(WEIGHT_SUFFIXES):
             return Kind.WEIGHTS
@@ -75,41 +78,41 @@ def kind_of(path: Path) -> Kind:
     )
 
 
-def _around(file: Path) -> str:
+def _kind_of_prefix(path: ObjectPath) -> Kind:
+    names = set(path.sizes())
+    if COMPLETE_NAME in names or INDEX_NAME in names or path.name.startswith("step-"):
+        return Kind.CHECKPOINT
+    if any(name.startswith("step-") for name in names):
+        return Kind.CHECKPOINTS
+    raise CheckpointError(
+        f"{path} has no step-… checkpoint. Of an object store only checkpoints are read; copy a run or a model to a "
+        "disk first."
+    )
+
+
+def _around(file: Place) -> str:
     """Return a hint at the directory that the user may have meant by naming a file in it."""
     with contextlib.suppress(CheckpointError):
         return f"; it is in {file.parent}, a {kind_of(file.parent).value.removesuffix('s')}"
     return ""
 
 
-def checkpoints_in(directory: Path) -> list[Path]:
-    """Return everything with a checkpoint's name, complete or not, by step; any rank.
-
-    A directory that was moved aside (``.old``) counts if nothing has taken its place.
-    """
-    names = {path.name for path in directory.iterdir() if path.is_dir()} if directory.is_dir() else set()
-    return [
-        directory / name
-        for name in sorted(names, key=lambda name: (len(name.removesuffix(".old")), name))
-        if _CHECKPOINT.fullmatch(name) and (not name.endswith(".old") or name.removesuffix(".old") not in names)
-    ]
+def checkpoints_in(directory: Place) -> list[Place]:
+    """Return everything with a checkpoint's name, complete or damaged, by step; any rank."""
+    return backend_of(directory).candidates(directory)
 
 
-def models_in(run: Path) -> list[Path]:
+def models_in(run: Place) -> list[Place]:
     """Return the models that a run has written: the best ones and, at its end, the one in its directory; any rank."""
     kept = sorted(path for path in run.glob("best*") if path.is_dir() and not _UNFINISHED.fullmatch(path.name))
     return [path for path in [*kept, run] if any((path / name).exists() for name in MODEL_WEIGHTS)]
 
 
-def unfinished_in(directory: Path) -> list[Path]:
+def unfinished_in(directory: Place) -> list[Place]:
     """Return directories being written, replaced or deleted, or left so by a killed process; any rank."""
-    if not directory.is_dir():
-        return []
-    found = checkpoints_in(directory)
-    return sorted(p for p in directory.iterdir() if p.is_dir() and _UNFINISHED.fullmatch(p.name) and p not in found)
+    return backend_of(directory).unfinished(directory)
 
 
-def set_aside_in(directory: Path) -> list[Path]:
-    """Return damaged checkpoints that were renamed when a run went back to an earlier one; any rank."""
-    found = directory.iterdir() if directory.is_dir() else ()
-    return sorted(path for path in found if _SET_ASIDE.fullmatch(path.name))
+def set_aside_in(directory: Place) -> list[Place]:
+    """Return damaged checkpoints that were set aside when a run went back to an earlier one; any rank."""
+    return backend_of(directory).aside(directory)

@@ -77,6 +77,9 @@ class DirectoryLock:
             self.directory / LOCK_NAME,
         )
 
+    def require_commit(self) -> None:
+        """Do nothing: the kernel keeps the lock as long as the process lives."""
+
     def release(self) -> None:
         """Release both locks."""
         self._drop_file()

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, StoreError
+from fullshard.storage.backend import backend_of
 from fullshard.storage.index import Index, PieceEntry, TensorEntry
+from fullshard.storage.object_path import Place
 from fullshard.storage.piece import Piece
 from fullshard.storage.safetensors_reader import SafetensorsFile
 from fullshard.storage.shard_file import BLOCK_BYTES, crc_of, dtype_of
 from fullshard.storage.store import instead_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One stored block, and the elements of it that are wanted."""
+
+    name: str  # of the tensor
+    stored: PieceEntry  # the run it is a block of
+    number: int  # its number in that run
+    numel: int  # elements in it
+    dtype: torch.dtype  # their dtype in the file
+    target: torch.Tensor  # (wanted,): where the wanted elements go
+    skip: int  # elements of the block before the first wanted one
 
 
 class CheckpointReader:
@@ -21,7 +42,7 @@ class CheckpointReader:
     of one block.
     """
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: Place, index: Index) -> None:
         """Read from the checkpoint directory ``path``."""
         self.path = path
         self.index = index
@@ -37,36 +58,45 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path} has no tensor {name!r} among its {len(self.index.tensors)}.")
         return self.index.tensors[name]
 
-    def read(self, piece: Piece) -> None:
-        """Fill ``piece.tensor`` with its elements of the stored tensor, cast if the dtypes differ.
+    def read(self, *pieces: Piece) -> None:
+        """Fill the tensor of each piece with its elements of the stored tensor, cast if the dtypes differ.
+
+        From an object store several blocks are fetched at the same time, because each one waits for the network.
 
         Raises:
-            CheckpointError: There is no such tensor, it has another shape, or a file is damaged; ``piece.tensor`` may
-                be partly overwritten.
+            CheckpointError: There is no such tensor, it has another shape, or a file is damaged; tensors may be partly
+                overwritten.
         """
+        blocks = (block for piece in pieces for block in self._blocks(piece))
+        for block, content in _ahead(self._fetch, blocks, backend_of(self.path).fetches):
+            if content is not block.target:
+                block.target.copy_(content[block.skip : block.skip + block.target.numel()])
+
+    def _blocks(self, piece: Piece) -> Iterator[_Block]:
+        """Yield the stored blocks that have elements of a piece."""
         entry = self.entry(piece.name)
         if entry.shape != piece.shape:
             raise CheckpointError(f"{self.path}: {piece.name} has shape {entry.shape}; {piece.shape} was requested.")
-        for stored in entry.pieces:
-            if stored.start < piece.stop and piece.start < stored.stop:
-                self._read_overlap(entry, stored, piece)
-
-    def _read_overlap(self, entry: TensorEntry, stored: PieceEntry, piece: Piece) -> None:
-        """Read the elements that ``piece`` and ``stored`` have in common, one block of ``stored`` at a time."""
         dtype = dtype_of(entry)
         per_block = BLOCK_BYTES // dtype.itemsize
-        low, high = max(stored.start, piece.start), min(stored.stop, piece.stop)
-        direct = piece.tensor.dtype == dtype and piece.tensor.device.type == "cpu"
-        for number in range((low - stored.start) // per_block, (high - 1 - stored.start) // per_block + 1):
-            first = stored.start + number * per_block
-            last = min(first + per_block, stored.stop)
-            target = piece.tensor[max(first, low) - piece.start : min(last, high) - piece.start]
-            if direct and target.numel() == last - first:
-                self._read_block(piece.name, stored, number, target)
-            else:
-                block = torch.empty(last - first, dtype=dtype)
-                self._read_block(piece.name, stored, number, block)
-                target.copy_(block[max(first, low) - first : min(last, high) - first])
+        for stored in entry.pieces:
+            low, high = max(stored.start, piece.start), min(stored.stop, piece.stop)
+            if low >= high:
+                continue
+            self._file(stored.file)  # opened here, not by several threads at the same time
+            for number in range((low - stored.start) // per_block, (high - 1 - stored.start) // per_block + 1):
+                first = stored.start + number * per_block
+                last = min(first + per_block, stored.stop)
+                target = piece.tensor[max(first, low) - piece.start : min(last, high) - piece.start]
+                yield _Block(piece.name, stored, number, last - first, dtype, target, max(first, low) - first)
+
+    def _fetch(self, block: _Block) -> tuple[_Block, torch.Tensor]:
+        """Read one block, into its place if all of it belongs there."""
+        target = block.target
+        whole = target.numel() == block.numel and target.dtype == block.dtype and target.device.type == "cpu"
+        content = target if whole else torch.empty(block.numel, dtype=block.dtype)
+        self._read_block(block.name, block.stored, block.number, content)
+        return block, content
 
     def _read_block(self, name: str, stored: PieceEntry, number: int, out: torch.Tensor) -> None:
         """Read one complete block and compare its checksum."""
@@ -76,6 +106,8 @@ class CheckpointReader:
             raise self._damage(f"{file.path} lacks {name!r}, which the index lists in it: they are from two saves.")
         try:
             file.read(name, start, out)
+        except StoreError:
+            raise
         except CheckpointError as error:
             raise self._damage(str(error)) from error
         found = crc_of(out)
@@ -91,6 +123,8 @@ class CheckpointReader:
         if name not in self._files:
             try:
                 self._files[name] = SafetensorsFile(self.path / name)
+            except StoreError:
+                raise
             except CheckpointError as error:
                 raise self._damage(str(error)) from error
         return self._files[name]
@@ -98,3 +132,18 @@ class CheckpointReader:
     def _damage(self, text: str) -> CheckpointError:
         """Return the error, with the checkpoint to use instead."""
         return CheckpointError(f"{text} {instead_of(self.path)}")
+
+
+def _ahead(fetch: Callable[[_Block], T], blocks: Iterator[_Block], most: int) -> Iterator[T]:
+    """Yield ``fetch`` of each block in order, of which ``most`` are under way at the same time."""
+    if most == 1:
+        yield from map(fetch, blocks)
+        return
+    with ThreadPoolExecutor(most, thread_name_prefix="fullshard-fetch") as threads:
+        under_way: deque[Future[T]] = deque()
+        for block in blocks:
+            under_way.append(threads.submit(fetch, block))
+            if len(under_way) >= most:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()

@@ -7,19 +7,19 @@ memory until it is unmapped: twice what is needed. Here ``preadv`` reads the byt
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fullshard.errors import CheckpointError
+from fullshard.storage.backend import Ranges, backend_of
 from fullshard.storage.dtypes import DTYPES
+from fullshard.storage.object_path import Place
 
 HEADER_LIMIT_BYTES = 100_000_000
 """Longest header that is accepted; the library's own limit."""
@@ -51,7 +51,7 @@ class SafetensorsFile:
         tensors: Its tensors, by name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         """Read and check the header.
 
         Raises:
@@ -59,10 +59,10 @@ class SafetensorsFile:
         """
         self.path = path
         self._staging: torch.Tensor | None = None
-        with self._opened() as descriptor:
-            self._identity = _identity(descriptor)
-            size = os.fstat(descriptor).st_size
-            self.tensors = _parse(path, *_read_header(path, descriptor, size), size)
+        self._identity: tuple[Any, ...] | None = None
+        with self._opened() as file:
+            self._identity = file.identity
+            self.tensors = _parse(path, *_read_header(path, file), file.size)
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill ``out`` with a run of the elements of a tensor, straight from the file if nothing is converted.
@@ -77,13 +77,13 @@ class SafetensorsFile:
         """
         stored = self.tensors[name]
         position = stored.offset + start * stored.dtype.itemsize
-        with self._opened() as descriptor:
-            if _identity(descriptor) != self._identity:
+        with self._opened() as file:
+            if file.identity != self._identity:
                 raise CheckpointError(
                     f"{self.path} changed while it was being read. Load it again when it is complete."
                 )
             if out.device.type == "cpu" and out.dtype == stored.dtype:
-                self._fill(descriptor, position, out.detach().view(torch.uint8))
+                self._fill(file, position, out.detach().view(torch.uint8))
                 torch.autograd.graph.increment_version(
                     out
                 )  # preadv writes without torch's knowledge; autograd detects changes by version
@@ -93,7 +93,7 @@ class SafetensorsFile:
             for low in range(0, out.numel(), step):
                 part = out[low : low + step]
                 piece = self._stage(part.numel() * itemsize)
-                self._fill(descriptor, position + low * itemsize, piece)
+                self._fill(file, position + low * itemsize, piece)
                 with torch.no_grad():
                     part.copy_(piece.view(stored.dtype))
 
@@ -103,12 +103,12 @@ class SafetensorsFile:
             self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
         return self._staging[:nbytes]
 
-    def _fill(self, descriptor: int, position: int, out: torch.Tensor) -> None:
+    def _fill(self, file: Ranges, position: int, out: torch.Tensor) -> None:
         """Read bytes from ``position`` on into ``out``, uint8 on the CPU; a single system call may read less."""
         view = out.numpy().data
         done = 0
         while done < len(view):
-            count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], position + done)
+            count = file.read_into(view[done : done + _READ_BYTES], position + done)
             if count == 0:
                 raise CheckpointError(
                     f"{self.path} ends at byte {position + done:,}, inside a tensor that ends at byte "
@@ -117,31 +117,28 @@ class SafetensorsFile:
             done += count
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _opened(self) -> Iterator[Ranges]:
         """Open the file; an error of the file system becomes a CheckpointError."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY)
-            try:
-                yield descriptor
-            finally:
-                os.close(descriptor)
+            with backend_of(self.path).opened(self.path, self._identity) as file:
+                yield file
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
 
-def _identity(descriptor: int) -> tuple[int, ...]:
-    """Return what distinguishes one content of a path from another, as far as the file system knows."""
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+def _read_up_to(file: Ranges, nbytes: int, position: int) -> bytes:
+    content = bytearray(nbytes)
+    return bytes(content[: file.read_into(memoryview(content), position)])
 
 
-def _read_header(path: Path, descriptor: int, size: int) -> tuple[bytes, int]:
+def _read_header(path: Place, file: Ranges) -> tuple[bytes, int]:
     """Return the header's text, and where the data starts."""
+    size = file.size
     if size < 8:
         raise CheckpointError(
             f"{path} has {size} bytes; a safetensors file begins with 8 bytes for its header's length."
         )
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    length = int.from_bytes(_read_up_to(file, 8, 0), "little")
     if length > HEADER_LIMIT_BYTES:
         raise CheckpointError(
             f"{path} announces a header of {length:,} bytes; the limit is {HEADER_LIMIT_BYTES:,}. "
@@ -151,14 +148,14 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[bytes, int]:
         raise CheckpointError(f"{path} announces a header of {length:,} bytes, but has only {size:,} bytes. {_REMEDY}")
     text = b""
     while len(text) < length:
-        more = os.pread(descriptor, length - len(text), 8 + len(text))
+        more = _read_up_to(file, length - len(text), 8 + len(text))
         if not more:
             raise CheckpointError(f"{path} ends inside its header of {length:,} bytes. {_REMEDY}")
         text += more
     return text, 8 + length
 
 
-def _parse(path: Path, text: bytes, data_start: int, size: int) -> dict[str, StoredTensor]:
+def _parse(path: Place, text: bytes, data_start: int, size: int) -> dict[str, StoredTensor]:
     """Parse a header; its tensors together must cover the data without overlap."""
     entries = _load_json(path, text)
     metadata = entries.pop("__metadata__", {})
@@ -180,7 +177,7 @@ def _parse(path: Path, text: bytes, data_start: int, size: int) -> dict[str, Sto
     return tensors
 
 
-def _load_json(path: Path, text: bytes) -> dict[str, Any]:
+def _load_json(path: Place, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
@@ -198,7 +195,7 @@ def _load_json(path: Path, text: bytes) -> dict[str, Any]:
     return entries
 
 
-def _check_entry(path: Path, name: str, entry: object) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
+def _check_entry(path: Place, name: str, entry: object) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
     """Return the dtype, shape and byte range of one tensor."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{path}: tensor {name!r} needs a dtype, a shape and data_offsets. {_REMEDY}")
@@ -219,7 +216,7 @@ def _check_entry(path: Path, name: str, entry: object) -> tuple[torch.dtype, tup
     return DTYPES[code], tuple(shape), offsets
 
 
-def _check_cover(path: Path, runs: list[tuple[int, int, str]], data_bytes: int) -> None:
+def _check_cover(path: Place, runs: list[tuple[int, int, str]], data_bytes: int) -> None:
     """Raise unless byte ranges follow each other without gap or overlap, to the end of the file."""
     reached, before = 0, "the header"
     for begin, end, name in runs:

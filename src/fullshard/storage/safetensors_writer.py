@@ -9,18 +9,18 @@ at once.
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from fullshard.errors import CheckpointError
+from fullshard.storage.backend import backend_of
 from fullshard.storage.dtypes import CODES
+from fullshard.storage.object_path import Place
 
 _PIECE_BYTES = 1 << 20
 """Bytes cast and written at once: all the memory that writing takes. Small pieces also let Ctrl-C in between."""
@@ -73,10 +73,10 @@ class SafetensorsWriter:
 
     Leaving it without an error requires that every element of every tensor was written; the bytes are then on disk
     (fsync). After an error an incomplete file is left: write into an
-    :func:`~fullshard.storage.atomic_directory`.
+    :func:`~fullshard.storage.atomic_directory`. In an object store runs must arrive in the order of :func:`file_order`.
     """
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, path: Place, specs: Sequence[TensorSpec]) -> None:
         """Create the file at its full length and write the header.
 
         Args:
@@ -88,18 +88,17 @@ class SafetensorsWriter:
             CheckpointError: A name occurs twice or a dtype has no safetensors code.
             OSError: The file system refused.
         """
-        ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+        ordered = sorted(specs, key=file_order)
         header, starts, end = _header(ordered)
         self.path = path
         self._specs = {spec.name: spec for spec in ordered}
         self._starts = starts
         self._written = {name: _Written() for name in self._specs}
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._file = backend_of(path).create(path, end)
         try:
-            os.truncate(self._descriptor, end)
-            _write_at(self._descriptor, 0, memoryview(header))
+            self._file.write_at(0, memoryview(header))
         except BaseException:
-            os.close(self._descriptor)
+            self._file.close()
             raise
 
     def __enter__(self) -> SafetensorsWriter:
@@ -139,7 +138,7 @@ class SafetensorsWriter:
         step = _PIECE_BYTES // size
         for at in range(0, flat.numel(), step):
             piece = flat[at : at + step].detach().to(device="cpu", dtype=spec.dtype).contiguous()
-            _write_at(self._descriptor, self._starts[name] + (start + at) * size, piece.view(torch.uint8).numpy().data)
+            self._file.write_at(self._starts[name] + (start + at) * size, piece.view(torch.uint8).numpy().data)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -153,9 +152,9 @@ class SafetensorsWriter:
         try:
             if kind is None:
                 self._check_complete()
-                os.fsync(self._descriptor)
+                self._file.finish()
         finally:
-            os.close(self._descriptor)
+            self._file.close()
 
     def _check_complete(self) -> None:
         """Raise unless every element has been written."""
@@ -169,6 +168,11 @@ class SafetensorsWriter:
                 f"{self.path.name}: {len(missing)} of {len(self._specs)} tensors were not written completely: "
                 f"{', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}."
             )
+
+
+def file_order(spec: TensorSpec) -> int:
+    """Return the key that sorts tensors as they are in a file: larger elements first, so that each is aligned."""
+    return -spec.dtype.itemsize
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
@@ -198,10 +202,3 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
     data_start = 8 + len(text)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: data_start + at for name, at in offsets.items()}, data_start + offset
-
-
-def _write_at(descriptor: int, position: int, data: memoryview) -> None:
-    """Write all of ``data`` at ``position``; a single system call may write less."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], position + done)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from fullshard.errors import CheckpointError
 from fullshard.storage.index import SHARD_NAME, PieceEntry, TensorEntry
+from fullshard.storage.object_path import Place
 from fullshard.storage.piece import Piece
 from fullshard.storage.rules import shown
-from fullshard.storage.safetensors_writer import SafetensorsWriter, TensorSpec
+from fullshard.storage.safetensors_writer import SafetensorsWriter, TensorSpec, file_order
 
 BLOCK_BYTES = 4 * 1024 * 1024
 """Bytes per checksum. A reader reads complete blocks, even if it needs only part of one: without a checksum per block
@@ -53,7 +53,7 @@ def crc_of(block: torch.Tensor) -> int:
     return zlib.crc32(block.view(torch.uint8).numpy().data)
 
 
-def write_shard_file(path: Path, pieces: Sequence[Piece], progress: Callable[[int], None]) -> dict[str, TensorEntry]:
+def write_shard_file(path: Place, pieces: Sequence[Piece], progress: Callable[[int], None]) -> dict[str, TensorEntry]:
     """Write one rank's pieces and flush them to disk, with one block of additional memory.
 
     Args:
@@ -68,10 +68,12 @@ def write_shard_file(path: Path, pieces: Sequence[Piece], progress: Callable[[in
         CheckpointError: A dtype cannot be stored.
         OSError: The file system refused.
     """
-    specs = [TensorSpec(piece.name, (piece.tensor.numel(),), piece.tensor.dtype) for piece in pieces]
+    specs = {piece.name: TensorSpec(piece.name, (piece.tensor.numel(),), piece.tensor.dtype) for piece in pieces}
+    # In the file's order, so that it can be streamed. The names in the index keep the order of the pieces.
+    ordered = sorted(pieces, key=lambda piece: file_order(specs[piece.name]))
     entries: dict[str, TensorEntry] = {}
-    with SafetensorsWriter(path, specs) as writer:
-        for piece in pieces:
+    with SafetensorsWriter(path, list(specs.values())) as writer:
+        for piece in ordered:
             per_block = BLOCK_BYTES // piece.tensor.dtype.itemsize
             crcs = []
             for start in range(0, piece.tensor.numel(), per_block):
@@ -81,4 +83,4 @@ def write_shard_file(path: Path, pieces: Sequence[Piece], progress: Callable[[in
                 progress(block.nbytes)
             entry = PieceEntry(path.name, piece.start, piece.stop, tuple(crcs))
             entries[piece.name] = TensorEntry(dtype_name(piece.tensor.dtype), piece.shape, (entry,))
-    return entries
+    return {piece.name: entries[piece.name] for piece in pieces}

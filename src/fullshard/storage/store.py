@@ -1,4 +1,4 @@
-"""A directory of checkpoints on disk: which are complete, which is the newest or the best, and which are kept.
+"""A directory of checkpoints: which are complete, which is the newest or the best, and which are kept.
 
 ::
 
@@ -10,38 +10,36 @@
       step-00000100.damaged/    set aside when a run went back to an earlier checkpoint
       lock                      held by the run that writes here
 
-One rename makes a checkpoint appear and one makes it disappear, so a kill never leaves an incomplete directory under a
+On a disk one rename makes a checkpoint appear and one makes it disappear; in an object store
+(:mod:`fullshard.storage.object_store`) the marker does. So a kill never leaves an incomplete directory under a
 checkpoint's own name: one that is not complete was damaged, or copied only in part. It is never passed over silently.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from fullshard.errors import CheckpointError
-from fullshard.storage.atomic import delete, fsync, recover, sibling
+from fullshard.errors import CheckpointError, StoreError
+from fullshard.storage.backend import backend_of
 from fullshard.storage.completion import COMPLETE_NAME, Completion, check_completion, parse_completion
 from fullshard.storage.index import INDEX_BOUNDS, INDEX_NAME, Index, parse_index
 from fullshard.storage.json_file import SMALL, read_bounded
+from fullshard.storage.object_path import ObjectPath, Place
 from fullshard.storage.rules import shown
 from fullshard.storage.shard_file import dtype_of
 
-_STEP = re.compile(r"step-([0-9]{8,})")
-_LEFTOVER = re.compile(r"(step-[0-9]{8,})\.(tmp|old)")
+
+def step_directory(directory: Place, step: int) -> Place:
+    """Return the directory of a step's checkpoint, which need not exist; in an object store the newest save of it."""
+    complete = backend_of(directory).candidates(directory) if isinstance(directory, ObjectPath) else []
+    name = f"step-{step:08d}"
+    saves = [path for path in complete if path.name.partition(".")[0] == name]
+    return saves[-1] if saves else directory / name
 
 
-def step_directory(directory: Path, step: int) -> Path:
-    """Return the directory of a step's checkpoint."""
-    return directory / f"step-{step:08d}"
-
-
-def read_completion(path: Path) -> Completion:
+def read_completion(path: Place) -> Completion:
     """Check that a checkpoint is complete, without reading tensors; any rank.
 
     Raises:
@@ -49,11 +47,13 @@ def read_completion(path: Path) -> Completion:
     """
     try:
         return check_completion(path)
+    except StoreError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"{error} {instead_of(path)}") from error
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: Place) -> Index:
     """Read the index of a complete checkpoint; any rank.
 
     Args:
@@ -65,11 +65,13 @@ def read_index(path: Path) -> Index:
     """
     try:
         return _checked_index(path, check_completion(path))
+    except StoreError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"{error} {instead_of(path)}") from error
 
 
-def _checked_index(path: Path, done: Completion) -> Index:
+def _checked_index(path: Place, done: Completion) -> Index:
     """Read an index and compare it with ``complete.json``."""
     file = path / INDEX_NAME
     try:
@@ -101,10 +103,10 @@ def contradiction(index: Index, done: Completion) -> str | None:
     return None
 
 
-def instead_of(path: Path) -> str:
+def instead_of(path: Place) -> str:
     """Return a sentence that names the newest other complete checkpoint, for use instead of a damaged one; any rank."""
-    others: list[Path] = []
-    with contextlib.suppress(OSError):
+    others: list[Place] = []
+    with contextlib.suppress(OSError, StoreError):
         others = [other for other in find_checkpoints(path.parent) if other.name != path.name]
     if not others:
         return f"There is no other complete checkpoint in {path.parent}."
@@ -119,7 +121,7 @@ def instead_of(path: Path) -> str:
 class Damaged:
     """A checkpoint that is not complete."""
 
-    path: Path  # its directory
+    path: Place  # its directory
     problem: str  # the file and what is wrong with it
     known: Completion | None  # what its undamaged files say of it; None if that cannot be read
     scored: bool = True  # whether its metric is known too: an evaluation changes only ``complete.json``
@@ -133,15 +135,15 @@ class Damaged:
 class Survey:
     """The checkpoints in a directory."""
 
-    directory: Path
-    complete: tuple[tuple[Completion, Path], ...]  # with their ``complete.json``, in the order they were saved in
+    directory: Place
+    complete: tuple[tuple[Completion, Place], ...]  # with their ``complete.json``, in the order they were saved in
     damaged: tuple[Damaged, ...]  # the others, by step
 
     def newer_damaged(self) -> tuple[Damaged, ...]:
         """Return the damaged checkpoints that may have been saved after the newest complete one."""
         return tuple(one for one in self.damaged if not self.complete or one.may_be_newer(self.complete[-1][0]))
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Place | None:
         """Return the checkpoint that was saved last; None if there is none.
 
         Raises:
@@ -154,7 +156,7 @@ class Survey:
         place = self._place_of(damaged, "newest", certain=damaged.known is not None)
         raise CheckpointError(f"{damaged.problem} {place} {self._way_back(damaged)}")
 
-    def best(self, *, otherwise: bool = True) -> Path | None:
+    def best(self, *, otherwise: bool = True) -> Place | None:
         """Return the checkpoint with the best metric, as :func:`rank_by_metric` orders them; None if none has one.
 
         Raises:
@@ -187,12 +189,12 @@ class Survey:
         good = self.complete[-1][1]
         return (
             f"The newest good one is {good}. To go back to it, set resume=previous in fullshard train, or pass "
-            f"previous=True to Checkpoints.load: {damaged.path.name} is renamed to {set_aside_name(damaged.path).name} "
+            f"previous=True to Checkpoints.load: {damaged.path.name} is {set_aside_text(damaged.path)} "
             "then. To use another one, pass its path: resume=PATH, path=PATH or fullshard export PATH."
         )
 
 
-def survey(directory: Path, *, parse_newest: bool = False) -> Survey:
+def survey(directory: Place, *, parse_newest: bool = False) -> Survey:
     """Judge every checkpoint in a directory by its marker, the sizes of its files and the hash of its index; any rank.
 
     Args:
@@ -200,18 +202,17 @@ def survey(directory: Path, *, parse_newest: bool = False) -> Survey:
         parse_newest: Whether the index of the newest complete one is parsed too, and if it has values that no writer
             writes, of the one before it.
     """
-    complete: list[tuple[Completion, Path]] = []
+    complete: list[tuple[Completion, Place]] = []
     damaged: list[Damaged] = []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        # A writer killed between the two renames of a commit leaves the old checkpoint under this name only.
-        name = path.name.removesuffix(".old")
-        if _STEP.fullmatch(name) is None or (name != path.name and (directory / name).exists()):
-            continue
+    backend = backend_of(directory)
+    for path in backend.candidates(directory):
         try:
             complete.append((check_completion(path), path))
+        except StoreError:
+            raise
         except CheckpointError as error:
-            # A reader without the lock may come upon one that is being deleted or replaced: it has another name now.
-            if os.path.lexists(path) and (name == path.name or not (directory / name).exists()):
+            # A reader without the lock may come upon one that is being deleted or replaced.
+            if backend.is_candidate(path):
                 damaged.append(_damaged(path, str(error)))
     complete.sort(key=lambda one: (one[0].serial, one[0].step, one[1]))
     while parse_newest and complete:
@@ -219,13 +220,15 @@ def survey(directory: Path, *, parse_newest: bool = False) -> Survey:
         try:
             _checked_index(path, done)
             break
+        except StoreError:
+            raise
         except CheckpointError as error:
             complete.pop()
             damaged.append(Damaged(path, str(error), done))
     return Survey(directory, tuple(complete), tuple(sorted(damaged, key=lambda one: (len(one.path.name), one.path))))
 
 
-def _damaged(path: Path, problem: str) -> Damaged:
+def _damaged(path: Place, problem: str) -> Damaged:
     """Return what is known of a damaged checkpoint from its ``complete.json``, or from its index."""
     with contextlib.suppress(OSError, ValueError):
         return Damaged(path, problem, parse_completion(read_bounded(path / COMPLETE_NAME, SMALL.nbytes)))
@@ -236,54 +239,50 @@ def _damaged(path: Path, problem: str) -> Damaged:
     return Damaged(path, problem, None)
 
 
-def find_checkpoints(directory: Path) -> list[Path]:
+def find_checkpoints(directory: Place) -> list[Place]:
     """Return the complete checkpoints in a directory, in the order they were saved in; any rank. It need not exist."""
     return [path for _, path in find_completions(directory)]
 
 
-def find_completions(directory: Path) -> list[tuple[Completion, Path]]:
+def find_completions(directory: Place) -> list[tuple[Completion, Place]]:
     """Return the same as :func:`find_checkpoints`, each with its ``complete.json``."""
     return list(survey(directory).complete)
 
 
-def next_serial(directory: Path) -> int:
+def next_serial(directory: Place) -> int:
     """Return the serial number of the next checkpoint that is saved in a directory; on one rank, under the lock."""
     found = survey(directory)
     known = [done for done, _ in found.complete] + [one.known for one in found.damaged if one.known is not None]
     return 1 + max((done.serial for done in known), default=0)
 
 
-def set_aside_name(path: Path) -> Path:
-    """Return the name that :func:`set_aside` gives a checkpoint now."""
-    names = (sibling(path, f"damaged{f'.{number}' if number else ''}") for number in itertools.count())
-    return next(name for name in names if not os.path.lexists(name))
+def set_aside_text(path: Place) -> str:
+    """Return what :func:`set_aside` would do to a checkpoint now, as what follows "is"."""
+    return backend_of(path).set_aside_text(path)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is no candidate any more; on one rank, under the lock.
+def set_aside(path: Place) -> Place:
+    """Make a damaged checkpoint no candidate any more; on one rank, under the lock.
 
     Returns:
-        Its new name; the user decides whether it is deleted.
+        Its new name, in an object store the object that marks it; the user decides whether it is deleted.
 
     Raises:
-        OSError: The file system refused.
+        OSError, StoreError: The file system or the store refused.
     """
-    name = set_aside_name(path)
-    os.rename(path, name)
-    fsync(path.parent)
-    return name
+    return backend_of(path).set_aside(path)
 
 
 @dataclass(frozen=True)
 class Ranking:
     """Checkpoints ordered by their metric."""
 
-    paths: tuple[Path, ...]  # the best first; among equal ones the later step first
+    paths: tuple[Place, ...]  # the best first; among equal ones the later step first
     greater_is_better: bool  # whether a greater metric is better
     recorded: bool  # whether that is recorded in a checkpoint; otherwise it is assumed
 
 
-def rank_by_metric(found: Sequence[tuple[Completion, Path]], *, otherwise: bool = True) -> Ranking:
+def rank_by_metric(found: Sequence[tuple[Completion, Place]], *, otherwise: bool = True) -> Ranking:
     """Order checkpoints by their metric; those without one are left out.
 
     The newest checkpoint that records the direction determines it. Checkpoints that record the other direction have a
@@ -301,15 +300,13 @@ def rank_by_metric(found: Sequence[tuple[Completion, Path]], *, otherwise: bool 
     return Ranking(tuple(path for _, path, _ in comparable), greater, bool(recorded))
 
 
-def clear_leftovers(directory: Path) -> None:
+def clear_leftovers(directory: Place) -> None:
     """Restore what a killed writer was replacing, and delete what it was writing; on one rank, under the lock.
 
     Raises:
-        OSError: The file system refused.
+        OSError, StoreError: The file system or the store refused.
     """
-    names = {match[1] for path in directory.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}
-    for name in sorted(names):
-        recover(directory / name)
+    backend_of(directory).clear_leftovers(directory)
 
 
 @dataclass(frozen=True)
@@ -321,17 +318,23 @@ class Keep:
     greater_is_better: bool = True  # whether a greater metric is better if no checkpoint records it
 
 
-def prune(directory: Path, keep: Keep, *, newest: Path) -> None:
+def prune(directory: Place, keep: Keep, *, newest: Place) -> None:
     """Delete complete checkpoints that are neither among the last nor the best; on one rank, under the lock.
 
-    ``newest``, the one just committed, is always kept.
+    ``newest``, the one just committed, is always kept; another save of its step is not.
 
     Raises:
         OSError: The file system refused.
     """
+    found = find_completions(directory)
+    own = next((done for done, path in found if path == newest), None)
+    for done, path in found:
+        # On a disk the rename replaced it.
+        if own is not None and done.step == own.step and path != newest:
+            remove_checkpoint(path)
     if keep.last is None:
         return
-    found = find_completions(directory)
+    found = [(done, path) for done, path in found if own is None or done.step != own.step or path == newest]
     best = rank_by_metric(found, otherwise=keep.greater_is_better).paths[: keep.best]
     # max(0, …): with fewer checkpoints than keep.last, a negative start would drop the first ones.
     kept = {newest, *(path for _, path in found[max(0, len(found) - keep.last) :]), *best}
@@ -340,15 +343,10 @@ def prune(directory: Path, keep: Keep, *, newest: Path) -> None:
             remove_checkpoint(path)
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; on one rank. It is renamed first, so that a kill never leaves part of one under its name.
+def remove_checkpoint(path: Place) -> None:
+    """Delete a checkpoint, such that a kill never leaves part of one that could be taken for one; on one rank.
 
     Raises:
-        OSError: The file system refused.
+        OSError, StoreError: The file system or the store refused.
     """
-    doomed = sibling(path, "tmp")
-    if os.path.lexists(doomed):
-        delete(doomed)
-    os.rename(path, doomed)
-    fsync(path.parent)
-    delete(doomed)
+    backend_of(path).remove(path)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import CheckpointError
-from fullshard.storage.completion import COMPLETE_NAME, Completion, changed_small_files, parse_completion, size_of
+from fullshard.errors import CheckpointError, StoreError
+from fullshard.storage.backend import backend_of
+from fullshard.storage.completion import COMPLETE_NAME, Completion, changed_small_files, parse_completion
 from fullshard.storage.index import INDEX_BOUNDS, INDEX_NAME, Index, PieceEntry, TensorEntry, parse_index
 from fullshard.storage.json_file import SMALL, read_bounded, read_json
 from fullshard.storage.kinds import (
@@ -25,6 +26,7 @@ from fullshard.storage.kinds import (
     set_aside_in,
     unfinished_in,
 )
+from fullshard.storage.object_path import ObjectPath, Place, as_place, relative
 from fullshard.storage.safetensors_reader import STAGING_BYTES, SafetensorsFile
 from fullshard.storage.shard_file import BLOCK_BYTES, crc_of, dtype_name, is_shard_name
 from fullshard.storage.store import contradiction, instead_of, survey
@@ -54,7 +56,7 @@ class Problem:
 class VerifyResult:
     """Result of verifying one checkpoint, model or file."""
 
-    path: Path
+    path: Place
     kind: Kind
     checksums: int  # number of blocks compared with their checksums; 0: only the structure was checked
     tensors: int  # number of tensors, as far as known
@@ -82,7 +84,7 @@ class VerifyResult:
 class Verification:
     """Results of verifying a path."""
 
-    path: Path
+    path: Place
     results: tuple[VerifyResult, ...]  # one for each checkpoint, model or file there
     notes: tuple[str, ...]  # what was not verified, and why
 
@@ -97,20 +99,22 @@ class Verification:
         return {"path": str(self.path), "whole": not self.problems, "checked": checked, "notes": list(self.notes)}
 
 
-def verify(path: Path, progress: Progress = lambda done, total: None) -> Verification:
+def verify(path: str | Place, progress: Progress = lambda done, total: None) -> Verification:
     """Read everything at a path and compare it with what was written; one process.
 
     Args:
-        path: A checkpoint, a directory of checkpoints, a run, a model's directory or a weight file.
+        path: A checkpoint, a directory of checkpoints, a run, a model's directory or a weight file; a URL of one of
+            the first two.
         progress: Called after each block.
 
     Raises:
         CheckpointError: There is nothing to verify.
     """
+    path = as_place(path)
     kind = kind_of(path)
-    work: list[tuple[Path, Kind]] = [(path, kind)]
-    unfinished: list[Path] = []
-    directory: Path | None = None
+    work: list[tuple[Place, Kind]] = [(path, kind)]
+    unfinished: list[Place] = []
+    directory: Place | None = None
     if kind in (Kind.RUN, Kind.CHECKPOINTS):
         directory = path / CHECKPOINTS_NAME if kind is Kind.RUN else path
         work = [(found, Kind.CHECKPOINT) for found in checkpoints_in(directory)]
@@ -139,7 +143,7 @@ def verify(path: Path, progress: Progress = lambda done, total: None) -> Verific
     return Verification(path, tuple(results), tuple(notes))
 
 
-def _what_resumes(path: Path, kind: Kind, directory: Path | None, results: Sequence[VerifyResult]) -> list[str]:
+def _what_resumes(path: Place, kind: Kind, directory: Place | None, results: Sequence[VerifyResult]) -> list[str]:
     """Return what a run that resumes would raise about damage in the newest checkpoint, or what to use instead."""
     if directory is not None:
         try:
@@ -151,11 +155,14 @@ def _what_resumes(path: Path, kind: Kind, directory: Path | None, results: Seque
     return []
 
 
-def _weight_bytes(path: Path) -> int:
+def _weight_bytes(path: Place) -> int:
     """Estimate the bytes that will be read; only of a directory's own files."""
+    suffixes = (".safetensors", ".bin", ".pt", ".pth")
+    if isinstance(path, ObjectPath):
+        return sum(size for name, size in path.sizes().items() if name.endswith(suffixes))
     files = path.iterdir() if path.is_dir() else [path]
     try:
-        return sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+        return sum(file.stat().st_size for file in files if file.suffix in suffixes)
     except OSError:
         return 0
 
@@ -177,7 +184,7 @@ class _Meter:
         self._progress(min(self._before + self.nbytes, self._total), self._total)
 
 
-def _verify_one(path: Path, kind: Kind, meter: _Meter) -> VerifyResult:
+def _verify_one(path: Place, kind: Kind, meter: _Meter) -> VerifyResult:
     if kind is Kind.CHECKPOINT:
         return _verify_checkpoint(path, meter)
     if path.is_file() and is_shard_name(path.name) and (path.parent / INDEX_NAME).is_file():
@@ -185,7 +192,7 @@ def _verify_one(path: Path, kind: Kind, meter: _Meter) -> VerifyResult:
     return _verify_weights(path, kind, meter)
 
 
-def _verify_checkpoint(path: Path, meter: _Meter) -> VerifyResult:
+def _verify_checkpoint(path: Place, meter: _Meter) -> VerifyResult:
     """Verify a sharded checkpoint: marker, sizes, index, headers, small files, and every block's checksum."""
     problems: list[Problem] = []
     done = _check_marker(path, problems)
@@ -211,7 +218,7 @@ def _verify_checkpoint(path: Path, meter: _Meter) -> VerifyResult:
     )
 
 
-def _verify_shard(path: Path, meter: _Meter) -> VerifyResult:
+def _verify_shard(path: Place, meter: _Meter) -> VerifyResult:
     """Verify one rank's file of a checkpoint by the index next to it, and nothing else of the checkpoint."""
     top, problems = path.parent, list[Problem]()
     done = _check_marker(top, problems)
@@ -224,7 +231,7 @@ def _verify_shard(path: Path, meter: _Meter) -> VerifyResult:
     return VerifyResult(path, Kind.WEIGHTS, meter.blocks, tensors, meter.nbytes, tuple(problems))
 
 
-def _check_hashes(path: Path, done: Completion) -> Iterator[Problem]:
+def _check_hashes(path: Place, done: Completion) -> Iterator[Problem]:
     """Check the small files whose hashes were recorded."""
     try:
         for name, text in changed_small_files(path, done):
@@ -233,7 +240,7 @@ def _check_hashes(path: Path, done: Completion) -> Iterator[Problem]:
         yield Problem("model", f"cannot be read: {error}")
 
 
-def _check_marker(path: Path, problems: list[Problem]) -> Completion | None:
+def _check_marker(path: Place, problems: list[Problem]) -> Completion | None:
     """Check the marker, and the sizes of the files it lists."""
     try:
         done = parse_completion(read_bounded(path / COMPLETE_NAME, SMALL.nbytes))
@@ -247,16 +254,17 @@ def _check_marker(path: Path, problems: list[Problem]) -> Completion | None:
     except (OSError, ValueError) as error:
         problems.append(Problem(COMPLETE_NAME, f"cannot be read: {error}"))
         return None
+    sizes = backend_of(path).sizes_of(path, list(done.files))
     for name, size in done.files.items():
-        found = size_of(path / name)
-        if found == "no":
+        found = sizes[name]
+        if found is None:
             problems.append(Problem(name, f"is missing; expected {size:,} bytes"))
-        elif found != f"{size:,}":
-            problems.append(Problem(name, f"has {found} bytes, expected {size:,}"))
+        elif found != size:
+            problems.append(Problem(name, f"has {found:,} bytes, expected {size:,}"))
     return done
 
 
-def _check_index(path: Path, done: Completion | None, problems: list[Problem]) -> Index | None:
+def _check_index(path: Place, done: Completion | None, problems: list[Problem]) -> Index | None:
     """Check the index's hash, that it can be parsed, and that its pieces cover the tensors."""
     file = path / INDEX_NAME
     try:
@@ -279,12 +287,14 @@ def _check_index(path: Path, done: Completion | None, problems: list[Problem]) -
         return None
 
 
-def _open(file: Path, top: Path, problems: list[Problem]) -> SafetensorsFile | None:
+def _open(file: Place, top: Place, problems: list[Problem]) -> SafetensorsFile | None:
     """Open a file, or add what is wrong with its header to ``problems``."""
     try:
         return SafetensorsFile(file)
+    except StoreError:
+        raise
     except CheckpointError as error:
-        problems.append(Problem(str(file.relative_to(top)), _without(str(error), file)))
+        problems.append(Problem(relative(file, top), _without(str(error), file)))
         return None
 
 
@@ -330,6 +340,8 @@ def _check_piece(
         where = (name, start, start + block.nbytes)
         try:
             file.read(name, low, block)
+        except StoreError:
+            raise
         except CheckpointError as error:
             yield Problem(piece.file, _without(str(error), file.path), *where)
             return
@@ -340,8 +352,9 @@ def _check_piece(
             yield Problem(piece.file, text, *where)
 
 
-def _verify_weights(path: Path, kind: Kind, meter: _Meter) -> VerifyResult:
+def _verify_weights(path: Place, kind: Kind, meter: _Meter) -> VerifyResult:
     """Verify files without checksums: headers, their index, and that every byte can be read."""
+    assert isinstance(path, Path), "of an object store only checkpoints are read"
     problems = list(_check_json(path, path)) if path.is_dir() else []
     adapter = path / ADAPTER_NAME
     try:
@@ -360,7 +373,7 @@ def _verify_weights(path: Path, kind: Kind, meter: _Meter) -> VerifyResult:
     return VerifyResult(path, kind, 0, len(files.tensors), meter.nbytes, tuple(problems))
 
 
-def _every_problem(path: Path, first: CheckpointError) -> list[Problem]:
+def _every_problem(path: Place, first: CheckpointError) -> list[Problem]:
     """Return the problems of each file of a model whose first problem prevented opening it."""
     top = path if path.is_dir() else path.parent
     index = path / WEIGHTS_INDEX_NAME if path.is_dir() else path
@@ -377,7 +390,7 @@ def _every_problem(path: Path, first: CheckpointError) -> list[Problem]:
     return problems
 
 
-def _named_files(index: Path) -> set[str] | None:
+def _named_files(index: Place) -> set[str] | None:
     """Return the files that an index names; None if it cannot be parsed."""
     try:
         return {str(name) for name in read_json(index)["weight_map"].values()}
@@ -385,7 +398,7 @@ def _named_files(index: Path) -> set[str] | None:
         return None
 
 
-def _check_json(directory: Path, top: Path) -> Iterator[Problem]:
+def _check_json(directory: Place, top: Place) -> Iterator[Problem]:
     """Check that small files named ``*.json`` are JSON."""
     for file in sorted(directory.glob("*.json")):
         if file.name.endswith(INDEX_SUFFIX):
@@ -393,9 +406,9 @@ def _check_json(directory: Path, top: Path) -> Iterator[Problem]:
         try:
             read_json(file)
         except (OSError, ValueError) as error:
-            yield Problem(str(file.relative_to(top)), f"is not JSON: {error}")
+            yield Problem(relative(file, top), f"is not JSON: {error}")
 
 
-def _without(text: str, file: Path) -> str:
+def _without(text: str, file: Place) -> str:
     """Return a message without the path that it begins with."""
     return text.removeprefix(str(file)).lstrip(": /")

@@ -2,7 +2,8 @@
 
 Every rank writes its file and, when that is on disk, its part of the index next to it. Rank 0 waits for all parts by
 polling the directory, not in a collective: training may continue, and a slow disk blocks no other rank. Then it writes
-the index, marks the checkpoint as complete, renames it to its final name and deletes the checkpoints not to be kept.
+the index, marks the checkpoint as complete, makes it appear (:meth:`~fullshard.storage.backend.Backend.finish`) and
+deletes the checkpoints not to be kept.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from fullshard.errors import CheckpointError
-from fullshard.storage.atomic import commit, sibling, write_text
-from fullshard.storage.completion import write_completion
+from fullshard.errors import CheckpointError, StoreError
+from fullshard.storage.backend import backend_of
+from fullshard.storage.completion import completion_of, write_completion
 from fullshard.storage.index import (
+    INDEX_BOUNDS,
     INDEX_NAME,
     Index,
     merge_tensors,
@@ -30,49 +29,53 @@ from fullshard.storage.index import (
     tensors_as_plain,
     tensors_from_plain,
 )
+from fullshard.storage.object_path import Place
 from fullshard.storage.piece import SavePlan
 from fullshard.storage.shard_file import shard_name, write_shard_file
-from fullshard.storage.store import Keep, clear_leftovers, next_serial, prune, step_directory
+from fullshard.storage.store import Keep, clear_leftovers, contradiction, next_serial, prune
 
 _log = logging.getLogger("fullshard")
 
 GIVEN_UP = "given up, because another rank could not write its part"
 """The outcome on a rank that did not cause the failure."""
 
-_LOOK_SECONDS = 0.02
-"""Rank 0's first polling interval for other ranks' parts; later up to twenty times as long."""
-
 
 @dataclass(frozen=True)
 class SaveJob:
     """One rank's share of the save of one checkpoint."""
 
-    directory: Path  # the directory of checkpoints
+    directory: Place  # the directory of checkpoints
+    attempt: str  # distinguishes this save from all others in the directory, where no rename does
     rank: int
     index: Index  # the index without ``tensors``, ``groups`` and ``scalars``, which are known only after writing
     plan: SavePlan  # what this rank writes; the pieces must not change before the save is finished
     keep: Keep  # which checkpoints are kept
     ready: Callable[[], None]  # called in the thread; returns when the pieces may be read
     timeout_s: float  # longest time for the complete save, in seconds
+    require_commit: Callable[[], None]  # called on rank 0 right before the commit; raises if another run writes here
 
     @property
-    def temporary(self) -> Path:
+    def temporary(self) -> Place:
         """The checkpoint's directory while it is written."""
-        return sibling(step_directory(self.directory, self.index.step), "tmp")
+        return backend_of(self.directory).names(self.directory, self.index.step, self.attempt)[0]
+
+    @property
+    def final(self) -> Place:
+        """The checkpoint's directory when it is complete."""
+        return backend_of(self.directory).names(self.directory, self.index.step, self.attempt)[1]
 
 
-def begin(directory: Path, step: int) -> None:
+def begin(job: SaveJob) -> None:
     """Make the empty directory that all ranks write into; on rank 0, under the lock.
 
     Raises:
         CheckpointError: The file system refused.
     """
-    final = step_directory(directory, step)
     try:
-        clear_leftovers(directory)  # including those of a failed save, which may be what fills the disk
-        sibling(final, "tmp").mkdir()
+        clear_leftovers(job.directory)  # including those of a failed save, which may be what fills the disk
+        backend_of(job.directory).begin(job.temporary)
     except OSError as error:
-        raise _refused(final, error) from error
+        raise _refused(job.final, error) from error
 
 
 class Save:
@@ -100,9 +103,9 @@ class Save:
         self._thread.start()
 
     @property
-    def final(self) -> Path:
+    def final(self) -> Place:
         """The checkpoint's directory when it is complete."""
-        return step_directory(self.job.directory, self.job.index.step)
+        return self.job.final
 
     def poll(self, seconds: float) -> str | None:
         """Wait for at most ``seconds``.
@@ -145,7 +148,7 @@ class Save:
         name = shard_name(job.rank, job.index.world_size)
         tensors = write_shard_file(job.temporary / name, job.plan.pieces, self._count)
         part = {"tensors": tensors_as_plain(tensors), "groups": job.plan.groups, "scalars": job.plan.scalars}
-        write_text(_part_path(job, job.rank), json.dumps(part))
+        backend_of(job.directory).write_text(_part_path(job, job.rank), json.dumps(part))
 
     def _count(self, nbytes: int) -> None:
         """Count written bytes, and give up if another rank failed."""
@@ -155,7 +158,7 @@ class Save:
 
     def _commit(self) -> None:
         """Make a complete checkpoint under its final name from all ranks' parts; on rank 0."""
-        job = self.job
+        job, backend = self.job, backend_of(self.job.directory)
         parts = [self._wait_for_part(rank) for rank in range(job.index.world_size)]
         tensors = merge_tensors(tensors_from_plain(part["tensors"]) for part in parts)
         require_covered(tensors, self.final)
@@ -163,18 +166,26 @@ class Save:
         groups = merge_groups([part["groups"] for part in parts])
         serial = next_serial(job.directory)
         index = replace(job.index, tensors=tensors, groups=groups, scalars=scalars, serial=serial)
-        write_text(job.temporary / INDEX_NAME, index.as_json())
+        backend.write_text(job.temporary / INDEX_NAME, index.as_json())
         self._count(0)
         # The marker comes after everything that it vouches for, and the deletion of old checkpoints after the commit:
         # whenever the process is killed, the previous checkpoint or this one is complete.
         for rank in range(job.index.world_size):
-            os.unlink(_part_path(job, rank))
-        write_completion(job.temporary, index)
-        commit(job.temporary, self.final)
+            backend.delete_file(_part_path(job, rank))
+        job.require_commit()
+        backend.finish(job.temporary, job.final, lambda: self._mark(index))
         try:
             prune(job.directory, job.keep, newest=self.final)
         except (OSError, CheckpointError) as error:
             _log.warning("%s is committed, but older checkpoints could not be deleted: %s", self.final, error)
+
+    def _mark(self, index: Index) -> None:
+        """Write ``complete.json``, after a last look at the files that it vouches for."""
+        done = completion_of(self.job.temporary, index)
+        problem = contradiction(index, done)
+        if problem is not None:
+            raise CheckpointError(f"{self.final}: {INDEX_NAME} {problem}. Save again.")
+        write_completion(self.job.temporary, done)
 
     def _wait_for_part(self, rank: int) -> dict[str, Any]:
         """Return a rank's part of the index, as soon as it exists.
@@ -182,8 +193,9 @@ class Save:
         Raises:
             CheckpointError: The rank has failed, or takes too long.
         """
-        path, seconds = _part_path(self.job, rank), _LOOK_SECONDS
-        while not path.exists():
+        backend = backend_of(self.job.directory)
+        path, seconds = _part_path(self.job, rank), backend.look_seconds
+        while backend.sizes_of(path.parent, [path.name])[path.name] is None:
             self._count(0)
             if time.monotonic() - self._started > self.job.timeout_s:
                 raise CheckpointError(
@@ -191,14 +203,14 @@ class Save:
                     "does not see it. All ranks must write to a shared file system; for a slow disk raise timeout_s."
                 )
             self._cancelled.wait(seconds)
-            seconds = min(20 * _LOOK_SECONDS, 1.5 * seconds)
-        return json.loads(path.read_text(encoding="utf-8"))
+            seconds = min(20 * backend.look_seconds, 1.5 * seconds)
+        return json.loads(backend.read(path, INDEX_BOUNDS.nbytes))
 
     def _withdraw(self) -> None:
         """Delete what was written, after a failure; on rank 0. The next save deletes what is left."""
         if self.job.rank == 0:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(self.job.temporary)
+            with contextlib.suppress(OSError, StoreError):
+                backend_of(self.job.directory).discard(self.job.temporary)
 
 
 def merge_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -212,11 +224,11 @@ def merge_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[st
     return list(merged.values())
 
 
-def _part_path(job: SaveJob, rank: int) -> Path:
+def _part_path(job: SaveJob, rank: int) -> Place:
     return job.temporary / f"{shard_name(rank, job.index.world_size)}.part.json"
 
 
-def _refused(final: Path, error: OSError) -> CheckpointError:
+def _refused(final: Place, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"Could not write checkpoint {final}: {error}. Earlier checkpoints are unchanged. Free disk space or check "
         "that you can write to the directory, then save again."

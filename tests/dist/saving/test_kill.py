@@ -9,9 +9,9 @@ from support.processes import run_processes
 pytestmark = pytest.mark.dist
 
 
-def points(case, directory, timeout_s=110):
+def points(case, directory, timeout_s=110, script="kill_main.py"):
     """How many kills the saves of ``case`` survived."""
-    script = Path(__file__).with_name("kill_main.py")
+    script = Path(__file__).with_name(script)
     return run_processes(1, script, "--only", case, "--directory", str(directory), timeout_s=timeout_s)[case]
 
 
@@ -27,3 +27,7 @@ def test_a_kill_at_every_file_operation_leaves_a_whole_model(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_kill_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path):
     assert points("every_point", tmp_path, timeout_s=280) >= 200
+
+
+def test_a_kill_at_every_operation_on_an_object_store_leaves_a_complete_checkpoint(tmp_path):
+    assert points("objects", tmp_path, script="kill_objects_main.py") >= 100

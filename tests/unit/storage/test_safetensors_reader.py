@@ -106,11 +106,12 @@ def test_a_file_that_shrinks_or_is_replaced_after_its_header_was_read(path):
 
 
 def test_an_end_inside_a_tensor_is_an_error(path, monkeypatch):
+    file = SafetensorsFile(path)
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(
         CheckpointError, match=r"ends at byte [\d,]+, inside a tensor that ends at byte [\d,]+\. The file"
     ):
-        SafetensorsFile(path).read("a", 0, torch.zeros(60))
+        file.read("a", 0, torch.zeros(60))
 
 
 def test_what_the_file_system_refuses(tmp_path):

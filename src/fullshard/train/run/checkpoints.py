@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,7 @@ from fullshard.comm import together_in_background
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.saving import Checkpoints, SaveReport
 from fullshard.saving.full import write_assets
-from fullshard.storage import add_small_file, read_completion, step_directory
+from fullshard.storage import Place, add_small_file, read_completion
 from fullshard.train.evaluation.metrics import higher_is_better
 from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport
 from fullshard.train.reporting.sinks import Sink
@@ -36,7 +35,7 @@ class RunCheckpoints:
         self, parts: Assembly, start: StartingPoint, checkpoints: Checkpoints, best: BestModel, sinks: Sequence[Sink]
     ) -> None:
         """Change nothing yet."""
-        self.newest: tuple[int, Path | None] = (0, None)
+        self.newest: tuple[int, Place | None] = (0, None)
         self._extendable = start.comparable
         self._parts = parts
         self._start = start
@@ -136,7 +135,7 @@ class RunCheckpoints:
             "record": record.as_values(train_seconds=train_seconds, peaks=peaks),
         }
         started = time.monotonic()
-        self._checkpoints.save(
+        path = self._checkpoints.save(
             parts.model,
             parts.optimizer,
             step=step,
@@ -144,7 +143,6 @@ class RunCheckpoints:
             background=background,
             assets=lambda directory: write_assets(parts.model, directory, tokenizer=parts.tokenizer),
         )
-        path = step_directory(self._checkpoints.directory, step)
         self.newest = (step, path)
         self._extendable = True
         self._best.named(step, record.best)
@@ -189,7 +187,7 @@ class RunCheckpoints:
         if report is not None:
             self._committed(report.step, report.path, report.seconds, report.stall_seconds)
 
-    def _committed(self, step: int, path: Path, seconds: float, stall_seconds: float) -> None:
+    def _committed(self, step: int, path: Place, seconds: float, stall_seconds: float) -> None:
         self._best.committed(step)
         if self._sinks:
             nbytes = sum(read_completion(path).files.values())

@@ -39,8 +39,8 @@ from fullshard.train.run.traced_step import traced_step
 from fullshard.train.setup.learning_rate import learning_rate
 from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.resume import (
-    CHECKPOINTS_NAME,
     StartingPoint,
+    checkpoints_directory,
     choose_starting_point,
     delete_superseded,
     mark_finished,
@@ -60,7 +60,7 @@ def train(
     Afterwards ``output_dir`` holds the best model by the task's metric on the held-out rows (the last one if the run
     never evaluates), loadable by ``from_pretrained(output_dir)``. The same settings, world size, machine and library
     versions give the same losses and weights, bit for bit, also when the run was interrupted and resumed from one of
-    the checkpoints that it saves in ``output_dir/checkpoints``.
+    the checkpoints that it saves in ``output_dir/checkpoints``, or where ``training.checkpoints_to`` says.
 
     Args:
         config: The run's settings.
@@ -85,7 +85,7 @@ def train(
     with ExitStack() as closing:
         for sink in reversed(sinks):
             closing.callback(sink.close)
-        directory = Path(config.output_dir, CHECKPOINTS_NAME)
+        directory = checkpoints_directory(config)
         # Takes the lock on the directory before anything of another run is touched.
         keep_last, greater = config.training.save_total_limit, higher_is_better(config.evaluation.metric)
         with Checkpoints(directory, ranks=comm, keep_last=keep_last, greater_is_better=greater) as checkpoints:

@@ -16,19 +16,22 @@ from fullshard.data import split_lists
 from fullshard.errors import CheckpointError, ConfigError, DataError
 from fullshard.storage import (
     FINISHED_NAME,
+    Place,
     Survey,
+    as_place,
+    backend_of,
     changed_small_files,
     find_checkpoints,
     instead_of,
+    is_url,
     read_completion,
     read_index,
     read_json,
     remove_checkpoint,
     set_aside,
-    set_aside_name,
+    set_aside_text,
     shown,
     survey,
-    write_text,
 )
 from fullshard.train.reporting.reports import EndedBy
 from fullshard.train.setup.set_rows import source_spec
@@ -52,6 +55,7 @@ _FREE_SETTINGS = (
     "training.per_device_",
     "training.gradient_",
     "training.early_stopping_",
+    "training.checkpoints_",
     "training.eval_",
     "training.logging_",
     "training.max_train_minutes",
@@ -92,17 +96,22 @@ class StartingPoint:
     """Where a run starts."""
 
     settings: Mapping[str, Any]  # settings that affect training, by dotted key; saved in the run's checkpoints
-    path: Path | None = None  # the checkpoint to resume from; None: the run starts from scratch
+    path: Place | None = None  # the checkpoint to resume from; None: the run starts from scratch
     values: Mapping[str, Any] | None = None  # the values that the run saved in that checkpoint
     comparable: bool = True  # whether evaluations before that checkpoint can be compared with later ones
-    superseded: tuple[Path, ...] = ()  # checkpoints to delete before the first step
-    damaged: tuple[Path, ...] = ()  # damaged checkpoints to rename then, so that later runs do not find them
+    superseded: tuple[Place, ...] = ()  # checkpoints to delete before the first step
+    damaged: tuple[Place, ...] = ()  # damaged checkpoints to rename then, so that later runs do not find them
     notes: tuple[str, ...] = ()  # notes for the user
 
     @property
     def group(self) -> int | None:
         """:func:`~fullshard.train.setup.data_plan.group_size` when the run began; None if it begins here."""
         return None if self.values is None else self.values["group_rows"]
+
+
+def checkpoints_directory(config: RunConfig) -> Place:
+    """Return where a run saves its checkpoints: in its directory, or in an object store."""
+    return as_place(config.training.checkpoints_to or Path(config.output_dir, CHECKPOINTS_NAME))
 
 
 def choose_starting_point(config: RunConfig, world_size: int) -> StartingPoint:
@@ -115,15 +124,15 @@ def choose_starting_point(config: RunConfig, world_size: int) -> StartingPoint:
         DataError: A file that the settings name cannot be read.
     """
     settings = deciding_settings(config, world_size)
-    found = survey(Path(config.output_dir, CHECKPOINTS_NAME), parse_newest=True)
+    found = survey(checkpoints_directory(config), parse_newest=True)
     complete = [path for _, path in found.complete]
     if config.resume == "never":
         doomed = (*complete, *(one.path for one in found.damaged))
         names = ", ".join(path.name for path in doomed)
         notes = (f"resume=never: {names} in {found.directory} deleted",) if doomed else ()
         return StartingPoint(settings, superseded=doomed, notes=notes)
-    if isinstance(config.resume, Path):
-        return _at(config.resume, settings, found)
+    if config.resume not in ("auto", "previous"):
+        return _at(as_place(config.resume), settings, found)
     finished = found.directory / FINISHED_NAME
     if finished.exists():
         further = f", resume={complete[-1]} with a higher {_limit_of(finished)}" if complete else ""
@@ -149,17 +158,18 @@ def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
     Raises:
         CheckpointError: The file system refused.
     """
-    finished = Path(config.output_dir, CHECKPOINTS_NAME, FINISHED_NAME)
+    finished = checkpoints_directory(config) / FINISHED_NAME
     try:
         # If this is killed in between, the next run must neither resume a finished run nor take a resumed one for
         # finished: a run that resumes loses its mark first, a run that is replaced loses its checkpoints first.
-        if start.path is not None:
-            finished.unlink(missing_ok=True)
+        if start.path is not None and finished.exists():
+            backend_of(finished).delete_file(finished)
         for path in start.superseded:
             remove_checkpoint(path)
         for path in start.damaged:
             set_aside(path)
-        finished.unlink(missing_ok=True)
+        if finished.exists():
+            backend_of(finished).delete_file(finished)
     except OSError as error:
         raise CheckpointError(f"An earlier run's checkpoints could not be deleted or renamed: {error}.") from error
 
@@ -171,7 +181,8 @@ def mark_finished(config: RunConfig, steps: int, ended_by: EndedBy) -> None:
         CheckpointError: The file system refused.
     """
     noted = {"steps": steps, "limit": _limit(config, steps, ended_by)}
-    write_text(Path(config.output_dir, CHECKPOINTS_NAME, FINISHED_NAME), json.dumps(noted) + "\n")
+    finished = checkpoints_directory(config) / FINISHED_NAME
+    backend_of(finished).write_text(finished, json.dumps(noted) + "\n")
 
 
 def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
@@ -181,7 +192,7 @@ def _limit(config: RunConfig, steps: int, ended_by: EndedBy) -> str:
     return {"time": "training.max_train_minutes", "early_stopping": "training.early_stopping_patience"}[ended_by]
 
 
-def _limit_of(finished: Path) -> str:
+def _limit_of(finished: Place) -> str:
     """Return the setting that ended a finished run, from its mark."""
     try:
         return str(read_json(finished)["limit"])
@@ -221,14 +232,14 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     return {**settings, GLOBAL_BATCH: global_batch(config, world_size)}
 
 
-def _newest(path: Path, settings: Mapping[str, Any], found: Survey, aside: tuple[Path, ...]) -> StartingPoint:
+def _newest(path: Place, settings: Mapping[str, Any], found: Survey, aside: tuple[Place, ...]) -> StartingPoint:
     """Resume from the newest good checkpoint of the output directory, only with the same settings."""
     step, values = _read_values(path)
     different = _differences(settings, values["settings"])
     if different:
         raise ConfigError(
-            f"The run in {path.parent.parent} was interrupted and would resume from {path.name}, but these settings "
-            "have changed:\n"
+            f"The run {'of' if is_url(path) else 'in'} {path.parent if is_url(path) else path.parent.parent} was "
+            f"interrupted and would resume from {path.name}, but these settings have changed:\n"
             + "\n".join(f"  {line}" for line in different.values())
             + "\nTo resume, restore the earlier settings. To start from scratch, set resume=never, which deletes the "
             f"checkpoints there, or another output_dir. To resume with the new settings, set resume={path}; the "
@@ -239,14 +250,13 @@ def _newest(path: Path, settings: Mapping[str, Any], found: Survey, aside: tuple
     return StartingPoint(settings, path, values, damaged=aside, notes=notes)
 
 
-def _aside_notes(paths: Sequence[Path]) -> list[str]:
+def _aside_notes(paths: Sequence[Place]) -> list[str]:
     return [
-        f"{path.name} is damaged and is renamed to {set_aside_name(path).name}; delete that if you do not need it"
-        for path in paths
+        f"{path.name} is damaged and is {set_aside_text(path)}; delete that if you do not need it" for path in paths
     ]
 
 
-def _at(path: Path, settings: Mapping[str, Any], found: Survey) -> StartingPoint:
+def _at(path: Place, settings: Mapping[str, Any], found: Survey) -> StartingPoint:
     """Resume from a checkpoint that the user names; later ones in the output directory are deleted or set aside."""
     if path.is_file():
         raise ConfigError(
@@ -281,7 +291,7 @@ def _at(path: Path, settings: Mapping[str, Any], found: Survey) -> StartingPoint
     return StartingPoint(settings, path, values, comparable, superseded, aside, (*notes, *_aside_notes(aside)))
 
 
-def _read_values(path: Path) -> tuple[int, Mapping[str, Any]]:
+def _read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
     """Return step and values of a run's checkpoint.
 
     Raises:
@@ -310,7 +320,7 @@ def _read_values(path: Path) -> tuple[int, Mapping[str, Any]]:
     return index.step, {**values, **_added_values(path), "settings": settings}
 
 
-def _added_values(path: Path) -> Mapping[str, Any]:
+def _added_values(path: Place) -> Mapping[str, Any]:
     """Return what the evaluation after a complete checkpoint's step added to it."""
     # A file that a killed run wrote without listing it is not part of the checkpoint.
     done = read_completion(path)
