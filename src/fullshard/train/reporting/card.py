@@ -52,8 +52,7 @@ class CardSink(Sink):
         assert self._run is not None, "start() comes first"
         path = self._path()
         if path is not None:
-            text = card_text(Run(self._run, summary))
-            write_text(path, f"{text}\n{_SIGNATURE}{_digest(text)} -->\n")
+            write_text(path, signed_card(Run(self._run, summary)))
 
     def _path(self) -> Path | None:
         """Return the first of the card's names that is free or that the card of an earlier run has."""
@@ -62,6 +61,21 @@ class CardSink(Sink):
     def _kept(self, names: tuple[str, ...]) -> str:
         listed = " and ".join(str(self._directory / name) for name in names)
         return f"{listed}, which fullshard did not write or which you edited,"
+
+
+def signed_card(run: Run) -> str:
+    """Return the card of a run, with the line by which an edited card is told from ours."""
+    text = card_text(run)
+    return f"{text}\n{_SIGNATURE}{_digest(text)} -->\n"
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a file is a card that nobody edited: ours, or the unfilled one of peft.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    return path.exists() and _may_replace(path)
 
 
 def _may_replace(path: Path) -> bool:

@@ -19,11 +19,14 @@ class Run:
 
     start: RunStart
     end: RunSummary
+    merged: bool = False  # whether the adapter was merged into its base
+    texts: bool = True  # whether the card may have texts of rows
+    repo: str | None = None  # the repository on the Hub that the card is for; None: for the run's directory
 
     @property
     def name(self) -> str:
-        """Name of the model: the last part of ``output_dir``."""
-        return Path(self.end.output_dir).resolve().name
+        """Name of the model: the last part of its repository's name, or of ``output_dir``."""
+        return self.repo.rpartition("/")[2] if self.repo else Path(self.end.output_dir).resolve().name
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a section of the settings."""
@@ -42,7 +45,12 @@ class Run:
 
     @property
     def adapter(self) -> str | None:
-        """Type of the adapter; None: all parameters were trained."""
+        """Type of the adapter to load beside its base; None: the files are a complete model."""
+        return None if self.merged else self.trained_adapter
+
+    @property
+    def trained_adapter(self) -> str | None:
+        """Type of the adapter that was trained; None: all parameters were trained."""
         adapter = self.section("model")["adapter"]
         return None if adapter is None else adapter["type"]
 

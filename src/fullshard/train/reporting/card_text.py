@@ -50,6 +50,10 @@ def _introduction(run: Run) -> str:
     base = f"[{run.base}](https://huggingface.co/{run.base})" if run.base_on_hub else f"the local model {run.base}"
     if run.adapter:
         made = f"A {run.adapter} adapter for {base}, whose own parameters were not trained"
+    elif run.trained_adapter:
+        made = (
+            f"{base[0].upper()}{base[1:]} with a {run.trained_adapter} adapter merged into it, which alone was trained"
+        )
     elif run.base is None:
         made = f"A {run.start.architecture} with {run.end.parameters:,} parameters, trained from scratch"
     else:
@@ -70,7 +74,11 @@ def _result(run: Run) -> list[str]:
         between = "none" if interval is None else " to ".join(format_metric(name, bound) for bound in interval)
         beside = "none" if baseline is None else format_metric(name, baseline)
         rows.append([name, format_metric(name, value), between, beside, f"{run.start.validation_rows:,}"])
-    text = f"Baseline: {_cell(end.baseline_name)}, which needs no model. " if end.baseline_name else ""
+    text = ""
+    if end.baseline_name:
+        # "always 'text'" quotes a target.
+        name = end.baseline_name if run.texts or not end.baseline_name.startswith("always ") else "one target for all"
+        text = f"Baseline: {_cell(name)}, which needs no model. "
     if end.intervals:
         text += f"Interval: bootstrap over the held-out rows, {RESAMPLES:,} resamples with a fixed seed. "
     if len(end.intervals) < len(end.metrics):
@@ -89,8 +97,8 @@ def _use(run: Run) -> str:
     loaded = [f"model = {name}.from_pretrained(path)"]
     if run.adapter:
         loaded = [f'base = {name}.from_pretrained("{run.base}")', "model = PeftModel.from_pretrained(base, path)"]
-    predictions = run.end.predictions
-    example = _quoted(predictions[0].source[:SAMPLE_CHARACTERS]) if predictions else "input()"
+    predictions, place = run.end.predictions, run.repo or run.name
+    example = _quoted(predictions[0].source[:SAMPLE_CHARACTERS]) if predictions and run.texts else "input()"
     prompt = " + ".join(
         [*([_quoted(data["source_prefix"])] if data["source_prefix"] else []), "text"]
         + ([_quoted(data["separator"])] if data["separator"] else [])
@@ -104,7 +112,7 @@ def _use(run: Run) -> str:
         *(["from peft import PeftModel"] if run.adapter else []),
         f"from transformers import {name}, AutoTokenizer",
         "",
-        f'path = "{run.name}"  # this directory',
+        f'path = "{place}"' + ("" if run.repo else "  # this directory"),
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         *loaded,
         f"text = {example}" + ("" if template is None else f"  # made by the template {template!r}"),
@@ -113,7 +121,7 @@ def _use(run: Run) -> str:
         f"print(tokenizer.decode({written}, skip_special_tokens=True))",
     ]
     code = "\n".join(lines)
-    return f"```python\n{code}\n```\n\nOr, with fullshard: `fullshard predict {run.name} rows.csv`."
+    return f"```python\n{code}\n```\n\nOr, with fullshard: `fullshard predict {place} rows.csv`."
 
 
 def _generation(run: Run) -> str:
@@ -181,7 +189,7 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples(run: Run) -> list[str]:
-    """Return a table of predictions, those that differ from every reference first; nothing if there is no text."""
+    """Return a table of predictions, those that differ from every reference first; without texts, how many do."""
     predictions = run.end.predictions
     if not predictions:
         return []
@@ -195,10 +203,11 @@ def _samples(run: Run) -> list[str]:
         for one, equal in chosen
     ]
     text = (
-        f"{len(right):,} of {len(predictions):,} predictions on held-out rows equal a reference, "
-        f"{len(wrong):,} differ. Below are at most {WRONG_SAMPLES} that differ and {RIGHT_SAMPLES} that are equal, "
-        "evenly spaced."
+        f"{len(right):,} of {len(predictions):,} predictions on held-out rows equal a reference, {len(wrong):,} differ."
     )
+    if not run.texts:
+        return ["## Samples", f"{text} The texts of the rows were not published."]
+    text += f" Below are at most {WRONG_SAMPLES} that differ and {RIGHT_SAMPLES} that are equal, evenly spaced."
     return ["## Samples", text, _table(["input", "prediction", "reference", "equal"], rows)]
 
 
