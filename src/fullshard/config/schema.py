@@ -66,6 +66,9 @@ class CardConfig(ConfigSection):
     """Licence of the data, such as cc-by-4.0."""
     language: tuple[str, ...] = ()
     """Languages of the data as ISO 639-1 codes, such as [en, de]."""
+    benchmark_task: str | None = None
+    """If data.dataset_name is a benchmark on the Hub and the held-out rows are its: the task's id in its eval.yaml. The
+    result is then written to .eval_results/ as the Hub reads it."""
 
 
 class RunConfig(ConfigSection):
@@ -108,6 +111,14 @@ class RunConfig(ConfigSection):
             raise ValueError(
                 f"training.eval_strategy: {self.training.eval_strategy} needs held-out rows: give "
                 "data.validation_file or data.validation_fraction, or set training.eval_strategy: no"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _names_its_benchmark(self) -> Self:
+        if self.card.benchmark_task is not None and self.data.dataset_name is None:
+            raise ValueError(
+                "card.benchmark_task is a task of the benchmark that data.dataset_name is; there is no dataset_name"
             )
         return self
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fullshard.config import RunConfig, recorded_run
 from fullshard.errors import CheckpointError, ConfigError, DataError
+from fullshard.models import card_metadata, stated_license
 from fullshard.sharing.recorded_card import recorded_facts, recorded_predictions
 from fullshard.storage import CHECKPOINTS_NAME, FINISHED_NAME, holds_model
-from fullshard.train.reporting.card import CARD_NAMES, is_ours, signed_card
+from fullshard.train.reporting.card import CARD_NAMES, RESULTS_NAME, is_ours, signed_card
+from fullshard.train.reporting.card_curves import CURVES_NAME
 from fullshard.train.reporting.sinks import PREDICTIONS_NAME
 
 WEIGHT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
@@ -42,7 +42,7 @@ MODEL_PATTERNS = (
 )
 """Files of a model and its tokenizer. Everything else of a run stays here: checkpoints, logs, predictions."""
 
-CARD_FILES = ("curves.svg", ".eval_results/*.yaml")
+CARD_FILES = (CURVES_NAME, f"{RESULTS_NAME}/*.yaml")
 """Files beside the card."""
 
 SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
@@ -230,15 +230,7 @@ def _licences(files: Iterable[File], config: RunConfig) -> tuple[str, ...]:
             text = file.content if isinstance(file.content, bytes) else file.content.read_bytes()
             licence = card_metadata(text.decode(errors="replace")).get("license")
             stated += [f"{licence} for the model, by the card"] if licence else []
+    base = None if config.model.path is None else stated_license(config.model.path)
+    stated += [f"{base} for the base model, by its card"] if base else []
     stated += [f"{config.card.data_license} for the data"] if config.card.data_license else []
     return tuple(stated) or ("none is stated: add one to the card, or set card.data_license",)
-
-
-def card_metadata(text: str) -> Mapping[str, Any]:
-    """Return the YAML block at the start of a card; empty if there is none that can be read."""
-    block = re.match(r"\s*---\r?\n(.*?)\r?\n---\s", text, re.DOTALL)
-    try:
-        values = yaml.safe_load(block[1]) if block else {}
-    except yaml.YAMLError:
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from fullshard.errors import CheckpointError
 from fullshard.storage import read_json
+from fullshard.train.reporting.card_curves import CURVES_NAME
 from fullshard.train.reporting.card_facts import Run
 from fullshard.train.reporting.reports import Prediction, RankMemory, RunStart, RunSummary
 from fullshard.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
@@ -33,7 +34,8 @@ def recorded_facts(directory: Path, repo: str, *, merged: bool, texts: bool) -> 
         predictions = tuple(recorded_predictions(directory))
         memory = tuple(RankMemory(**one) for one in end["memory"])
         end |= {"memory": memory, "predictions": predictions, "confusion": None, "output_dir": str(directory)}
-        return Run(RunStart(**start), RunSummary(**_known(end)), merged=merged, texts=texts, repo=repo)
+        curves = CURVES_NAME if (directory / CURVES_NAME).exists() else None
+        return Run(RunStart(**start), RunSummary(**_known(end)), merged=merged, texts=texts, curves=curves, repo=repo)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"The card of {directory} cannot be made from its {RUN_NAME} and {SUMMARY_NAME}: {error!r}. They are "

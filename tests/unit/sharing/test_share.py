@@ -5,14 +5,21 @@ import re
 import threading
 
 import pytest
+import torch
 from huggingface_hub import ModelCard, constants
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fullshard.cli import main as cli
+from fullshard.config import RunConfig
+from fullshard.models import build_model, train_tokenizer
 from fullshard.sharing import hub as uploads
+from fullshard.testing import run_ranks
+from fullshard.train import FileSink, train
+from fullshard.train.reporting.card import CardSink
 from support.fake_hub import TOKEN, Repository
-from support.tiny_run import read_jsonl
+from support.tiny_run import MODEL, read_jsonl, settings
 
 REPO = "ada/mine"
 
@@ -146,6 +153,46 @@ def test_a_wrong_name_is_refused(repo, run, hub, capsys):
     assert hub.requests == []
 
 
+def test_an_adapter_is_published_as_it_is_or_merged(tmp_path, hub, capsys):
+    """Merged: one model that predicts as base and adapter do, with a card for it, and nothing left of the adapter."""
+    base, model = tmp_path / "little-t5", {"type": "lora", "r": 2}
+    tokenizer = train_tokenizer(["where is my card", "i lost it", "what is the rate", "card_arrival lost_card"], 60)
+    build_model(MODEL, tokenizer, seed=1).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    config = RunConfig.model_validate(
+        settings(tmp_path, training__max_steps=2, model={"path": str(base), "adapter": model}, data__max_eval_samples=3)
+    )
+    sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
+    train(config, run_ranks(1, lambda comm: comm)[0], sinks)
+    assert share(config.output_dir) == 0
+    files = hub.files(REPO)
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files)
+    assert "model.safetensors" not in files
+    assert "library_name: peft" in files["README.md"].decode()
+    assert share(config.output_dir, "--merge") == 0
+    files = hub.files(REPO)
+    assert not {"adapter_model.safetensors", "adapter_config.json"} & set(files)
+    card = files["README.md"].decode()
+    assert "library_name: transformers" in card
+    assert "PeftModel" not in card
+    assert "little-t5 with a lora adapter merged into it, which alone was trained" in card
+    there = tmp_path / "there"
+    there.mkdir()
+    for name, body in files.items():
+        (there / name).write_bytes(body)
+    inputs = tokenizer("where is my card", return_tensors="pt")
+    inputs["decoder_input_ids"] = torch.zeros(1, 1, dtype=torch.long)
+    adapted = PeftModel.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained(base), config.output_dir)
+    merged = AutoModelForSeq2SeqLM.from_pretrained(there)
+    torch.testing.assert_close(merged(**inputs).logits, adapted(**inputs).logits, atol=1e-5, rtol=1e-5)
+    assert not (config.output_dir / "merged.tmp").exists()
+
+
+def test_merging_needs_an_adapter(run, hub, capsys):
+    assert share(run, "--merge") == 2
+    assert "--merge is for a model with an adapter" in capsys.readouterr().err
+
+
 def test_a_run_that_is_not_finished_is_refused(run, hub, capsys):
     (run / "checkpoints" / "finished.json").unlink()
     assert share(run) == 9
@@ -252,12 +299,8 @@ def test_a_commit_of_somebody_else_is_not_overwritten(run, hub, capsys):
     save_file({"changed": load_file(run / "model.safetensors")["shared.weight"]}, run / "model.safetensors")
     hub.before = interfere
     assert share(run) == 12
-    assert "was changed by somebody else meanwhile" in one_sentence_after_plan(capsys)
+    assert "was changed by somebody else meanwhile" in one_sentence(capsys)
     assert hub.repositories[REPO].head == "2" * 40
     hub.before = lambda request, count: False
     assert share(run) == 0
     assert hub.files(REPO)["theirs.txt"] == b"theirs"
-
-
-def one_sentence_after_plan(capsys):
-    return one_sentence(capsys)

@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData
 
 from fullshard.train.reporting.reports import RunStart, RunSummary
 
@@ -21,6 +21,7 @@ class Run:
     end: RunSummary
     merged: bool = False  # whether the adapter was merged into its base
     texts: bool = True  # whether the card may have texts of rows
+    curves: str | None = None  # name of the picture of the curves; None: there is none
     repo: str | None = None  # the repository on the Hub that the card is for; None: for the run's directory
 
     @property
@@ -74,6 +75,19 @@ class Run:
         if data["validation_fraction"]:
             return f"{name}, the rows held out by data.validation_fraction {data['validation_fraction']:g}"
         return f"{name}, {data['validation_split']}" if data["dataset_name"] else name
+
+
+def benchmark_result(run: Run) -> EvalResultEntry | None:
+    """Return the result for ``.eval_results/``; None unless the settings name a task of a benchmark of the Hub.
+
+    The Hub refuses results on data sets that are not registered there as benchmarks, and tasks that they do not have.
+    """
+    task, end = run.section("card").get("benchmark_task"), run.end
+    if task is None or end.metric is None or end.value is None or not isfinite(end.value):
+        return None
+    data = run.section("data")
+    note = f"{end.metric} on {run.start.validation_rows:,} rows: {run.held_out}"
+    return EvalResultEntry(dataset_id=data["dataset_name"], task_id=task, value=end.value, notes=note)
 
 
 def metadata(run: Run) -> ModelCardData:

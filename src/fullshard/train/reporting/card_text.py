@@ -33,6 +33,7 @@ def card_text(run: Run) -> str:
         _introduction(run),
         "## Result",
         *_result(run),
+        *([f"![Loss and metric over the steps]({run.curves})"] if run.curves else []),
         "## Use",
         _use(run),
         "## Data",
@@ -146,8 +147,9 @@ def _data(run: Run) -> list[str]:
         held = "data.validation_file" if data["validation_file"] else source
         rows.append(["held out", run.held_out, f"{run.start.validation_rows:,}", content.get(held, "on the Hub")])
     found = [_table(["rows", "from", "number", "content (start of its SHA-256)"], rows)]
-    licence = run.section("card")["data_license"]
-    return [*found, f"Licence of the data: {licence}."] if licence else found
+    licences = {"data": run.section("card")["data_license"], "base model": run.start.base_license}
+    stated = " ".join(f"Licence of the {name}: {licence}." for name, licence in licences.items() if licence)
+    return [*found, stated] if stated else found
 
 
 def _training(run: Run) -> list[str]:
