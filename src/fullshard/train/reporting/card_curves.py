@@ -34,11 +34,12 @@ def draw_curves(records: Iterable[Mapping[str, Any]]) -> str | None:
     evaluations = [one for one in kept if one["kind"] == "evaluation"]
     each = -(-len(steps) // MOST_POINTS)
     name = "training" if each == 1 else f"training, means of {each:,} steps"
-    panels = [("Loss for each target token", [(name, BLUE, _means(steps, each), False)])]
+    losses: list[Curve] = [(name, BLUE, _means(steps, each), False)]
+    panels = [("Loss for each target token", losses)]
     if evaluations:
-        panels[0][1].append(("held-out rows", ORANGE, _points(kept, "evaluation", "loss"), True))
+        losses.append(("held-out rows", ORANGE, _points(kept, "evaluation", "loss"), True))
         metric = evaluations[-1]["metric"]
-        curves = [(metric, ORANGE, _points(kept, "evaluation", "value"), True)]
+        curves: list[Curve] = [(metric, ORANGE, _points(kept, "evaluation", "value"), True)]
         baseline = evaluations[-1].get("baseline")
         if baseline is not None:
             last = max(step for step, _ in steps)
