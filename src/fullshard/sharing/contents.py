@@ -204,11 +204,14 @@ def _plain(text: str) -> str:
 
 def _data_files(run: Path, config: RunConfig, notes: list[str]) -> list[File]:
     found = [_file(run, path) for path in _matching(run, (PREDICTIONS_NAME,))]
-    names = [path for path in (config.data.train_file, config.data.validation_file) if path is not None]
-    for path in map(Path, names):
+    # In directories of their own: files of one name may come from two.
+    for role, named in (("train", config.data.train_file), ("held_out", config.data.validation_file)):
+        if named is None:
+            continue
+        path = Path(named)
         if not path.is_file():
             raise DataError(f"{path}, a data file of {run}, is not there. Restore it, or leave out --with-data.")
-        found.append(File(f"data/{path.name}", path, path.stat().st_size))
+        found.append(File(f"data/{role}/{path.name}", path, path.stat().st_size))
     if config.data.dataset_name is not None:
         notes.append(f"the rows of {config.data.dataset_name} are not in a file of the run, and are not published")
     return found

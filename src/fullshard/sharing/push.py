@@ -95,7 +95,8 @@ class PushSink(Sink):
 
     def join(self) -> None:
         """Wait for the upload that is being sent: two commits at once would refuse each other."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
+            self._say(f"waiting for the model that is being sent to {self._push.repo}")
             self._thread.join()
         shutil.rmtree(self._directory / WAITING_NAME, ignore_errors=True)
 

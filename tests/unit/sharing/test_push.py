@@ -81,7 +81,7 @@ def test_the_best_models_on_the_way_are_complete_models(tmp_path, hub):
     sink.join()
     assert len(hub.repositories[REPO].commits) == 1 + len(best) >= 2
     load(hub, tmp_path / "there")
-    assert said == []
+    assert [line for line in said if "waiting" not in line] == []
     assert not (config.output_dir / "push").exists()
     push_finished(config, said.append)
     assert "README.md" in hub.files(REPO)
@@ -106,6 +106,7 @@ def test_a_hub_that_fails_on_the_way_is_said_and_training_continues(tmp_path, hu
     sink = PushSink(config, said.append)
     assert train_with(config, sink).steps == 4
     sink.join()
+    said = [line for line in said if "waiting" not in line]
     assert said
     assert all(line.startswith("warning: the model of step ") for line in said)
     assert all(line.endswith("Training continues.") for line in said)

@@ -69,7 +69,7 @@ def test_texts_of_rows_stay_here_unless_asked_for(run, hub, capsys):
     assert 'path = "ada/mine"\n' in kept
     assert share(run, "--with-data") == 0
     files = hub.files(REPO)
-    assert {"data/train.csv", "data/held_out.csv", "predictions.jsonl"} <= set(files)
+    assert {"data/train/train.csv", "data/held_out/held_out.csv", "predictions.jsonl"} <= set(files)
 
 
 def test_a_dry_run_contacts_nobody(run, hub, capsys, monkeypatch):
