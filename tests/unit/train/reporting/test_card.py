@@ -159,22 +159,31 @@ def test_a_causal_model_continues_its_separator(tmp_path, monkeypatch):
 
 CHAT = (
     "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + ' ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 
 
 def test_a_model_with_a_chat_template_is_asked_by_it(tmp_path, monkeypatch):
     base = tmp_path / "little-gpt"
-    tokenizer = train_tokenizer(["user: where is my card assistant: lost_card", "i lost it", "card_arrival"], 70)
+    words = (
+        "user: where is my card i lost it what is the rate q 0123456789 assistant: card_arrival lost_card exchange_rate"
+    )
+    tokenizer = train_tokenizer([words] * 3, 120)
     tokenizer.chat_template = CHAT
-    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    build_model(config, tokenizer, seed=1).save_pretrained(base)
+    shape = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    build_model(shape, tokenizer, seed=1).save_pretrained(base)
     tokenizer.save_pretrained(base)
-    summary, _, out = run(tmp_path, model={"path": str(base)}, data__source_prefix="q: ", data__max_source_length=40)
+    data = {"data__source_prefix": "q: ", "data__max_source_length": 40, "training__gradient_accumulation_steps": 1}
+    wanted = settings(tmp_path, model={"path": str(base)}, training__num_train_epochs=20, **data)
+    wanted["training"] |= {"eval_strategy": "steps", "eval_steps": 140}
+    config = RunConfig.model_validate(wanted)
+    summary = train(config, run_ranks(1, lambda comm: comm)[0], [CardSink(config.output_dir, print)])
+    out = config.output_dir
     card = card_of(out)
     assert summary.config["data"]["separator"] is None
     assert 'tokenizer.apply_chat_template([{"role": "user", "content": "q: " + text}]' in card.text
     printed = run_its_code(card, out, monkeypatch)
+    assert printed
     assert printed == summary.predictions[0].prediction
 
 
