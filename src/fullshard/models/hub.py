@@ -67,6 +67,8 @@ def stated_license(path_or_id: str) -> str | None:
     if licence == "other":
         name, link = values.get("license_name"), values.get("license_link")
         return f"{name or 'other'}{f' ({link})' if link else ''}"
+    if isinstance(licence, list):
+        return ", ".join(map(str, licence))
     return None if licence is None else str(licence)
 
 
