@@ -153,6 +153,7 @@ def test_a_wrong_name_is_refused(repo, run, hub, capsys):
     assert hub.requests == []
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft's own use of the name
 def test_an_adapter_is_published_as_it_is_or_merged(tmp_path, hub, capsys):
     """Merged: one model that predicts as base and adapter do, with a card for it, and nothing left of the adapter."""
     base, model = tmp_path / "little-t5", {"type": "lora", "r": 2}

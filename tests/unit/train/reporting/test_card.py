@@ -27,7 +27,7 @@ BLANK = re.compile(r"\bNone\b|\[\]\(|\bnan\b|\|[ \t]*\||: *$", re.MULTILINE)
 
 def run(directory, stop=None, **changes):
     """Train to the end; return the summary, what was said, and the run's directory."""
-    config = RunConfig.model_validate(settings(directory, training__max_steps=2, **changes))
+    config = RunConfig.model_validate(settings(directory, **{"training__max_steps": 2} | changes))
     said = []
     comm = run_ranks(1, lambda comm: comm)[0]
     sinks = [CardSink(config.output_dir, said.append), FileSink(config.output_dir)]
@@ -97,7 +97,7 @@ def test_a_lora_adapter_names_its_base(tmp_path, monkeypatch):
     assert card.data.tags == ["fullshard", "lora"]
     assert card.data.base_model is None  # a directory is no id on the Hub
     assert "Licence of the base model: cc-by-nc-4.0." in card.text
-    assert "license" not in card.data, "that of the adapter is not known"
+    assert card.data.license is None, "that of the adapter is not known"
     assert "A lora adapter for the local model little-t5, whose own parameters were not trained." in card.text
     assert re.search(r"\| base model \| little-t5: \d files, [\d,]+ bytes, hash [0-9a-f]{16} \|", card.text)
     assert run_its_code(card, out, monkeypatch) == summary.predictions[0].prediction
