@@ -14,7 +14,8 @@
     │   ├── CheckpointError       a checkpoint cannot be written or read                     exit code 9
     │   │   └── StoreError        an object store cannot be reached, or refuses
     │   ├── TrainingError         the loss or the gradient is no longer a finite number      exit code 10
-    │   └── MemoryLimitError      the run needs more memory than there is                    exit code 11
+    │   ├── MemoryLimitError      the run needs more memory than there is                    exit code 11
+    │   └── HubError              the Hugging Face Hub refuses, or cannot be reached         exit code 12
     ├── RunStopped                a run was stopped on request and saved a checkpoint        exit code 75
     └── InvariantError            an internal error of fullshard: please report it           exit code 70
 
@@ -95,6 +96,12 @@ class MemoryLimitError(UserError):
     """The run needs more memory than there is: planned, so that it is not started, or found out in training."""
 
     exit_code = 11
+
+
+class HubError(UserError):
+    """The Hugging Face Hub refuses an upload, or cannot be reached."""
+
+    exit_code = 12
 
 
 class RunStopped(FullshardError):

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent / "help"
         "plan",
         "export",
         "verify",
+        "share",
     ],
 )
 def test_help_is_as_it_was(verb, capsys, monkeypatch):

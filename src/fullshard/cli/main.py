@@ -19,6 +19,7 @@ from fullshard.cli import (
     plan,
     predict,
     report as report_verb,
+    share,
     train,
     verify,
 )
@@ -39,6 +40,7 @@ examples:
 exit codes:
   0 success, 1 unexpected error, 2 settings or command line, 3 data, 4 model, 5 wrapping, 6 sharding,
   7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 11 out of memory,
+  12 the Hugging Face Hub refused or was not reached,
   70 bug in fullshard, 75 stopped after saving a checkpoint to resume from, 130 interrupted,
   141 nothing reads the output any more, as after | head
 """
@@ -92,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_parser(verbs)
     export.add_parser(verbs)
     verify.add_parser(verbs)
+    share.add_parser(verbs)
     set_own_parsers(verbs)
     return parser
 

@@ -67,6 +67,9 @@ class CardConfig(ConfigSection):
     """Licence of the data, such as cc-by-4.0."""
     language: tuple[str, ...] = ()
     """Languages of the data as ISO 639-1 codes, such as [en, de]."""
+    benchmark_task: str | None = None
+    """If data.dataset_name is a benchmark on the Hub and the held-out rows are its: the task's id in its eval.yaml. The
+    result is then written to .eval_results/ as the Hub reads it."""
 
 
 class RunConfig(ConfigSection):
@@ -135,6 +138,14 @@ class RunConfig(ConfigSection):
             raise ConfigError(f"--set {name} names a set of a mixture, and the run has one set of data: leave it out.")
         problem = "The rows could be of any set" if name is None else f"The mixture has no set {name}"
         raise ConfigError(f"{problem}: name the one whose columns and prefix apply, --set {' or '.join(parts)}.")
+
+    @model_validator(mode="after")
+    def _names_its_benchmark(self) -> Self:
+        if self.card.benchmark_task is not None and self.data.dataset_name is None:
+            raise ValueError(
+                "card.benchmark_task is a task of the benchmark that data.dataset_name is; there is no dataset_name"
+            )
+        return self
 
     def as_plain(self) -> Mapping[str, Any]:
         """Return the configuration with all defaults filled in, as values that JSON and YAML can represent."""

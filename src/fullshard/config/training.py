@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -22,6 +23,24 @@ OptimizerName = Literal["adamw", "adafactor", "muon", "adamw_8bit", "adamw_bf16"
 
 _NOT_OF_OPTIMIZER: Mapping[str, tuple[str, ...]] = {"adafactor": ("adam_beta1", "adam_beta2", "adam_epsilon")}
 """Options that an optimizer does not use. Setting one is an error, and they are not recorded."""
+
+
+class PushConfig(ConfigSection):
+    """Uploads to the Hugging Face Hub. `push_to_hub: owner/name` is short for `push_to_hub: {repo: owner/name}`."""
+
+    repo: str
+    """Repository: owner/name."""
+    private: bool = False
+    """Upload to a private repository only."""
+    checkpoints: bool = False
+    """Also upload each model that is the best so far, in the background while training continues."""
+
+    @field_validator("repo")
+    @classmethod
+    def _has_an_owner(cls, value: str) -> str:
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+            raise ValueError("expected owner/name, such as ada/my-t5")
+        return value
 
 
 class TrainingConfig(ConfigSection):
@@ -120,6 +139,15 @@ class TrainingConfig(ConfigSection):
             raise ValueError(f"expected a URL such as s3://bucket/run; got {value!r}")
         return value
 
+    push_to_hub: PushConfig | None = None
+    """Upload the finished run's model and card, without texts of rows, with the token of HF_TOKEN or of `hf auth
+    login`: owner/name, or a mapping with repo, private, checkpoints. A failed upload is reported and fails nothing."""
+
+    @field_validator("push_to_hub", mode="before")
+    @classmethod
+    def _repo_or_mapping(cls, value: object) -> object:
+        return {"repo": value} if isinstance(value, str) else value
+
     @field_validator("eval_strategy", "save_strategy", mode="before")
     @classmethod
     def _undo_yaml_no(cls, value: object) -> object:
@@ -187,6 +215,15 @@ class TrainingConfig(ConfigSection):
         """Leave out options that the optimizer does not use: a recorded run would be refused when it is read again."""
         unused = _NOT_OF_OPTIMIZER.get(self.optimizer, ())
         return {name: value for name, value in handler(self).items() if name not in unused}
+
+    @model_validator(mode="after")
+    def _pushes_the_best_so_far(self) -> Self:
+        if self.push_to_hub is not None and self.push_to_hub.checkpoints and self.eval_strategy == "no":
+            raise ValueError(
+                "push_to_hub.checkpoints uploads each model that is the best so far, which needs evaluations; "
+                "got eval_strategy: no"
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> Self:

@@ -19,7 +19,11 @@ from fullshard.models.build import (
     train_tokenizer as train_tokenizer,
 )
 from fullshard.models.compile import compile_blocks as compile_blocks, uncompiled as uncompiled
-from fullshard.models.hub import resolve_model as resolve_model
+from fullshard.models.hub import (
+    card_metadata as card_metadata,
+    resolve_model as resolve_model,
+    stated_license as stated_license,
+)
 from fullshard.models.loss import (
     PLAIN as PLAIN,
     Objective as Objective,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import constants, snapshot_download
+import yaml
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from fullshard.errors import ModelError
 
-_SMALL_FILES = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja")
+_SMALL_FILES = ("README.md", "*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja")
 _SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors")
 _BIN = ("pytorch_model.bin", "pytorch_model-*-of-*.bin")
 _ELSEWHERE = "*/*"
@@ -42,6 +47,39 @@ def resolve_model(path_or_id: str) -> Path:
         return _fetch(path_or_id, (*_SMALL_FILES, *_BIN))
     except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(_nowhere(path_or_id, error)) from error
+
+
+def stated_license(path_or_id: str) -> str | None:
+    """Return the licence that a model's card states; None: it has no card here, or the card states none.
+
+    Any process, alone; the network is not asked.
+    """
+    found = Path(path_or_id, "README.md")
+    if not Path(path_or_id).is_dir():
+        with suppress(HFValidationError):
+            cached = try_to_load_from_cache(path_or_id, "README.md")
+            found = Path(cached) if isinstance(cached, str) else found
+    try:
+        values = card_metadata(found.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    licence = values.get("license")
+    if licence == "other":
+        name, link = values.get("license_name"), values.get("license_link")
+        return f"{name or 'other'}{f' ({link})' if link else ''}"
+    if isinstance(licence, list):
+        return ", ".join(map(str, licence))
+    return None if licence is None else str(licence)
+
+
+def card_metadata(text: str) -> Mapping[str, Any]:
+    """Return the YAML block at the start of a model card; empty if there is none that can be read."""
+    block = re.match(r"\s*---\r?\n(.*?)\r?\n---\s", text, re.DOTALL)
+    try:
+        values = yaml.safe_load(block[1]) if block else {}
+    except yaml.YAMLError:
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _fetch(model_id: str, patterns: tuple[str, ...]) -> Path:

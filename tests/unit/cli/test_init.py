@@ -12,7 +12,8 @@ from fullshard.cli import main as cli
 from fullshard.config import load_run
 from fullshard.starter import Machine, look_at, machine as machines
 from fullshard.testing import run_ranks
-from fullshard.train import train
+from fullshard.train import FileSink, train
+from fullshard.train.reporting.card import CardSink
 from support.tiny_run import LABELS, WORDS
 
 
@@ -55,9 +56,15 @@ def test_what_it_writes_trains_without_editing(write, tmp_path, monkeypatch, cap
     overrides = ["training.max_steps=1", f"data.cache_dir={tmp_path / 'cache'}", "evaluation.max_new_tokens=2"]
     config = load_run("run.yaml", overrides)
     assert (config.data.source_column, config.data.target_column) == columns
-    summary = train(config, run_ranks(1, lambda comm: comm)[0])
+    sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
+    summary = train(config, run_ranks(1, lambda comm: comm)[0], sinks)
     assert summary.metric == ("exact_match" if write is not tickets else "rougeL")
     AutoModelForSeq2SeqLM.from_pretrained("runs/train")
+    assert cli.main(["share", "runs/train", "--repo", "ada/mine", "--dry-run"]) == 0
+    printed = capsys.readouterr().out.partition("would upload to ada/mine")[2]
+    assert "  model.safetensors" in printed
+    assert "  README.md" in printed
+    assert ".csv" not in printed
 
 
 def test_a_semicolon_and_unusable_rows_are_written_down(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import constants
 
 from fullshard.errors import ModelError
-from fullshard.models import resolve_model
+from fullshard.models import resolve_model, stated_license
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -68,3 +68,23 @@ def test_what_is_nowhere_is_told_with_the_places_that_were_looked_at(tmp_path, c
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="is a file"):
         resolve_model("file")
+
+
+@pytest.mark.parametrize(
+    ("card", "stated"),
+    [
+        ("---\nlicense: apache-2.0\n---\n# A model\n", "apache-2.0"),
+        ("---\nlicense: other\nlicense_name: gemma\nlicense_link: https://a.b/c\n---\n", "gemma (https://a.b/c)"),
+        ("---\nlicense: [mit, apache-2.0]\n---\n", "mit, apache-2.0"),
+        ("---\ntags: [t5]\n---\nlicense: mit\n", None),
+        ("---\nlicense: [\n---\n", None),
+        ("# A model under the MIT license\n", None),
+    ],
+)
+def test_a_licence_is_what_the_models_card_states(card, stated, cache, tmp_path):
+    snapshot = store(cache, "config.json")
+    assert stated_license("someone/tiny") is None
+    (snapshot / "README.md").write_text(card)
+    assert stated_license("someone/tiny") == stated
+    assert stated_license(str(snapshot)) == stated
+    assert stated_license(str(tmp_path / "nowhere")) is None

@@ -20,6 +20,7 @@ from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.programs.signals import StopSignals
 from fullshard.launch.progress import WorkProgress
+from fullshard.sharing import PushSink, push_finished
 from fullshard.train import ConsoleSink, FileSink, Sink, train
 from fullshard.train.auto import chosen_settings
 from fullshard.train.memory_check import check_memory
@@ -61,6 +62,11 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     config = load(chosen)
     planned = None if options.no_plan else check_memory(lambda more: load([*chosen, *more]), prepared, comm, tell)
     sinks: list[Sink] = []
+    push = (
+        PushSink(config, say)
+        if is_first and config.training.push_to_hub and config.training.push_to_hub.checkpoints
+        else None
+    )
     if is_first:
         # The summary, which marks the run as complete, comes after the card.
         sinks = [
@@ -68,6 +74,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
             FileSink(config.output_dir, logging_steps=config.training.logging_steps),
             ConsoleSink(Console(stderr=options.json), samples=config.evaluation.num_samples_shown),
             *tracker_sinks(config, say),
+            *([] if push is None else [push]),
         ]
     try:
         summary = train(config, comm, sinks, StopSignals(), prepared, planned)
@@ -76,7 +83,11 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         raise
     if is_first and options.json:
         print(json.dumps(summary.as_dict()), flush=True)
-    shutdown()
+    shutdown()  # the other ranks do not wait for the upload
+    if is_first:
+        if push is not None:
+            push.join()
+        push_finished(config, say)
 
 
 if __name__ == "__main__":

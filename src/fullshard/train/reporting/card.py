@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+import yaml
+from huggingface_hub import eval_result_entries_to_yaml
+
 from fullshard.errors import CheckpointError
 from fullshard.storage import write_text
-from fullshard.train.reporting.card_facts import Run
+from fullshard.train.reporting.card_curves import CURVES_NAME, CURVES_SIGNATURE, draw_curves
+from fullshard.train.reporting.card_facts import Run, benchmark_result
 from fullshard.train.reporting.card_text import card_text
 from fullshard.train.reporting.reports import RunStart, RunSummary
-from fullshard.train.reporting.sinks import Sink
+from fullshard.train.reporting.sinks import METRICS_NAME, Sink
 
 CARD_NAMES = ("README.md", "MODEL_CARD.md")
 """Names of the card: the second is used if the first is a file of the user's."""
+
+RESULTS_NAME = ".eval_results"
+"""Directory of results on the Hub's benchmarks."""
 
 _SIGNATURE = "<!-- written by fullshard train, which replaces this file unless it was edited: "
 _PEFTS = "# Model Card for Model ID"
@@ -52,8 +61,23 @@ class CardSink(Sink):
         assert self._run is not None, "start() comes first"
         path = self._path()
         if path is not None:
-            text = card_text(Run(self._run, summary))
-            write_text(path, f"{text}\n{_SIGNATURE}{_digest(text)} -->\n")
+            run = Run(self._run, summary)
+            write_text(path, signed_card(replace(run, curves=self._draw())))
+            write_benchmark_results(run, self._directory)
+
+    def _draw(self) -> str | None:
+        """Write the picture of the curves; return its name, None if there is nothing to draw or it is the user's."""
+        path = self._directory / CURVES_NAME
+        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(CURVES_SIGNATURE):
+            return None
+        metrics = self._directory / METRICS_NAME
+        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+        drawn = draw_curves(json.loads(line) for line in lines)
+        if drawn is None:
+            path.unlink(missing_ok=True)  # of an earlier run
+            return None
+        write_text(path, drawn)
+        return path.name
 
     def _path(self) -> Path | None:
         """Return the first of the card's names that is free or that the card of an earlier run has."""
@@ -62,6 +86,36 @@ class CardSink(Sink):
     def _kept(self, names: tuple[str, ...]) -> str:
         listed = " and ".join(str(self._directory / name) for name in names)
         return f"{listed}, which fullshard did not write or which you edited,"
+
+
+def write_benchmark_results(run: Run, directory: Path) -> None:
+    """Write the results on a benchmark of the Hub to ``.eval_results/``, if the run was evaluated on one.
+
+    Raises:
+        CheckpointError: The file system refused.
+    """
+    entry = benchmark_result(run)
+    path = directory / RESULTS_NAME / "fullshard.yaml"
+    if entry is None:
+        path.unlink(missing_ok=True)  # of an earlier run
+        return
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True))
+
+
+def signed_card(run: Run) -> str:
+    """Return the card of a run, with the line by which an edited card is told from ours."""
+    text = card_text(run)
+    return f"{text}\n{_SIGNATURE}{_digest(text)} -->\n"
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a file is a card that nobody edited: ours, or the unfilled one of peft.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    return path.exists() and _may_replace(path)
 
 
 def _may_replace(path: Path) -> bool:

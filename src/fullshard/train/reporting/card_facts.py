@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData
 
 from fullshard.train.reporting.reports import RunStart, RunSummary
 
@@ -19,11 +19,15 @@ class Run:
 
     start: RunStart
     end: RunSummary
+    merged: bool = False  # whether the adapter was merged into its base
+    texts: bool = True  # whether the card may have texts of rows
+    curves: str | None = None  # name of the picture of the curves; None: there is none
+    repo: str | None = None  # the repository on the Hub that the card is for; None: for the run's directory
 
     @property
     def name(self) -> str:
-        """Name of the model: the last part of ``output_dir``."""
-        return Path(self.end.output_dir).resolve().name
+        """Name of the model: the last part of its repository's name, or of ``output_dir``."""
+        return self.repo.rpartition("/")[2] if self.repo else Path(self.end.output_dir).resolve().name
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a section of the settings."""
@@ -49,7 +53,12 @@ class Run:
 
     @property
     def adapter(self) -> str | None:
-        """Type of the adapter; None: all parameters were trained."""
+        """Type of the adapter to load beside its base; None: the files are a complete model."""
+        return None if self.merged else self.trained_adapter
+
+    @property
+    def trained_adapter(self) -> str | None:
+        """Type of the adapter that was trained; None: all parameters were trained."""
         adapter = self.section("model")["adapter"]
         return None if adapter is None else adapter["type"]
 
@@ -84,6 +93,19 @@ def _hub_data(run: Run) -> str | list[str] | None:
         return data["dataset_name"] if "data.dataset_name" not in local else None
     names = {one.name: data["sets"][one.name]["dataset_name"] for one in run.start.sets}
     return [key for name, key in names.items() if key and f"data.sets.{name}.dataset_name" not in local] or None
+
+
+def benchmark_result(run: Run) -> EvalResultEntry | None:
+    """Return the result for ``.eval_results/``; None unless the settings name a task of a benchmark of the Hub.
+
+    The Hub refuses results on data sets that are not registered there as benchmarks, and tasks that they do not have.
+    """
+    task, end = run.section("card").get("benchmark_task"), run.end
+    if task is None or end.metric is None or end.value is None or not isfinite(end.value):
+        return None
+    data = run.section("data")
+    note = f"{end.metric} on {run.start.validation_rows:,} rows: {run.held_out}"
+    return EvalResultEntry(dataset_id=data["dataset_name"], task_id=task, value=end.value, notes=note)
 
 
 def metadata(run: Run) -> ModelCardData:

@@ -33,6 +33,7 @@ def card_text(run: Run) -> str:
         _introduction(run),
         "## Result",
         *_result(run),
+        *([f"![Loss and metric over the steps]({run.curves})"] if run.curves else []),
         "## Use",
         _use(run),
         "## Data",
@@ -50,6 +51,10 @@ def _introduction(run: Run) -> str:
     base = f"[{run.base}](https://huggingface.co/{run.base})" if run.base_on_hub else f"the local model {run.base}"
     if run.adapter:
         made = f"A {run.adapter} adapter for {base}, whose own parameters were not trained"
+    elif run.trained_adapter:
+        made = (
+            f"{base[0].upper()}{base[1:]} with a {run.trained_adapter} adapter merged into it, which alone was trained"
+        )
     elif run.base is None:
         made = f"A {run.start.architecture} with {run.end.parameters:,} parameters, trained from scratch"
     else:
@@ -74,7 +79,11 @@ def _result(run: Run) -> list[str]:
             beside = format_metric(name, one["baselines"][name]) if name in one["baselines"] else "none"
             shown = [f"{name} ({of_set})", format_metric(name, one["metrics"][name])]
             rows.append([*shown, "none", beside, f"{one['rows']:,}"])
-    text = f"Baseline: {_cell(end.baseline_name)}, which needs no model. " if end.baseline_name else ""
+    text = ""
+    if end.baseline_name:
+        # "always 'text'" quotes a target.
+        name = end.baseline_name if run.texts or not end.baseline_name.startswith("always ") else "one target for all"
+        text = f"Baseline: {_cell(name)}, which needs no model. "
     if end.intervals:
         text += f"Interval: bootstrap over the held-out rows, {RESAMPLES:,} resamples with a fixed seed. "
     if len(end.intervals) < len(end.metrics):
@@ -93,8 +102,8 @@ def _use(run: Run) -> str:
     loaded = [f"model = {name}.from_pretrained(path)"]
     if run.adapter:
         loaded = [f'base = {name}.from_pretrained("{run.base}")', "model = PeftModel.from_pretrained(base, path)"]
-    predictions = run.end.predictions
-    example = _quoted(predictions[0].source[:SAMPLE_CHARACTERS]) if predictions else "input()"
+    predictions, place = run.end.predictions, run.repo or run.name
+    example = _quoted(predictions[0].source[:SAMPLE_CHARACTERS]) if predictions and run.texts else "input()"
     prompt = " + ".join(
         [*([_quoted(data["source_prefix"])] if data["source_prefix"] else []), "text"]
         + ([_quoted(data["separator"])] if data["separator"] else [])
@@ -108,7 +117,7 @@ def _use(run: Run) -> str:
         *(["from peft import PeftModel"] if run.adapter else []),
         f"from transformers import {name}, AutoTokenizer",
         "",
-        f'path = "{run.name}"  # this directory',
+        f'path = "{place}"' + ("" if run.repo else "  # this directory"),
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         *loaded,
         f"text = {example}" + ("" if template is None else f"  # made by the template {template!r}"),
@@ -119,7 +128,7 @@ def _use(run: Run) -> str:
     code = "\n".join(lines)
     chosen = f" --set {run.start.sets[0].name}" if run.start.sets else ""
     before = f"A row of the set {run.start.sets[0].name}:\n\n" if run.start.sets else ""
-    return f"{before}```python\n{code}\n```\n\nOr, with fullshard: `fullshard predict {run.name} rows.csv{chosen}`."
+    return f"{before}```python\n{code}\n```\n\nOr, with fullshard: `fullshard predict {place} rows.csv{chosen}`."
 
 
 def _generation(run: Run) -> str:
@@ -136,9 +145,10 @@ def _quoted(text: str) -> str:
 
 def _data(run: Run) -> list[str]:
     data, content = run.section("data"), run.start.content
-    licence = [f"Licence of the data: {data_license}."] if (data_license := run.section("card")["data_license"]) else []
+    licences = {"data": run.section("card")["data_license"], "base model": run.start.base_license}
+    stated = [" ".join(f"Licence of the {name}: {licence}." for name, licence in licences.items() if licence)]
     if run.start.sets:
-        return [_sets(run), *licence]
+        return [_sets(run), *filter(None, stated)]
     source = "data.dataset_name" if data["dataset_name"] else "data.train_file"
     name = data[source.removeprefix("data.")]
     shown = Path(name).name if source in content else str(name)
@@ -147,7 +157,7 @@ def _data(run: Run) -> list[str]:
         held = "data.validation_file" if data["validation_file"] else source
         rows.append(["held out", run.held_out, f"{run.start.validation_rows:,}", content.get(held, "on the Hub")])
     found = [_table(["rows", "from", "number", "content (start of its SHA-256)"], rows)]
-    return [*found, *licence]
+    return [*found, *filter(None, stated)]
 
 
 def _sets(run: Run) -> str:
@@ -201,7 +211,7 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples(run: Run) -> list[str]:
-    """Return a table of predictions, those that differ from every reference first; nothing if there is no text."""
+    """Return a table of predictions, those that differ from every reference first; without texts, how many do."""
     predictions = run.end.predictions
     if not predictions:
         return []
@@ -215,10 +225,11 @@ def _samples(run: Run) -> list[str]:
         for one, equal in chosen
     ]
     text = (
-        f"{len(right):,} of {len(predictions):,} predictions on held-out rows equal a reference, "
-        f"{len(wrong):,} differ. Below are at most {WRONG_SAMPLES} that differ and {RIGHT_SAMPLES} that are equal, "
-        "evenly spaced."
+        f"{len(right):,} of {len(predictions):,} predictions on held-out rows equal a reference, {len(wrong):,} differ."
     )
+    if not run.texts:
+        return ["## Samples", f"{text} The texts of the rows were not published."]
+    text += f" Below are at most {WRONG_SAMPLES} that differ and {RIGHT_SAMPLES} that are equal, evenly spaced."
     return ["## Samples", text, _table(["input", "prediction", "reference", "equal"], rows)]
 
 

@@ -45,6 +45,7 @@ class RunStart:
     causal: bool  # whether source and target are one sequence (decoder-only)
     hardware: str  # name of rank 0's GPU, or of its CPU
     content: Mapping[str, str]  # size and hash of each local file or directory that a setting names, by dotted key
+    base_license: str | None = None  # licence that the base model's own card states; None: it states none
     flops: Flops | None = None  # FLOPs of a token and of the devices; None if the devices' are not known
     notes: tuple[str, ...] = ()  # notes for the user, such as lengths and truncated rows
     resumed_step: int = 0  # steps trained before the checkpoint that the run resumes from; 0 for a new run

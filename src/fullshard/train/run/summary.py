@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.engine import memory_summary, units
-from fullshard.models import base_of
+from fullshard.models import base_of, stated_license
 from fullshard.storage import holds_model
 from fullshard.train.evaluation.metrics import row_scores
 from fullshard.train.reporting.reports import EndedBy, EvaluationReport, RankMemory, RunStart, RunSummary
@@ -57,6 +57,7 @@ def describe_start(
         hardware=_hardware(parts.comm.device),
         content={name: str(settings[name]) for name in names if settings[name] != given[name]},
         sets=parts.sets,
+        base_license=None if parts.config.model.path is None else stated_license(parts.config.model.path),
         flops=parts.flops,
         notes=(*parts.notes, *notes, *earlier),
         resumed_step=resumed_step,

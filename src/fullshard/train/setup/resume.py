@@ -59,6 +59,7 @@ _FREE_SETTINGS = (
     "training.eval_",
     "training.logging_",
     "training.max_train_minutes",
+    "training.push_to_hub",
     "training.report_to",
     "training.run_name",
     "training.save_",

@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import io
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from huggingface_hub import ModelCard
+import yaml
+from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from fullshard.config import RunConfig
 from fullshard.errors import RunStopped
@@ -15,6 +17,7 @@ from fullshard.models import build_model, train_tokenizer
 from fullshard.testing import run_ranks
 from fullshard.train import FileSink, StopRequest, train
 from fullshard.train.reporting.card import CardSink
+from fullshard.train.reporting.card_curves import draw_curves
 from fullshard.train.reporting.scores import bootstrap_interval
 from support.tiny_run import MODEL, settings
 
@@ -24,7 +27,7 @@ BLANK = re.compile(r"\bNone\b|\[\]\(|\bnan\b|\|[ \t]*\||: *$", re.MULTILINE)
 
 def run(directory, stop=None, **changes):
     """Train to the end; return the summary, what was said, and the run's directory."""
-    config = RunConfig.model_validate(settings(directory, training__max_steps=2, **changes))
+    config = RunConfig.model_validate(settings(directory, **{"training__max_steps": 2} | changes))
     said = []
     comm = run_ranks(1, lambda comm: comm)[0]
     sinks = [CardSink(config.output_dir, said.append), FileSink(config.output_dir)]
@@ -86,12 +89,15 @@ def test_a_lora_adapter_names_its_base(tmp_path, monkeypatch):
     tokenizer = train_tokenizer(["where is my card", "i lost it", "what is the rate", "card_arrival lost_card"], 60)
     build_model(MODEL, tokenizer, seed=1).save_pretrained(base)
     tokenizer.save_pretrained(base)
+    (base / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n# A base\n")
     model = {"path": str(base), "adapter": {"type": "lora", "r": 2}}
     summary, _, out = run(tmp_path, model=model)
     card = card_of(out)
     assert card.data.library_name == "peft"
     assert card.data.tags == ["fullshard", "lora"]
     assert card.data.base_model is None  # a directory is no id on the Hub
+    assert "Licence of the base model: cc-by-nc-4.0." in card.text
+    assert card.data.license is None, "that of the adapter is not known"
     assert "A lora adapter for the local model little-t5, whose own parameters were not trained." in card.text
     assert re.search(r"\| base model \| little-t5: \d files, [\d,]+ bytes, hash [0-9a-f]{16} \|", card.text)
     assert run_its_code(card, out, monkeypatch) == summary.predictions[0].prediction
@@ -149,6 +155,81 @@ def test_a_causal_model_continues_its_separator(tmp_path, monkeypatch):
     assert card.data.pipeline_tag == "text-generation"
     assert 'tokenizer("q: " + text + " ->", ' in card.text
     assert run_its_code(card, out, monkeypatch) == summary.predictions[0].prediction
+
+
+CHAT = (
+    "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def test_a_model_with_a_chat_template_is_asked_by_it(tmp_path, monkeypatch):
+    base = tmp_path / "little-gpt"
+    words = (
+        "user: where is my card i lost it what is the rate q 0123456789 assistant: card_arrival lost_card exchange_rate"
+    )
+    tokenizer = train_tokenizer([words] * 3, 120)
+    tokenizer.chat_template = CHAT
+    shape = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    build_model(shape, tokenizer, seed=1).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    data = {"data__source_prefix": "q: ", "data__max_source_length": 40, "training__gradient_accumulation_steps": 1}
+    wanted = settings(tmp_path, model={"path": str(base)}, training__num_train_epochs=20, **data)
+    wanted["training"] |= {"eval_strategy": "steps", "eval_steps": 140}
+    config = RunConfig.model_validate(wanted)
+    summary = train(config, run_ranks(1, lambda comm: comm)[0], [CardSink(config.output_dir, print)])
+    out = config.output_dir
+    card = card_of(out)
+    assert summary.config["data"]["separator"] is None
+    assert 'tokenizer.apply_chat_template([{"role": "user", "content": "q: " + text}]' in card.text
+    printed = run_its_code(card, out, monkeypatch)
+    assert printed
+    assert printed == summary.predictions[0].prediction
+
+
+def test_the_curves_are_a_picture(tmp_path):
+    _, said, out = run(tmp_path, training__max_steps=6, training__eval_strategy="steps", training__eval_steps=2)
+    card = card_of(out)
+    assert "![Loss and metric over the steps](training_curves.svg)" in card.text
+    picture = ElementTree.parse(out / "training_curves.svg").getroot()
+    lines = [one.get("points").split() for one in picture.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert [len(points) for points in lines] == [6, 3, 3, 2], "loss, held-out loss, metric, baseline"
+    across = [[float(point.split(",")[0]) for point in points] for points in lines]
+    assert all(points == sorted(points) and points[0] >= 62 and points[-1] <= 406 for points in across)
+    (out / "training_curves.svg").write_text("<svg/>")
+    _, said, _ = run(tmp_path, resume="never")
+    assert said == []
+    assert (out / "training_curves.svg").read_text() == "<svg/>", "a picture of the user's stays"
+    assert "training_curves" not in (out / "README.md").read_text()
+
+
+def test_a_long_run_is_drawn_by_means():
+    steps = [{"kind": "step", "step": step, "loss": float(step % 2)} for step in range(1, 1001)]
+    picture = draw_curves([*steps, {"kind": "checkpoint", "step": 7}])
+    assert "training, means of 9 steps" in picture
+    (points,) = re.findall(r'points="([^"]*)"', picture)
+    assert len(points.split()) == 112
+    assert draw_curves([]) is None
+
+
+def test_results_on_a_benchmark_are_read_back(tmp_path):
+    """The run records that its rows are a benchmark's: nothing is downloaded here."""
+
+    class Recorded(CardSink):
+        def finish(self, summary):
+            data = {**summary.config["data"], "dataset_name": "ada/intents", "train_file": None}
+            card = {**summary.config["card"], "benchmark_task": "intents_test"}
+            super().finish(dataclasses.replace(summary, config={**summary.config, "data": data, "card": card}))
+
+    config = RunConfig.model_validate(settings(tmp_path, training__max_steps=1))
+    summary = train(config, run_ranks(1, lambda comm: comm)[0], [Recorded(config.output_dir, print)])
+    (entry,) = parse_eval_result_entries(yaml.safe_load((tmp_path / "out/.eval_results/fullshard.yaml").read_text()))
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("ada/intents", "intents_test", summary.value)
+    assert entry.notes == f"{summary.metric} on 7 rows: held_out.csv"
+    run(tmp_path, resume="never")
+    assert not (tmp_path / "out/.eval_results/fullshard.yaml").exists()
+    with pytest.raises(ValueError, match="there is no dataset_name"):
+        RunConfig.model_validate(settings(tmp_path, card={"benchmark_task": "x"}))
 
 
 def test_a_stopped_run_writes_no_card(tmp_path):

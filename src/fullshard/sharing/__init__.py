@@ -1,0 +1,10 @@
+"""Sharing a finished run on the Hugging Face Hub: what is published, and how it gets there."""
+
+from fullshard.sharing.contents import (
+    Contents as Contents,
+    File as File,
+    contents_of as contents_of,
+    require_finished as require_finished,
+)
+from fullshard.sharing.hub import Upload as Upload, Uploaded as Uploaded, require_repo as require_repo, upload as upload
+from fullshard.sharing.push import PushSink as PushSink, push_finished as push_finished

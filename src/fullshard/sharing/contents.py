@@ -1,0 +1,240 @@
+"""What is published of a finished run: the model and its card; texts of rows and data files only if asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from fullshard.config import RunConfig, recorded_run
+from fullshard.errors import CheckpointError, ConfigError, DataError
+from fullshard.models import card_metadata, stated_license
+from fullshard.sharing.recorded_card import recorded_facts, recorded_predictions
+from fullshard.storage import CHECKPOINTS_NAME, FINISHED_NAME, holds_model
+from fullshard.train.reporting.card import CARD_NAMES, RESULTS_NAME, is_ours, signed_card
+from fullshard.train.reporting.card_curves import CURVES_NAME
+from fullshard.train.reporting.sinks import PREDICTIONS_NAME
+
+WEIGHT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+"""Weights of a complete model."""
+
+MODEL_PATTERNS = (
+    *WEIGHT_PATTERNS,
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "config.json",
+    "generation_config.json",
+    "*tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+"""Files of a model and its tokenizer. Everything else of a run stays here: checkpoints, logs, predictions."""
+
+CARD_FILES = (CURVES_NAME, f"{RESULTS_NAME}/*.yaml")
+"""Files beside the card."""
+
+SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
+"""A token of the Hub."""
+
+TEXT_BYTES = 5 << 20
+"""Files up to this size are searched for tokens; larger ones are weights."""
+
+QUOTED_CHARACTERS = 16
+"""A text of a row this long is looked for in a card that somebody edited; shorter ones are words of the language."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file to publish."""
+
+    name: str  # its path in the repository
+    content: Path | bytes
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything that is published at once."""
+
+    files: tuple[File, ...]
+    licences: tuple[str, ...]  # what is known about licences
+    notes: tuple[str, ...]  # what is left out, and what to know
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        files = [{"name": file.name, "bytes": file.nbytes} for file in self.files]
+        return {"files": files, "bytes": self.nbytes, "licences": list(self.licences), "notes": list(self.notes)}
+
+
+def contents_of(
+    run: Path, repo: str, *, samples: bool = False, data: bool = False, merged: Path | None = None
+) -> Contents:
+    """Return what is published of a finished run; one process.
+
+    Args:
+        run: The run's ``output_dir``.
+        repo: The repository: the card says how to load the model from there.
+        samples: Whether the card keeps its samples, which are texts of held-out rows.
+        data: Whether the data files and the predictions on held-out rows are published too; implies ``samples``.
+        merged: Directory of the model with the adapter merged into it; None: what is in ``run``.
+
+    Raises:
+        CheckpointError: The run is not finished, has no model, or a file cannot be read.
+        ConfigError: A file has a token of the Hub in it, or an edited card has texts of rows.
+        DataError: A data file is no longer there.
+    """
+    config = require_finished(run)
+    model = merged or run
+    if not holds_model(model):
+        raise CheckpointError(f"{model} has no weights in Hugging Face's format. Train the run again, or restore them.")
+    files = [_file(model, path) for path in model_files(model)]
+    files += [_file(run, path) for path in _matching(run, CARD_FILES)]
+    notes: list[str] = []
+    files += _cards(run, repo, merged=merged is not None, samples=samples or data, notes=notes)
+    if data:
+        files += _data_files(run, config, notes)
+    else:
+        notes.append("training and held-out rows stay here; --with-data publishes their files and the predictions")
+    for file in files:
+        _require_no_secret(file)
+    return Contents(tuple(sorted(files, key=lambda file: file.name)), _licences(files, config), tuple(notes))
+
+
+def require_finished(run: Path) -> RunConfig:
+    """Return the settings of a finished run.
+
+    Raises:
+        CheckpointError: There is no finished run.
+    """
+    if not run.is_dir():
+        raise CheckpointError(f"There is no directory {run}. Give the output_dir of a finished run.")
+    config = recorded_run(run)
+    if config is None or not (run / CHECKPOINTS_NAME / FINISHED_NAME).exists():
+        raise CheckpointError(
+            f"{run} is not the output_dir of a finished run. `fullshard train` with its run file resumes one that was "
+            "stopped, and leaves a finished one as it is."
+        )
+    return config
+
+
+def model_files(directory: Path) -> list[Path]:
+    """Return the files of a model and its tokenizer in a directory that may hold others."""
+    return _matching(directory, MODEL_PATTERNS)
+
+
+def is_of_a_model(name: str) -> bool:
+    """Return whether a path in a repository is one that a published model may have."""
+    return any(fnmatch(name, pattern) for pattern in MODEL_PATTERNS if "/" in pattern or "/" not in name)
+
+
+def _matching(directory: Path, patterns: Iterable[str]) -> list[Path]:
+    found = (path for pattern in patterns for path in directory.glob(pattern) if path.is_file())
+    return sorted(set(found))
+
+
+def _file(directory: Path, path: Path) -> File:
+    return File(path.relative_to(directory).as_posix(), path, path.stat().st_size)
+
+
+def _cards(run: Path, repo: str, *, merged: bool, samples: bool, notes: list[str]) -> list[File]:
+    """Return the cards: one that nobody edited is made again, as what is published needs it."""
+    found = []
+    for name in CARD_NAMES:
+        path = run / name
+        if not path.exists():
+            continue
+        if not is_ours(path):
+            _require_no_rows(run, path, samples=samples)
+            notes.append(f"{name} is published as you edited it")
+            found.append(_file(run, path))
+            continue
+        facts = recorded_facts(run, repo, merged=merged, texts=samples)
+        if facts.end.predictions:
+            kept = (
+                "has samples: texts of held-out rows" if samples else "has no texts of rows; --with-samples keeps them"
+            )
+            notes.append(f"{name} {kept}")
+        content = signed_card(facts).encode()
+        found.append(File(name, content, len(content)))
+    if not found:
+        notes.append("the run has no card: README.md is missing")
+    return found
+
+
+def _require_no_rows(run: Path, path: Path, *, samples: bool) -> None:
+    """Raise if a card that the user edited has texts of held-out rows, and they were not asked for."""
+    if samples:
+        return
+    text = _plain(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        predictions = recorded_predictions(run)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{run / PREDICTIONS_NAME} cannot be read: {error!r}.") from error
+    texts = {_plain(one) for row in predictions for one in (row.source, *row.references)}
+    # A card cuts long texts.
+    found = [one for one in texts if len(one) >= QUOTED_CHARACTERS and one[:200] in text]
+    if found:
+        raise ConfigError(
+            f"{path}, which you edited, has texts of {len(found):,} held-out rows, such as {found[0][:60]!r}. Take "
+            "them out, or publish them with --with-samples."
+        )
+
+
+def _plain(text: str) -> str:
+    """Return a text without what a table of Markdown adds to it."""
+    return " ".join(text.replace("\\", "").replace("&lt;", "<").split())
+
+
+def _data_files(run: Path, config: RunConfig, notes: list[str]) -> list[File]:
+    found = [_file(run, path) for path in _matching(run, (PREDICTIONS_NAME,))]
+    # In directories of their own: files of one name may come from two.
+    for name, data in config.data.parts.items():
+        for role, named in (("train", data.train_file), ("held_out", data.validation_file)):
+            if named is None:
+                continue
+            path = Path(named)
+            if not path.is_file():
+                raise DataError(f"{path}, a data file of {run}, is not there. Restore it, or leave out --with-data.")
+            found.append(File("/".join(filter(None, ("data", name, role, path.name))), path, path.stat().st_size))
+        if data.dataset_name is not None:
+            notes.append(f"the rows of {data.dataset_name} are not in a file of the run, and are not published")
+    return found
+
+
+def _require_no_secret(file: File) -> None:
+    if file.nbytes > TEXT_BYTES:
+        return
+    content = file.content if isinstance(file.content, bytes) else file.content.read_bytes()
+    if SECRET.search(content):
+        raise ConfigError(f"{file.name} has a token of the Hugging Face Hub in it. Take it out, and revoke that token.")
+
+
+def _licences(files: Iterable[File], config: RunConfig) -> tuple[str, ...]:
+    """Return what the card's metadata and the settings say about licences."""
+    stated = []
+    for file in files:
+        if file.name == CARD_NAMES[0]:
+            text = file.content if isinstance(file.content, bytes) else file.content.read_bytes()
+            licence = card_metadata(text.decode(errors="replace")).get("license")
+            stated += [f"{licence} for the model, by the card"] if licence else []
+    base = None if config.model.path is None else stated_license(config.model.path)
+    stated += [f"{base} for the base model, by its card"] if base else []
+    stated += [f"{config.card.data_license} for the data"] if config.card.data_license else []
+    return tuple(stated) or ("none is stated: add one to the card, or set card.data_license",)

@@ -1,0 +1,216 @@
+"""Uploads to the Hugging Face Hub: everything in one commit, so that a repository is always as before or complete."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_token,
+    logging as hub_logging,
+)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.utils import disable_progress_bars, get_session, validate_repo_id
+
+from fullshard.errors import ConfigError, HubError
+from fullshard.sharing.contents import File, is_of_a_model
+from fullshard.version import __version__
+
+T = TypeVar("T")
+
+LIMIT_S = 120.0
+"""How long the Hub may be silent. Its library waits forever."""
+
+AGAIN = "Run the same command again: files that have arrived are not sent again."
+
+_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+_TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What goes where."""
+
+    repo: str  # id of the repository: ``owner/name``
+    files: tuple[File, ...]
+    message: str  # title of the commit
+    private: bool = False  # whether the repository must be private
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """Result of an upload."""
+
+    url: str  # page of the repository
+    commit: str  # id of the repository's newest commit
+    changed: bool  # whether there was something to change
+    deleted: tuple[str, ...]  # files of an earlier model that are no part of this one
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        return {"url": self.url, "commit": self.commit, "changed": self.changed, "deleted": list(self.deleted)}
+
+
+def require_repo(repo: str) -> None:
+    """Raise unless a text is the id of a repository with its owner.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    try:
+        validate_repo_id(repo)
+        wrong = None if _REPO.fullmatch(repo) else "it has no owner"
+    except HFValidationError as error:
+        wrong = " ".join(str(error).split())
+    if wrong:
+        raise ConfigError(f"A repository on the Hub is named owner/name, such as ada/my-t5; got {repo!r}: {wrong}.")
+
+
+def upload(wanted: Upload, *, progress: bool = False) -> Uploaded:
+    """Make a repository have these files, in one commit; one process.
+
+    Large files are sent first; those that the Hub has are not sent again. The commit then refers to them, and deletes
+    files of an earlier model that are no part of this one. Until the Hub has accepted it, the repository is as before.
+
+    Args:
+        wanted: What to upload.
+        progress: Whether to show the Hub's progress bars.
+
+    Raises:
+        ConfigError: The repository's name is wrong, or it is public and must be private.
+        HubError: There is no token, or the Hub refuses, fails or is not reached.
+    """
+    require_repo(wanted.repo)
+    token = get_token()
+    if token is None:
+        raise HubError(
+            f"There is no token of the Hugging Face Hub. Make one that may write at {_TOKENS_PAGE}, and set HF_TOKEN "
+            "or call `hf auth login`."
+        )
+    with _quiet(progress=progress), _explained(wanted.repo, token):
+        return _upload(wanted, HfApi(token=token, library_name="fullshard", library_version=__version__))
+
+
+def _upload(wanted: Upload, api: HfApi) -> Uploaded:
+    before = _asked(lambda: _find_or_create(wanted, api))
+    if wanted.private and not before.private:
+        raise ConfigError(
+            f"{wanted.repo} exists and is public, but it must be private. Make it private in its settings on the Hub, "
+            "or choose another name."
+        )
+    names = {file.name for file in wanted.files}
+    there = [one.rfilename for one in before.siblings or ()]
+    deleted = sorted(name for name in there if is_of_a_model(name) and name not in names)
+    operations: list[Any] = [CommitOperationDelete(name, is_folder=False) for name in deleted]
+    operations += [CommitOperationAdd(file.name, file.content) for file in wanted.files]
+    done = _asked(
+        # With its parent named, a commit of somebody else in between is refused, not overwritten.
+        lambda: api.create_commit(wanted.repo, operations, commit_message=wanted.message, parent_commit=before.sha)
+    )
+    changed = done.oid != before.sha
+    return Uploaded(f"{api.endpoint}/{wanted.repo}", done.oid, changed, tuple(deleted))
+
+
+def _find_or_create(wanted: Upload, api: HfApi) -> Any:
+    try:
+        return api.model_info(wanted.repo, timeout=LIMIT_S)
+    except HfHubHTTPError as error:
+        if error.response.status_code != 404 or not isinstance(error, RepositoryNotFoundError):
+            raise
+    api.create_repo(wanted.repo, private=wanted.private or None, exist_ok=True)
+    return api.model_info(wanted.repo, timeout=LIMIT_S)
+
+
+def _asked(call: Callable[[], T]) -> T:
+    """Call with the limit of time; after a refused connection the library makes a session without it."""
+    get_session().timeout = LIMIT_S
+    return call()
+
+
+@contextmanager
+def _quiet(*, progress: bool) -> Iterator[None]:
+    """Keep the library's own lines out: they have addresses that allow uploads, and no remedy."""
+    level = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.CRITICAL)
+    if not progress:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(level)
+
+
+@contextmanager
+def _explained(repo: str, token: str) -> Iterator[None]:
+    """Turn what the library raises into one sentence with its remedy."""
+    try:
+        yield
+    except (ConfigError, HubError):
+        raise
+    except Exception as error:  # httpx, hf_xet and the library raise classes of their own, without a common base
+        # Without the cause: its traceback may have requests with their headers.
+        raise HubError(_explanation(error, repo).replace(token, "(the token)")) from None
+
+
+def _explanation(error: Exception, repo: str) -> str:
+    chain = list(_causes(error))
+    refused = next((one for one in chain if isinstance(one, HfHubHTTPError)), None)
+    if refused is not None:
+        return _refusal(refused, repo)
+    if any(isinstance(one, OfflineModeIsEnabled) for one in chain):
+        return "HF_HUB_OFFLINE is set, so the Hub was not contacted. Unset it to share."
+    kinds = {kind.__name__ for one in chain for kind in type(one).__mro__}
+    if kinds & {"TimeoutException", "TimeoutError"}:
+        return f"The Hub at {constants.ENDPOINT} did not answer within {LIMIT_S:g} s. Check the network. {AGAIN}"
+    if kinds & {"TransportError", "ConnectionError", "NetworkError"}:
+        return (
+            f"The connection to the Hub at {constants.ENDPOINT} failed: {_line(chain[-1])}. Check the network. {AGAIN}"
+        )
+    return f"{repo} could not be uploaded: {'; '.join(_line(one) for one in chain)}. {AGAIN}"
+
+
+def _refusal(error: HfHubHTTPError, repo: str) -> str:
+    status = error.response.status_code
+    said = " ".join((error.server_message or "").split())[:200].rstrip(".")
+    answer = f"HTTP {status}{f': {said}' if said else ''}"
+    if status == 401:
+        return (
+            f"The Hub does not accept the token ({answer}). Make one that may write at {_TOKENS_PAGE}, and set "
+            "HF_TOKEN, which comes before the login, or call `hf auth login`."
+        )
+    if status == 403:
+        return (
+            f"The token may not write to {repo} ({answer}). Use a token of its owner that may write, from "
+            f"{_TOKENS_PAGE}, or a repository of your own."
+        )
+    if status == 404:
+        return f"The Hub has no {repo}, or no such owner ({answer}). Correct the name, or use a token that may see it."
+    if status in (409, 412):
+        return f"{repo} was changed by somebody else meanwhile, and is as they left it ({answer}). {AGAIN}"
+    if status == 429:
+        wait = error.response.headers.get("Retry-After")
+        when = f"Wait {wait} s" if wait and wait.isdigit() else "Wait some minutes"
+        return f"The Hub limits the number of requests ({answer}). {when}. {AGAIN}"
+    if status >= 500:
+        return f"The Hub failed, and {repo} is as before ({answer}). See https://status.huggingface.co. {AGAIN}"
+    return f"The Hub refused the upload to {repo} ({answer}). Correct what it names. {AGAIN}"
+
+
+def _causes(error: BaseException) -> Iterable[BaseException]:
+    """Yield an error, what caused it, and so on."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')}"

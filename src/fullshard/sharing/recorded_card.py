@@ -1,0 +1,71 @@
+"""The card of a finished run, made again from its files: for a merged model, or without texts of rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import CheckpointError
+from fullshard.storage import read_json
+from fullshard.train.reporting.card_curves import CURVES_NAME
+from fullshard.train.reporting.card_facts import Run
+from fullshard.train.reporting.reports import Prediction, RankMemory, RunStart, RunSummary
+from fullshard.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
+
+
+def recorded_facts(directory: Path, repo: str, *, merged: bool, texts: bool) -> Run:
+    """Return what the card of a finished run states, from the run's files; one process.
+
+    Args:
+        directory: The run's ``output_dir``.
+        repo: The repository that the card is for.
+        merged: Whether the adapter was merged into its base.
+        texts: Whether the card may have texts of rows.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, or of an earlier version.
+    """
+    try:
+        start, end = (_object(directory / name) for name in (RUN_NAME, SUMMARY_NAME))
+        # Neither is in a card, and both need classes of their own.
+        start |= {"flops": None, "plan": None, "output_dir": str(directory)}
+        predictions = tuple(recorded_predictions(directory))
+        memory = tuple(RankMemory(**one) for one in end["memory"])
+        end |= {"memory": memory, "predictions": predictions, "confusion": None, "output_dir": str(directory)}
+        curves = CURVES_NAME if (directory / CURVES_NAME).exists() else None
+        return Run(RunStart(**start), RunSummary(**_known(end)), merged=merged, texts=texts, curves=curves, repo=repo)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"The card of {directory} cannot be made from its {RUN_NAME} and {SUMMARY_NAME}: {error!r}. They are "
+            "damaged, or of another version of fullshard: use the one that trained the run."
+        ) from error
+
+
+def recorded_predictions(directory: Path) -> list[Prediction]:
+    """Return the predictions of a finished run; none if it made none.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is damaged.
+        KeyError: The same.
+    """
+    path = directory / PREDICTIONS_NAME
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = [json.loads(line) for line in lines if line]
+    return [Prediction(one["input"], one["prediction"], tuple(one["references"])) for one in records]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return values
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(RunSummary)}
+    return {name: value for name, value in values.items() if name in names}
