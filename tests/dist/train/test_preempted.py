@@ -27,11 +27,9 @@ def started(directory):
     """The same command on two machines, which are two addresses of this one."""
     endpoint = f"127.0.0.2:{free_port()}"
     run = ["-m", "fullshard.cli.main", "train", str(directory / "run.yaml"), "--no-plan"]
-    commands = [
-        [sys.executable, "-m", "fullshard.cli.main", "launch", "--nnodes", "2", "--node_rank", str(number)]
-        + ["--nproc_per_node", "1", "--rdzv_endpoint", endpoint, *run]
-        for number in (0, 1)
-    ]
+    machine = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_endpoint", endpoint, "--node_rank"]
+    launch = [sys.executable, "-m", "fullshard.cli.main", "launch", *machine]
+    commands = [[*launch, str(number), *run] for number in (0, 1)]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
     env |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with two_machines(commands, env, apart=False) as machines:
