@@ -36,7 +36,6 @@ docs: $(STAMP) $(DOCS_STAMP)
 dist: $(STAMP)
 	rm -rf dist
 	$(BIN)/python -m build
-	$(BIN)/twine check --strict dist/*
 
 # The guide of ten minutes as a Jupyter notebook, ten-minutes.ipynb; it needs no Jupyter.
 notebook:
