@@ -4,7 +4,6 @@ import email
 import os
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -71,7 +70,8 @@ def test_installed_alone_it_trains_the_demo_of_the_source_distribution(built, wh
     subprocess.run(install, check=True, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
     # Dependencies of the environment at hand; after the installation, which would take its fullshard for installed.
     (site,) = environment.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "dependencies.pth").write_text("\n".join(others))
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         archive.extractall(tmp_path, filter="data")
