@@ -14,7 +14,7 @@ import pytest
 from fullshard.version import __version__
 
 ROOT = Path(__file__).parents[3]
-BUILD = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1]); b.build_sdist(sys.argv[1])"
+BUILD = "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_wheel(to); b.build_sdist(to)"
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(400)]
 
