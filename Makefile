@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all check docs bench mutants gpu clean
+.PHONY: demo test test-all check docs dist notebook bench mutants gpu clean
 
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
@@ -31,6 +31,15 @@ check: $(STAMP)
 docs: $(STAMP) $(DOCS_STAMP)
 	$(BIN)/python docs/generate.py --check
 	$(DOCS_VENV)/bin/zensical build --clean --strict
+
+# dist/: the wheel, and the source distribution with examples/ and deploy/.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+
+# The guide of ten minutes as a Jupyter notebook, ten-minutes.ipynb; it needs no Jupyter.
+notebook:
+	$(PYTHON) docs/notebook.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py
@@ -56,4 +65,4 @@ $(DOCS_STAMP): constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) runs site
+	rm -rf $(VENV) $(DOCS_VENV) runs site dist build ten-minutes.ipynb

@@ -37,7 +37,8 @@ Run a script as ranks, one per GPU (or 2 on the CPU), with torchrun's variables:
 MASTER_ADDR, MASTER_PORT. Put options before the script; everything after it is passed to the script.
 
 Each output line is prefixed with its rank. When a rank fails, the others are ended, the traceback of the rank that
-failed first is printed last, and its exit code is returned (128 + n for signal n). Ctrl-C and SIGTERM end all ranks.
+failed first is printed last, and its exit code is returned (128 + n for signal n). Ctrl-C and SIGTERM end all ranks;
+those of fullshard train save first, and the exit code is 75.
 
 On several machines, start the same command on each, with its own --node_rank; they meet at machine 0 (--rdzv_endpoint).
 Under Slurm, srun --ntasks-per-node=1 fullshard launch ... needs neither option. The command line overrides the file,

@@ -254,7 +254,10 @@ def _stage_of(group: dist.ProcessGroup, device: torch.device) -> Stage:
 
 
 def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
-    """Join the group that torchrun's environment describes; once per process, on every rank.
+    """Join the group that torchrun's environment describes, or the one that this process has; on every rank.
+
+    A default process group that this process already has, as under Ray Train, is used as it is: with the device of its
+    backend, and with its own timeout. Otherwise the group is made.
 
     Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. Where every rank has a GPU of
     its own the backend is NCCL. Where there are GPUs but fewer than ranks, ranks share them and communicate through
@@ -262,24 +265,21 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
     ``CUDA_VISIBLE_DEVICES`` is empty) all ranks compute on the CPU, over gloo.
 
     Args:
-        timeout_s: Seconds after which a collective that other ranks never joined is an error.
+        timeout_s: Seconds after which a collective that other ranks never joined is an error, in a group made here.
 
     Returns:
         The :class:`Comm` of all ranks.
 
     Raises:
-        ProcessGroupError: A variable is missing in the environment, or there is a process group already.
+        ProcessGroupError: There is no group, and a variable is missing in the environment.
     """
+    if dist.is_initialized():
+        return comm_of_group(_world(), None)
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ProcessGroupError(
             f"There is no process group to join: {', '.join(missing)} not set. "
             "Start the script with torchrun or `fullshard train`."
-        )
-    if dist.is_initialized():
-        raise ProcessGroupError(
-            "fullshard.init() makes the process group, and this process has one. Call it once, and not after "
-            "torch.distributed.init_process_group(): fully_shard also uses a group that you made yourself."
         )
     return _join(datetime.timedelta(seconds=timeout_s))
 

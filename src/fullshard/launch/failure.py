@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -15,6 +16,19 @@ from fullshard.errors import FullshardError, RunStopped, UserError
 
 FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
 """Path of the file for a rank's failure. torchrun does not set it; a rank then prints its failure itself."""
+
+
+def saving_path(failure_path: Path) -> Path:
+    """Return the file by which a rank with this failure file says that it saves because it was asked to stop."""
+    return failure_path.with_suffix(".saving")
+
+
+def report_saving() -> None:
+    """Tell the launcher, if there is ours, that this rank saves before it ends; any rank."""
+    path = os.environ.get(FAILURE_FILE_VARIABLE)
+    if path is not None:
+        with contextlib.suppress(OSError):  # the launcher is gone, and its directory with it
+            saving_path(Path(path)).touch()
 
 
 @dataclass(frozen=True)

@@ -325,6 +325,32 @@ def test_a_signal_reaches_the_ranks_and_leaves_none_behind(launch, monkeypatch, 
     assert signal.getsignal(signal.SIGINT) is before
 
 
+SAVES = """
+    import os, signal, sys, time
+    from pathlib import Path
+    from fullshard.errors import RunStopped
+    from fullshard.launch.failure import Failure, report_saving
+    def save(*_):
+        time.sleep(0.5)
+        stopped = RunStopped("Stopped after step 3.", step=3, checkpoint="here")
+        Failure.of(stopped, 0).write(Path(os.environ["FULLSHARD_FAILURE_FILE"]))
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    report_saving()
+    os.kill(os.{who}(), signal.SIGTERM)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("who", ["getppid", "getpid"])
+def test_a_rank_that_saves_has_the_time_it_needs_and_ends_the_run(launch, monkeypatch, who):
+    monkeypatch.setattr(workers.Workers.stop, "__defaults__", (signal.SIGTERM, 0.0))
+    code, _, err = launch(SAVES.format(who=who), options=("--nproc_per_node", "1", "--max_restarts", "1"))
+    assert code == 75
+    by_signal = ["fullshard: stopped by SIGTERM; nothing is left running."] if who == "getppid" else []
+    assert err == [*by_signal, "fullshard: Stopped after step 3."]
+
+
 def test_ranks_are_started_anew_as_often_as_asked_for(launch):
     text = """
         import os

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard.comm import Comm, FakeComm, GlooComm, shutdown
+from fullshard.comm import Comm, FakeComm, GlooComm, init_from_env, shutdown
 from fullshard.comm.mesh import SoloComm
 from fullshard.comm.process import comm_of_group
 
@@ -54,6 +54,14 @@ def test_one_rank_of_gloo_waits_for_nobody(group):
     assert torch.equal(full, 3 * shard)
     comm.barrier()
     assert comm.all_gather_object("a") == ["a"]
+
+
+@pytest.mark.parametrize("group", [("fake", 512)], indirect=True)
+def test_a_group_that_another_launcher_made_is_joined(group, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    comm = init_from_env()
+    assert (type(comm), comm.size) == (FakeComm, 512)
+    assert dist.group.WORLD is group
 
 
 def test_a_group_of_one_without_processes_takes_announcements():

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any, Self
 
+from fullshard.launch.failure import report_saving
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE
 from fullshard.train import StopRequest
 
@@ -57,6 +58,7 @@ class StopSignals(StopRequest):
                 self.requested = True
                 if os.environ.get("RANK", "0") == "0":
                     os.write(2, _STOPPING)  # print() may hold a lock that the main thread has
+                report_saving()
             elif now - first >= SAME_REQUEST_SECONDS:
                 os._exit(INTERRUPTED_EXIT_CODE)
 

@@ -114,8 +114,12 @@ class ScriptAgent(SimpleElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup, **_: Any) -> None:
         self._shutdown()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, **_: Any) -> None:
-        self._own.stop(death_sig)
+    def _shutdown(self, death_sig: signal.Signals | None = None, **_: Any) -> None:
+        """End the ranks; ``death_sig`` is the signal that this launcher received, which lets them save."""
+        if death_sig is None:
+            self._own.stop()
+        else:
+            self._own.stop(death_sig, saves=True)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._own.stop()
@@ -142,9 +146,17 @@ class ScriptAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _failed(self) -> RunResult:
-        """End the other ranks after one of this machine failed; if there is no restart, the other machines too."""
+        """End the other ranks after one of this machine failed; if there is no restart, the other machines too.
+
+        A rank that was stopped and has saved ends the run: whoever stopped it wants the machine.
+        """
         self._own.stop()
         failure = self._own.failures()[0]
+        if failure.stopped is not None:
+            self._remaining_restarts = 0  # torch's agent restarts while some remain
+            if self._monitor is not None:
+                self.run_failure = self._post(self._monitor, failure)
+            return RunResult(WorkerState.FAILED)
         self._failed_times += 1
         if self._failed_times <= self._worker_group.spec.max_restarts:
             self._print_restart(failure)
@@ -184,8 +196,12 @@ class ScriptAgent(SimpleElasticAgent):
             self._monitor.leave()
 
     def interrupted(self, number: signal.Signals) -> None:
-        """Report to the other machines that a signal ended this one."""
+        """Report to the other machines that a signal ended this one, or that its ranks have saved and stopped."""
         if self._monitor is not None:
+            saved = next((failure for failure in self._own.failures()[:1] if failure.stopped is not None), None)
+            if saved is not None:
+                self._monitor.post(RunFailure(saved, self._monitor.here))
+                return
             message = f"{self._monitor.here} was stopped by {number.name}."
             failure = Failure(None, "Interrupted", message, None, 128 + number, time.time())
             self._monitor.post(RunFailure(failure, self._monitor.here))

@@ -119,9 +119,11 @@ def _defaults(plan: MachinePlan) -> dict[str, str]:
 
 
 def _outcome(end: AgentEnd, failures: Sequence[Failure], duration_s: float) -> Outcome:
-    if end.signal is not None:
-        return Outcome(end.ranks, 128 + end.signal, duration_s, signal=end.signal.name)
     failure = failures[0] if failures else None
+    if end.signal is not None:
+        saved = failure if failure is not None and failure.stopped is not None else None
+        code = 128 + end.signal if saved is None else saved.exit_code
+        return Outcome(end.ranks, code, duration_s, saved, signal=end.signal.name)
     machine = None
     if end.failed is not None:
         failure = end.failed.failure
@@ -140,6 +142,7 @@ def _print_outcome(outcome: Outcome, failures: Sequence[Failure], output: Output
         return
     same = (failure.kind, failure.message) if _is_exit_message(failure) else None
     others = [other for other in failures if other.rank != failure.rank and (other.kind, other.message) != same]
+    others = [other for other in others if other.stopped is None]
     for other in others[:_NAMED]:
         output.say(f"fullshard: then {brief(other)}")
     if len(others) > _NAMED:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
+from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, saving_path
 from fullshard.launch.script.child import LAUNCHER_VARIABLE
 from fullshard.launch.script.output import Output, Stream
 
 CHILD = Path(__file__).with_name("child.py")
 
 STOP_SECONDS = 10.0
-"""Time that ranks have to exit after a signal, before they are killed."""
+"""Time that ranks have to exit after a signal, before they are killed; those that save have longer."""
 
 _DRAIN_SECONDS = 2.0
 """Time to wait for more output of a rank that has ended: a process that it left may keep the pipe open."""
@@ -172,29 +172,42 @@ class Workers:
         """Return whether a rank has failed; it may still be exiting."""
         return any(worker.returncode or worker.failure_path.exists() for worker in self._workers)
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = STOP_SECONDS) -> None:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = STOP_SECONDS, *, saves: bool = False) -> None:
         """End every running rank with a signal, then SIGKILL; read their output to the end.
 
         A rank that has reported its failure is exiting and gets only the SIGKILL. If all ranks have succeeded, their
         background processes are left running.
+
+        Args:
+            number: The signal.
+            seconds: Time until SIGKILL.
+            saves: Whether ranks that save a checkpoint because of the signal may take as long as they need. Not after
+                another rank has failed: they would wait for it.
         """
         if self._stopped:
             return
         if not self.all_ended() or self.any_failed():
-            self._end(number, seconds)
+            self._end(number, seconds, saves=saves)
         for worker in self._workers:
             worker.drain()
             worker.process.wait()
         self._stopped = True
 
-    def _end(self, number: int, seconds: float) -> None:
+    def _end(self, number: int, seconds: float, *, saves: bool) -> None:
         for worker in self._workers:
             if not worker.failure_path.exists():
                 worker.signal(number)
         deadline = time.monotonic() + seconds
-        while not self.all_ended() and time.monotonic() < deadline:
+        while not self.all_ended() and (time.monotonic() < deadline or (saves and self._any_saving())):
             time.sleep(_LOOK_SECONDS)
         self.kill()
+
+    def _any_saving(self) -> bool:
+        """Return whether a rank that runs has been asked to save and has not reported the end of it."""
+        return any(
+            worker.returncode is None and saving_path(worker.failure_path).exists() and not worker.failure_path.exists()
+            for worker in self._workers
+        )
 
     def kill(self) -> None:
         """Kill every rank, and every process in its process group."""
