@@ -31,7 +31,21 @@ from fullshard.data.reading.columns import KNOWN_SHAPES
 
 REFERENCE = Path(__file__).parent / "reference"
 VERBS = (
-    *("", "init", "train", "evaluate", "predict", "report", "inspect", "plan", "bench", "export", "verify", "launch"),
+    *(
+        "",
+        "init",
+        "train",
+        "evaluate",
+        "predict",
+        "chat",
+        "report",
+        "inspect",
+        "plan",
+        "bench",
+        "export",
+        "verify",
+        "launch",
+    ),
     *("config", "config check", "config convert"),
 )
 MODULES = (

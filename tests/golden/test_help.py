@@ -18,6 +18,7 @@ HERE = Path(__file__).parent / "help"
         "launch",
         "evaluate",
         "predict",
+        "chat",
         "report",
         "config",
         "config convert",

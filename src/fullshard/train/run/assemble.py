@@ -46,6 +46,7 @@ class Assembly:
     router_loss: RouterLoss | None  # the routers' own loss of a mixture of experts; None: it is not trained
     flops: Flops | None  # FLOPs of a token and of the devices; None if the devices' are not known
     notes: tuple[str, ...]  # notes on data and model for the user
+    conversations: bool = False  # whether the training rows are conversations
 
 
 def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *, group: int | None = None) -> Assembly:
@@ -99,6 +100,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
             *ready.notes,
             *advice(config, ready_data, plan, comm.size),
         ),
+        conversations=ready_data.conversations,
     )
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 MOST_LABELS = 1000
 """Maximum number of distinct targets of a label set."""
 
-_FORMAT = 3
+_FORMAT = 4
 """Version of the cache entries; to be increased when the same inputs give other entries."""
 
 _EXAMPLES_NAME = "examples.json"
@@ -72,6 +72,7 @@ class Prepared:
     labels: Mapping[str, int] | None
     majority: str  # the most frequent training target
     notes: tuple[str, ...]  # notes for the user: recognised columns, skipped rows, lengths, truncated rows
+    conversations: bool = False  # whether the training rows are conversations
 
 
 def prepare(
@@ -137,6 +138,7 @@ def prepare(
         labels=kept["labels"],
         majority=kept["majority"],
         notes=tuple(notes),
+        conversations=kept["conversations"],
     )
 
 
@@ -349,7 +351,7 @@ def _tokens(
         stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
         kept = {"stats": stats, "notes": notes, "skipped": skipped}
         if split == "train":
-            return kept | _count_targets(rows)
+            return kept | _count_targets(rows) | {"conversations": rows[0].conversation is not None}
         texts = [(row.source, row.references, row.line) for row in rows]
         (entry / _EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
         return kept
