@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, load_program, positive, require_model
+from fullshard.cli.common import add_json, add_verb, amount, load_program, positive, require_model
 from fullshard.errors import ConfigError
 from fullshard.launch import launched_elsewhere
 
@@ -45,7 +44,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--temperature",
         metavar="T",
-        type=_temperature,
+        type=amount,
         default=0.0,
         help="draw tokens with this temperature (default: 0, the most likely ones, as predict)",
     )
@@ -69,13 +68,3 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("fullshard chat runs in one process: start it without torchrun.")
     require_model(options.model)
     load_program(PROGRAM).chat(options)
-
-
-def _temperature(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0; got {text!r}")
-    return number

@@ -155,7 +155,7 @@ def row_table(rows: Sequence[Sequence[Sequence[str]]]) -> str:
     learned = "source is read by the encoder, target is learned"
     if any(name != "source" for row in rows for name, _ in row[:1]):
         learned = "masked and prompt are only read, target is learned"
-    caption = f"{len(rows)} training rows as the model sees them, evenly spaced: {learned}"
+    caption = f"Training rows as the model sees them, {len(rows)} evenly spaced: {learned}"
     return f'<div class="scroll"><table class="seen"><caption>{caption}</caption>{"".join(bodies)}</table></div>'
 
 

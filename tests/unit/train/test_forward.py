@@ -16,6 +16,7 @@ from fullshard.train.forward import model_inputs
 STATS = LengthStats(1.0, 9, 0, 9)
 VOCAB = 40
 LENGTHS = [(9, 4), (3, 6), (5, 1), (1, 2), (7, 3), (2, 9), (4, 4)]
+LONGEST = 13
 BIG = {"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
 T5 = BIG | {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 T5 |= {"decoder_start_token_id": 0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
@@ -41,7 +42,7 @@ def build(kind, attention, **changes):
     maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     torch.manual_seed(0)
     model = maker.from_config(config, attn_implementation=attention).to(torch.float64)
-    enable_packing(model)
+    enable_packing(model, LONGEST)
     return model.train()
 
 
@@ -133,10 +134,10 @@ def test_models_that_packing_is_not_proven_for_are_refused():
     with pytest.raises(
         ModelError, match=r"type gpt2, gpt_neox, llama, mistral, mt5, qwen2, qwen3, t5; this one is bart"
     ):
-        enable_packing(bart)
-    with pytest.raises(ModelError, match=r"sliding window of 8 tokens"):
-        build("mistral", "eager", sliding_window=8)
+        enable_packing(bart, LONGEST)
+    with pytest.raises(ModelError, match=r"one of 12 tokens: rows may have 13 \(data.max_source_length"):
+        build("mistral", "eager", sliding_window=12)
     model = build("llama", "eager")
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ModelError, match=r"needs attn_implementation eager or sdpa; got flex_attention"):
-        enable_packing(model)
+        enable_packing(model, LONGEST)

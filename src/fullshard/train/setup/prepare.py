@@ -268,7 +268,10 @@ class _Preparation:
         """Write a line for each unusable row into the output directory, and return a note that says where; any rank."""
         if not lines:
             return ()
-        path = Path(self.config.output_dir, f"unusable_rows_{split}.txt")
+        # Rows of another file are not the run's.
+        other = split == "validation" and self.rows_file is not None
+        name = f"unusable_rows_of_{self.rows_file.stem}.txt" if other else f"unusable_rows_{split}.txt"
+        path = Path(self.config.output_dir, name)
         # Each rank writes the same, under a name of its own first.
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
