@@ -269,8 +269,8 @@ class _Preparation:
         if not lines:
             return ()
         # Rows of another file are not the run's.
-        other = split == "validation" and self.rows_file is not None
-        name = f"unusable_rows_of_{self.rows_file.stem}.txt" if other else f"unusable_rows_{split}.txt"
+        other = self.rows_file if split == "validation" else None
+        name = f"unusable_rows_{split}.txt" if other is None else f"unusable_rows_of_{other.stem}.txt"
         path = Path(self.config.output_dir, name)
         # Each rank writes the same, under a name of its own first.
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
