@@ -84,6 +84,7 @@ tbody th { white-space: nowrap; }
 .text + .text { border-top: 1px dashed var(--line); margin-top: 6px; padding-top: 6px; }
 .seen th { width: 1%; color: var(--soft); }
 .seen tr + tr > * { border-top-style: dashed; }
+.seen tbody + tbody tr:first-child > * { border-top: 3px solid var(--line); }
 .seen .text { max-height: 16em; }
 .seen .target th { color: var(--good); font-weight: 600; }
 .seen .target td { background: color-mix(in srgb, var(--good) 12%, transparent); }
