@@ -13,7 +13,11 @@ from fullshard.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-PACKABLE_CAUSAL = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+PACKABLE_CAUSAL = (
+    *("cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "granitemoe", "llama", "mistral"),
+    *("mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("smollm3", "stablelm", "starcoder2"),
+)
 """Decoder-only types that accept positions and a mask for each pair of positions."""
 
 PACKABLE_SEQ2SEQ = ("mt5", "t5")
