@@ -198,7 +198,7 @@ def test_sharding_that_is_still_to_be_chosen_is_refused(tmp_path):
 
 
 def test_the_start_records_five_rows_as_the_model_sees_them(tmp_path):
-    run(tmp_path, training__max_steps=1)
+    run(tmp_path, training__max_steps=1, data__max_target_length=20)
     start = json.loads((tmp_path / "out" / "run.json").read_text())
     rows = start["shown_rows"]
     assert [[name for name, _ in row] for row in rows] == [["source", "target"]] * 5
