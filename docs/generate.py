@@ -31,8 +31,22 @@ from fullshard.data.reading.columns import KNOWN_SHAPES
 
 REFERENCE = Path(__file__).parent / "reference"
 VERBS = (
-    *("", "init", "train", "evaluate", "predict", "report", "inspect", "plan", "bench", "export", "verify", "share"),
-    "launch",
+    *(
+        "",
+        "init",
+        "train",
+        "evaluate",
+        "predict",
+        "chat",
+        "report",
+        "inspect",
+        "plan",
+        "bench",
+        "export",
+        "verify",
+        "share",
+        "launch",
+    ),
     *("config", "config check", "config convert"),
 )
 MODULES = (

@@ -6,7 +6,8 @@ import torch
 import yaml
 from transformers import T5Config, T5ForConditionalGeneration
 
-from fullshard import MixedPrecision, ShardingStrategy
+from fullshard import MixedPrecision, ShardingStrategy, fully_shard
+from fullshard.planner import Rehearsed
 from support.t5_directory import write_t5
 from support.tiny_run import WORDS, settings
 
@@ -34,6 +35,20 @@ def make_model(*, checkpointing=False, **changes):
 def batch(rows=4, tokens=32):
     ids = torch.arange(rows * tokens).reshape(rows, tokens) % 400 + 3
     return {"input_ids": ids, "labels": ids[:, : tokens // 2].clone(), "use_cache": False}
+
+
+def build(comm, **options):
+    """The small T5 sharded with ``options``, and its step; to rehearse, or to take on ranks."""
+    model = fully_shard(make_model(), comm, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    inputs = batch()
+
+    def step():
+        optimizer.zero_grad()
+        model(**inputs).loss.backward()
+        optimizer.step()
+
+    return Rehearsed(model, optimizer, step)
 
 
 def write_run(directory, **changes):

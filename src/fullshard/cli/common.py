@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -124,6 +125,21 @@ def path_or_url(text: str) -> Path | str:
 def positive(text: str) -> int:
     """Parse an argument that is a whole number of at least 1."""
     return whole_number(text, least=1)
+
+
+def amount(text: str) -> float:
+    """Parse an argument that is a number of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not one.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0; got {text!r}")
+    return number
 
 
 def whole_number(text: str, *, least: int) -> int:

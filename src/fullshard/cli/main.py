@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from fullshard.cli import (
     bench,
+    chat,
     config,
     evaluate,
     export,
@@ -87,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     launch.add_parser(verbs)
     evaluate.add_parser(verbs)
     predict.add_parser(verbs)
+    chat.add_parser(verbs)
     report_verb.add_parser(verbs)
     config.add_parser(verbs)
     inspect.add_parser(verbs)

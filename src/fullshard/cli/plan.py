@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_run_arguments, add_verb, load_program, positive
+from fullshard.cli.common import add_run_arguments, add_verb, amount, load_program, positive
 from fullshard.cli.progress import ShareProgress
 from fullshard.config import load_run
 from fullshard.errors import ConfigError
@@ -93,7 +93,7 @@ def add_parser(verbs: Any) -> None:
         type=lengths,
         help="tokens of every row, in place of the data, which may be missing; one number for causal models",
     )
-    parser.add_argument("--price", metavar="P", type=float, help="price of a GPU for an hour, to print the run's")
+    parser.add_argument("--price", metavar="P", type=amount, help="price of a GPU for an hour, to print the run's")
     parser.add_argument(
         "--html",
         metavar="FILE",

@@ -24,10 +24,10 @@ the order of the rows; to a file with -o in the format of its suffix: .jsonl, .j
 prediction per line. A row that cannot be used (it is empty, not text, or has a broken cell) has the prediction null and
 the problem; one whose source was cut to data.max_source_length has truncated: true.
 
-MODEL is the output_dir of a finished run, whose prefix, separator, lengths and beams are used, or any other model: a
-directory, a directory of a peft adapter, or a Hub id. FILE is .csv, .tsv, .jsonl, .json or .parquet, of which only the
-source column is read (of conversations the turns before the last answer), or .txt with one row per line. Without FILE,
-or with -, lines are read from standard input.
+MODEL is the output_dir of a finished run or its best model so far (RUN/best), whose prefix, separator, lengths and
+beams are used, or any other model: a directory, a directory of a peft adapter, or a Hub id. FILE is .csv, .tsv, .jsonl,
+.json or .parquet, of which only the source column is read (of conversations the turns before the last answer), or .txt
+with one row per line. Without FILE, or with -, lines are read from standard input.
 """
 
 EPILOG = """\

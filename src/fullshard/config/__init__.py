@@ -8,6 +8,13 @@ from fullshard.config.model import (
     ModelConfig as ModelConfig,
     TokenizerConfig as TokenizerConfig,
 )
-from fullshard.config.recorded import SUMMARY_NAME as SUMMARY_NAME, read_run as read_run, recorded_run as recorded_run
+from fullshard.config.recorded import (
+    RUN_NAME as RUN_NAME,
+    SUMMARY_NAME as SUMMARY_NAME,
+    read_conversations as read_conversations,
+    read_run as read_run,
+    recorded_run as recorded_run,
+    run_of as run_of,
+)
 from fullshard.config.schema import RunConfig as RunConfig, ShardingConfig as ShardingConfig
 from fullshard.config.training import TrainingConfig as TrainingConfig

@@ -1,4 +1,4 @@
-"""The settings of a finished run, recorded in its ``summary.json``."""
+"""The settings of a run, recorded in its ``run.json`` and, when it is finished, in its ``summary.json``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
 
 SUMMARY_NAME = "summary.json"
+"""File with the result of a finished run."""
+
+RUN_NAME = "run.json"
+"""File with what is known at the start of a run."""
 
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -26,36 +30,69 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     if not path.is_dir():
         return load_run(path, overrides)
-    return check_run(_recorded(path), path / SUMMARY_NAME, overrides)
+    return check_run(_recorded(path / SUMMARY_NAME), path / SUMMARY_NAME, overrides)
+
+
+def run_of(directory: Path) -> Path | None:
+    """Return the output_dir of the run that a model is from; None if it is from no run. Any process can call it.
+
+    It is the directory itself if a run has finished in it, else the one around it: a run keeps its best model so far in
+    a directory of its own.
+
+    Raises:
+        ConfigError: The record of the run around it cannot be read.
+    """
+    if (directory / SUMMARY_NAME).exists():
+        return directory
+    around = directory.resolve().parent
+    path = around / RUN_NAME
+    return around if path.is_file() and "config" in _read_object(path) else None
 
 
 def recorded_run(directory: Path) -> RunConfig | None:
-    """Return the settings of a finished run, whose data may be gone; None if the directory has none.
+    """Return the settings of the run that a model is from, whose data may be gone; None if it is from no run.
 
     Raises:
         ConfigError: The settings cannot be read.
     """
-    if not (directory / SUMMARY_NAME).exists():
+    run = run_of(directory)
+    if run is None:
         return None
+    path = run / (SUMMARY_NAME if run == directory else RUN_NAME)
     try:
-        return RunConfig.model_validate(_recorded(directory))
+        return RunConfig.model_validate(_recorded(path))
     except ValueError as error:
-        raise ConfigError(f"The settings in {directory / SUMMARY_NAME} are invalid: {error}") from error
+        raise ConfigError(f"The settings in {path} are invalid: {error}") from error
 
 
-def _recorded(directory: Path) -> Mapping[str, Any]:
-    path = directory / SUMMARY_NAME
+def read_conversations(run: Path) -> bool:
+    """Return whether a run's training rows were conversations; False if it is of a version that did not record it.
+
+    Raises:
+        ConfigError: Its record cannot be read.
+    """
+    path = run / RUN_NAME
+    return path.exists() and bool(_read_object(path).get("conversations"))
+
+
+def _recorded(path: Path) -> Mapping[str, Any]:
+    """Return the settings in a run's file, with its directory as output_dir: a run may have been moved."""
+    directory = path.parent
     if not path.exists():
         raise ConfigError(
-            f"{directory} has no {SUMMARY_NAME}: it is not the output_dir of a finished run. Name that, or a run file."
+            f"{directory} has no {path.name}: it is not the output_dir of a finished run. Name that, or a run file."
         )
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
-    values = summary.get("config") if isinstance(summary, dict) else None
+    values = _read_object(path).get("config")
     if not isinstance(values, dict):
         raise ConfigError(f"{path} does not contain the settings of the run. Name the run file instead.")
     # Versions without the option put nothing between source and target.
     data = {"separator": "", **values["data"]} if isinstance(values.get("data"), dict) else values.get("data")
     return {**values, "data": data, "output_dir": str(directory)}
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    return values if isinstance(values, dict) else {}

@@ -53,7 +53,7 @@ from fullshard.data.tokenizing.separator import (
     choose_separator as choose_separator,
     describe_separator as describe_separator,
 )
-from fullshard.data.tokenizing.shown_row import show_row as show_row
+from fullshard.data.tokenizing.shown_row import ONE_ROW as ONE_ROW, row_parts as row_parts, show_row as show_row
 from fullshard.data.tokenizing.tokenize import (
     LengthStats as LengthStats,
     TokenizedSet as TokenizedSet,

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from fullshard.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-PACKABLE_CAUSAL = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+PACKABLE_CAUSAL = (
+    *("cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "granitemoe", "llama", "mistral"),
+    *("mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("smollm3", "stablelm", "starcoder2"),
+)
 """Decoder-only types that accept positions and a mask for each pair of positions."""
 
 PACKABLE_SEQ2SEQ = ("mt5", "t5")
@@ -33,10 +37,14 @@ class PackedRows:
     positions_BS: Tensor  # int64, from 0 in each row
 
 
-def enable_packing(model: PreTrainedModel) -> None:
+def enable_packing(model: PreTrainedModel, longest: int) -> None:
     """Make a model accept the result of :func:`packed_inputs`, in place; every rank calls it, before sharding.
 
     Batches without packing are not affected. The model may be on any device.
+
+    Args:
+        model: Any model.
+        longest: Most tokens of a row, source and target together. A sliding window of as many hides nothing of a row.
 
     Raises:
         ModelError: The model's type, attention implementation or sliding window is incompatible with packing.
@@ -52,14 +60,24 @@ def enable_packing(model: PreTrainedModel) -> None:
         raise ModelError(
             f"training.packing needs attn_implementation {' or '.join(_ATTENTION)}; got {config._attn_implementation}."
         )
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+    window = _sliding_window(config)
+    if window is not None and longest > window:
         raise ModelError(
-            f"training.packing is incompatible with attention in a sliding window of {config.sliding_window} tokens, "
-            "which this model's config has. Set packing: false."
+            "training.packing does not keep attention in a sliding window, and this model's config has one of "
+            f"{window} tokens: rows may have {longest} (data.max_source_length and data.max_target_length). Lower "
+            "these, or set packing: false."
         )
     if config.is_encoder_decoder:
         model.get_encoder().register_forward_pre_hook(_take_encoder_mask, with_kwargs=True)
         model.get_decoder().register_forward_pre_hook(_take_cross_mask, with_kwargs=True)
+
+
+def _sliding_window(config: PreTrainedConfig) -> int | None:
+    """Return the tokens that a layer sees before it and at its place, of the layers that do not see all."""
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    sliding = getattr(config, "use_sliding_window", True) if layers is None else "sliding_attention" in layers
+    return window if window and sliding else None
 
 
 def packed_inputs(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:

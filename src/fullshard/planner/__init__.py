@@ -19,6 +19,11 @@ from fullshard.planner.plan import (
     rehearse_on as rehearse_on,
     speed_of as speed_of,
 )
-from fullshard.planner.rates import Rates as Rates, read_rates as read_rates, write_rates as write_rates
+from fullshard.planner.rates import (
+    Rates as Rates,
+    rates_before as rates_before,
+    read_rates as read_rates,
+    write_rates as write_rates,
+)
 from fullshard.planner.rehearsal import STEPS as STEPS, Rehearsed as Rehearsed, rehearse as rehearse
 from fullshard.planner.timing import Timing as Timing, time_step as time_step

@@ -117,15 +117,25 @@ def write_rates(path: Path, machine: str, rates: Rates) -> None:
         ConfigError: The file is something else.
     """
     about = {"machine": machine, "torch": torch.__version__}
-    kept: dict[str, Any] = {}
-    if path.exists():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            kept = {str(count): _values(_rates(int(count), values)) for count, values in before["ranks"].items()}
-            kept = kept if {key: before.get(key) for key in about} == about else {}
-        except _UNREADABLE as error:
-            raise ConfigError(f"{path} holds no rates ({error!r}). Write to another file: --out FILE.") from error
+    before, kept = rates_before(path), {}
+    if before is not None and {key: before[0].get(key) for key in about} == about:
+        kept = before[1]
     path.write_text(json.dumps({**about, "ranks": {**kept, str(rates.ranks): _values(rates)}}, indent=1) + "\n")
+
+
+def rates_before(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return all of a file of rates, and its rates by number of ranks; None if there is no file. Any process.
+
+    Raises:
+        ConfigError: The file is something else.
+    """
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return values, {str(count): _values(_rates(int(count), one)) for count, one in values["ranks"].items()}
+    except _UNREADABLE as error:
+        raise ConfigError(f"{path} holds no rates ({error!r}). Write to another file: --out FILE.") from error
 
 
 def _values(rates: Rates) -> dict[str, Any]:

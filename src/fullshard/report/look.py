@@ -82,6 +82,12 @@ tbody th { white-space: nowrap; }
 .texts td:nth-child(4) { width: 4%; white-space: nowrap; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 12em; overflow-y: auto; }
 .text + .text { border-top: 1px dashed var(--line); margin-top: 6px; padding-top: 6px; }
+.seen th { width: 1%; color: var(--soft); }
+.seen tr + tr > * { border-top-style: dashed; }
+.seen tbody + tbody tr:first-child > * { border-top: 3px solid var(--line); }
+.seen .text { max-height: 16em; }
+.seen .target th { color: var(--good); font-weight: 600; }
+.seen .target td { background: color-mix(in srgb, var(--good) 12%, transparent); }
 .same { color: var(--good); }
 .differs { color: var(--signal); }
 details { margin-top: 16px; }
@@ -89,6 +95,7 @@ summary { cursor: pointer; color: var(--accent); }
 pre { overflow-x: auto; background: var(--raised); border: 1px solid var(--line); border-radius: 10px; padding: 14px;
   font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 ul.notes { margin: 14px 0 0; padding-left: 20px; font-size: 14px; }
+ul.notes li { white-space: pre-line; overflow-wrap: anywhere; }
 footer { color: var(--soft); font-size: 13px; padding-top: 30px; padding-bottom: 40px; }
 @media (max-width: 760px) { .charts { grid-template-columns: minmax(0, 1fr); }
   header, main, footer { padding-inline: 16px; } }

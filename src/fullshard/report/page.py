@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fullshard.data import ONE_ROW
 from fullshard.report import figures, tables
 from fullshard.report.curves import MOST_POINTS, series
 from fullshard.report.figures import Figure
@@ -236,8 +237,12 @@ def _data(files: RunFiles) -> PageSection:
     facts = [(name, f"{count:,}", "") for name, count in rows.items() if count is not None]
     body += tables.tiles(facts) if facts else ""
     body += tables.set_table(files.fact("sets"), files.best) if files.fact("sets") else ""
-    notes = "".join(f"<li>{escape(str(one))}</li>" for one in files.fact("notes") or ())
+    shown = files.fact("shown_rows")
+    # Among the notes is one row as text.
+    kept = (str(one) for one in files.fact("notes") or () if not (shown and str(one).startswith(ONE_ROW)))
+    notes = "".join(f"<li>{escape(one)}</li>" for one in kept)
     body += f'<ul class="notes">{notes}</ul>' if notes else ""
+    body += tables.row_table(shown) if shown else ""
     return PageSection(
         "data", "Data", body or tables.note(files.missing.get(RUN_NAME, "The run has recorded nothing about its data."))
     )

@@ -141,6 +141,24 @@ def _text(value: object) -> str:
     return f'<div class="text">{escape(cut) or "<i>empty</i>"}</div>'
 
 
+def row_table(rows: Sequence[Sequence[Sequence[str]]]) -> str:
+    """Return a table of training rows as the model sees them: a line for what is masked, read or learned."""
+    bodies = []
+    for row in rows:
+        # A line break is often all that is between two turns.
+        parts = ((escape(name), escape(text.replace("\n", "↵\n"))) for name, text in row)
+        lines = (
+            f'<tr class="{name}"><th scope="row">{name}</th><td><div class="text">{text}</div></td></tr>'
+            for name, text in parts
+        )
+        bodies.append(f"<tbody>{''.join(lines)}</tbody>")
+    learned = "source is read by the encoder, target is learned"
+    if any(name != "source" for row in rows for name, _ in row[:1]):
+        learned = "masked and prompt are only read, target is learned"
+    caption = f"Training rows as the model sees them, {len(rows)} evenly spaced: {learned}"
+    return f'<div class="scroll"><table class="seen"><caption>{caption}</caption>{"".join(bodies)}</table></div>'
+
+
 def mistake_table(confusion: Confusion) -> str:
     """Return a table of the most frequent mistakes."""
     found = confusion.mistakes()

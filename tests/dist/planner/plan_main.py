@@ -17,7 +17,7 @@ from fullshard.train.plan import largest_steps
 from fullshard.train.run.assemble import assemble
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.prepare import prepare
-from support.planned import OPTIONS, RUNS, batch, make_model
+from support.planned import OPTIONS, RUNS, build
 from support.rank_script import parse, print_result
 
 STEPS = 3
@@ -42,19 +42,11 @@ def measured(comm, build):
 
 
 def library(comm, options):
-    def build(ranks):
-        model = fullshard.fully_shard(make_model(), ranks, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        inputs = batch()
+    def take(ranks):
+        made = build(ranks, **options)
+        return made.model, made.step, STEPS
 
-        def step():
-            optimizer.zero_grad()
-            model(**inputs).loss.backward()
-            optimizer.step()
-
-        return model, step, STEPS
-
-    return measured(comm, build)
+    return measured(comm, take)
 
 
 def program(comm, path):

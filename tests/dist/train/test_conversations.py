@@ -82,3 +82,10 @@ def test_one_command(tmp_path, model):
     assert all(by_input[row["input"]] == row["prediction"] for row in measured)
     right = sum(one["prediction"] == row["messages"][-1]["content"] for one, row in zip(predicted, rows, strict=True))
     assert right > 450
+
+    told = "my hat is red\nmy car is blue\n"
+    done = subprocess.run(
+        [*FULLSHARD, "chat", str(out), "--show-prompt"], input=told, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "red\nblue\n", done.stderr
+    assert "assistant: red" in done.stderr, "the second answer's history has the first"

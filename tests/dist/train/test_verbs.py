@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import subprocess
 import sys
 
@@ -85,3 +86,59 @@ def test_predictions_have_the_format_of_the_suffix_and_survive_head(run, tmp_pat
     assert done.returncode in (0, 141), "141 where head ended before the last rows were written"
     assert "Traceback" not in (tmp_path / "err").read_text()
     assert "Broken" not in (tmp_path / "err").read_text()
+
+
+def test_chat_answers_a_pipe_as_predict_does(run, tmp_path):
+    lines = "where is my card\n\ni lost it\n"
+    predicted = call("predict", str(run), input=lines).stdout
+    done = call("chat", str(run), "--json", input=lines.replace("i lost", "/reset\ni lost"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == predicted
+    assert "out: T5ForConditionalGeneration, " in done.stderr
+    assert "parameters in float32, on the CPU" in done.stderr
+    texts = [json.loads(line)["prediction"] or "" for line in predicted.splitlines()]
+    assert call("chat", str(run), input=lines).stdout.splitlines() == texts
+    best = run / "best"
+    best.mkdir()
+    for file in run.glob("*.*"):
+        (best / file.name).write_bytes(file.read_bytes())
+    (best / "summary.json").rename(run / "run.json")
+    for verb in (["predict"], ["chat", "--json"]):
+        done = call(verb[0], str(best), *verb[1:], input=lines)
+        assert done.stdout == predicted, "with the prefix and the lengths of the run around it"
+        assert f"are those of the run in {run}" in done.stderr
+
+
+def test_chat_in_a_terminal_survives_ctrl_c_in_an_answer(run, tmp_path):
+    for file in run.glob("*.*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    summary = json.loads((run / "summary.json").read_text())
+    endless = {"num_beams": 1, "min_new_tokens": 100_000, "max_new_tokens": 100_000}
+    summary["config"]["evaluation"] |= endless
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    child, terminal = pty.fork()
+    if child == 0:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}
+        os.execve(FULLSHARD[0], [*FULLSHARD, "chat", str(tmp_path), "--temperature", "99"], environment)
+    seen, place = "", 0
+
+    def until(mark):
+        nonlocal seen, place
+        while mark not in seen[place:]:
+            seen += os.read(terminal, 4096).decode()
+        place = seen.index(mark, place) + len(mark)
+
+    until("> ")
+    os.write(terminal, b"\x03")  # at the prompt: another one
+    until("> ")
+    os.write(terminal, b"where is my card\n")
+    until("card\r\n")
+    until(" ")  # the answer has begun
+    os.write(terminal, b"\x03")
+    until("(stopped)")
+    until("> ")
+    os.write(terminal, b"/quit\n")
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert "each line is answered on its own" in seen
+    os.close(terminal)

@@ -178,3 +178,11 @@ def test_measured_rates_give_the_time_of_cpu_ranks(run_file, tmp_path, monkeypat
         assert text in out
     assert main(["plan", run_file, "--world", "2", "--rates", "none.json"]) == 2
     assert "There is no none.json" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("price", ["-1", "nan", "inf", "two"])
+def test_a_price_is_a_number_of_at_least_0(run_file, price, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", run_file, "--gpu", "h100", f"--price={price}"])
+    assert ended.value.code == 2
+    assert f"must be a number of at least 0; got '{price}'" in capsys.readouterr().err

@@ -97,6 +97,10 @@ def test_templates_that_cannot_be_trained_on(chatter, gpt_like):
     chatter.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="template failed: roles must alternate"):
         tokenize(ROWS, chatter, TokenizeSpec(20, 20, causal=True))
+    chatter.chat_template = TEMPLATE + "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}"
+    rows = [Example("a", ("c",), 5), Example("b", ("c",), 7)]
+    with pytest.raises(DataError, match=r"Line 7 of the data: .*template failed: no b"):
+        tokenize(rows, chatter, TokenizeSpec(20, 20, causal=True))
     with pytest.raises(DataError, match="needs a tokenizer with a chat template; this one has none"):
         tokenize(ROWS, gpt_like, TokenizeSpec(20, 20, causal=True, chat_template=True))
     with pytest.raises(DataError, match="needs a causal model; this one is an encoder-decoder"):

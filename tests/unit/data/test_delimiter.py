@@ -80,3 +80,11 @@ def test_a_given_delimiter_is_no_news(tmp_path):
 
 def test_a_file_with_every_cell_quoted_is_read(tmp_path):
     assert pairs(tmp_path, '"text";"label"\n"a; b";"x, y"\n"c";"z"\n') == [("a; b", "x, y", 2), ("c", "z", 3)]
+
+
+@pytest.mark.parametrize("first", ["sep=;", "SEP=;", '"sep=;"', "\ufeffsep=;"])
+def test_the_line_that_excel_writes_names_the_delimiter_and_is_no_header(tmp_path, first):
+    text = f"{first}\r\ntext;label,or none\r\n1,5 Euro;x,y\r\n"
+    assert pairs(tmp_path, text, target_column="label,or none") == [("1,5 Euro", "x,y", 3)]
+    assert pairs(tmp_path, f"{first}\ntext#label\na;b#x\n", delimiter="#") == [("a;b", "x", 3)]
+    assert pairs(tmp_path, "text,label\nsep=;,x\n") == [("sep=;", "x", 2)]

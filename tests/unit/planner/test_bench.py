@@ -5,29 +5,15 @@ from collections import Counter
 import pytest
 import torch
 
-import fullshard
 from fullshard.errors import ConfigError
-from fullshard.planner import Rehearsed, measure_rates, rehearse, time_step
+from fullshard.planner import measure_rates, rehearse, time_step
 from fullshard.planner.bench import rates_of
 from fullshard.planner.trial import Trial, try_steps
 from fullshard.planner.work import Computed, Issued, Operator
 from fullshard.testing import run_ranks
-from support.planned import batch, make_model
+from support.planned import build
 
 CPU = torch.device("cpu")
-
-
-def build(comm):
-    model = fullshard.fully_shard(make_model(), comm)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    inputs = batch()
-
-    def step():
-        optimizer.zero_grad()
-        model(**inputs).loss.backward()
-        optimizer.step()
-
-    return Rehearsed(model, optimizer, step)
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (2, 3)])

@@ -1,25 +1,8 @@
 """The course of a planned step: its peak is the plan's, and units do what the schedule says."""
 
-import torch
-
-import fullshard
 from fullshard.planner import rehearse
 from fullshard.planner.course import CourseRecorder
-from fullshard.planner.rehearsal import Rehearsed
-from support.planned import batch, make_model
-
-
-def build(comm):
-    model = fullshard.fully_shard(make_model(), comm)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    inputs = batch()
-
-    def step():
-        optimizer.zero_grad()
-        model(**inputs).loss.backward()
-        optimizer.step()
-
-    return Rehearsed(model, optimizer, step)
+from support.planned import build
 
 
 def test_the_fullest_moment_of_the_course_is_the_plans_peak():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fullshard.errors import ConfigError
-from fullshard.planner import Rates, hardware, read_rates, speed_of, time_step, write_rates
+from fullshard.planner import Rates, hardware, rates_before, read_rates, speed_of, time_step, write_rates
 from fullshard.planner.work import Awaited, Computed, Issued, Operator, Work
 
 PAIR = range(2)
@@ -92,6 +92,8 @@ def test_a_file_that_is_none_says_how_to_make_one(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"other\.json holds no rates .*fullshard bench"):
             read_rates(path, 1)
+        with pytest.raises(ConfigError, match=r"other\.json holds no rates .*--out"):
+            rates_before(path)
         with pytest.raises(ConfigError, match=r"other\.json holds no rates .*--out"):
             write_rates(path, "here", rates())
 

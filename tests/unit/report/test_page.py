@@ -358,3 +358,17 @@ def test_a_run_of_a_few_small_steps_says_its_numbers(tmp_path):
     assert len(steps) >= 6
     assert all(axis["dtick"] == 1 for axis in steps)
     assert {layout["xaxis"]["title"]["text"] for layout in layouts} >= {"KiB"}
+
+
+def test_rows_are_shown_as_the_model_sees_them_and_not_twice(tmp_path):
+    write_finished(tmp_path)
+    started = json.loads((tmp_path / "run.json").read_text())
+    started["shown_rows"] = [[["masked", f"a\nb{NASTY}"], ["target", "yes"], ["prompt", "c"], ["target", "no"]]]
+    started["notes"].append("one training row as the model sees it (masked: read, not learned):\n  target | 'yes'")
+    (tmp_path / "run.json").write_text(json.dumps(started))
+    page = make_page(read_run(tmp_path))
+    assert '<tr class="target"><th scope="row">target</th><td><div class="text">yes</div></td></tr>' in page
+    assert "a↵\nb&lt;/script&gt;" in page
+    assert NASTY not in page.partition("<main>")[2].partition("</main>")[0]
+    assert "Training rows as the model sees them, 1 evenly spaced: masked and prompt are only read" in page
+    assert "one training row as the model sees it" not in page

@@ -193,6 +193,9 @@ def test_an_adapter_trains_through_it_and_a_prefix_is_refused(tmp_path):
     assert (loss / batch.target_tokens + own).item() == pytest.approx(expected, abs=1e-6)
     own.backward()
     assert any(p.grad is not None and p.grad.any() for p in adapted.parameters() if p.requires_grad)
+    packing = {**values, "training": {**values["training"], "packing": True}}
+    with pytest.raises(ConfigError, match=r"packing is incompatible with the routers' own loss.*router_logits: f"):
+        own_loss(adapted, RunConfig.model_validate(packing))
     values["model"]["adapter"]["type"] = "prefix"
     with pytest.raises(ConfigError, match=r"prefix adapter is incompatible .* Set model\.output_router_logits: false"):
         own_loss(adapted, RunConfig.model_validate(values))

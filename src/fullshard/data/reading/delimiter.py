@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from fullshard.errors import DataError
@@ -26,16 +26,32 @@ _BLANK = ' ",;\t|\r\n'
 """Characters of a line that is no header."""
 
 
+_SEPARATOR_LINE = re.compile('^"?sep=(.)"?$', re.IGNORECASE)
+"""A first line that Excel writes and reads: which delimiter the file has."""
+
+
+def named_delimiter(line: str) -> str | None:
+    """Return the delimiter that a first line such as ``sep=;`` names; None if it is another line."""
+    found = _SEPARATOR_LINE.match(line.rstrip("\r\n"))
+    return found.group(1) if found else None
+
+
 def find_delimiter(lines: Iterable[str], path: Path) -> str:
     r"""Return the delimiter of a CSV text whose ``lines`` end at ``\n``: a comma wherever it can be one.
 
-    It can be one that is in the header and equally often in each of the first 20 rows, not counting those inside quoted
-    cells. Where none is, the file has one column, or rows that are broken: a comma then.
+    A first line ``sep=;`` names it. Otherwise it can be one that is in the header and equally often in each of the
+    first 20 rows, not counting those inside quoted cells. Where none is, the file has one column, or rows that are
+    broken: a comma then.
 
     Raises:
         DataError: Several can be, and the comma is none of them.
     """
-    records = (record for record in _unquoted(lines))
+    lines = iter(lines)
+    first = next(lines, "")
+    named = named_delimiter(first)
+    if named is not None:
+        return named
+    records = (record for record in _unquoted(chain([first], lines)))
     header = next((record for record in records if record.strip(_BLANK)), "")
     rows = list(islice((record for record in records if record.strip("\r\n")), _FIRST_ROWS))
     counts = {one: header.count(one) for one in DELIMITERS}

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from fullshard.data.reading.delimiter import find_delimiter, shown
+from fullshard.data.reading.delimiter import find_delimiter, named_delimiter, shown
 from fullshard.errors import DataError
 
 CELL_LIMIT_CHARACTERS = 2**31 - 1
@@ -188,7 +188,7 @@ class CsvFile:
         for line, record in records:
             if isinstance(record, csv.Error):
                 problem = str(record)
-            elif not "".join(record).strip():
+            elif not "".join(record).strip() or (line == 1 and named_delimiter(self._delimiter.join(record))):
                 continue
             else:
                 problem = encoding_problem("".join(record), self._encoding)

@@ -25,6 +25,14 @@ _REMEDY = (
 )
 
 
+class UnrenderedRowError(DataError):
+    """A row that the chat template cannot render; ``place`` is its index among the rows."""
+
+    def __init__(self, message: str, place: int) -> None:
+        super().__init__(message)
+        self.place = place
+
+
 @dataclass(frozen=True)
 class EncodedChats:
     """The ids of some conversations; prompt and completion together are the template of the complete conversation."""
@@ -94,7 +102,10 @@ def encode_chats(
     lengths = [(len(chat.prompt), len(chat.completion)) for chat in chats]
     for place, (prompt, completion) in enumerate(lengths):
         if prompt > limits[0] or completion > limits[1]:
-            chats[place] = _shortened(rows[place], tokenizer, limits)
+            try:
+                chats[place] = _shortened(rows[place], tokenizer, limits)
+            except UnrenderedRowError as error:
+                raise UnrenderedRowError(str(error), place) from error
     return EncodedChats(
         ([chat.prompt for chat in chats], [prompt for prompt, _ in lengths]),
         ([chat.completion for chat in chats], [completion for _, completion in lengths]),
@@ -117,7 +128,12 @@ def _with_text(row: Conversation, place: int, text: str) -> Conversation:
 def _encode_rows(rows: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[_Chat]:
     """Encode conversations without adding special tokens, which the template contains."""
     by_marks = marks_answers(tokenizer)
-    rendered = [_render(row, tokenizer, by_marks=by_marks) for row in rows]
+    rendered = []
+    for place, row in enumerate(rows):
+        try:
+            rendered.append(_render(row, tokenizer, by_marks=by_marks))
+        except DataError as error:
+            raise UnrenderedRowError(str(error), place) from error
     texts = list(dict.fromkeys(text for one in rendered for text in _texts(one)))
     encode: Any = tokenizer
     ids = dict(zip(texts, encode(text=texts, add_special_tokens=False, verbose=False)["input_ids"], strict=True))

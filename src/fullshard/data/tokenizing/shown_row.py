@@ -11,31 +11,46 @@ if TYPE_CHECKING:
 
     from fullshard.data.tokenizing.tokenize import TokenizedSet
 
+ONE_ROW = "one training row as the model sees it"
+"""Beginning of the note with one row."""
+
 MOST_CHARACTERS = 400
 """Characters of a row that are shown; more are cut in the middle of its longest parts."""
 
 
 def show_row(tokenized: TokenizedSet, row: int, tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> str:
-    """Return lines that show one row of a set, decoded from its ids with special tokens; any process, alone.
+    """Return lines that show one row of a set as :func:`row_parts` does; any process, alone."""
+    parts = row_parts(tokenized, row, tokenizer, causal=causal, most=MOST_CHARACTERS)
+    lines = [f"  {name:6} | {text!r}" for name, text in parts]
+    heading = f"{ONE_ROW} (masked: read, not learned; target: learned):"
+    if not causal:
+        heading = f"{ONE_ROW} (source: read by the encoder; target: learned):"
+    return "\n".join([heading, *lines])
+
+
+def row_parts(
+    tokenized: TokenizedSet, row: int, tokenizer: PreTrainedTokenizerBase, *, causal: bool, most: int
+) -> list[tuple[str, str]]:
+    """Return the parts of one row of a set, decoded from its ids with special tokens; any process, alone.
 
     Args:
         tokenized: The set.
         row: The row's index in it.
         tokenizer: The tokenizer that made the ids.
         causal: Whether source and target are one sequence.
+        most: Characters of the row; more are cut in the middle of its longest parts.
+
+    Returns:
+        What each part is (``source``, ``masked``, ``prompt`` or ``target``) and its text, in order.
     """
     decode: Any = tokenizer.decode
     parts = [
         (name, decode(ids, clean_up_tokenization_spaces=False)) for name, ids in _parts(tokenized, row, causal=causal)
     ]
-    room = MOST_CHARACTERS // max(1, len(parts))
+    room = most // max(1, len(parts))
     spare = sum(max(0, room - len(text)) for _, text in parts)
     room += spare // max(1, sum(len(text) > room for _, text in parts))
-    lines = [f"  {name:6} | {_cut(text, room)!r}" for name, text in parts]
-    heading = "one training row as the model sees it (masked: read, not learned; target: learned):"
-    if not causal:
-        heading = "one training row as the model sees it (source: read by the encoder; target: learned):"
-    return "\n".join([heading, *lines])
+    return [(name, _cut(text, room)) for name, text in parts]
 
 
 def _parts(tokenized: TokenizedSet, row: int, *, causal: bool) -> Iterator[tuple[str, list[int]]]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.examples import Example
-from fullshard.data.tokenizing.chat import as_conversation, encode_chats
+from fullshard.data.tokenizing.chat import UnrenderedRowError, as_conversation, encode_chats
 from fullshard.data.tokenizing.history import fitting_history
 from fullshard.data.tokenizing.ragged import Ragged
 from fullshard.data.tokenizing.separator import separator_ids, special_tail
@@ -205,7 +205,10 @@ def encode_chunks(
         rows = examples[start : start + CHUNK_ROWS]
         if chats:
             limits = (spec.max_source_length, spec.max_target_length)
-            found = encode_chats([as_conversation(row) for row in rows], tokenizer, spec.source_prefix, limits)
+            try:
+                found = encode_chats([as_conversation(row) for row in rows], tokenizer, spec.source_prefix, limits)
+            except UnrenderedRowError as error:
+                raise DataError(f"Line {rows[error.place].line} of the data: {error}") from error
             yield EncodedRows(_encoded(*found.prompts), _encoded(*found.completions), Ragged.from_rows(found.spans))
         elif spec.causal:
             sources = _encode_prompts([spec.source_prefix + row.source for row in rows], tokenizer, spec)

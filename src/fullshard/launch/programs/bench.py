@@ -15,7 +15,7 @@ from fullshard.config import load_run
 from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.progress import WorkProgress
-from fullshard.planner import Rates, write_rates
+from fullshard.planner import Rates, rates_before, write_rates
 from fullshard.sizes import format_bytes
 from fullshard.train.bench import measure_rates
 from fullshard.train.setup.prepare import prepare
@@ -39,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _bench(options: argparse.Namespace, *, is_first: bool) -> None:
     """Tokenize, join the other ranks and measure; rank 0 writes and prints the rates."""
     config = load_run(options.config, options.overrides)
+    rates_before(options.out)  # refuses another file before anything is measured
     data = prepare(config, say if is_first else lambda line: None)
     comm = init_from_env()
     world_size = options.world or comm.size

@@ -12,7 +12,7 @@ from typing import Any
 
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig
-from fullshard.config.recorded import recorded_run
+from fullshard.config.recorded import recorded_run, run_of
 from fullshard.data import describe_separator, read_inputs
 from fullshard.errors import DataError
 from fullshard.launch.messages import say
@@ -56,7 +56,7 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
     about_text = _text_notes(config, tokenizer, table.rows, causal=is_causal(model))
-    for note in (*table.notes, *notes, *about_text) if is_first else ():
+    for note in (*settings_notes(directory), *table.notes, *notes, *about_text) if is_first else ():
         say(note)
     unusable = [row for row in table.rows if row.problem is not None]
     if is_first and unusable:
@@ -91,6 +91,14 @@ def _text_notes(config: RunConfig, tokenizer: Any, rows: Sequence[Any], *, causa
     turns = chat_notes(config, tokenizer) if causal and any(row.conversation is not None for row in rows) else ()
     separator = separator_of(tokenizer, tokenize_spec(config, tokenizer, causal=causal))
     return (*turns, *(() if separator is None else (describe_separator(separator, tokenizer),)))
+
+
+def settings_notes(directory: Path) -> tuple[str, ...]:
+    """Return a note where a model's settings are those of the run whose directory it is in; any process."""
+    run = run_of(directory)
+    if run is None or run == directory:
+        return ()
+    return (f"prefix, lengths and other settings are those of the run in {run}",)
 
 
 def changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:

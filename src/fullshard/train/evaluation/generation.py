@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ class GenerationSpec:
     num_beams: int = 1  # width of the beam search; 1: greedy
     length_penalty: float = 1.0  # exponent of the length that a beam's score is divided by
     no_repeat_ngram_size: int = 0  # a text repeats no sequence of this many tokens; 0: no limit
+    temperature: float = 0.0  # that tokens are drawn with, from the model's own top_k and top_p; 0: none is drawn
 
     @classmethod
     def of(cls, config: RunConfig) -> GenerationSpec:
@@ -43,8 +44,9 @@ class GenerationSpec:
         )
 
     def config(self, own: GenerationConfig) -> GenerationConfig:
-        """Return a copy of a model's own generation settings with these settings and without sampling."""
+        """Return a copy of a model's own generation settings with these settings."""
         config = copy.deepcopy(own)
+        draws = self.temperature > 0
         config.update(
             max_new_tokens=self.max_new_tokens,
             max_length=None,
@@ -54,10 +56,10 @@ class GenerationSpec:
             length_penalty=self.length_penalty if self.num_beams > 1 else None,
             early_stopping=config.early_stopping if self.num_beams > 1 else None,
             no_repeat_ngram_size=self.no_repeat_ngram_size,
-            do_sample=False,
-            temperature=None,
-            top_k=None,
-            top_p=None,
+            do_sample=draws,
+            temperature=self.temperature if draws else None,
+            top_k=own.top_k if draws else None,
+            top_p=own.top_p if draws else None,
             num_return_sequences=1,
             return_dict_in_generate=False,
             use_cache=True,
@@ -86,7 +88,11 @@ def require_right_text(model: PreTrainedModel, batch_size: int) -> None:
 
 @torch.no_grad()
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, spec: GenerationSpec
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: Batch,
+    spec: GenerationSpec,
+    more: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Generate a text for each row of a batch; every rank calls it, each with its own batch.
 
@@ -97,6 +103,7 @@ def generate(
         tokenizer: The model's tokenizer.
         batch: On the model's device.
         spec: Lengths and beams.
+        more: Other keyword arguments of the model's ``generate``, such as a streamer.
 
     Returns:
         A text for each row, fillers included, without leading and trailing white space.
@@ -104,7 +111,7 @@ def generate(
     writer = base_of(model)  # generate calls it for every token, also inside an adapter
     with _settings(writer, spec):
         ids = model.generate(  # type: ignore[operator]
-            input_ids=batch.prompt_ids_BP, attention_mask=batch.prompt_mask_BP, synced_gpus=False
+            input_ids=batch.prompt_ids_BP, attention_mask=batch.prompt_mask_BP, synced_gpus=False, **(more or {})
         )
     if not model.config.is_encoder_decoder:
         ids = ids[:, batch.prompt_ids_BP.shape[1] :]  # a decoder-only model returns the prompt as well

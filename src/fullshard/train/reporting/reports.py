@@ -48,6 +48,9 @@ class RunStart:
     base_license: str | None = None  # licence that the base model's own card states; None: it states none
     flops: Flops | None = None  # FLOPs of a token and of the devices; None if the devices' are not known
     notes: tuple[str, ...] = ()  # notes for the user, such as lengths and truncated rows
+    conversations: bool = False  # whether the training rows are conversations
+    # some training rows as the model sees them: what each part of a row is, and its text
+    shown_rows: tuple[tuple[tuple[str, str], ...], ...] = ()
     resumed_step: int = 0  # steps trained before the checkpoint that the run resumes from; 0 for a new run
     evaluated_step: int = 0  # step after which the last evaluation before was made; 0 if there was none
     plan: Mapping[str, Any] | None = None  # the fullest rank's plan, and each rank's memory; None if there is none

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from fullshard.config import SUMMARY_NAME
+from fullshard.config import RUN_NAME as RUN_NAME, SUMMARY_NAME
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
 from fullshard.storage import write_text
@@ -27,7 +27,6 @@ from fullshard.train.reporting.trace import TRACE_NAME, StepTrace
 T = TypeVar("T")
 
 METRICS_NAME = "metrics.jsonl"
-RUN_NAME = "run.json"
 PREDICTIONS_NAME = "predictions.jsonl"
 
 CELL_CHARACTERS = 200

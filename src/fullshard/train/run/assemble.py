@@ -49,6 +49,7 @@ class Assembly:
     flops: Flops | None  # FLOPs of a token and of the devices; None if the devices' are not known
     sets: tuple[SetFacts, ...]  # the sets of a mixture; empty: the run has one set
     notes: tuple[str, ...]  # notes on data and model for the user
+    conversations: bool = False  # whether the training rows are conversations
 
 
 def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *, group: int | None = None) -> Assembly:
@@ -104,6 +105,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
             *ready.notes,
             *advice(config, ready_data, plan, comm.size),
         ),
+        conversations=ready_data.conversations,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fullshard.data import row_parts
 from fullshard.engine import memory_summary, units
 from fullshard.models import base_of, stated_license
 from fullshard.storage import holds_model
@@ -23,6 +24,9 @@ from fullshard.version import __version__
 
 _SET_FILES = ("train_file", "validation_file", "dataset_name")
 """Settings of a set that may name local files, whose content a starting point represents by size and hash."""
+
+_SHOWN_ROWS, _SHOWN_CHARACTERS = 5, 2_000
+"""Training rows that are recorded as the model sees them, evenly spaced, and the characters of each."""
 
 
 def describe_start(
@@ -60,6 +64,8 @@ def describe_start(
         base_license=None if parts.config.model.path is None else stated_license(parts.config.model.path),
         flops=parts.flops,
         notes=(*parts.notes, *notes, *earlier),
+        conversations=parts.conversations,
+        shown_rows=_shown_rows(parts),
         resumed_step=resumed_step,
         evaluated_step=record.evaluated_step,
     )
@@ -110,6 +116,16 @@ def _intervals(best: EvaluationReport) -> dict[str, tuple[float, float]]:
     texts = [one.prediction for one in best.predictions]
     rows = row_scores(tuple(best.metrics), texts, [one.references for one in best.predictions])  # type: ignore[arg-type]
     return {name: bootstrap_interval(scores) for name, scores in rows.items()}
+
+
+def _shown_rows(parts: Assembly) -> tuple[tuple[tuple[str, str], ...], ...]:
+    rows = len(parts.train_set)
+    count = min(_SHOWN_ROWS, rows)
+    most, causal = _SHOWN_CHARACTERS, parts.collate.causal
+    return tuple(
+        tuple(row_parts(parts.train_set, place * rows // count, parts.tokenizer, causal=causal, most=most))
+        for place in range(count)
+    )
 
 
 def _hardware(device: torch.device) -> str:

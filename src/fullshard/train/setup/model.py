@@ -92,7 +92,7 @@ def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
     if config.training.torch_compile:
         compile_blocks(model, dynamic=True)  # rows differ in length
     if config.training.packing:
-        enable_packing(model)
+        enable_packing(model, config.data.max_source_length + config.data.max_target_length)
 
 
 def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> PreTrainedModel:
@@ -174,6 +174,11 @@ def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tu
         raise ConfigError(
             "A prefix adapter is incompatible with the routers' own loss: transformers takes the prefix for tokens "
             "that the routers have seen. Set model.output_router_logits: false, or use another adapter."
+        )
+    if router is not None and config.training.packing:
+        raise ConfigError(
+            "training.packing is incompatible with the routers' own loss: transformers counts its tokens by a mask of "
+            "padding, and packed rows have another. Set packing: false, or model.output_router_logits: false."
         )
     return router, () if note is None else (note,)
 

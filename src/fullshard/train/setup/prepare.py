@@ -53,6 +53,7 @@ class PreparedSet:
     labels: Mapping[str, int] | None  # as in :class:`Prepared`
     majority: str  # the most frequent training target
     content: str  # hash of what its training rows were read from
+    conversations: bool = False  # whether its training rows are conversations
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Prepared:
     labels: Mapping[str, int] | None
     sets: tuple[PreparedSet, ...]  # the sets of a mixture; of other data one, named ""
     notes: tuple[str, ...]  # notes for the user: recognised columns, skipped rows, lengths, truncated rows
+    conversations: bool = False  # whether the training rows are conversations
 
 
 def prepare(
@@ -129,6 +131,7 @@ def prepare(
         labels=_joined_labels([one.labels for one in sets]),
         sets=tuple(sets),
         notes=tuple(notes),
+        conversations=any(one.conversations for one in sets),
     )
 
 
@@ -156,7 +159,8 @@ def _prepare_set(
         notes += [note for note in held_kept["notes"] if note not in reading]
         notes += _length_notes(f"held-out{of_set}", held_out_set)
     labels, majority = kept["labels"], kept["majority"]
-    one = PreparedSet(work.name, train_set, held_out, held_out_set, labels, majority, work.content("train"))
+    of_rows = held_out, held_out_set, labels, majority
+    one = PreparedSet(work.name, train_set, *of_rows, work.content("train"), kept["conversations"])
     return one, reading, notes
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MOST_LABELS = 1000
 """Maximum number of distinct targets of a label set."""
 
-_FORMAT = 3
+_FORMAT = 4
 """Version of the cache entries; to be increased when the same inputs give other entries."""
 
 EXAMPLES_NAME = "examples.json"
@@ -120,6 +120,8 @@ class SetRows:
         if not lines:
             return ()
         name = f"{self.name}_{split}" if self.name else split
+        if split == "validation" and self.rows_file is not None:  # rows of another file are not the run's
+            name = f"of_{self.rows_file.stem}"
         path = Path(self.config.output_dir, f"unusable_rows_{name}.txt")
         # Each rank writes the same, under a name of its own first.
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -168,7 +170,7 @@ def set_tokens(
         stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
         kept = {"stats": stats, "notes": notes, "skipped": skipped}
         if split == "train":
-            return kept | _count_targets(rows)
+            return kept | _count_targets(rows) | {"conversations": rows[0].conversation is not None}
         texts = [(row.source, row.references, row.line) for row in rows]
         (entry / EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
         return kept

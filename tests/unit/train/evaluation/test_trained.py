@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging
 
 from fullshard.config import RunConfig
-from fullshard.config.recorded import read_run, recorded_run
+from fullshard.config.recorded import read_run, recorded_run, run_of
 from fullshard.data import InputRow, SourceSpec, add_plain_template, read_inputs, read_split
 from fullshard.errors import ConfigError, DataError, ModelError
 from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
@@ -204,6 +205,20 @@ def test_settings_of_a_finished_run_follow_it_to_another_place(tokenizer, tmp_pa
     with pytest.raises(ConfigError, match=r"no summary\.json"):
         read_run(tmp_path)
     assert recorded_run(tmp_path) is None
+
+
+def test_a_runs_best_model_has_the_settings_of_the_run_around_it(tokenizer, tmp_path, monkeypatch):
+    out, config = finished_run(tmp_path, build_model(MODEL, tokenizer, seed=3), tokenizer)
+    best = save(build_model(MODEL, tokenizer, seed=4), tokenizer, out / "best")
+    assert run_of(best) is None, "there is no run.json"
+    (out / "run.json").write_text((out / "summary.json").read_text())
+    assert run_of(out) == out
+    monkeypatch.chdir(best)
+    for directory in (best, Path()):
+        assert run_of(directory) == out.resolve()
+        assert recorded_run(directory).data.max_source_length == config.data.max_source_length == 12
+    (out / "run.json").write_text('{"lap": 3}')
+    assert recorded_run(best) is None, "another program's file"
 
 
 # Rows without targets

@@ -189,3 +189,20 @@ def test_the_last_step_of_a_run_that_ends_early_is_logged(tmp_path):
     assert logged_steps(tmp_path) == [1]
     run(tmp_path, training__logging_steps=5)
     assert logged_steps(tmp_path) == [1, 5, 8]
+
+
+def test_sharding_that_is_still_to_be_chosen_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"sharding: auto is chosen before: .* chosen_settings\(\)"):
+        run(tmp_path, sharding="auto")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_start_records_five_rows_as_the_model_sees_them(tmp_path):
+    run(tmp_path, training__max_steps=1, data__max_target_length=20)
+    start = json.loads((tmp_path / "out" / "run.json").read_text())
+    rows = start["shown_rows"]
+    assert [[name for name, _ in row] for row in rows] == [["source", "target"]] * 5
+    train = read_split(SourceSpec(train_file=tmp_path / "train.csv"), "train").examples
+    spaced = [train[place].target for place in (0, 5, 10, 15, 20)]
+    assert [row[1][1].removesuffix("</s>").strip() for row in rows] == spaced
+    assert start["conversations"] is False

@@ -268,6 +268,19 @@ def test_all_unusable_rows_are_listed_in_the_output_directory(tmp_path, allowed)
         assert len(list(out.iterdir())) == 1
 
 
+def test_unusable_rows_of_a_file_to_measure_on_are_listed_apart(tmp_path):
+    for name, count in (("rows", 8), ("other", 7)):
+        (tmp_path / f"{name}.csv").write_text("text,label\n" + "".join(f"a{n},\n" for n in range(count)) + "a,b\n" * 4)
+    data = {name: str(tmp_path / "rows.csv") for name in ("train_file", "validation_file")}
+    data |= {"max_bad_rows": 9, "cache_dir": str(tmp_path / "cache")}
+    config = RunConfig.model_validate(settings(tmp_path, data=data))
+    prepare(config)
+    prepare(config, rows_file=tmp_path / "other.csv")
+    out = tmp_path / "out"
+    assert len((out / "unusable_rows_validation.txt").read_text().splitlines()) == 8, "the run's own"
+    assert len((out / "unusable_rows_of_other.txt").read_text().splitlines()) == 7
+
+
 def write_talks(directory, count):
     """Conversations of three answers each."""
     path = directory / "talks.jsonl"

@@ -1,0 +1,148 @@
+"""A conversation with a trained model: each text is answered as ``fullshard predict`` would answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from fullshard.comm import Comm
+from fullshard.config import RunConfig
+from fullshard.data import Conversation, EpochPlan, Example, batches, tokenize, uses_chat_template
+from fullshard.errors import ConfigError
+from fullshard.models import is_causal
+from fullshard.train.evaluation.generation import GenerationSpec, generate, require_right_text
+from fullshard.train.setup.prepare import collate_spec, tokenize_spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model wrote."""
+
+    text: str  # without leading and trailing white space
+    prompt: str  # what it read, decoded from the token ids with special tokens
+    cut: bool  # whether turns or tokens were left out of the prompt, by data.max_source_length
+
+
+class Talk:
+    """A conversation, or texts that are answered on their own; one process, whose ranks are itself alone.
+
+    A causal model whose tokenizer has a chat template gets the conversation so far in it, an encoder-decoder that was
+    trained on conversations gets it as its source. Any other model gets each text on its own.
+
+    Attributes:
+        remembers: Whether the model is given the conversation so far.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RunConfig,
+        comm: Comm,
+        *,
+        temperature: float = 0.0,
+        conversations: bool = False,
+    ) -> None:
+        """Begin without a turn.
+
+        Args:
+            model: The sharded model, in evaluation mode.
+            tokenizer: The model's tokenizer.
+            config: Lengths, prefix, separator, beams.
+            comm: The ranks it is sharded over: this process alone.
+            temperature: That tokens are drawn with; 0: the most likely ones are taken, as by ``predict``.
+            conversations: Whether the model was trained on conversations.
+
+        Raises:
+            ConfigError: Tokens are drawn and beams are searched; or the separator would not be used.
+        """
+        require_right_text(model, batch_size=1)
+        self._model, self._tokenizer, self._comm = model, tokenizer, comm
+        self._tokens = tokenize_spec(config, tokenizer, causal=is_causal(model))
+        self._collate = collate_spec(tokenizer, causal=self._tokens.causal)
+        self._generation = replace(GenerationSpec.of(config), temperature=temperature)
+        if temperature > 0 and self._generation.num_beams > 1:
+            raise ConfigError(
+                f"A temperature of {temperature:g} draws tokens, and a beam search of width "
+                f"{self._generation.num_beams} does not. Set --num-beams 1, or leave out --temperature."
+            )
+        chats = uses_chat_template(tokenizer, self._tokens)
+        self.remembers = chats if self._tokens.causal else conversations
+        self._turns: list[Mapping[str, Any]] = []
+
+    @property
+    def streams(self) -> bool:
+        """True if text comes as it is written; of a beam search it is known at the end."""
+        return self._generation.num_beams == 1
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self._turns = []
+
+    def answer(
+        self, text: str, write: Callable[[str], None] | None = None, stopped: Callable[[], bool] = lambda: False
+    ) -> Answer:
+        """Answer a text, and remember both.
+
+        Args:
+            text: The user's turn, or a source.
+            write: Receives parts of the answer as they are written, special tokens left out.
+            stopped: Asked after each token; once true, the answer ends with that token.
+
+        Raises:
+            DataError: A limit leaves no room for the text, or the chat template fails. The text is forgotten.
+        """
+        asked = {"role": "user", "content": text}
+        tokenized = tokenize([self._example(text, asked)], self._tokenizer, self._tokens)
+        plan = EpochPlan(1, 1, 1, training=False)
+        (batch,) = batches(tokenized, plan, 0, self._collate)
+        more: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([_Stop(stopped)])}
+        if write is not None and self.streams:
+            more["streamer"] = _Parts(self._tokenizer, write)
+        (written,) = generate(self._model, self._tokenizer, batch.to(self._comm.device), self._generation, more)
+        if write is not None and not self.streams:
+            write(written)
+        if self.remembers:
+            self._turns += [asked, {"role": "assistant", "content": written}]
+        prompt = self._tokenizer.decode(tokenized.source_ids[0].tolist(), clean_up_tokenization_spaces=False)
+        return Answer(written, str(prompt), tokenized.cut[0])
+
+    def _example(self, text: str, asked: Mapping[str, Any]) -> Example:
+        if not self.remembers:
+            return Example(text, (text,), 1)
+        history = Conversation((*self._turns, asked), ())
+        return Example(history.history_text, (text,), 1, history)
+
+
+class _Stop(StoppingCriteria):
+    """Ends an answer where the user wants it to end."""
+
+    def __init__(self, stopped: Callable[[], bool]) -> None:
+        self._stopped = stopped
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> Any:
+        """Return (rows,) bool, whether each row ends here."""
+        return torch.full((input_ids.shape[0],), self._stopped(), dtype=torch.bool, device=input_ids.device)
+
+
+class _Parts(TextStreamer):
+    """Hands on the text of tokens as soon as later ones cannot change it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        self._write = write
+        self._begun = False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: FBT001, FBT002 (transformers' own)
+        """Hand on a part; the answer begins with its first character that is not white space."""
+        text = text if self._begun else text.lstrip()
+        if text:
+            self._begun = True
+            self._write(text)
