@@ -10,10 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 import fullshard
+from fullshard.models.loss import fuse_head, model_loss
 
 LEARNING_RATE = 1e-4
 
@@ -52,6 +54,23 @@ class Task:
         return {name: torch.randint(2, words, size, generator=generator) for name, size in sizes.items()}
 
 
+@dataclass(frozen=True)
+class LargeVocabulary(Task):
+    """A Llama of 8 blocks whose tables, of 128,256 rows, are most of it."""
+
+    def model(self) -> nn.Module:
+        """Return it with random weights, the same on every rank."""
+        torch.manual_seed(0)
+        words, width = (1000, 64) if self.small else (128_256, 1024)
+        sizes = {"hidden_size": width, "intermediate_size": 7 * width // 2, "num_attention_heads": width // 64}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=words, num_hidden_layers=8, num_key_value_heads=1, **sizes))
+
+    def inputs(self, rank: int) -> dict[str, torch.Tensor]:
+        """Return token ids, ``(batch, source)``, different on every rank."""
+        ids = super().inputs(rank)["input_ids"]
+        return {"input_ids": ids, "labels": ids}
+
+
 def _unsharded(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
@@ -68,7 +87,7 @@ def _fsdp1(model: nn.Module, mesh: Any) -> nn.Module:
 def _fsdp2(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     options["mesh"] = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for module in model.modules():
-        if isinstance(module, T5Block):
+        if isinstance(module, (T5Block, LlamaDecoderLayer)):
             torch_fully_shard(module, **options)
     torch_fully_shard(model, **options)
     return model
@@ -80,6 +99,11 @@ def _fsdp2_no_reshard(model: nn.Module, mesh: Any) -> nn.Module:
 
 def _fullshard(model: nn.Module, mesh: Any) -> nn.Module:
     return fullshard.fully_shard(model, mesh)
+
+
+def _fullshard_home(model: nn.Module, mesh: Any) -> nn.Module:
+    fuse_head(model)
+    return fullshard.fully_shard(model, mesh, tables="auto")
 
 
 def _fullshard_replicated(model: nn.Module, mesh: Any) -> nn.Module:
@@ -97,6 +121,7 @@ ENGINES: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
     "fsdp2": _fsdp2,
     "fsdp2_no_reshard": _fsdp2_no_reshard,
     "fullshard": _fullshard,
+    "fullshard_home": _fullshard_home,
     "fullshard_replicated": _fullshard_replicated,
     "fullshard_sharded": _fullshard_sharded,
 }
@@ -124,7 +149,20 @@ class Contender:
 
     def forward(self) -> torch.Tensor:
         """Return the loss only, so that other outputs are freed."""
+        if self.name.endswith("_home"):
+            return self._fused_loss()
         return self.model(**self.inputs).loss
+
+    def _fused_loss(self) -> torch.Tensor:
+        """Return the same loss, computed in the head, as the program's objective does."""
+        labels = self.inputs["labels"]
+        if self.model.config.is_encoder_decoder:
+            shifted = self.model._shift_right(labels)
+            inputs = {"input_ids": self.inputs["input_ids"], "decoder_input_ids": shifted}
+        else:
+            inputs, labels = {"input_ids": self.inputs["input_ids"][:, :-1]}, labels[:, 1:]
+        summed = model_loss(self.model, lambda: self.model(**inputs, use_cache=False).logits, labels)
+        return summed / labels.numel()
 
     def forward_backward(self) -> float:
         """Compute the gradients of one batch and return its loss."""

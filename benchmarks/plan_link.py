@@ -12,12 +12,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from namespaces import on_two_machines
 from plan import Configuration
 from plan_time import figures, measured, rates
 from ranks import quiet
@@ -25,9 +25,6 @@ from ranks import quiet
 from fullshard.comm import init_from_env, shutdown
 
 LATEST = Path(__file__).parent / "results" / "plan_link.json"
-SPACES = ("planned-a", "planned-b")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-PORT = 29519
 CHOSEN = (
     *(Configuration(model) for model in ("t5", "bart", "gpt2", "llama", "qwen", "mixtral")),
     *(Configuration(model, strategy=s) for model in ("t5", "llama") for s in ("SHARD_GRAD_OP", "NO_SHARD")),
@@ -63,41 +60,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def link(rate: str) -> None:
-    """Make the namespaces and the link between them."""
-    ends = [f"{space}-0" for space in SPACES]
-    run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-    for space, end, address in zip(SPACES, ends, ADDRESSES, strict=True):
-        run("ip", "netns", "add", space)
-        run("ip", "link", "set", end, "netns", space)
-        inside = ("ip", "netns", "exec", space)
-        run(*inside, "ip", "addr", "add", f"{address}/24", "dev", end)
-        run(*inside, "ip", "link", "set", end, "up")
-        run(*inside, "ip", "link", "set", "lo", "up")
-        run(*inside, "tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-
-
-def run(*command: str) -> None:
-    """Run a command.
-
-    Raises:
-        CalledProcessError: It failed.
-    """
-    subprocess.run(command, check=True)
-
-
-def start(rank: int) -> subprocess.Popen[bytes]:
-    """Start a rank in its namespaces."""
-    environment = {
-        **os.environ,
-        **{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)},
-        **{"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": f"{SPACES[rank]}-0"},
-        "OMP_NUM_THREADS": "1",
-    }
-    inside = ("ip", "netns", "exec", SPACES[rank], "unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-    return subprocess.Popen([*inside, sys.executable, *sys.argv], env=environment)
-
-
 def main() -> None:
     """Make the link and compare over it, or be one of its ranks."""
     parser = argparse.ArgumentParser(description="Compare planned step times over a slow link with measured ones.")
@@ -108,12 +70,7 @@ def main() -> None:
     if "RANK" in os.environ:
         torch.set_num_threads(1)
         return compare(options.out, options.rate)
-    try:
-        link(options.rate)
-        codes = [rank.wait() for rank in [start(0), start(1)]]
-    finally:
-        for space in SPACES:
-            subprocess.run(["ip", "netns", "del", space], check=False)
+    codes = on_two_machines(options.rate)
     if any(codes):
         sys.exit(f"a rank failed: exit codes {codes}")
     return print(json.dumps(json.loads(options.out.read_text())["summary"], indent=1))

@@ -186,6 +186,11 @@ FROZEN = ("shard", "replicate", "auto")
 compared with the device's memory."""
 
 
+TABLES = ("gather", "auto", "home")
+"""What happens to the tables of embeddings and heads: they are gathered like the rest; tokens travel to their rows
+where that sends fewer bytes; or they do so always."""
+
+
 @dataclass(frozen=True)
 class UnitPolicy:
     """The policies of one unit.
@@ -195,12 +200,14 @@ class UnitPolicy:
         precision: Dtypes.
         offload: Whether shards are in host memory.
         frozen: ``"shard"`` or ``"replicate"`` the frozen parameters.
+        tables: One of ``TABLES``.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     precision: MixedPrecision = MixedPrecision()
     offload: CPUOffload | None = None
     frozen: str = "shard"
+    tables: str = "gather"
 
 
 @dataclass(frozen=True)

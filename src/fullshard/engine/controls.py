@@ -14,6 +14,7 @@ from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.recorder import SILENT
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Keep, Unit
+from fullshard.engine.tables.lane import bring_tables
 from fullshard.engine.timeline import Recorder
 from fullshard.errors import ShardingError
 
@@ -124,6 +125,7 @@ def reset(model: nn.Module) -> None:
 def unshard(unit: Unit) -> None:
     """Start the gather of a unit on the user's request; it is kept until the next pass begins. Every rank calls it."""
     runtime = unit.runtime
+    bring_tables(unit)
     if in_backward():
         runtime.issue_gather(unit)
         return

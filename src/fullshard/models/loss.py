@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from fullshard.errors import ModelError
 from fullshard.models.adapters import base_of
+from fullshard.shards import FullParameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -193,11 +194,29 @@ class FusedHead:
         counted = (labels != IGNORED).nonzero().squeeze(1)
         rows = input[:, -spec.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
         weight, bias = self._head.weight, self._head.bias
+        home = self._home_loss(rows, labels[counted], spec)
+        if home is not None:
+            return home
         records = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             if spec.weights is not None:
                 spec = replace(spec, weights=spec.weights.flatten()[counted])
             return _LinearCrossEntropy.apply(rows, weight, bias, labels[counted], spec, records)  # type: ignore[return-value]
+
+    def _home_loss(self, rows: Tensor, labels: Tensor, spec: _LossSpec) -> Tensor | None:
+        """Return the loss if rows of the head's weight stay with their ranks, else None."""
+        weight = self._head.weight
+        loss = getattr(weight.watcher(), "loss", None) if isinstance(weight, FullParameter) else None
+        if loss is None or self._head.bias is not None:
+            return None
+        objective = spec.objective
+        return loss(
+            rows,
+            labels,
+            label_smoothing=objective.label_smoothing,
+            z_loss=objective.z_loss,
+            expected_gradient=spec.expected_gradient,
+        )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

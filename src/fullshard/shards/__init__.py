@@ -16,6 +16,7 @@ from fullshard.shards.guarded import (
     FullParameter as FullParameter,
     GuardedShard as GuardedShard,
     WatchedParameter as WatchedParameter,
+    reads_metadata as reads_metadata,
 )
 from fullshard.shards.shard import (
     STATE_ON_ALL_RANKS as STATE_ON_ALL_RANKS,

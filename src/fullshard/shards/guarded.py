@@ -32,6 +32,13 @@ def _attribute_of(func: Any) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
+def reads_metadata(func: Any) -> bool:
+    """Return whether a function of torch reads only what is known of a parameter without its elements."""
+    name = getattr(func, "__name__", "")
+    name = _attribute_of(func) if name in ("__get__", "__set__", "__delete__") else name
+    return name in _ABOUT_SHARDS - {"data_ptr", "_version", "new_tensor"}
+
+
 class FreedParameter(nn.Parameter):
     """The class of a full parameter whose memory is free: any use raises an error instead of reading freed memory."""
 

@@ -61,7 +61,7 @@ def switch_if_due(runtime: Runtime) -> None:
     switching = [one for one in runtime.units if one.policy.precision.full_in_eval and full is not (one in _NARROW)]
     if not switching:
         return
-    waiting = [one.name for one in switching if any(lane.gradient is not None for lane in one.lanes)]
+    waiting = [one.name for one in switching if any(lane.holds_gradient for lane in one.lanes)]
     waiting += [one.name for one in switching if any(lane.partial is not None for lane in one.lanes)]
     if waiting:
         raise ShardingError(

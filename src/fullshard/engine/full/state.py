@@ -15,6 +15,7 @@ from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Keep, Unit
+from fullshard.engine.tables.lane import bring_tables
 from fullshard.errors import ShardingError
 from fullshard.layout.names import plain_name
 from fullshard.shards import on_rows, rows_of
@@ -42,6 +43,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     order = _Order(runtime) if outermost else None
     entered = [unit for unit in runtime.units if Keep.CONTEXT not in unit.keep]
     for unit in runtime.units:
+        bring_tables(unit)
         runtime.gather(unit)
         unit.settle()  # what is written inside must not reach a rank that still reads
     for unit in entered:
@@ -149,6 +151,7 @@ class RootHeld:
         if not root.stays_shown:
             root.reshard()  # what is gathered may be older than the shards
             runtime.follow_changes([root])
+        bring_tables(root)
         runtime.gather(root)
         root.keep.add(Keep.GENERATION)
 

@@ -40,6 +40,7 @@ from fullshard.errors import ConfigError, ProcessGroupError, ShardingError, Wrap
 from fullshard.layout.names import plain_name
 from fullshard.policy import (
     FROZEN,
+    TABLES,
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
@@ -65,6 +66,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     prefetch: BackwardPrefetch | Prefetch = BackwardPrefetch.BACKWARD_PRE,
     offload_policy: CPUOffload | None = None,
     frozen: str = "shard",
+    tables: str = "gather",
     ignored_params: Iterable[nn.Parameter] = (),
     device: torch.device | None = None,
     weights: WeightSource | None = None,
@@ -97,6 +99,9 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
         offload_policy: Whether shards, gradients and optimizer states are in host memory.
         frozen: Placement of frozen parameters: ``"shard"``, ``"replicate"`` (on every rank, without communication), or
             ``"auto"``: replicate if they take at most a quarter of the smallest rank's memory.
+        tables: What happens to large embeddings and heads outside the blocks: ``"gather"`` (like the rest), ``"auto"``
+            (tokens travel to their rows, in lookups and in :func:`vocab_parallel_loss`, where that sends fewer bytes),
+            or ``"home"`` (always). A table that anything else reads is gathered there.
         ignored_params: Parameters that stay unsharded, on every rank; ``module.parameters()`` excludes a module.
         device: Device that units compute on; None: this rank's accelerator, else CPU.
         weights: Source of all parameters and persistent buffers, such as ``fullshard.Pretrained(path)``: each rank
@@ -121,7 +126,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     strategy = _reshard(strategy, after_forward=reshard_after_forward)
     ranks = as_mesh(mesh, strategy, device)
     runtime_device = device_of(device or ranks.device)
-    policy = UnitPolicy(strategy, mp_policy or MixedPrecision(), offload_policy, frozen)
+    policy = UnitPolicy(strategy, mp_policy or MixedPrecision(), offload_policy, frozen, tables)
     _check_policy(policy, runtime_device)
     root, wrap = (model, wrap) if isinstance(model, nn.Module) else (nn.ModuleList(model), None)
     members = (root,) if isinstance(model, nn.Module) else tuple(model)
@@ -264,6 +269,8 @@ def _check_policy(policy: UnitPolicy, device: Device) -> None:
     """Refuse what this device does not support, before anything changes."""
     if policy.frozen not in FROZEN:
         raise ConfigError(f"frozen is one of {', '.join(FROZEN)}; got {policy.frozen!r}.")
+    if policy.tables not in TABLES:
+        raise ConfigError(f"tables is one of {', '.join(TABLES)}; got {policy.tables!r}.")
     for keyword, given, kind in (
         ("mp_policy", policy.precision, MixedPrecision),
         ("offload_policy", policy.offload, CPUOffload),
@@ -358,7 +365,7 @@ def _place_frozen(policy: UnitPolicy, root: nn.Module, ranks: Mesh) -> UnitPolic
     nbytes = sum(p.numel() * dtypes_of(policy.precision, p, kept=False).compute.itemsize for p in frozen)
     smallest = min(ranks.all_gather_object(device_memory_bytes(ranks.device)))
     place = "replicate" if nbytes <= _REPLICATED_SHARE * smallest else "shard"
-    return UnitPolicy(policy.strategy, policy.precision, policy.offload, place)
+    return dataclasses.replace(policy, frozen=place)
 
 
 def _include(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Mesh, account: Account) -> list[Unit]:

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from fullshard.comm import Device, Mesh, SoloComm
-from fullshard.engine.setup.wrap import ParamSpec, UnitSpec, is_table
+from fullshard.engine.setup.wrap import ParamSpec, UnitSpec, can_stay_home, is_table
 from fullshard.engine.step.buffers import Account
 from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.precision import Dtypes, cast_floats, dtypes_of, torch_dtype
 from fullshard.engine.step.unit import Unit
+from fullshard.engine.tables.lane import TableLane
+from fullshard.engine.tables.param import TableParam
 from fullshard.layout import LaneLayout, plan_unit
 from fullshard.layout.sharded import ShardMeta
 from fullshard.policy import MixedPrecision, ShardingStrategy, UnitPolicy
@@ -40,7 +42,8 @@ class UnitBuilder:
             values: Whether the shards get the parameters' values; otherwise they hold zeros, for a source to fill.
         """
         tables = {id(member) for member in spec.params if is_table(member)}
-        cut = [piece for group in self._groups(spec) for piece in self._cut(group, values=values)]
+        homes = self._homes(spec)
+        cut = [piece for group in self._groups(spec, homes) for piece in self._cut(group, homes, values=values)]
         # The full values are not needed any more. Freed before the gathered buffers are allocated: otherwise two units
         # would be in memory at once.
         for member in spec.params:
@@ -56,11 +59,26 @@ class UnitBuilder:
         kept = any(id(module) in self.kept for module, _ in member.slots)
         return dtypes_of(self.policy.precision, member.param, kept=kept)
 
-    def _groups(self, spec: UnitSpec) -> Iterable[list[ParamSpec]]:
+    def _homes(self, spec: UnitSpec) -> set[int]:
+        """Return the ids of the parameters whose rows stay home: tables, and heads that are units of their own."""
+        if self.policy.tables == "gather" or self.policy.strategy is ShardingStrategy.NO_SHARD:
+            return set()
+        size, homes = self.mesh.shard_group.size, set()
+        for member in spec.params:
+            if can_stay_home(member, spec) and not self._is_replicated(member):
+                lanes = plan_unit((tuple(member.param.shape),), size).lanes
+                if len(lanes) == 1 and lanes[0].placements[0].full_rows:
+                    homes.add(id(member))
+        return homes
+
+    def _is_replicated(self, member: ParamSpec) -> bool:
+        return self.policy.frozen == "replicate" and not member.param.requires_grad
+
+    def _groups(self, spec: UnitSpec, homes: set[int]) -> Iterable[list[ParamSpec]]:
         """Group parameters that may share a lane: the same dtypes, all trainable or all frozen, each table alone."""
         groups: dict[tuple[object, ...], list[ParamSpec]] = {}
         for member in spec.params:
-            alone = id(member) if is_table(member) else None
+            alone = id(member) if is_table(member) or id(member) in homes else None
             groups.setdefault((self._dtypes(member), member.param.requires_grad, alone), []).append(member)
         return groups.values()
 
@@ -75,10 +93,10 @@ class UnitBuilder:
             return piece
         return self.runtime_device.pin(piece.cpu()) if self._pinned else piece.cpu()
 
-    def _cut(self, group: list[ParamSpec], *, values: bool) -> Iterable[tuple[Lane, list[ParamSpec]]]:
+    def _cut(self, group: list[ParamSpec], homes: set[int], *, values: bool) -> Iterable[tuple[Lane, list[ParamSpec]]]:
         """Plan the lanes of one group and cut this rank's shards, with the parameters' values if ``values``."""
         first, dtypes = group[0].param, self._dtypes(group[0])
-        replicated = self.policy.frozen == "replicate" and not first.requires_grad
+        replicated = self._is_replicated(group[0])
         mesh = Mesh(SoloComm(self.mesh.device), self.mesh.all_ranks) if replicated else self.mesh
         unit_layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard_group.size)
         for layout in unit_layout.lanes:
@@ -86,7 +104,7 @@ class UnitBuilder:
             if values:
                 _copy_values(group, layout, mesh.shard_group.rank, shard)
             members = [group[placement.index] for placement in layout.placements]
-            lane = Lane(
+            lane = (TableLane if id(group[0]) in homes else Lane)(
                 layout,
                 mesh,
                 self._host(shard),
@@ -98,13 +116,16 @@ class UnitBuilder:
                 device=self.runtime_device,
                 account=self.account,
             )
+            if isinstance(lane, TableLane):
+                lane.forced = self.policy.tables == "home"
             yield lane, members
 
     def _sharded_params(self, lane: Lane, members: list[ParamSpec], tables: set[int]) -> Iterable[ShardedParam]:
         rank = lane.mesh.shard_group.rank
         for placement, shape, member in zip(lane.layout.placements, lane.shapes, members, strict=True):
             meta = ShardMeta(member.names[0], tuple(member.names[1:]), shape, lane.layout, placement, rank)
-            yield ShardedParam(meta, lane, member.param, member.slots, is_table=id(member) in tables)
+            kind = TableParam if isinstance(lane, TableLane) else ShardedParam
+            yield kind(meta, lane, member.param, member.slots, is_table=id(member) in tables)
 
 
 def _copy_values(group: list[ParamSpec], layout: LaneLayout, rank: int, shard: torch.Tensor) -> None:

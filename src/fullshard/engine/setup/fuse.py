@@ -10,6 +10,7 @@ from torch import nn
 from fullshard.engine.step.fused import EmbeddingSite, LinearSite
 from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.plain_modules import is_plain_embedding, plain_type
+from fullshard.engine.tables.param import TableEmbeddingSite, TableLinearSite, TableParam
 
 _SITE = "_fullshard_site"  # in a module's __dict__
 
@@ -20,10 +21,11 @@ def fuse(hooks: UnitHooks) -> None:
         for module, key in param.slots:
             if key != "weight" or "forward" in module.__dict__:
                 continue
+            home = isinstance(param, TableParam)
             if plain_type(module) is nn.Linear:
-                _replace_forward(module, LinearSite(hooks, param, module))
+                _replace_forward(module, (TableLinearSite if home else LinearSite)(hooks, param, module))
             elif is_plain_embedding(module):
-                _replace_forward(module, EmbeddingSite(hooks, param, module))
+                _replace_forward(module, (TableEmbeddingSite if home else EmbeddingSite)(hooks, param, module))
 
 
 def _replace_forward(module: nn.Module, site: LinearSite | EmbeddingSite) -> None:

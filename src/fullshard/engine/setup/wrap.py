@@ -70,6 +70,15 @@ def is_table(spec: ParamSpec) -> bool:
     return len(modules) == len(spec.slots) and known and embeds and spec.param.numel() >= LARGE_NUMEL
 
 
+def can_stay_home(spec: ParamSpec, unit: UnitSpec) -> bool:
+    """Return whether tokens may travel to the parameter: a large embedding, or a large head in a unit of its own."""
+    modules = [module for module, key in spec.slots if key == "weight"]
+    if spec.param.ndim != 2 or spec.param.numel() < LARGE_NUMEL or not modules:
+        return False
+    is_head = len(spec.slots) == 1 and unit.modules == (modules[0],) and plain_type(modules[0]) is nn.Linear
+    return is_head or any(isinstance(module, nn.Embedding) for module in modules)
+
+
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 

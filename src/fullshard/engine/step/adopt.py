@@ -106,7 +106,7 @@ def _adopt_dtype(unit: Unit, lane: Lane, members: Sequence[ShardedParam]) -> Non
 
 
 def _check_no_accumulation(unit: Unit, lane: Lane, done: str) -> None:
-    if lane.gradient is not None or lane.partial is not None:
+    if lane.holds_gradient or lane.partial is not None:
         raise ShardingError(
             f"Parameters of unit {unit.name} were {done} while gradients of no_sync or no_all_reduce wait to be "
             "reduced. Finish the accumulation with a backward outside of it first."

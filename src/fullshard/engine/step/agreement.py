@@ -55,7 +55,7 @@ class Agreement:
             MismatchError: Ranks announce different collectives; raised on every rank.
         """
         self.mesh.announce(f"{collective} of unit {self.names[unit]}")
-        code = 2 * unit + (collective == "all-gather")
+        code = 8 * unit + ("all-gather", "reduce-scatter", "lookup", "lookup's gradient", "loss").index(collective)
         self._issued = zlib.crc32(code.to_bytes(4, "little"), self._issued)
         if not self.first_pass:
             return

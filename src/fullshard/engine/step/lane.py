@@ -25,6 +25,17 @@ class LaneState(Enum):
     """The full parameters."""
     SPENT = "spent"
     """Nothing: freed early in this backward, because no operation left in it reads the parameters."""
+    HOME = "home"
+    """Nothing: a table's rows stay with their ranks, and tokens travel to them (``engine/tables``)."""
+
+
+def predivisor(mesh: Mesh, dtype: torch.dtype) -> float:
+    """Return the divisor of float16 gradients before the sum: the power of two nearest to sqrt(ranks); else 1.
+
+    Sums of 65,504 and more overflow float16. Dividing by the number of ranks before the sum would flush small gradients
+    to zero, so half of the division is done before it and half after. Dividing by a power of two is exact.
+    """
+    return 2.0 ** round(0.5 * (mesh.size.bit_length() - 1)) if dtype == torch.float16 else 1.0
 
 
 @dataclass(eq=False)
@@ -197,6 +208,23 @@ class Lane:
                 gradient[placement.start : placement.start + placement.numel].zero_()
         self.written.clear()
         return gradient
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether a gradient waits to be reduced, or is being reduced."""
+        return self.gradient is not None
+
+    def start_sum(self) -> tuple[torch.Tensor, Work | None]:
+        """Start to sum the unsharded gradient over the shard group; return this rank's slice and what to wait for."""
+        full, comm = self.complete_gradient(), self.mesh.shard_group
+        divisor = predivisor(self.mesh, full.dtype)
+        if divisor != 1.0:
+            full.div_(divisor)
+        if comm.size == 1:
+            # The gradient of an unsharded lane is its own shard: nothing is copied.
+            return full.to(self.dtypes.reduce_sum), None
+        shard = full.new_empty(self.layout.shard_numel, dtype=self.dtypes.reduce_sum)
+        return shard, comm.reduce_scatter(shard, full)
 
     def drop_gradient(self) -> None:
         """Free the unsharded gradient."""

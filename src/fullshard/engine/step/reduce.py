@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm import DONE, Mesh, Work, settle
-from fullshard.engine.step.lane import Lane
+from fullshard.comm import DONE, Work, settle
+from fullshard.engine.step.lane import Lane, predivisor
 
 
 @dataclass
@@ -30,15 +30,6 @@ class PendingReduce:
     across: bool
 
 
-def predivisor(mesh: Mesh, dtype: torch.dtype) -> float:
-    """Return the divisor of float16 gradients before the sum: the power of two nearest to sqrt(ranks); else 1.
-
-    Sums of 65,504 and more overflow float16. Dividing by the number of ranks before the sum would flush small gradients
-    to zero, so half of the division is done before it and half after. Dividing by a power of two is exact.
-    """
-    return 2.0 ** round(0.5 * (mesh.size.bit_length() - 1)) if dtype == torch.float16 else 1.0
-
-
 def start_reduce(lanes: Sequence[Lane], *, across: bool) -> list[PendingReduce]:
     """Issue the reduce-scatter of every trainable lane, with zeros where no gradient arrived.
 
@@ -50,18 +41,9 @@ def start_reduce(lanes: Sequence[Lane], *, across: bool) -> list[PendingReduce]:
     for lane in lanes:
         if not lane.trainable:
             continue
-        mesh, full = lane.mesh, lane.complete_gradient()
-        divisor = predivisor(mesh, full.dtype)
-        if divisor != 1.0:
-            full.div_(divisor)
-        if mesh.shard_group.size == 1:
-            # The gradient of an unsharded lane is its own shard: nothing is copied.
-            shard, work = full.to(lane.dtypes.reduce_sum), None
-        else:
-            shard = full.new_empty(lane.layout.shard_numel, dtype=lane.dtypes.reduce_sum)
-            work = mesh.shard_group.reduce_scatter(shard, full)
+        shard, work = lane.start_sum()
         inside = work or DONE
-        if across and mesh.replica_group.size > 1:
+        if across and lane.mesh.replica_group.size > 1:
             work = _then_across(lane, shard, work)
         pending.append(PendingReduce(lane, shard, work or DONE, inside, across))
     return pending

@@ -326,7 +326,7 @@ class Unit:
     @property
     def holds_gradient(self) -> bool:
         """Whether an unsharded gradient waits to be reduced (one under way does not count)."""
-        return not self._pending and any(lane.gradient is not None for lane in self.lanes)
+        return not self._pending and any(lane.holds_gradient for lane in self.lanes)
 
     def issue_reduce(self, *, across: bool, final: bool) -> None:
         """Start the reduce-scatter, with zeros where no gradient arrived.

@@ -1,0 +1,129 @@
+"""A step over a network: what it costs to send a table, and what it saves to send tokens.
+
+    sudo python benchmarks/network.py [--rates 2gbit,1gbit,10gbit] [--rounds 8] [--out PATH] [--small]
+
+Times steps of two CPU ranks in network and process namespaces of their own, joined by a link of each rate (Linux, root,
+``ip`` and ``tc``; without them it says so and measures no time); then counts memory and bytes of a step of the same T5
+and of a Llama with 128,256 rows, two ranks on this machine, each engine in processes of its own. ``fullshard_home`` is
+``fully_shard(model, tables="auto")`` with the loss computed in the head; the others compute the model's own. Nothing
+else should run meanwhile.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench import machine
+from contenders import Contender, LargeVocabulary, Task
+from measure import interleaved, slowest, summary
+from memory import _resident_and_wire, _tensors_and_operators
+from namespaces import on_two_machines
+from ranks import on_two_ranks, quiet, teller
+from step import entered
+
+from fullshard.comm import init_from_env, shutdown
+
+LATEST = Path(__file__).parent / "results" / "network.json"
+TIMED = ("floor", "ddp", "fsdp2", "fullshard", "fullshard_home")
+COUNTED = ("floor", "fsdp2", "fullshard", "fullshard_home")
+TIMEOUT_S = 300.0
+
+
+def task(small: bool) -> Task:
+    return Task(batch=4, source=128, target=48, small=small)
+
+
+def llama(small: bool) -> Task:
+    return LargeVocabulary(batch=1, source=512, target=0, small=small)
+
+
+def time_steps(out: Path, rounds: int, *, small: bool) -> None:
+    """Time the steps of every contender in turn; as one of the ranks."""
+    comm = init_from_env()
+    tell = teller(out.stem, time.time(), speaks=comm.rank == 0)
+    chosen = task(small)
+    contenders, _, failures = entered(
+        TIMED, lambda name: Contender(name, chosen.model(), chosen.inputs(comm.rank), comm), comm, tell
+    )
+    record = interleaved(
+        contenders, rounds, work=Contender.step, tidy=lambda contender: None, barrier=dist.barrier, progress=tell
+    )
+    records = comm.all_gather_object(record)
+    if comm.rank == 0:
+        times = {name: summary(slowest(one[name]["seconds"] for one in records)) for name in record}
+        losses = {name: record[name]["losses"] for name in record}
+        out.write_text(json.dumps({"contenders": times, "losses_rank0": losses, "failures": failures}))
+    comm.barrier()
+    shutdown()
+
+
+def count(chosen: Task) -> dict[str, dict[str, Any]]:
+    """Return memory and bytes of each contender's step."""
+    figures: dict[str, dict[str, Any]] = {}
+    for name in COUNTED:
+        print(f"{type(chosen).__name__}: {name}", file=sys.stderr, flush=True)
+        one: dict[str, Any] = {}
+        for part in (_resident_and_wire, _tensors_and_operators):
+            ranks = on_two_ranks(part, name, chosen, timeout_s=TIMEOUT_S)
+            one |= {k: max(r[k] for r in ranks) if k.startswith("peak") else v for k, v in ranks[0].items()}
+        figures[name] = one
+    for one in figures.values():
+        one["engine_memory_bytes"] = one["peak_tensor_bytes"] - figures["floor"]["peak_activation_bytes"]
+    return figures
+
+
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """Return what the page of benchmarks shows."""
+    found: dict[str, float] = {}
+    for rate, timed in result["time"].items():
+        medians = {name: one["median_s"] for name, one in timed["contenders"].items()}
+        for peer, word in (("floor", "floor"), ("ddp", "ddp"), ("fsdp2", "fully_shard"), ("fullshard", "gathered")):
+            if {peer, "fullshard_home"} <= set(medians):
+                found[f"step_over_{word}_{rate}"] = round(medians["fullshard_home"] / medians[peer], 3)
+    for prefix, key in (("", "t5"), ("llama_", "llama")):
+        ours, theirs = result[key]["fullshard_home"], result[key]["fsdp2"]
+        found[f"{prefix}engine_memory_over_fully_shard"] = round(
+            ours["engine_memory_bytes"] / theirs["engine_memory_bytes"], 3
+        )
+        found[f"{prefix}wire_bytes_over_fully_shard"] = round(ours["wire_bytes"] / theirs["wire_bytes"], 3)
+    return found
+
+
+def main() -> None:
+    """Measure, or be one of the ranks."""
+    parser = argparse.ArgumentParser(description="Measure steps over a network.")
+    parser.add_argument("--rates", default="2gbit,1gbit,10gbit", help="as tc writes them, separated by commas")
+    parser.add_argument("--rounds", type=int, default=8, help="timed rounds (default: 8)")
+    parser.add_argument("--out", metavar="PATH", type=Path, default=LATEST)
+    parser.add_argument("--small", action="store_true", help="use tiny models, for development only")
+    options = parser.parse_args()
+    quiet()
+    partial = options.out.with_suffix(".part")
+    if "RANK" in os.environ:
+        return time_steps(partial, options.rounds, small=options.small)
+    result: dict[str, Any] = {"machine": machine(), "torch": torch.__version__, "time": {}}
+    for rate in options.rates.split(","):
+        try:
+            codes = on_two_machines(rate)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"no time is measured: namespaces cannot be made here ({error})", file=sys.stderr)
+            break
+        if any(codes):
+            sys.exit(f"a rank failed: exit codes {codes}")
+        result["time"][rate] = json.loads(partial.read_text())
+        partial.unlink()
+    result |= {"t5": count(task(options.small)), "llama": count(llama(options.small))}
+    result["ratios"] = ratios(result)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return print(json.dumps(result["ratios"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The lane of a table that need not be gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.comm import Work
+from fullshard.engine.step.lane import Lane, LaneState, predivisor
+from fullshard.engine.step.unit import Unit
+
+
+@dataclass(eq=False)
+class TableLane(Lane):
+    """The lane of one table, split by full rows, to which tokens travel where that sends fewer bytes.
+
+    While ``travels`` is set, the lane is HOME where another one is SHARDED: the unit's gather leaves it out. It is
+    gathered by :meth:`bring`, where something else than a lookup or the loss needs the table; then backward gives an
+    unsharded gradient, which is reduced as always. Both kinds of gradient may come in one backward.
+
+    Attributes:
+        forced: Whether tokens travel whatever it costs, as long as nothing else reads the table.
+        travels: Whether tokens travel in the next pass; the same on every rank.
+        came: Whether the table was gathered for a backward whose gradient is not reduced yet; the same on every rank.
+        rows_gradient: The gradient of this rank's rows that tokens have brought, summed over the shard group;
+            (shard_numel,), in the dtype of sums; None if there is none.
+    """
+
+    forced: bool = False
+    travels: bool = True
+    came: bool = False
+    rows_gradient: torch.Tensor | None = None
+
+    def decide(self, *, travels: bool) -> None:
+        """Set whether tokens travel from the next pass on; every rank calls it with the same value."""
+        self.travels = travels or self.forced
+
+    def bring(self) -> None:
+        """Have the unit's next gather include the table."""
+        if self.state is LaneState.HOME:
+            self.state = LaneState.SHARDED
+
+    def issue_gather(self) -> None:
+        """See :meth:`Lane.issue_gather`."""
+        self.came = self.came or torch.is_grad_enabled()
+        super().issue_gather()
+
+    def release(self) -> None:
+        """See :meth:`Lane.release`."""
+        super().release()
+        if self.travels and not self.came:  # else backward gathers it again
+            self.state = LaneState.HOME
+
+    @property
+    def holds_gradient(self) -> bool:
+        """See :meth:`Lane.holds_gradient`."""
+        return super().holds_gradient or self.rows_gradient is not None
+
+    def add_rows_gradient(self) -> torch.Tensor:
+        """Return where gradients of this rank's rows are added, zero at first; (shard_numel,)."""
+        if self.rows_gradient is None:
+            self.rows_gradient = self.device.empty(self.layout.shard_numel, self.dtypes.reduce_sum).zero_()
+            self.account.add("gradients", self.rows_gradient.nbytes)
+        return self.rows_gradient
+
+    def start_sum(self) -> tuple[torch.Tensor, Work | None]:
+        """See :meth:`Lane.start_sum`: what tokens have brought is summed already."""
+        rows = self.add_rows_gradient() if not self.came else self.rows_gradient
+        self._drop_rows()
+        if self.came:
+            self.came = False
+            self._add_own(rows)
+            return super().start_sum()
+        assert rows is not None
+        return rows.div_(predivisor(self.mesh, self.dtypes.reduce)), None
+
+    def _add_own(self, rows: torch.Tensor | None) -> None:
+        """Add what tokens have brought, (shard_numel,), to this rank's slice of the unsharded gradient."""
+        full = self.complete_gradient()
+        self.written.update(range(len(self.layout.placements)))  # what is complete need not be cleared again
+        if rows is not None:
+            low, high = self.layout.shard_bounds(self.mesh.shard_group.rank)
+            full[low:high].add_(rows)
+
+    def _drop_rows(self) -> None:
+        if self.rows_gradient is not None:
+            self.account.add("gradients", -self.rows_gradient.nbytes)
+        self.rows_gradient = None
+
+    def drop_gradient(self) -> None:
+        """See :meth:`Lane.drop_gradient`."""
+        super().drop_gradient()
+        self._drop_rows()
+
+
+def bring_tables(unit: Unit) -> None:
+    """Have the unit's next gather include tables that are home: all of its parameters are to be shown."""
+    for lane in unit.lanes:
+        if isinstance(lane, TableLane):
+            lane.bring()

@@ -1,0 +1,267 @@
+"""The cross-entropy of a table whose rows stay home: each rank has the logits of all ranks' tokens for its own rows.
+
+For a token with logits z over V rows, of which rank r owns some, and its target y, in natural logarithms::
+
+    lse(z) = m + log(sum over r of s[r] exp(m[r] - m))    m[r]: its largest logit here, s[r]: the sum of exp(z - m[r])
+    loss   = lse(z) - (1 - e) z[y] - e mean(z) + w lse(z)^2    e: label smoothing, w: weight of the z-loss
+
+(the same terms as ``models/loss.py``). Hidden states of all ranks meet here; three or four numbers of each token are
+exchanged; gradients of hidden states go back by a reduce-scatter, and the table's gradient is complete where it is.
+With N ranks, at most T tokens each, and width d, a rank sends (N-1) T d numbers twice and 16 N T bytes for the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fullshard.comm import Comm, settle
+from fullshard.errors import MismatchError
+
+if TYPE_CHECKING:
+    from fullshard.engine.tables.param import TableParam
+
+CHUNK_NUMEL = 1 << 23
+"""Elements of logits that a rank has at once: 32 MB in float32."""
+
+_UNEQUAL = (
+    "Ranks scaled a loss over a table that stays home by different factors before backward, {low:g} to {high:g}: the "
+    "table's gradient would be wrong. Scale it alike on every rank, or pass each rank's factor as expected_gradient."
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is computed of each token.
+
+    Attributes:
+        label_smoothing: Share of each target's probability that is spread over all rows.
+        z_loss: Weight of the squared log-sum-exp.
+        factor: What this rank multiplies its loss by before backward, as far as known; 0-d if a tensor.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    factor: float | torch.Tensor = 1.0
+
+
+def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms) -> torch.Tensor | None:
+    """Return this rank's loss summed over its tokens, or None if the table is gathered now, or better were.
+
+    Every rank calls it, also without tokens. The choice is the same on every rank: tokens travel where N times the most
+    tokens that a rank has are fewer than the table's rows.
+
+    Args:
+        table: The table, of V rows of width d.
+        hidden: Of each token with a target, (T, d), in the table's compute dtype.
+        labels: Its target, (T,), int64.
+        terms: What the loss consists of.
+
+    Returns:
+        0-d, float32 or wider.
+    """
+    comm = table.lane.mesh.shard_group
+    table.announce("loss")
+    factor = torch.as_tensor(terms.factor, dtype=torch.float64, device=hidden.device).reshape(1)
+    known = _all_gather(comm, torch.cat([factor.new_full((1,), len(hidden)), factor]))
+    counts = [int(one) for one in known[:, 0].tolist()]
+    pays = comm.size * max(counts) < table.meta.global_shape[0]
+    stays = table.is_home and (pays or table.lane.forced)
+    if torch.is_grad_enabled():
+        table.lane.decide(travels=pays)
+    if not stays:
+        table.come()
+        return None
+    records = torch.is_grad_enabled() and (hidden.requires_grad or table.trainable)
+    tokens = _Tokens(comm, counts, known[:, 1], records=records)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _HomeLoss.apply(hidden, table.full, table, labels, terms, tokens)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of all ranks.
+
+    Attributes:
+        comm: The ranks that share the table.
+        counts: How many tokens each rank has.
+        factors: What each rank multiplies its loss by; (N,), float64.
+        records: Whether gradients are wanted.
+    """
+
+    comm: Comm
+    counts: list[int]
+    factors: torch.Tensor
+    records: bool
+
+    @property
+    def most(self) -> int:
+        """The most tokens that a rank has; others' are filled up."""
+        return max(self.counts)
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Return (N * most, ...): each rank's (T, ...), filled up with zeros."""
+        padded = mine.new_zeros(self.most, *mine.shape[1:])
+        padded[: len(mine)] = mine
+        return _all_gather(self.comm, padded).flatten(0, 1)
+
+    def weights(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return each token's rank's factor, 0 where tokens are filled up; (N * most,)."""
+        places = torch.arange(self.most, device=device)
+        counts = torch.tensor(self.counts, device=device)
+        return (self.factors[:, None] * (places < counts[:, None])).to(dtype).flatten()
+
+
+def _all_gather(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
+    """Return (N, ...): every rank's tensor."""
+    full = mine.new_empty(comm.size * mine.numel())
+    if not mine.numel():  # on every rank
+        return full.view(comm.size, *mine.shape)
+    work = comm.all_gather(full, mine.reshape(-1))
+    work.wait()
+    settle(work)
+    return full.view(comm.size, *mine.shape)
+
+
+class _HomeLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        _full: torch.Tensor,
+        table: TableParam,
+        labels: torch.Tensor,
+        terms: Terms,
+        tokens: _Tokens,
+    ) -> torch.Tensor:
+        parts = _Parts(table, hidden, labels, terms, tokens)
+        total = parts.run(wants_hidden=tokens.records and ctx.needs_input_grad[0])
+        ctx.table, ctx.factor, ctx.tokens = table, terms.factor, tokens
+        ctx.gradients = parts.hidden_gradient, parts.rows_gradient
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        table: TableParam = ctx.table
+        (hidden, rows), ctx.gradients = ctx.gradients, (None, None)
+        if hidden is None and rows is None:
+            raise RuntimeError("Backward through a fused loss runs once: its gradients are not kept.")
+        left = (gradient / ctx.factor).reshape(1)  # 1-d: a 0-d tensor would be rounded to the gradient's dtype
+        if rows is not None:
+            _require_equal(ctx.tokens.comm, table, left)
+
+            def add(total: torch.Tensor) -> None:
+                total.addcmul_(rows.to(total.dtype), left.to(total.dtype))
+
+            table.receive(add)
+        return (None if hidden is None else hidden.mul_(left), None, None, None, None, None)
+
+
+def _require_equal(comm: Comm, table: TableParam, left: torch.Tensor) -> None:
+    """Refuse factors that differ between ranks: rows of one rank have gradients of every rank's tokens.
+
+    Raises:
+        MismatchError: They differ by more than rounding; on every rank.
+    """
+    table.announce("loss")
+    extremes = torch.cat([left, -left]).double()
+    comm.all_reduce(extremes, "max").wait()
+    high, low = extremes[0].item(), -extremes[1].item()
+    if high - low > 1e-5 * max(abs(high), abs(low)):
+        raise MismatchError(_UNEQUAL.format(low=low, high=high))
+
+
+class _Parts:
+    """The loss and its gradients, some tokens at a time."""
+
+    def __init__(
+        self, table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms, tokens: _Tokens
+    ) -> None:
+        self.table, self.terms, self.tokens = table, terms, tokens
+        self.rows = table.rows
+        self.rank, self.count = tokens.comm.rank, len(hidden)
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.hidden = tokens.gather(hidden.detach())
+        first = table.bounds[self.rank].item()
+        targets = tokens.gather(labels) - first
+        self.is_here = (targets >= 0) & (targets < len(self.rows))
+        self.targets = targets.where(self.is_here, 0)
+        self.weights = tokens.weights(self.wide, hidden.device)
+        self.hidden_gradient: torch.Tensor | None = None
+        self.rows_gradient: torch.Tensor | None = None
+
+    def run(self, *, wants_hidden: bool) -> torch.Tensor:
+        """Return this rank's loss, 0-d, and set the gradients."""
+        dtypes, records = self.table.lane.dtypes, self.tokens.records
+        partial = torch.zeros_like(self.hidden, dtype=dtypes.reduce) if wants_hidden else None
+        if records and self.table.trainable:
+            self.rows_gradient = torch.zeros_like(self.rows, dtype=self.wide)
+        step = max(64, CHUNK_NUMEL // max(1, len(self.rows)))
+        losses = []
+        for start in range(0, len(self.hidden), step):
+            part = slice(start, start + step)
+            loss, slopes = self._chunk(part)
+            losses.append(loss)
+            if partial is not None:
+                partial[part] = slopes @ self.rows
+            if self.rows_gradient is not None:
+                self._add_rows(slopes, self.hidden[part])
+        if partial is not None:
+            self.hidden_gradient = self._own(partial).to(self.hidden.dtype)
+        at = self.rank * self.tokens.most
+        mine = torch.cat(losses)[at : at + self.count] if losses else self.weights
+        return mine.sum()
+
+    def _add_rows(self, slopes: torch.Tensor, hidden: torch.Tensor) -> None:
+        assert self.rows_gradient is not None
+        if slopes.dtype == self.wide:
+            self.rows_gradient.addmm_(slopes.t(), hidden)
+        else:
+            self.rows_gradient += slopes.t() @ hidden
+
+    def _own(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks of what each computed for this rank's tokens, (T, d)."""
+        own = partial.new_empty(self.tokens.most, partial.shape[1], dtype=self.table.lane.dtypes.reduce_sum)
+        if not self.tokens.most:
+            return own
+        work = self.tokens.comm.reduce_scatter(own.view(-1), partial.view(-1))
+        work.wait()
+        settle(work)
+        return own[: self.count]
+
+    def _chunk(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the losses of some tokens of all ranks, (C,), and the gradient of their logits here, (C, R)."""
+        share, vocabulary = self.terms.label_smoothing, self.table.meta.global_shape[0]
+        logits = (self.hidden[part] @ self.rows.t()).to(self.wide)
+        here, targets = self.is_here[part], self.targets[part, None]
+        everywhere = _all_gather(self.tokens.comm, self._statistics(logits, here, targets))
+        top = everywhere[:, 0].amax(0)
+        lse = top + (everywhere[:, 1] * (everywhere[:, 0] - top).exp()).sum(0).log()
+        mean = everywhere[:, 3].sum(0) / vocabulary if share else 0.0
+        losses = lse - (1 - share) * everywhere[:, 2].sum(0) - share * mean + self.terms.z_loss * lse.square()
+        if not self.tokens.records:
+            return losses, logits
+        slopes = logits.sub_(lse[:, None]).exp_()
+        if self.terms.z_loss:
+            slopes.mul_(1 + 2 * self.terms.z_loss * lse[:, None])
+        if share:
+            slopes.sub_(share / vocabulary)
+        if len(self.rows):
+            slopes.scatter_add_(1, targets, (share - 1) * here.to(slopes.dtype)[:, None])
+        return losses, slopes.mul_(self.weights[part, None]).to(self.hidden.dtype)
+
+    def _statistics(self, logits: torch.Tensor, here: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return of each token the largest logit here, the sum of exp(logit - largest), the target's, and the sum."""
+        stats = logits.new_zeros(4 if self.terms.label_smoothing else 3, len(logits))
+        if not len(self.rows):
+            stats[0] = -math.inf
+            return stats
+        stats[0] = logits.amax(1)
+        stats[1] = (logits - stats[0, :, None]).exp_().sum(1)
+        stats[2] = logits.gather(1, targets).squeeze(1) * here
+        if self.terms.label_smoothing:
+            stats[3] = logits.sum(1)
+        return stats

@@ -1,0 +1,202 @@
+"""A table: the parameter of an embedding or a head whose rows stay home."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+
+from fullshard.comm import add_rows
+from fullshard.engine.step.fused import EmbeddingSite, LinearSite
+from fullshard.engine.step.lane import LaneState
+from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
+from fullshard.engine.step.torch_private import will_execute
+from fullshard.engine.step.unit import Unit
+from fullshard.engine.tables.exchange import Trip, ask, fetch, give_back
+from fullshard.engine.tables.lane import TableLane
+from fullshard.engine.tables.loss import Terms, home_loss
+from fullshard.errors import ShardingError
+from fullshard.shards import WatchedParameter, on_rows, reads_metadata
+
+
+class HomeParameter(WatchedParameter):
+    """The class of a full parameter whose rows are home: lookups travel, any other use gathers the table first."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look up, or gather the table and compute with it."""
+        kwargs = kwargs or {}
+        if reads_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        homes = [one for one in _flat((args, kwargs)) if isinstance(one, HomeParameter)]
+        if func is F.embedding and _is_plain_lookup(args, kwargs) and homes[0] is args[1]:
+            return homes[0].watcher().look_up(args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx"))
+        for one in homes:
+            one.watcher().come()
+        return WatchedParameter.__torch_function__(func, types, args, kwargs)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [one for item in value.values() for one in _flat(item)]
+    if isinstance(value, (tuple, list)):
+        return [one for item in value for one in _flat(item)]
+    return [value]
+
+
+def _is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``F.embedding`` was called with ids, a table and at most a padding index."""
+    rest = (*args[3:], *(value for key, value in kwargs.items() if key not in ("padding_idx", "norm_type")))
+    return len(args) >= 2 and not any(value for value in rest if not isinstance(value, float))
+
+
+class TableParam(ShardedParam):
+    """A table of V rows of width d, of which each rank owns some.
+
+    Attributes:
+        bounds: Rank r of the shard group owns rows ``bounds[r]`` to ``bounds[r + 1]``; (N + 1,), int64.
+    """
+
+    lane: TableLane
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See :class:`ShardedParam`."""
+        super().__init__(*args, **kwargs)
+        layout, width = self.meta.layout, self.meta.placement.row_numel
+        stops = [layout.local_range(self.meta.placement, rank)[1] // width for rank in range(layout.world_size)]
+        ends = torch.tensor([0, *stops]).cummax(0).values  # ranks without rows have the range (0, 0)
+        self.bounds = ends.to(self.lane.mesh.shard_group.device)
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that the table belongs to."""
+        return cast("Unit", self.sharded.shard_unit())  # type: ignore[attr-defined]
+
+    @property
+    def is_home(self) -> bool:
+        """Whether tokens travel to the table now."""
+        return self.lane.state is LaneState.HOME
+
+    @property
+    @on_rows
+    def rows(self) -> torch.Tensor:
+        """This rank's rows, (R, d), in the compute dtype, on the device that the unit computes on."""
+        own = self.local_view(self.lane.shard).detach()
+        return own.to(self.lane.device.device, self.lane.dtypes.compute)
+
+    def show_full(self) -> None:
+        """See :meth:`ShardedParam.show_full`; while the rows are home, a lookup goes to them."""
+        super().show_full()
+        if self.is_home:
+            self.full.__class__ = HomeParameter
+
+    def come(self) -> None:
+        """Gather the table, if it is home: the caller computes with all of it. Every rank calls it."""
+        if self.is_home:
+            if torch.is_grad_enabled():  # a table that a step reads is gathered in time from the next step on
+                self.lane.decide(travels=False)
+            self.lane.bring()
+            self.unit.runtime.gather(self.unit)
+
+    def announce(self, collective: str) -> None:
+        """Announce an exchange of tokens, and compare it over ranks in the first pass."""
+        self.unit.runtime.agreement.before(collective, self.unit.index)
+
+    def receive(self, add: Any) -> None:
+        """Call ``add`` with this rank's rows of the gradient, (R, d), to add to, if this backward computes it.
+
+        Raises:
+            ShardingError: Inside ``backward(create_graph=True)``.
+        """
+        if torch.is_grad_enabled():
+            raise ShardingError(CREATE_GRAPH_REFUSED)
+        if will_execute(self.accumulate):
+            unit = self.unit
+            unit.runtime.receive(unit, self, lambda: add(self.local_view(self.lane.add_rows_gradient())))
+
+    def look_up(self, ids: torch.Tensor, padding_index: int | None = None) -> torch.Tensor:
+        """Return the rows of ``ids``, (ids.shape, d), in the compute dtype. Every rank calls it.
+
+        Raises:
+            IndexError: An id is negative, or not below the number of rows.
+        """
+        if ids.numel():
+            low, high = (int(one) for one in ids.aminmax())
+            if low < 0 or high >= self.meta.global_shape[0]:
+                raise IndexError(
+                    f"{self.meta.name} has {self.meta.global_shape[0]} rows; ids from {low} to {high} were looked up."
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Lookup.apply(ids, self.full, self, padding_index)  # type: ignore[return-value]
+
+    def loss(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        label_smoothing: float,
+        z_loss: float,
+        expected_gradient: float | torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return the loss of the table as a head, as :func:`home_loss` does; None if it is to be computed of logits."""
+        return home_loss(self, hidden, labels, Terms(label_smoothing, z_loss, expected_gradient))
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: torch.Tensor, _full: torch.Tensor, table: TableParam, padding_index: int | None
+    ) -> torch.Tensor:
+        comm = table.lane.mesh.shard_group
+        table.announce("lookup")
+        trip = ask(comm, table.bounds, ids)
+        rows = fetch(comm, trip, table.rows, table.lane.dtypes.compute)
+        ctx.table, ctx.trip = table, trip
+        ctx.padding = None if padding_index is None else ids == padding_index
+        return F.embedding(trip.places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        table: TableParam = ctx.table
+        trip: Trip = ctx.trip
+        comm, dtypes = table.lane.mesh.shard_group, table.lane.dtypes
+        sums = gradient.new_zeros(sum(trip.asked), gradient.shape[-1], dtype=dtypes.reduce)
+        rows = gradient.to(dtypes.reduce)
+        if ctx.padding is not None:
+            rows = rows.masked_fill(ctx.padding.unsqueeze(-1), 0)
+        add_rows(sums, trip.places.reshape(-1), rows.reshape(-1, rows.shape[-1]))
+
+        def add(total: torch.Tensor) -> None:
+            table.announce("lookup's gradient")
+            arrived = give_back(comm, trip, sums).to(total.dtype)
+            add_rows(total, trip.wanted, arrived)
+
+        table.receive(add)
+        return None, None, None, None
+
+
+class TableEmbeddingSite(EmbeddingSite):
+    """A plain ``nn.Embedding`` of a table."""
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the module's output."""
+        table = cast("TableParam", self.param)
+        if table.is_home and self.module._parameters["weight"] is table.full:
+            return table.look_up(input, self.padding_index)
+        return super().__call__(input)
+
+
+class TableLinearSite(LinearSite):
+    """An ``nn.Linear`` whose weight is a table."""
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the module's output, of the gathered table."""
+        table = cast("TableParam", self.param)
+        if self.module._parameters["weight"] is table.full:
+            table.come()
+        return super().__call__(input)
