@@ -78,7 +78,7 @@ def compare(make, loss_of, ranks, dtype=torch.float64, mesh=None, **options):
     """Train with and without sharding; return the sharded models.
 
     In float64: the first steps of AdamW are signs of gradients, and where those nearly cancel the order of a sum
-    decides, with any kind of sharding. The models' norms and attention, and some losses, compute in float32 all the same.
+    decides, with any kind of sharding. The models' norms and attention, and some losses, still compute in float32.
     """
     reference, copies = replicas(make, ranks)
     data = batches(4, ranks * ROWS_PER_RANK)
@@ -251,7 +251,7 @@ def test_a_loss_that_ranks_scale_differently_is_refused():
 
     def work(comm):
         model = fully_shard(copies[comm.rank], comm, tables="home")
-        with pytest.raises(MismatchError, match="by different factors before backward, 0.0625 to 0.125"):
+        with pytest.raises(MismatchError, match=r"by different factors before backward, 0\.0625 to 0\.125"):
             (loss_of(model, tokens[2 * comm.rank : 2 * comm.rank + 2]) * (comm.rank + 1)).backward()
 
     run_ranks(2, work)
