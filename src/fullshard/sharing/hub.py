@@ -18,7 +18,13 @@ from huggingface_hub import (
     logging as hub_logging,
 )
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
-from huggingface_hub.utils import disable_progress_bars, get_session, validate_repo_id
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    get_session,
+    validate_repo_id,
+)
 
 from fullshard.errors import ConfigError, HubError
 from fullshard.sharing.contents import File, is_of_a_model
@@ -138,7 +144,7 @@ def _asked(call: Callable[[], T]) -> T:
 @contextmanager
 def _quiet(*, progress: bool) -> Iterator[None]:
     """Keep the library's own lines out: they have addresses that allow uploads, and no remedy."""
-    level = hub_logging.get_verbosity()
+    level, drew = hub_logging.get_verbosity(), not are_progress_bars_disabled()
     hub_logging.set_verbosity(logging.CRITICAL)
     if not progress:
         disable_progress_bars()
@@ -146,6 +152,8 @@ def _quiet(*, progress: bool) -> Iterator[None]:
         yield
     finally:
         hub_logging.set_verbosity(level)
+        if drew:
+            enable_progress_bars()
 
 
 @contextmanager

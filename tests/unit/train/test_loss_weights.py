@@ -43,7 +43,7 @@ def model_of(kind, dtype=torch.float64):
     torch.manual_seed(0)
     maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = maker.from_config(config, attn_implementation="eager").to(dtype)
-    enable_packing(model)
+    enable_packing(model, longest=64)
     return model.train()
 
 
