@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from bench import machine
 from contenders import Contender, LargeVocabulary, Task
-from measure import interleaved, slowest, summary
-from memory import _resident_and_wire, _tensors_and_operators
+from measure import TensorMeter, interleaved, loopback_sent_bytes, slowest, summary
 from namespaces import on_two_machines
 from ranks import on_two_ranks, quiet, teller
 from step import entered
 
-from fullshard.comm import init_from_env, shutdown
+from fullshard.comm import Comm, init_from_env, shutdown
+from fullshard.testing import RecordingComm
 
 LATEST = Path(__file__).parent / "results" / "network.json"
 TIMED = ("floor", "ddp", "fsdp2", "fullshard", "fullshard_home")
@@ -64,16 +64,41 @@ def time_steps(out: Path, rounds: int, *, small: bool) -> None:
     shutdown()
 
 
+def counted_step(comm: Comm, name: str, chosen: Task) -> dict[str, int]:
+    """Return what a contender's second step holds and sends on this rank."""
+    ledger = RecordingComm(comm)
+    with TensorMeter() as meter:
+        contender = Contender(name, chosen.model(), chosen.inputs(comm.rank), ledger)
+        contender.step()
+        dist.barrier()
+        ledger.entries.clear()
+        sent = loopback_sent_bytes()
+        dist.barrier()  # no rank sends before every rank has read the counter
+        with meter.stretch("step"):
+            with meter.stretch("forward"):
+                loss = contender.forward()
+            with meter.stretch("backward"):
+                loss.backward()
+            del loss
+            contender.optimizer.step()
+            contender.optimizer.zero_grad()
+        dist.barrier()
+        sent = (loopback_sent_bytes() - sent) // comm.size
+    step, forward = meter.stretches["step"], meter.stretches["forward"]
+    return {
+        "peak_tensor_bytes": step["peak"],
+        "peak_activation_bytes": forward["peak"] - forward["start"],
+        "wire_bytes": ledger.sent_bytes if ledger.entries else sent,  # ranks of one host need not send over loopback
+    }
+
+
 def count(chosen: Task) -> dict[str, dict[str, Any]]:
     """Return memory and bytes of each contender's step."""
     figures: dict[str, dict[str, Any]] = {}
     for name in COUNTED:
         print(f"{type(chosen).__name__}: {name}", file=sys.stderr, flush=True)
-        one: dict[str, Any] = {}
-        for part in (_resident_and_wire, _tensors_and_operators):
-            ranks = on_two_ranks(part, name, chosen, timeout_s=TIMEOUT_S)
-            one |= {k: max(r[k] for r in ranks) if k.startswith("peak") else v for k, v in ranks[0].items()}
-        figures[name] = one
+        ranks = on_two_ranks(counted_step, name, chosen, timeout_s=TIMEOUT_S)
+        figures[name] = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
     for one in figures.values():
         one["engine_memory_bytes"] = one["peak_tensor_bytes"] - figures["floor"]["peak_activation_bytes"]
     return figures

@@ -51,6 +51,7 @@ import fullshard
 from fullshard import MixedPrecision, ShardingStrategy, optim
 from fullshard.comm import Comm, MemoryMeter, RecordingComm
 from fullshard.comm.machine_axes import axes_of
+from fullshard.models import fuse_head, model_loss
 from fullshard.planner import Rates, Rehearsed, Timing, measure_rates, rehearse, time_step
 from fullshard.planner.meter import EVALUATION
 from fullshard.planner.plan import MARGIN
@@ -134,6 +135,7 @@ class Configuration:
     ranks_each: int | None = None
     reentrant: bool = False  # checkpointing of the older kind
     frozen: str | None = None  # with LoRA: how the frozen model is kept; None: no adapter
+    tables: str = "gather"  # else the loss is computed in the head, where tokens may travel to it
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,12 +143,15 @@ class Configuration:
         parts = [self.model, f"{self.ranks}r", self.strategy.lower(), self.precision, self.optimizer]
         parts += [f"{self.batch[0]}x{self.batch[1]}", *(["checkpointing"] if self.checkpointing else [])]
         parts += [*(["reentrant"] if self.reentrant else []), *([f"lora {self.frozen}"] if self.frozen else [])]
+        parts += [] if self.tables == "gather" else [f"tables {self.tables}"]
         object.__setattr__(self, "name", " ".join(parts))
 
     def make(self) -> PreTrainedModel:
         """Return the model, unsharded, the same on every rank."""
         torch.manual_seed(0)
         model = MODELS[self.model]()
+        if self.tables != "gather":
+            fuse_head(model)
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": self.reentrant})
         if self.reentrant:
@@ -171,6 +176,7 @@ class Configuration:
         return {
             "strategy": ShardingStrategy[self.strategy],
             "mp_policy": precision,
+            "tables": self.tables,
             **({} if self.frozen is None else {"frozen": self.frozen}),
         }
 
@@ -187,6 +193,7 @@ class Configuration:
             world_size=self.ranks,
             ranks_each=self.ranks_each,
             optimizer_fn=OPTIMIZERS[self.optimizer],
+            loss_fn=self._loss,
             **self.options,
         ).as_dict()
 
@@ -215,6 +222,14 @@ class Configuration:
         model, _, steps = self._made(axes)
         return model, steps
 
+    def _loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the loss of a batch, the model's own or the one that its head computes."""
+        if self.tables == "gather":
+            return model(**batch).loss
+        inputs = {**batch, "decoder_input_ids": batch["labels"]} if self.model in SEQ2SEQ else dict(batch)
+        labels = inputs.pop("labels")
+        return model_loss(model, lambda: model(**inputs).logits, labels) / labels.numel()
+
     def _made(self, axes: Sequence[Comm]) -> tuple[Any, torch.optim.Optimizer, list[Callable[[Mark], None]]]:
         ranks: Any = axes[0] if self.ranks_each is None else tuple(axes)
         model: Any = fullshard.fully_shard(self.make(), ranks, **self.options)
@@ -224,7 +239,7 @@ class Configuration:
         def step(mark: Mark) -> None:
             mark("forward")
             optimizer.zero_grad()
-            loss = model(**batch).loss
+            loss = self._loss(model, batch)
             mark("backward")
             loss.backward()
             del loss
@@ -251,6 +266,8 @@ def _models() -> list[Configuration]:
     found += [Configuration(model, batch=shape) for model in small for shape in ((1, 32), (8, 96), (2, 200))]
     found += [Configuration("t5-large", checkpointing=on, optimizer=o) for on in (False, True) for o in OPTIMIZERS]
     found += [Configuration(model, ranks=3, optimizer="muon", precision="bf16") for model in ("t5", "llama")]
+    found += [Configuration("t5-large", ranks=ranks, tables="home") for ranks in (1, 2, 3)]
+    found += [Configuration("t5-large", tables="home", precision="bf16"), Configuration("t5-large", tables="auto")]
     hybrid = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
     return found + [Configuration(m, ranks=4, strategy=s, ranks_each=2) for m in ("t5", "llama") for s in hybrid]
 
@@ -366,20 +383,23 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures over all rows; those of times if ``plan_time.py`` has measured some."""
     errors = [row["memory_error"] for row in rows]
     timed = [row["time"]["error"] for row in rows if "time" in row]
-    times = {
-        "timed": len(timed),
-        "time_median_error": round(statistics.median(map(abs, timed)), 4),
-        "time_worst_error": max(map(abs, timed)),
-        "time_median_signed_error": round(statistics.median(timed), 4),
-        "time_above_15_percent": sum(abs(error) > 0.15 for error in timed),
-    }
     return {
-        **(times if timed else {}),
+        **(_summary_of_times(timed) if timed else {}),
         "configurations": len(rows),
         "memory_median_error": round(statistics.median(map(abs, errors)), 6),
         "memory_worst_error": max(map(abs, errors)),
         "false_fits": sum(row["false_fit"] for row in rows),
         "exact": {key: sum(row["exact"][key] for row in rows) for key in ("collectives", "sent_bytes", "account")},
+    }
+
+
+def _summary_of_times(errors: Sequence[float]) -> dict[str, Any]:
+    return {
+        "timed": len(errors),
+        "time_median_error": round(statistics.median(map(abs, errors)), 4),
+        "time_worst_error": max(map(abs, errors)),
+        "time_median_signed_error": round(statistics.median(errors), 4),
+        "time_above_15_percent": sum(abs(error) > 0.15 for error in errors),
     }
 
 

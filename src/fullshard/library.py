@@ -15,6 +15,7 @@ from fullshard.engine import (
     reset,
     units,
     unsharded,
+    vocab_parallel_loss,
 )
 from fullshard.optim import ShardedGradScaler, StepInBackward, clip_grad_norm_, step_in_backward
 from fullshard.planner import Plan, plan
@@ -82,5 +83,6 @@ __all__ = [
     "step_in_backward",
     "units",
     "unsharded",
+    "vocab_parallel_loss",
     "write_assets",
 ]

@@ -9,7 +9,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard
 from fullshard.planner import Rehearsed
 from support.t5_directory import write_t5
-from support.tiny_run import WORDS, settings
+from support.tiny_run import MODEL, WORDS, settings
 
 SHAPE = {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_heads": 4, "num_layers": 2, "vocab_size": 500}
 
@@ -77,10 +77,16 @@ def write_packed_run(directory):
     return write_directory_run(directory, training={"learning_rate": 1e-3, "eval_strategy": "no", **options})
 
 
+def write_table_run(directory):
+    """Write a run file of a model whose embedding is large enough for tokens to travel to it."""
+    return write_run(directory, model={"config": MODEL | {"vocab_size": 70_000}, "tokenizer": {"vocab_size": 60}})
+
+
 RUNS = {
     "run": write_run,
     "directory": partial(write_directory_run, training__gradient_checkpointing=True),
     "adapter": write_adapter_run,
     "packed": write_packed_run,
+    "table": write_table_run,
 }
 """Functions that write run files, by case."""

@@ -41,6 +41,10 @@ class ShardingConfig(ConfigSection):
     """How frozen parameters are kept, such as the model under an adapter. shard: sharded; replicate: on every rank,
     without communication; auto: replicated if they take at most a quarter of a rank's memory."""
 
+    tables: Literal["auto", "gather", "home"] = "auto"
+    """What happens to large embeddings and output layers. auto: tokens travel to the ranks that have their rows, where
+    that sends fewer bytes; gather: gathered like the rest; home: tokens always travel."""
+
     @field_validator("wrap", mode="plain")
     @classmethod
     def _wrap_names_or_size(cls, value: object) -> str | int | tuple[str, ...]:

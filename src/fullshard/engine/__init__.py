@@ -59,5 +59,6 @@ from fullshard.engine.setup.source import (
 )
 from fullshard.engine.step.lane import LaneState as LaneState
 from fullshard.engine.step.unit import Keep as Keep, Unit as Unit, UnitOptions as UnitOptions
+from fullshard.engine.tables.head import vocab_parallel_loss as vocab_parallel_loss
 from fullshard.engine.timeline import MemorySample as MemorySample, Recorder as Recorder, TraceEvent as TraceEvent
 from fullshard.layout.names import plain_name as plain_name

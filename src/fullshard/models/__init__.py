@@ -27,6 +27,7 @@ from fullshard.models.hub import (
 from fullshard.models.loss import (
     PLAIN as PLAIN,
     Objective as Objective,
+    can_fuse as can_fuse,
     fuse_head as fuse_head,
     fused_head_of as fused_head_of,
     model_loss as model_loss,

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from fullshard.errors import ModelError
 from fullshard.models.adapters import base_of
-from fullshard.shards import FullParameter
+from fullshard.shards import table_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,11 +74,15 @@ def summed_loss(
     return loss
 
 
-def fuse_head(model: PreTrainedModel) -> FusedHead:
+def fuse_head(model: PreTrainedModel, *, fuses: bool = True) -> FusedHead:
     """Make a model compute the loss in its output head, in place; every rank calls it, before adapters and sharding.
 
     Parameters, names and outputs do not change, but inside :meth:`FusedHead.loss_context` the model returns the loss
     in place of logits. The model may be on the meta device.
+
+    Args:
+        model: The model.
+        fuses: Whether the head avoids logits wherever it can; if not, only while its rows stay home.
 
     Raises:
         ModelError: The head is not a plain linear layer, or the model changes logits after it, as soft-capping does.
@@ -90,9 +94,21 @@ def fuse_head(model: PreTrainedModel) -> FusedHead:
             f"{type(head).__name__}. Set training.fused_cross_entropy to false."
         )
     _require_untouched_logits(model, head)
-    fused = FusedHead(head)
+    fused = FusedHead(head, fuses=fuses)
     head.forward = fused
     return fused
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Return whether :func:`fuse_head` can make a model compute the loss in its head; any rank, alone."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return False
+    try:
+        _require_untouched_logits(model, head)
+    except ModelError:
+        return False
+    return True
 
 
 def fused_head_of(model: Any) -> FusedHead | None:
@@ -130,6 +146,7 @@ def model_loss(
     fused = fused_head_of(model)
     if fused is None:
         return summed_loss(forward()[:, -labels_BT.shape[1] :], labels_BT, objective, weights_BT)
+    fused.choose(labels_BT.numel())
     with fused.loss_context(labels_BT, objective, expected_gradient, weights_BT):
         returned = forward()
     bias = _logits_bias(base_of(model))
@@ -162,9 +179,10 @@ class FusedHead:
     and of the weight are kept.
     """
 
-    def __init__(self, head: nn.Linear) -> None:
-        """Return logits, as ``head`` does, outside :meth:`loss_context`."""
+    def __init__(self, head: nn.Linear, *, fuses: bool = True) -> None:
+        """Return logits, as ``head`` does, outside :meth:`loss_context`; ``fuses``: see :func:`fuse_head`."""
         self._head = head
+        self._fuses = fuses
         self._spec: _LossSpec | None = None
         self.bias_is_zero = False
 
@@ -190,33 +208,35 @@ class FusedHead:
         """Return logits, (B, T, V), of the last hidden states; in :meth:`loss_context` the loss, 0-d."""
         if self._spec is None:
             return nn.Linear.forward(self._head, input)
-        spec, labels = self._spec, self._spec.labels_BT.flatten()
-        counted = (labels != IGNORED).nonzero().squeeze(1)
-        rows = input[:, -spec.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
-        weight, bias = self._head.weight, self._head.bias
-        home = self._home_loss(rows, labels[counted], spec)
-        if home is not None:
-            return home
+        spec, weight, bias = self._spec, self._head.weight, self._head.bias
+        table = table_of(weight)
+        if table is not None and table.is_home and bias is not None:
+            table.come()
+        if table is not None and table.is_home:
+            rows, labels, weights = self._counted(input, spec)
+            terms = spec.objective.label_smoothing, spec.objective.z_loss, spec.expected_gradient
+            return table.loss(rows, labels, *terms, weights)
+        if not self._fuses:
+            logits = nn.Linear.forward(self._head, input)
+            return summed_loss(logits[:, -spec.labels_BT.shape[1] :], spec.labels_BT, spec.objective, spec.weights)
+        rows, labels, weights = self._counted(input, spec)
         records = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
-            if spec.weights is not None:
-                spec = replace(spec, weights=spec.weights.flatten()[counted])
-            return _LinearCrossEntropy.apply(rows, weight, bias, labels[counted], spec, records)  # type: ignore[return-value]
+            spec = replace(spec, weights=weights)
+            return _LinearCrossEntropy.apply(rows, weight, bias, labels, spec, records)  # type: ignore[return-value]
 
-    def _home_loss(self, rows: Tensor, labels: Tensor, spec: _LossSpec) -> Tensor | None:
-        """Return the loss if rows of the head's weight stay with their ranks, else None."""
-        weight = self._head.weight
-        loss = getattr(weight.watcher(), "loss", None) if isinstance(weight, FullParameter) else None
-        if loss is None or self._head.bias is not None:
-            return None
-        objective = spec.objective
-        return loss(
-            rows,
-            labels,
-            label_smoothing=objective.label_smoothing,
-            z_loss=objective.z_loss,
-            expected_gradient=spec.expected_gradient,
-        )
+    def choose(self, tokens: int) -> None:
+        """Choose, before a forward, whether ``tokens`` of this rank travel to rows of the head that stay home."""
+        table = table_of(self._head.weight)
+        if table is not None and self._head.bias is None:
+            table.choose(tokens)
+
+    def _counted(self, input: Tensor, spec: _LossSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return hidden states, (T, d), labels and weights, (T,), of the positions that have a target."""
+        labels = spec.labels_BT.flatten()
+        counted = (labels != IGNORED).nonzero().squeeze(1)
+        rows = input[:, -spec.labels_BT.shape[1] :].flatten(0, 1).index_select(0, counted)
+        return rows, labels[counted], None if spec.weights is None else spec.weights.flatten()[counted]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

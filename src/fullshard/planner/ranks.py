@@ -23,7 +23,9 @@ class PlannedComm:
         """See :meth:`Comm.announce`: ignored."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
-        """See :meth:`Comm.all_gather`: nothing."""
+        """See :meth:`Comm.all_gather`: whole numbers are those of this rank, which the engine reads; the rest stays."""
+        if not shard.is_floating_point():
+            full.view(self.size, -1).copy_(shard.view(1, -1))
         return self._issue()
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
@@ -45,7 +47,11 @@ class PlannedComm:
         return self._issue()
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
-        """See :meth:`Comm.exchange`: nothing."""
+        """See :meth:`Comm.exchange`: whole numbers, such as ids of rows, are those that this rank asks of itself."""
+        own = sent[self.rank]
+        for target in received if not own.is_floating_point() else ():
+            if target.numel() == own.numel():
+                target.copy_(own)
         return self._issue()
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from fullshard.shards.guarded import (
     GuardedShard as GuardedShard,
     WatchedParameter as WatchedParameter,
     reads_metadata as reads_metadata,
+    table_of as table_of,
 )
 from fullshard.shards.shard import (
     STATE_ON_ALL_RANKS as STATE_ON_ALL_RANKS,

@@ -149,3 +149,11 @@ class GuardedShard(ShardParameter):
             "rows of it are available. Call the module that owns it (`self.block.linear(x)`); or use a wrap policy "
             "that puts its uses into that unit, or it into the root; or exclude it with ignored_params."
         )
+
+
+def table_of(weight: torch.Tensor) -> Any:
+    """Return what the engine knows of a weight of a sharded model, if its rows may stay home; else None."""
+    full = weight.full_parameter() if isinstance(weight, ShardParameter) else weight  # type: ignore[attr-defined]
+    watcher = getattr(full, "watcher", None)
+    table = None if watcher is None else watcher()
+    return table if hasattr(table, "is_home") else None

@@ -12,6 +12,7 @@ from fullshard import (
     no_sync,
     step_in_backward,
     unsharded,
+    vocab_parallel_loss,
 )
 from fullshard.comm import SoloComm
 from fullshard.engine.registry import runtime_of
@@ -323,3 +324,64 @@ def test_an_optimizer_that_steps_in_backward():
 def test_a_name_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="tables is one of gather, auto, home; got 'stay'"):
         fully_shard(TinyLM(), SoloComm(torch.device("cpu")), tables="stay")
+
+
+def test_weights_of_targets():
+    reference, copies = replicas(fused(t5), 2)
+    (tokens,) = batches(1, 4)
+    weights = torch.rand(4, 8, generator=torch.Generator().manual_seed(5))
+
+    def loss_of(model, rows):
+        labels = tokens[rows, 1:]
+        inputs = {"input_ids": tokens[rows], "decoder_input_ids": tokens[rows, :-1]}
+        forward = lambda: model(**inputs, use_cache=False).logits  # noqa: E731
+        return model_loss(model, forward, labels, weights_BT=weights[rows]) / labels.numel()
+
+    loss_of(reference.double(), slice(0, 4)).backward()
+
+    def work(comm):
+        model = fully_shard(copies[comm.rank].double(), comm, tables="home")
+        loss_of(model, slice(2 * comm.rank, 2 * comm.rank + 2)).backward()
+        return sharded_gradients(model)
+
+    assert_gradients(run_ranks(2, work), reference, tolerance=1e-7)
+
+
+class HiddenLM(TinyLM):
+    """Returns what its head would read."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("tables", ["gather", "auto", "home"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}, {"reduction": "sum"}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_users_own_step_with_vocab_parallel_loss(tables, options, tied):
+    def make():
+        model = HiddenLM()
+        if not tied:
+            model.head = nn.Linear(24, VOCAB, bias=False)
+        return model
+
+    def loss_of(model, tokens):
+        labels = tokens[:, 1:].clone()
+        labels[:, 2] = -100
+        return vocab_parallel_loss(model(tokens[:, :-1]), model.head, labels, **options)
+
+    reference, copies = replicas(make, 3)
+    (tokens,) = batches(1, 6)
+    loss_of(reference.double(), tokens).backward()
+    if "reduction" in options:  # the sum of three ranks' sums; shards hold their mean
+        for param in reference.parameters():
+            param.grad = None if param.grad is None else param.grad / 3
+
+    def work(comm):
+        model = fully_shard(copies[comm.rank].double(), comm, tables=tables)
+        loss_of(model, tokens[2 * comm.rank : 2 * comm.rank + 2]).backward()
+        return sharded_gradients(model)
+
+    assert_gradients(run_ranks(3, work), reference, tolerance=1e-7)

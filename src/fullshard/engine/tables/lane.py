@@ -16,12 +16,12 @@ class TableLane(Lane):
     """The lane of one table, split by full rows, to which tokens travel where that sends fewer bytes.
 
     While ``travels`` is set, the lane is HOME where another one is SHARDED: the unit's gather leaves it out. It is
-    gathered by :meth:`bring`, where something else than a lookup or the loss needs the table; then backward gives an
+    gathered after :meth:`bring`, where something else than a lookup or the loss needs the table; then backward gives an
     unsharded gradient, which is reduced as always. Both kinds of gradient may come in one backward.
 
     Attributes:
         forced: Whether tokens travel whatever it costs, as long as nothing else reads the table.
-        travels: Whether tokens travel in the next pass; the same on every rank.
+        travels: Whether tokens travel in this pass; the same on every rank.
         came: Whether the table was gathered for a backward whose gradient is not reduced yet; the same on every rank.
         rows_gradient: The gradient of this rank's rows that tokens have brought, summed over the shard group;
             (shard_numel,), in the dtype of sums; None if there is none.
@@ -32,9 +32,11 @@ class TableLane(Lane):
     came: bool = False
     rows_gradient: torch.Tensor | None = None
 
-    def decide(self, *, travels: bool) -> None:
-        """Set whether tokens travel from the next pass on; every rank calls it with the same value."""
-        self.travels = travels or self.forced
+    def choose(self, *, travels: bool) -> None:
+        """Set whether tokens travel, outside of passes; every rank calls it with the same value."""
+        self.travels = travels
+        if self.state in (LaneState.HOME, LaneState.SHARDED):
+            self.state = LaneState.HOME if self.travels and not self.came else LaneState.SHARDED
 
     def bring(self) -> None:
         """Have the unit's next gather include the table."""

@@ -41,21 +41,20 @@ class Terms:
         label_smoothing: Share of each target's probability that is spread over all rows.
         z_loss: Weight of the squared log-sum-exp.
         factor: What this rank multiplies its loss by before backward, as far as known; 0-d if a tensor.
+        weights: Factor on each token's loss, (T,), on every rank or on none; None: 1.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     factor: float | torch.Tensor = 1.0
+    weights: torch.Tensor | None = None
 
 
-def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms) -> torch.Tensor | None:
-    """Return this rank's loss summed over its tokens, or None if the table is gathered now, or better were.
-
-    Every rank calls it, also without tokens. The choice is the same on every rank: tokens travel where N times the most
-    tokens that a rank has are fewer than the table's rows.
+def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Return this rank's loss summed over its tokens. Every rank calls it, also without tokens.
 
     Args:
-        table: The table, of V rows of width d.
+        table: The table, of V rows of width d, whose rows are home.
         hidden: Of each token with a target, (T, d), in the table's compute dtype.
         labels: Its target, (T,), int64.
         terms: What the loss consists of.
@@ -65,18 +64,9 @@ def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, ter
     """
     comm = table.lane.mesh.shard_group
     table.announce("loss")
-    factor = torch.as_tensor(terms.factor, dtype=torch.float64, device=hidden.device).reshape(1)
-    known = _all_gather(comm, torch.cat([factor.new_full((1,), len(hidden)), factor]))
-    counts = [int(one) for one in known[:, 0].tolist()]
-    pays = comm.size * max(counts) < table.meta.global_shape[0]
-    stays = table.is_home and (pays or table.lane.forced)
-    if torch.is_grad_enabled():
-        table.lane.decide(travels=pays)
-    if not stays:
-        table.come()
-        return None
+    counts = _all_gather(comm, torch.tensor([len(hidden)], device=comm.device)).flatten().tolist()
     records = torch.is_grad_enabled() and (hidden.requires_grad or table.trainable)
-    tokens = _Tokens(comm, counts, known[:, 1], records=records)
+    tokens = _Tokens(comm, counts, records=records)
     with torch._C.DisableTorchFunctionSubclass():
         return _HomeLoss.apply(hidden, table.full, table, labels, terms, tokens)  # type: ignore[return-value]
 
@@ -88,13 +78,11 @@ class _Tokens:
     Attributes:
         comm: The ranks that share the table.
         counts: How many tokens each rank has.
-        factors: What each rank multiplies its loss by; (N,), float64.
         records: Whether gradients are wanted.
     """
 
     comm: Comm
     counts: list[int]
-    factors: torch.Tensor
     records: bool
 
     @property
@@ -107,12 +95,6 @@ class _Tokens:
         padded = mine.new_zeros(self.most, *mine.shape[1:])
         padded[: len(mine)] = mine
         return _all_gather(self.comm, padded).flatten(0, 1)
-
-    def weights(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return each token's rank's factor, 0 where tokens are filled up; (N * most,)."""
-        places = torch.arange(self.most, device=device)
-        counts = torch.tensor(self.counts, device=device)
-        return (self.factors[:, None] * (places < counts[:, None])).to(dtype).flatten()
 
 
 def _all_gather(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
@@ -189,7 +171,10 @@ class _Parts:
         targets = tokens.gather(labels) - first
         self.is_here = (targets >= 0) & (targets < len(self.rows))
         self.targets = targets.where(self.is_here, 0)
-        self.weights = tokens.weights(self.wide, hidden.device)
+        ones = torch.ones(len(hidden), dtype=self.wide, device=hidden.device)
+        self.own_weights = ones if terms.weights is None else terms.weights.to(self.wide)
+        # Multiplied before gradients are rounded to 16 bits; tokens that fill up get 0.
+        self.weights = tokens.gather(self.own_weights * terms.factor)
         self.hidden_gradient: torch.Tensor | None = None
         self.rows_gradient: torch.Tensor | None = None
 
@@ -213,7 +198,7 @@ class _Parts:
             self.hidden_gradient = self._own(partial).to(self.hidden.dtype)
         at = self.rank * self.tokens.most
         mine = torch.cat(losses)[at : at + self.count] if losses else self.weights
-        return mine.sum()
+        return (mine * self.own_weights).sum()
 
     def _add_rows(self, slopes: torch.Tensor, hidden: torch.Tensor) -> None:
         assert self.rows_gradient is not None

@@ -98,8 +98,6 @@ class TableParam(ShardedParam):
     def come(self) -> None:
         """Gather the table, if it is home: the caller computes with all of it. Every rank calls it."""
         if self.is_home:
-            if torch.is_grad_enabled():  # a table that a step reads is gathered in time from the next step on
-                self.lane.decide(travels=False)
             self.lane.bring()
             self.unit.runtime.gather(self.unit)
 
@@ -134,17 +132,29 @@ class TableParam(ShardedParam):
         with torch._C.DisableTorchFunctionSubclass():
             return _Lookup.apply(ids, self.full, self, padding_index)  # type: ignore[return-value]
 
-    def loss(
-        self,
-        hidden: torch.Tensor,
-        labels: torch.Tensor,
-        *,
-        label_smoothing: float,
-        z_loss: float,
-        expected_gradient: float | torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Return the loss of the table as a head, as :func:`home_loss` does; None if it is to be computed of logits."""
-        return home_loss(self, hidden, labels, Terms(label_smoothing, z_loss, expected_gradient))
+    def pays(self, tokens: int) -> bool:
+        """Return whether tokens should travel; the same on every rank, and every rank calls it.
+
+        They should where N times the most tokens of a rank are fewer than the table's rows: then fewer bytes are sent.
+        It depends on nothing but these numbers, so that a resumed run does what the first one did.
+
+        Args:
+            tokens: How many tokens this rank multiplies with the table, as a head.
+        """
+        comm = self.lane.mesh.shard_group
+        most = torch.tensor([tokens], dtype=torch.int64, device=comm.device)
+        comm.announce(f"tokens of {self.meta.name}")
+        comm.all_reduce(most, "max").wait()
+        fewer = comm.size > 1 and comm.size * int(most) < self.meta.global_shape[0]
+        return fewer or self.lane.forced
+
+    def choose(self, tokens: int) -> None:
+        """Have tokens travel in the next pass if :meth:`pays` says so; called before it begins."""
+        self.lane.choose(travels=self.pays(tokens))
+
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor, *terms: Any) -> torch.Tensor:
+        """Return the loss of the table as a head, while its rows are home; see :func:`home_loss` and :class:`Terms`."""
+        return home_loss(self, hidden, labels, Terms(*terms))
 
 
 class _Lookup(torch.autograd.Function):

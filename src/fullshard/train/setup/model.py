@@ -21,6 +21,7 @@ from fullshard.models import (
     base_of,
     build_model,
     build_skeleton,
+    can_fuse,
     compile_blocks,
     converted_names,
     enable_activation_checkpointing,
@@ -154,6 +155,8 @@ def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
         require_fp16_fit(model.config.model_type)
     if config.training.fused_cross_entropy:
         fuse_head(model)
+    elif config.sharding.tables != "gather" and can_fuse(model):
+        fuse_head(model, fuses=False)
     require_plain_loss(model.config)
     return model
 
@@ -282,6 +285,7 @@ def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSourc
         prefetch=BackwardPrefetch(settings.prefetch),
         offload_policy=CPUOffload() if settings.cpu_offload else None,
         frozen=settings.frozen,
+        tables=settings.tables,
         device=comm.device,
         weights=weights,
     )
