@@ -25,7 +25,6 @@ def run_file(tmp_path_factory):
 @pytest.fixture
 def start(run_file, monkeypatch):
     """Starts a run of one rank, or of several equal ones, with so many bytes free; returns its plan and the lines."""
-
     monkeypatch.setattr(memory_check, "LIMIT_S", 100.0)  # a busy machine must not change what is said
 
     def start(free, *overrides, ranks=1, path=run_file):
