@@ -54,7 +54,7 @@ from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.given_length import RowsOfLength
 from fullshard.train.setup.learning_rate import learning_rate_schedule
-from fullshard.train.setup.model import outline_model, own_loss, prepare_model, shard_model
+from fullshard.train.setup.model import for_device, outline_model, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, Progress, collate_spec, prepare
 
@@ -149,6 +149,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         progress: Called with the steps taken and those to take, of all ranks that are planned.
     """
     refuse_unplanned(config)
+    config = for_device(config, gpu=device is not None)
     times = config.training.gradient_accumulation_steps
     most = times if roughly is None else min(times, 2)
     # Packed or budgeted, the largest micro-batch may be any of its step.

@@ -285,10 +285,17 @@ def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSourc
         prefetch=BackwardPrefetch(settings.prefetch),
         offload_policy=CPUOffload() if settings.cpu_offload else None,
         frozen=settings.frozen,
-        tables=settings.tables,
+        tables=for_device(config, gpu=comm.device.type != "cpu").sharding.tables,
         device=comm.device,
         weights=weights,
     )
+
+
+def for_device(config: RunConfig, *, gpu: bool) -> RunConfig:
+    """Return the settings with ``sharding.tables: auto`` resolved for GPUs, on which nothing but ``gather`` has run."""
+    if not gpu or config.sharding.tables != "auto":
+        return config
+    return config.model_copy(update={"sharding": config.sharding.model_copy(update={"tables": "gather"})})
 
 
 def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
