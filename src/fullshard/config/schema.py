@@ -42,8 +42,8 @@ class ShardingConfig(ConfigSection):
     without communication; auto: replicated if they take at most a quarter of a rank's memory."""
 
     tables: Literal["auto", "gather", "home"] = "auto"
-    """What happens to large embeddings and output layers. gather: gathered like the rest; home: tokens travel to the ranks
-    that have their rows; auto: on CPU ranks home where that sends fewer bytes, else gather; on GPUs gather."""
+    """What happens to large embeddings and output layers. gather: gathered like the rest; home: tokens travel to the
+    ranks that have their rows; auto: on CPU ranks home where that sends fewer bytes, else gather; on GPUs gather."""
 
     @field_validator("wrap", mode="plain")
     @classmethod
