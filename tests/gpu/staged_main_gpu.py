@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: the forty behaviours, saving, and collectives while the device is late."""
+"""Ranks that share a GPU: the behaviours, saving, and collectives while the device is late."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The forty behaviours on gloo processes.
+"""The behaviours on gloo processes.
 
 The ranks tell each other how each behaviour went in a group that nothing else uses: so they stay in step. Where one
 failed the next ones get a new group, because one in which ranks may have parted is of no use.

@@ -1,4 +1,4 @@
-"""Collectives in host memory, with the CPU in place of a GPU, and the forty behaviours over them."""
+"""Collectives in host memory, with the CPU in place of a GPU, and the behaviours over them."""
 
 import sys
 import warnings

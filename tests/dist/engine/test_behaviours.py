@@ -1,4 +1,4 @@
-"""The forty behaviours on two real gloo processes; the hybrid ones on two replicas of one rank.
+"""The behaviours on two real gloo processes; the hybrid ones on two replicas of one rank.
 
 All of them share one pair of processes, because starting it is what takes time. On threads they run in every test run
 (``tests/sim/engine/test_behaviours.py``).
