@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all check docs dist notebook bench mutants gpu clean
+.PHONY: demo test test-all check docs dist notebook bench bench-network mutants gpu clean
 
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
@@ -43,6 +43,10 @@ notebook:
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py
+
+# Steps over a slow link between two network namespaces; needs Linux, root, `ip` and `tc`.
+bench-network: $(STAMP)
+	$(BIN)/python benchmarks/network.py
 
 # Small changes of the engine and the layout that the tests must notice; `--only N` runs N more of the sample.
 mutants: $(STAMP)

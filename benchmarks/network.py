@@ -12,6 +12,7 @@ else should run meanwhile.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from ranks import on_two_ranks, quiet, teller
 from step import entered
 
 from fullshard.comm import Comm, init_from_env, shutdown
+from fullshard.engine import record as recorded
 from fullshard.testing import RecordingComm
 
 LATEST = Path(__file__).parent / "results" / "network.json"
@@ -55,13 +57,27 @@ def time_steps(out: Path, rounds: int, *, small: bool) -> None:
     record = interleaved(
         contenders, rounds, work=Contender.step, tidy=lambda contender: None, barrier=dist.barrier, progress=tell
     )
+    waits = {one.name: _waits(one) for one in contenders if one.name.startswith("fullshard")}
     records = comm.all_gather_object(record)
     if comm.rank == 0:
         times = {name: summary(slowest(one[name]["seconds"] for one in records)) for name in record}
         losses = {name: record[name]["losses"] for name in record}
-        out.write_text(json.dumps({"contenders": times, "losses_rank0": losses, "failures": failures}))
+        written = {"contenders": times, "waits_s_rank0": waits, "losses_rank0": losses, "failures": failures}
+        out.write_text(json.dumps(written))
     comm.barrier()
     shutdown()
+
+
+def _waits(contender: Contender) -> dict[str, float]:
+    """Return how long the thread that computes waits in a step for gathers and for reduces; medians of four steps."""
+    steps: list[dict[str, float]] = []
+    for _ in range(4):
+        dist.barrier()
+        with recorded(contender.model) as trace:
+            contender.step()
+        kinds = {event.kind for event in trace.events if event.kind.endswith("_wait")}
+        steps.append({k: sum(e.end_s - e.start_s for e in trace.events if e.kind == k) for k in kinds})
+    return {kind: round(statistics.median(one.get(kind, 0.0) for one in steps), 4) for kind in steps[0]}
 
 
 def counted_step(comm: Comm, name: str, chosen: Task) -> dict[str, int]:
