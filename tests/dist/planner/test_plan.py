@@ -30,7 +30,11 @@ def ranks(directory):
 def assert_equal(plan, ranks, case):
     """Whole numbers are exact; memory may lack what no operator returns, such as the workspace of bf16 products."""
     # Ranks send differently much where tokens travel to rows that one of them has.
-    for number, names in ((0, ("collectives", "account")), (1, ("collectives", "account")), (plan.rank, ("sent_bytes",))):
+    for number, names in (
+        (0, ("collectives", "account")),
+        (1, ("collectives", "account")),
+        (plan.rank, ("sent_bytes",)),
+    ):
         found = ranks[number][case]
         for name in names:
             assert dict(getattr(plan, name)) == {k: v for k, v in found[name].items() if k != "all_gather_object"}

@@ -64,11 +64,27 @@ def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, ter
     """
     comm = table.lane.mesh.shard_group
     table.announce("loss")
-    counts = _all_gather(comm, torch.tensor([len(hidden)], device=comm.device)).flatten().tolist()
+    counts = _counts(table, labels)
     records = torch.is_grad_enabled() and (hidden.requires_grad or table.trainable)
     tokens = _Tokens(comm, counts, records=records)
     with torch._C.DisableTorchFunctionSubclass():
         return _HomeLoss.apply(hidden, table.full, table, labels, terms, tokens)  # type: ignore[return-value]
+
+
+def _counts(table: TableParam, labels: torch.Tensor) -> list[int]:
+    """Return how many tokens each rank has.
+
+    Raises:
+        IndexError: A label of any rank is no row of the table; on every rank.
+    """
+    comm, rows = table.lane.mesh.shard_group, table.meta.global_shape[0]
+    low, high = (labels.amin(), labels.amax()) if len(labels) else labels.new_tensor([0, 0])
+    mine = torch.stack([torch.full_like(low, len(labels)), low, high])
+    by_rank = _all_gather(comm, mine).tolist()
+    for rank, (_, first, last) in enumerate(by_rank):
+        if first < 0 or last >= rows:
+            raise IndexError(f"{table.meta.name} has {rows} rows; labels of rank {rank} are from {first} to {last}.")
+    return [count for count, _, _ in by_rank]
 
 
 @dataclass(frozen=True)
@@ -184,7 +200,8 @@ class _Parts:
         partial = torch.zeros_like(self.hidden, dtype=dtypes.reduce) if wants_hidden else None
         if records and self.table.trainable:
             self.rows_gradient = torch.zeros_like(self.rows, dtype=self.wide)
-        step = max(64, CHUNK_NUMEL // max(1, len(self.rows)))
+        most_rows = int(self.table.bounds.diff().max())  # of any rank: all go through the same chunks
+        step = max(64, CHUNK_NUMEL // most_rows)
         losses = []
         for start in range(0, len(self.hidden), step):
             part = slice(start, start + step)
