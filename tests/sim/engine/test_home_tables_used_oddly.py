@@ -6,13 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import ShardingStrategy, fully_shard, vocab_parallel_loss
+from fullshard import MixedPrecision, ShardingStrategy, fully_shard, vocab_parallel_loss
 from fullshard.engine import controls
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.setup import wrap
 from fullshard.engine.tables import loss as home_loss
 from fullshard.engine.tables.lane import TableLane
 from fullshard.errors import ShardingError
+from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 from support.parity import assert_gradients, replicas, sharded_gradients
 from support.tiny_lm import VOCAB, TinyLM, batches, lm_loss
@@ -273,3 +274,44 @@ def test_replicas_with_different_numbers_of_tokens_choose_alike():
 
     _, copies = replicas(HiddenLM, 4)
     assert run_ranks(4, work) == [[True]] * 4
+
+
+def test_a_mean_over_many_tokens_in_float16():
+    """1 / (4,998 tokens x 2,000 rows) is two of float16's smallest steps: slopes would lose their digits."""
+
+    def make():
+        model = HiddenLM(layers=2)
+        model.embed, model.head = nn.Embedding(2000, 24), nn.Linear(24, 2000, bias=False)
+        return model
+
+    tokens = batches(1, 4, 2500)[0] * 40
+    reference, copies = replicas(make, 2)
+    (gradient,) = torch.autograd.grad(hidden_loss(reference, tokens), [reference.head.weight])
+
+    def work(comm):
+        policy = MixedPrecision(param="float16", reduce="float32")
+        model = fully_shard(copies[comm.rank], comm, tables="home", mp_policy=policy)
+        (hidden_loss(model, tokens[2 * comm.rank :][:2]) * 2**14).backward()
+        weight = model.head.weight
+        first, last = weight.shard_meta.row_range
+        wanted = gradient[first:last]
+        others = torch.arange(first, last) % 40 > 0  # rows that are nobody's target
+        error = rows_of(weight.grad)[others] / 2**14 - wanted[others]
+        assert error.abs().max() <= 0.02 * wanted[others].abs().max()
+
+    run_ranks(2, work)
+
+
+def test_hidden_states_in_another_dtype_than_the_table():
+    """``output="float32"`` casts what the model returns."""
+
+    def work(comm):
+        policy = MixedPrecision(param="bfloat16", reduce="float32", output="float32")
+        model = fully_shard(copies[comm.rank], comm, tables="home", mp_policy=policy)
+        loss = hidden_loss(model, FIRST)
+        loss.backward()
+        return loss.item()
+
+    reference, copies = replicas(untied(HiddenLM), 2)
+    expected = hidden_loss(reference, FIRST).item()
+    assert all(abs(loss - expected) <= 2**-7 * expected for loss in run_ranks(2, work))
