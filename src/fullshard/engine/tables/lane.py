@@ -8,7 +8,9 @@ import torch
 
 from fullshard.comm import Work
 from fullshard.engine.step.lane import Lane, LaneState, predivisor
+from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Unit
+from fullshard.errors import ShardingError
 
 
 @dataclass(eq=False)
@@ -22,7 +24,10 @@ class TableLane(Lane):
     Attributes:
         forced: Whether tokens travel whatever it costs, as long as nothing else reads the table.
         travels: Whether tokens travel in this pass; the same on every rank.
-        came: Whether the table was gathered for a backward whose gradient is not reduced yet; the same on every rank.
+        came: Whether the table was gathered for a backward that may still come; the same on every rank.
+        over: Whether a gradient was reduced since: the next recorded forward starts at home again, and no earlier, as
+            autograd may still run the graph of another forward, or the same graph twice.
+        asked: Whether the next gather includes the table whatever came before.
         rows_gradient: The gradient of this rank's rows that tokens have brought, summed over the shard group;
             (shard_numel,), in the dtype of sums; None if there is none.
     """
@@ -30,6 +35,8 @@ class TableLane(Lane):
     forced: bool = False
     travels: bool = True
     came: bool = False
+    over: bool = False
+    asked: bool = False
     rows_gradient: torch.Tensor | None = None
 
     def choose(self, *, travels: bool) -> None:
@@ -40,17 +47,35 @@ class TableLane(Lane):
 
     def bring(self) -> None:
         """Have the unit's next gather include the table."""
-        if self.state is LaneState.HOME:
-            self.state = LaneState.SHARDED
+        if self.state in (LaneState.HOME, LaneState.SHARDED):
+            self.state, self.asked = LaneState.SHARDED, True
+
+    def go_home(self) -> None:
+        """Be home again, if a forward begins and the gradient of those before is reduced."""
+        if self.over and self.travels and self.state is LaneState.SHARDED and not self.asked and not in_backward():
+            self.state = LaneState.HOME
+            if torch.is_grad_enabled():
+                self.came = self.over = False
 
     def issue_gather(self) -> None:
         """See :meth:`Lane.issue_gather`."""
-        self.came = self.came or torch.is_grad_enabled()
+        self.go_home()
+        if self.state is LaneState.HOME:
+            return
+        self.asked = False
         super().issue_gather()
+        self.note_use()
+
+    def note_use(self) -> None:
+        """Note that autograd may record what is computed with the gathered table, or reads it now."""
+        if torch.is_grad_enabled() or in_backward():
+            self.came, self.over = True, False
 
     def release(self) -> None:
         """See :meth:`Lane.release`."""
         super().release()
+        if in_backward() and not self.trainable:
+            self.over = True  # it has no gradient whose reduce would say so
         if self.travels and not self.came:  # else backward gathers it again
             self.state = LaneState.HOME
 
@@ -71,11 +96,25 @@ class TableLane(Lane):
         rows = self.add_rows_gradient() if not self.came else self.rows_gradient
         self._drop_rows()
         if self.came:
-            self.came = False
+            self.over = True
             self._add_own(rows)
             return super().start_sum()
         assert rows is not None
         return rows.div_(predivisor(self.mesh, self.dtypes.reduce)), None
+
+    def gradient_of(self, place: int) -> tuple[torch.Tensor, bool]:
+        """See :meth:`Lane.gradient_of`.
+
+        Raises:
+            ShardingError: No rank expects it: it would be lost.
+        """
+        if not self.came:
+            raise ShardingError(
+                f"A gradient of a table of shape {self.shapes[place]} came from another forward than the last one, or "
+                "the table was gathered under torch.no_grad() and trained with. Run each backward before the next "
+                'forward, and gather outside of no_grad; or shard with tables="gather".'
+            )
+        return super().gradient_of(place)
 
     def _add_own(self, rows: torch.Tensor | None) -> None:
         """Add what tokens have brought, (shard_numel,), to this rank's slice of the unsharded gradient."""

@@ -55,7 +55,7 @@ def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, ter
 
     Args:
         table: The table, of V rows of width d, whose rows are home.
-        hidden: Of each token with a target, (T, d), in the table's compute dtype.
+        hidden: Of each token with a target, (T, d); cast to the table's compute dtype.
         labels: Its target, (T,), int64.
         terms: What the loss consists of.
 
@@ -64,11 +64,28 @@ def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, ter
     """
     comm = table.lane.mesh.shard_group
     table.announce("loss")
-    counts = _all_gather(comm, torch.tensor([len(hidden)], device=comm.device)).flatten().tolist()
+    counts = _counts(table, labels)
+    hidden = hidden.to(table.lane.dtypes.compute)
     records = torch.is_grad_enabled() and (hidden.requires_grad or table.trainable)
     tokens = _Tokens(comm, counts, records=records)
     with torch._C.DisableTorchFunctionSubclass():
         return _HomeLoss.apply(hidden, table.full, table, labels, terms, tokens)  # type: ignore[return-value]
+
+
+def _counts(table: TableParam, labels: torch.Tensor) -> list[int]:
+    """Return how many tokens each rank has.
+
+    Raises:
+        IndexError: A label of any rank is no row of the table; on every rank.
+    """
+    comm, rows = table.lane.mesh.shard_group, table.meta.global_shape[0]
+    low, high = (labels.amin(), labels.amax()) if len(labels) else labels.new_tensor([0, 0])
+    mine = torch.stack([torch.full_like(low, len(labels)), low, high])
+    by_rank = _all_gather(comm, mine).tolist()
+    for rank, (_, first, last) in enumerate(by_rank):
+        if first < 0 or last >= rows:
+            raise IndexError(f"{table.meta.name} has {rows} rows; labels of rank {rank} are from {first} to {last}.")
+    return [count for count, _, _ in by_rank]
 
 
 @dataclass(frozen=True)
@@ -122,7 +139,7 @@ class _HomeLoss(torch.autograd.Function):
         parts = _Parts(table, hidden, labels, terms, tokens)
         total = parts.run(wants_hidden=tokens.records and ctx.needs_input_grad[0])
         ctx.table, ctx.factor, ctx.tokens = table, terms.factor, tokens
-        ctx.gradients = parts.hidden_gradient, parts.rows_gradient
+        ctx.gradients, ctx.unit = (parts.hidden_gradient, parts.rows_gradient), parts.unit
         return total
 
     @staticmethod
@@ -136,10 +153,10 @@ class _HomeLoss(torch.autograd.Function):
             _require_equal(ctx.tokens.comm, table, left)
 
             def add(total: torch.Tensor) -> None:
-                total.addcmul_(rows.to(total.dtype), left.to(total.dtype))
+                total.addcmul_(rows.to(total.dtype), (left * ctx.unit).to(total.dtype))
 
             table.receive(add)
-        return (None if hidden is None else hidden.mul_(left), None, None, None, None, None)
+        return (None if hidden is None else hidden.mul_(left * ctx.unit), None, None, None, None, None)
 
 
 def _require_equal(comm: Comm, table: TableParam, left: torch.Tensor) -> None:
@@ -154,6 +171,13 @@ def _require_equal(comm: Comm, table: TableParam, left: torch.Tensor) -> None:
     high, low = extremes[0].item(), -extremes[1].item()
     if high - low > 1e-5 * max(abs(high), abs(low)):
         raise MismatchError(_UNEQUAL.format(low=low, high=high))
+
+
+def _power_of_two(weights: torch.Tensor) -> torch.Tensor:
+    """Return the power of two below the largest of ``weights``, (1,), or 1 where there is none; alike on all ranks."""
+    most = weights.abs().amax().reshape(1) if len(weights) else weights.new_ones(1)
+    power = torch.ldexp(torch.ones_like(most), torch.frexp(most).exponent - 1)
+    return power.where(most.isfinite() & (most > 0), 1.0)
 
 
 class _Parts:
@@ -173,8 +197,11 @@ class _Parts:
         self.targets = targets.where(self.is_here, 0)
         ones = torch.ones(len(hidden), dtype=self.wide, device=hidden.device)
         self.own_weights = ones if terms.weights is None else terms.weights.to(self.wide)
-        # Multiplied before gradients are rounded to 16 bits; tokens that fill up get 0.
-        self.weights = tokens.gather(self.own_weights * terms.factor)
+        # Multiplied before gradients are rounded to 16 bits; tokens that fill up get 0. The largest is brought to about
+        # 1, and back after the sums: a mean over many tokens would flush slopes in float16 to zero.
+        weights = tokens.gather(self.own_weights * terms.factor)
+        self.unit = _power_of_two(weights)
+        self.weights = weights / self.unit
         self.hidden_gradient: torch.Tensor | None = None
         self.rows_gradient: torch.Tensor | None = None
 
@@ -184,7 +211,8 @@ class _Parts:
         partial = torch.zeros_like(self.hidden, dtype=dtypes.reduce) if wants_hidden else None
         if records and self.table.trainable:
             self.rows_gradient = torch.zeros_like(self.rows, dtype=self.wide)
-        step = max(64, CHUNK_NUMEL // max(1, len(self.rows)))
+        most_rows = int(self.table.bounds.diff().max())  # of any rank: all go through the same chunks
+        step = max(64, CHUNK_NUMEL // most_rows)
         losses = []
         for start in range(0, len(self.hidden), step):
             part = slice(start, start + step)

@@ -51,8 +51,10 @@ def _flat(value: Any) -> list[Any]:
 
 def _is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``F.embedding`` was called with ids, a table and at most a padding index."""
-    rest = (*args[3:], *(value for key, value in kwargs.items() if key not in ("padding_idx", "norm_type")))
-    return len(args) >= 2 and not any(value for value in rest if not isinstance(value, float))
+    names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    options = dict(zip(names, args[2:], strict=False)) | kwargs
+    plain = options.get("max_norm") is None and not options.get("scale_grad_by_freq") and not options.get("sparse")
+    return len(args) >= 2 and plain and not torch._C._are_functorch_transforms_active()
 
 
 class TableParam(ShardedParam):
@@ -80,6 +82,7 @@ class TableParam(ShardedParam):
     @property
     def is_home(self) -> bool:
         """Whether tokens travel to the table now."""
+        self.lane.go_home()
         return self.lane.state is LaneState.HOME
 
     @property
@@ -94,6 +97,8 @@ class TableParam(ShardedParam):
         super().show_full()
         if self.is_home:
             self.full.__class__ = HomeParameter
+        elif self.lane.state is LaneState.GATHERED:  # perhaps without gradients, and kept
+            self.lane.note_use()
 
     def come(self) -> None:
         """Gather the table, if it is home: the caller computes with all of it. Every rank calls it."""
@@ -129,6 +134,8 @@ class TableParam(ShardedParam):
                 raise IndexError(
                     f"{self.meta.name} has {self.meta.global_shape[0]} rows; ids from {low} to {high} were looked up."
                 )
+        if padding_index is not None and padding_index < 0:  # counted from the end, as in F.embedding
+            padding_index += self.meta.global_shape[0]
         with torch._C.DisableTorchFunctionSubclass():
             return _Lookup.apply(ids, self.full, self, padding_index)  # type: ignore[return-value]
 
@@ -141,10 +148,10 @@ class TableParam(ShardedParam):
         Args:
             tokens: How many tokens this rank multiplies with the table, as a head.
         """
-        comm = self.lane.mesh.shard_group
-        most = torch.tensor([tokens], dtype=torch.int64, device=comm.device)
-        comm.announce(f"tokens of {self.meta.name}")
-        comm.all_reduce(most, "max").wait()
+        mesh, comm = self.lane.mesh, self.lane.mesh.shard_group
+        most = torch.tensor([tokens], dtype=torch.int64, device=mesh.device)
+        mesh.announce(f"tokens of {self.meta.name}")
+        mesh.all_reduce(most, "max").wait()  # also over replicas: all ranks do the same
         fewer = comm.size > 1 and comm.size * int(most) < self.meta.global_shape[0]
         return fewer or self.lane.forced
 
@@ -197,7 +204,9 @@ class TableEmbeddingSite(EmbeddingSite):
         """Return the module's output."""
         table = cast("TableParam", self.param)
         if table.is_home and self.module._parameters["weight"] is table.full:
-            return table.look_up(input, self.padding_index)
+            if not torch._C._are_functorch_transforms_active():
+                return table.look_up(input, self.padding_index)
+            table.come()  # which ids there are is not known inside vmap
         return super().__call__(input)
 
 
@@ -210,3 +219,8 @@ class TableLinearSite(LinearSite):
         if self.module._parameters["weight"] is table.full:
             table.come()
         return super().__call__(input)
+
+    def input_gradient(self, out_gradient: torch.Tensor, *, was_counted: bool) -> torch.Tensor:
+        """See :meth:`LinearSite.input_gradient`; since the forward, another may have left the table home."""
+        cast("TableParam", self.param).come()
+        return super().input_gradient(out_gradient, was_counted=was_counted)
