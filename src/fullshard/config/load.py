@@ -125,6 +125,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     """Read the settings of a run file."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; a run file (YAML) is expected. {_run_files_in(path)}")
+    if not path.exists():
+        raise ConfigError(f"There is no {path}: give the path of a run file (YAML), such as run.yaml.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -28,6 +28,8 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: The settings cannot be read or are wrong, or a file they name is missing.
     """
+    if not path.exists():
+        raise ConfigError(f"There is no {path}: give a run file (YAML), or the output_dir of a finished run.")
     if not path.is_dir():
         return load_run(path, overrides)
     return check_run(_recorded(path / SUMMARY_NAME), path / SUMMARY_NAME, overrides)

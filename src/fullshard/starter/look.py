@@ -11,9 +11,10 @@ from pathlib import Path
 from fullshard.data.examples import SourceSpec
 from fullshard.data.reading.arrow import ParquetFile
 from fullshard.data.reading.columns import KNOWN_SHAPES, choose
+from fullshard.data.reading.conversations import find_conversations
 from fullshard.data.reading.delimiter import find_delimiter
 from fullshard.data.reading.split import FORMATS
-from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, open_lines
+from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, encoding_problem, open_lines
 from fullshard.errors import DataError
 
 MOST_DISTINCT = 1_000
@@ -87,18 +88,25 @@ class Look:
 
 
 def look_at(path: Path) -> Look:
-    """Read a whole table once and describe it; one process.
+    """Read a whole table and describe it; one process.
 
     Raises:
-        DataError: It cannot be read, is empty, or has fewer than two columns.
+        DataError: It cannot be read, is empty or not UTF-8, has fewer than two columns, or holds conversations.
     """
     kind = _format(path)
+    if kind != "parquet":
+        _require_utf8(path)
     delimiter = None
     if kind == "csv":
         with open_lines(path, "utf-8") as lines:
             delimiter = find_delimiter(lines, path)
     reader = _reader(path, kind, delimiter)
     names = reader.columns()
+    if find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
+        raise DataError(
+            f"{path} holds conversations: no columns need to be chosen, and init is for tables. Write a run file with "
+            f"data.train_file: {path}, as docs/guides/chat-data.md shows."
+        )
     if len(set(names)) < 2:
         raise DataError(
             f"{path} has the columns {', '.join(map(repr, names)) or 'none'}: a source and a target column are needed."
@@ -114,6 +122,22 @@ def look_at(path: Path) -> Look:
     if not rows:
         raise DataError(f"{path} has a header but no rows: at least one row is needed.")
     return Look(path, kind, delimiter, rows, tuple(_column(name, found) for name, found in texts.items()))
+
+
+def _require_utf8(path: Path) -> None:
+    # Such rows would only be counted as unusable: of a German table in Latin-1, most rows, and whole labels.
+    broken, first, total = 0, "", 0
+    with open_lines(path, "utf-8") as lines:
+        for total, line in enumerate(lines, start=1):
+            if problem := encoding_problem(line, "utf-8"):
+                first = first or f"line {total}: {problem.partition(':')[0]}"
+                broken += 1
+    if broken:
+        raise DataError(
+            f"{path}: {broken:,} of {total:,} lines cannot be read, the first of them {first}. Save the file as UTF-8 "
+            "(in a shell: iconv -f windows-1252 -t utf-8), or write a run file of your own with data.encoding, or with "
+            "data.max_bad_rows to skip such rows."
+        )
 
 
 def _text(cell: object) -> str:

@@ -30,6 +30,7 @@ from fullshard.storage.kinds import (
     kind_of as kind_of,
 )
 from fullshard.storage.lock import DirectoryLock as DirectoryLock
+from fullshard.storage.object_client import file_system as file_system
 from fullshard.storage.object_path import (
     ObjectPath as ObjectPath,
     Place as Place,

@@ -51,11 +51,12 @@ def _file_system(protocol: str, _process: int) -> Any:
     try:
         return fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
     except (ImportError, ValueError) as error:
-        package = _EXTRAS.get(protocol, "the package that fsspec names")
-        extra = "pip install 'fullshard[s3]'" if package == "s3fs" else f"pip install {package}"
+        package = _EXTRAS.get(protocol)
+        remedy = "pip install 'fullshard[s3]'" if package == "s3fs" else f"pip install {package}"
+        remedy = "correct the URL, or install the package that opens it" if package is None else remedy
         raise StoreError(
             f"{protocol}:// cannot be opened: {str(error).rstrip('.')}. Object stores need fsspec's package for their "
-            f"protocol: {extra}."
+            f"protocol: {remedy}."
         ) from error
 
 

@@ -16,6 +16,7 @@ from fullshard.errors import InvariantError
 from fullshard.models import require_fp16_fit
 from fullshard.models.kind import known_kind
 from fullshard.sizes import format_bytes
+from fullshard.storage import file_system
 from fullshard.train.reporting.trackers import tracker_sinks
 from fullshard.train.run.assemble import make_evaluation
 from fullshard.train.setup.advice import advice
@@ -129,6 +130,8 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
     schedule = learning_rate_schedule(config, plan.num_steps)
     make_evaluation(config, data)
     tracker_sinks(config)
+    if config.training.checkpoints_to is not None:
+        file_system(config.training.checkpoints_to)  # its package; the store itself is not asked
     model = _lay_out(config, data.tokenizer, world_size)
     table = units(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -12,7 +12,7 @@ from typing import Any
 
 from fullshard.comm import Comm, free_memory
 from fullshard.errors import MemoryLimitError, UserError
-from fullshard.planner import time_limit
+from fullshard.planner import TookTooLongError, time_limit
 from fullshard.planner.plan import LABELS
 from fullshard.sizes import format_bytes
 from fullshard.train.auto import gpu_sheet
@@ -108,6 +108,8 @@ def _tried(load: Load, data: Prepared, comm: Comm, started: float, *, listed: bo
         with time_limit(started + LIMIT_S - time.monotonic()):
             device = gpu_sheet(comm.device)
             return plan_prepared(load(()), data, comm.size, device, roughly=comm.rank, listed=listed)
+    except TookTooLongError:
+        return f"it took longer than {LIMIT_S} s; `fullshard plan` with the run file has no limit"
     except UserError as error:
         return str(error)
     except Exception as error:  # whatever a plan cannot do, the run may

@@ -80,6 +80,28 @@ def test_a_semicolon_and_unusable_rows_are_written_down(tmp_path, monkeypatch, c
     assert "label: 41 filled, mean 11 characters, longest 13, 3 different" in capsys.readouterr().out
 
 
+def test_a_table_of_another_encoding_is_refused_not_thinned_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"Frage {i} {'über' if i % 2 else 'zur'} Karte;Karte {i % 4}\n" for i in range(40)]
+    (tmp_path / "train.csv").write_text("frage;antwort\n" + "".join(rows), encoding="latin-1")
+    assert cli.main(["init", "train.csv", "--yes"]) == 3
+    error = capsys.readouterr().err
+    assert "20 of 41 lines cannot be read, the first of them line 3: byte 0xfc is not UTF-8. Save" in error
+    assert "data.encoding" in error
+    assert not (tmp_path / "run.yaml").exists()
+
+
+@pytest.mark.parametrize("more", [{}, {"id": 1, "topic": "cards"}])
+def test_conversations_are_sent_to_their_guide(more, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    turns = [{"role": "user", "content": "where?"}, {"role": "assistant", "content": "there"}]
+    (tmp_path / "talks.jsonl").write_text(f"{json.dumps({**more, 'messages': turns})}\n" * 20)
+    assert cli.main(["init", "talks.jsonl", "--yes"]) == 3
+    error = capsys.readouterr().err
+    assert "talks.jsonl holds conversations" in error
+    assert "docs/guides/chat-data.md" in error
+
+
 def test_rows_too_few_to_hold_out_are_not_evaluated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "c"}\n')

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config import RunConfig, load_run, require_output_dir
+from fullshard.config import RunConfig, load_run, read_run, require_output_dir
 from fullshard.errors import ConfigError
 
 
@@ -307,8 +307,10 @@ def test_unreadable_content(tmp_path, content, rule):
 
 
 def test_missing_run_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"The run file .*no\.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"There is no .*no\.yaml: give the path of a run file"):
         load_run(tmp_path / "no.yaml")
+    with pytest.raises(ConfigError, match=r"There is no .*gone: give a run file \(YAML\), or the output_dir"):
+        read_run(tmp_path / "gone")
 
 
 def test_an_optimizer_takes_its_own_options_only_and_nothing_else_is_recorded(run_file):

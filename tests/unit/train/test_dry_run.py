@@ -86,8 +86,9 @@ def test_buffers_without_values_are_laid_out_too(tmp_path, model):
         ({"evaluation__metric": "accuracy"}, "accuracy needs a label set"),
         ({"training__packing": True, "model": {"config": BART, "tokenizer": {"vocab_size": 60}}}, "training.packing"),
         ({"training__report_to": ["wandb"]}, "wandb, which is not installed"),
+        ({"training__checkpoints_to": "nothing://bucket/run"}, "nothing:// cannot be opened"),
     ],
-    ids=["metric", "packing", "tracker"],
+    ids=["metric", "packing", "tracker", "store"],
 )
 def test_a_dry_run_refuses_what_the_run_would_refuse_before_its_first_step(tmp_path, changes, problem, monkeypatch):
     monkeypatch.setattr(prepare, "MOST_LABELS", 1)

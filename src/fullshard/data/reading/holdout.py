@@ -34,7 +34,8 @@ def hold_out(table: Table, fraction: float, split: Split, where: str) -> Table:
         f"{where}: {len(sides['validation'])} of {len(table.examples)} rows are held out, {share:.1%}, by "
         f"data.validation_fraction {fraction:g}: the hash of {what} decides, whatever other rows there are."
     )
-    return Table(sides[split], (*table.notes, note), table.skipped)
+    # The unusable rows are those of one file, whichever side is read: listed with the training rows, once.
+    return Table(sides[split], (*table.notes, note), table.skipped if split == "train" else ())
 
 
 def require_both_sides(num_train: int, num_held_out: int, fraction: float, where: str) -> None:

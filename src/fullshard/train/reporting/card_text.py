@@ -103,7 +103,9 @@ def _use(run: Run) -> str:
     if run.adapter:
         loaded = [f'base = {name}.from_pretrained("{run.base}")', "model = PeftModel.from_pretrained(base, path)"]
     predictions, place = run.end.predictions, run.repo or run.name
-    example = _quoted(predictions[0].source[:SAMPLE_CHARACTERS]) if predictions and run.texts else "input()"
+    # A recorded conversation is one text: as the content of a single turn the model would read another prompt.
+    usable = predictions and run.texts and not (run.start.causal and run.start.conversations)
+    example = _quoted(predictions[0].source[:SAMPLE_CHARACTERS]) if usable else "input()"
     prompt = " + ".join(
         [*([_quoted(data["source_prefix"])] if data["source_prefix"] else []), "text"]
         + ([_quoted(data["separator"])] if data["separator"] else [])

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,10 +15,12 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from fullshard.config import RunConfig
 from fullshard.errors import RunStopped
 from fullshard.models import build_model, train_tokenizer
+from fullshard.sharing.recorded_card import recorded_facts
 from fullshard.testing import run_ranks
 from fullshard.train import FileSink, StopRequest, train
 from fullshard.train.reporting.card import CardSink
 from fullshard.train.reporting.card_curves import draw_curves
+from fullshard.train.reporting.card_text import card_text
 from fullshard.train.reporting.scores import bootstrap_interval
 from support.tiny_run import MODEL, settings
 
@@ -177,11 +180,16 @@ def test_a_model_with_a_chat_template_is_asked_by_it(tmp_path, monkeypatch):
     wanted = settings(tmp_path, model={"path": str(base)}, training__num_train_epochs=20, **data)
     wanted["training"] |= {"eval_strategy": "steps", "eval_steps": 140}
     config = RunConfig.model_validate(wanted)
-    summary = train(config, run_ranks(1, lambda comm: comm)[0], [CardSink(config.output_dir, print)])
+    sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
+    summary = train(config, run_ranks(1, lambda comm: comm)[0], sinks)
     out = config.output_dir
     card = card_of(out)
     assert summary.config["data"]["separator"] is None
     assert 'tokenizer.apply_chat_template([{"role": "user", "content": "q: " + text}]' in card.text
+    facts = recorded_facts(Path(out), "ada/mine", merged=False, texts=True)
+    assert "text = input()" not in card_text(facts)
+    talks = dataclasses.replace(facts, start=dataclasses.replace(facts.start, conversations=True))
+    assert "text = input()" in card_text(talks), "the recorded source is several turns, not the user's one"
     printed = run_its_code(card, out, monkeypatch)
     assert printed
     assert printed == summary.predictions[0].prediction

@@ -255,6 +255,19 @@ def test_the_end_shows_result_samples_and_memory():
     assert "checkpoint of step 25 saved (12.0 MiB in 0.4 s)\n" in text
 
 
+def test_titles_of_memory_are_complete_in_the_80_columns_of_a_log():
+    stream = io.StringIO()
+    sizes = RankMemory(0, *[1_048_500] * 6)  # 1023.9 KiB, as wide as a size can be
+    sink = ConsoleSink(Console(file=stream, width=80))
+    sink.start(START)
+    sink.finish(summary(memory=(sizes,)))
+    sink.close()
+    table = stream.getvalue().partition("tensor memory of each rank")[2]
+    title = " ".join(table.splitlines()[3].split())
+    assert title == "rank parameters gradients optimizer peak buffer peak step peak"
+    assert table.count("1023.9 KiB") == 6
+
+
 def test_a_terminal_gets_a_bar_and_no_step_lines():
     text = console_output(terminal=True)
     assert "\x1b[?25l" in text  # the cursor is hidden while the bar is drawn

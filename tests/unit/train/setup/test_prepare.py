@@ -268,6 +268,15 @@ def test_all_unusable_rows_are_listed_in_the_output_directory(tmp_path, allowed)
         assert len(list(out.iterdir())) == 1
 
 
+def test_unusable_rows_of_one_file_are_listed_once(tmp_path):
+    rows = "".join(f"a{n},\n" for n in range(8)) + "".join(f"a{n},b\n" for n in range(40))
+    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
+    data = {"train_file": str(tmp_path / "rows.csv"), "validation_fraction": 0.3, "max_bad_rows": 9}
+    found = prepare(RunConfig.model_validate(settings(tmp_path, data=data | {"cache_dir": str(tmp_path / "cache")})))
+    assert [note.partition(": ")[0] for note in found.notes].count("All 8 unusable rows, one a line") == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["unusable_rows_train.txt"]
+
+
 def test_unusable_rows_of_a_file_to_measure_on_are_listed_apart(tmp_path):
     for name, count in (("rows", 8), ("other", 7)):
         (tmp_path / f"{name}.csv").write_text("text,label\n" + "".join(f"a{n},\n" for n in range(count)) + "a,b\n" * 4)
