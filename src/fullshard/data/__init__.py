@@ -41,6 +41,13 @@ from fullshard.data.reading.split import (
     split_lists as split_lists,
     with_rows_of as with_rows_of,
 )
+from fullshard.data.streaming.index import index_to as index_to
+from fullshard.data.streaming.rows import (
+    SAMPLED_ROWS as SAMPLED_ROWS,
+    StreamedRows as StreamedRows,
+    open_stream as open_stream,
+    sample_lengths as sample_lengths,
+)
 from fullshard.data.tokenizing.cache import (
     cached as cached,
     default_directory as default_directory,

@@ -20,6 +20,7 @@ from fullshard.data import (
     BatchPlan,
     CollateSpec,
     EpochPlan,
+    Ragged,
     RowRef,
     Shape,
     TokenizedSet,
@@ -169,7 +170,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         build = partial(_build, config, data, [batches[:most]], [], told)
         rehearsal = rehearse_on(build, found.rank, world_size, device)
         values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
-    tokens = int(np.asarray(data.train_set.lengths).sum())
+    tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
     return RunPlan(**values, steps=_total_steps(config, data, epoch), step_tokens=round(tokens / epoch.num_steps))
 
 
@@ -249,6 +250,21 @@ def middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Bat
     return next(steps(data.train_set, epoch, 0, spec, start=middle))
 
 
+def at_limits(data: Prepared) -> Prepared:
+    """Return the data with training rows at their greatest lengths, if they are streamed: theirs are not known."""
+    rows = data.train_set
+    if rows.source is None:
+        return data
+    token = np.int32(0 if data.tokenizer.pad_token_id else 1)
+    sources, targets = (
+        Ragged(np.broadcast_to(token, len(rows) * stats.limit), np.arange(len(rows) + 1) * stats.limit)
+        for stats in (rows.source_stats, rows.target_stats)
+    )
+    stats = rows.source_stats, rows.target_stats
+    at_most = TokenizedSet(sources, targets, *stats, weights=rows.weights, set_rows=rows.set_rows)
+    return replace(data, train_set=at_most)
+
+
 def _assumed() -> float:
     """Return what a step reads of numbers that a plan does not know.
 
@@ -265,7 +281,7 @@ def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed:
     of all steps of the run those with the largest micro-batches by tokens and by attention, on each side, before a
     micro-batch has left gradients and after; full steps last. ``listed``: of padded rows, too.
     """
-    training = config.training
+    training, data = config.training, at_limits(data)
     # A row of a set with a weight may come twice in a micro-batch, which the longest rows do not tell.
     listed = listed or bool(config.data.weights)
     if not listed and not training.packing and training.per_device_train_batch_tokens is None:

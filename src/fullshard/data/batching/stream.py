@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fullshard.data.batching.ahead import read_ahead
 from fullshard.data.batching.collate import Batch, CollateSpec, RowRef, collate
 from fullshard.data.mixing.mixture import Mixture
 from fullshard.data.tokenizing.tokenize import TokenizedSet
@@ -233,8 +235,17 @@ def steps(
         DataError: The plan was made for another number of rows.
     """
     require_rows(plan, tokenized)
-    for step in range(start, plan.num_steps):
-        yield [collate(row_refs(places), tokenized, spec) for places in plan.step_places(step, rank)]
+    coming = deque[list[Places]]()
+
+    def rows_of_steps() -> Iterator[Sequence[int]]:
+        for step in range(start, plan.num_steps):
+            coming.append(plan.step_places(step, rank))
+            yield np.unique(np.concatenate([indices for indices, _ in coming[-1]])).tolist()
+
+    def collated(rows: TokenizedSet) -> list[Batch]:
+        return [collate(row_refs(places), rows, spec) for places in coming.popleft()]
+
+    yield from read_ahead(tokenized, rows_of_steps(), collated)
 
 
 def require_rank(rank: int, world_size: int) -> None:

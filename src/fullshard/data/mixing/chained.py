@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fullshard.data.tokenizing.on_demand import RowSource
 from fullshard.data.tokenizing.ragged import Ragged
-from fullshard.data.tokenizing.tokenize import LengthStats, TokenizedSet
+from fullshard.data.tokenizing.tokenize import EncodedRows, LengthStats, TokenizedSet, joined_rows
 
 
 class Chained(Ragged):
@@ -34,14 +35,34 @@ class Chained(Ragged):
         return zlib.crc32(b"".join(part.checksum().to_bytes(4, "big") for part in self._parts))
 
 
+class ChainedSource:
+    """The rows of several sources, one after another."""
+
+    def __init__(self, parts: Sequence[RowSource], rows: Sequence[int]) -> None:
+        """Keep the parts, and the number of rows of each."""
+        self._parts, self._starts = tuple(parts), np.cumsum([0, *rows])
+
+    def encode(self, rows: Sequence[int]) -> EncodedRows:
+        """Return the ids of rows, which ascend."""
+        numbers = np.asarray(rows)
+        part_of = np.searchsorted(self._starts, numbers, side="right") - 1
+        found = [
+            self._parts[part].encode((numbers[part_of == part] - self._starts[part]).tolist())
+            for part in np.unique(part_of).tolist()
+        ]
+        return joined_rows(found)
+
+
 def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
     """Return the rows of all sets as one set; of one set, that set.
 
-    The sets are of one tokenizer and one kind of model, so either all have spans or none has.
+    The sets are of one tokenizer and one kind of model, so either all have spans or none has, and of one run, so either
+    all are tokenized on demand or none is.
     """
     if len(sets) == 1:
         return sets[0]
     spans = [one.spans for one in sets if one.spans is not None]
+    sources = [one.source for one in sets if one.source is not None] or None
     return TokenizedSet(
         source_ids=Chained([one.source_ids for one in sets]),
         target_ids=Chained([one.target_ids for one in sets]),
@@ -50,6 +71,7 @@ def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
         spans=Chained(spans) if spans else None,
         weights=_joined_weights(sets),
         set_rows=tuple(map(len, sets)),
+        source=None if sources is None else ChainedSource(sources, list(map(len, sets))),
     )
 
 

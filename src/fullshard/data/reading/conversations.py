@@ -137,18 +137,32 @@ def find_conversations(
     return None
 
 
-def conversation_note(recipe: ConversationRecipe, examples: Sequence[Example], where: str) -> str:
+@dataclass
+class TurnCounts:
+    """Counts of conversations, one after another."""
+
+    conversations: int = 0
+    turns: int = 0
+    left_out: int = 0  # turns after a last answer
+
+    def add(self, example: Example) -> None:
+        """Count one, if the row is one."""
+        if example.conversation is not None:
+            self.conversations += 1
+            self.turns += len(example.conversation.messages)
+            self.left_out += example.conversation.left_out
+
+
+def conversation_note(recipe: ConversationRecipe, counts: TurnCounts, where: str) -> str:
     """Return a line for the user: what the conversations are, and what is learned of them."""
-    found = [example.conversation for example in examples if example.conversation is not None]
-    turns = sum(len(one.messages) for one in found) / len(found)
+    turns = counts.turns / counts.conversations
     columns = recipe.turns if recipe.completion is None else f"{recipe.turns} and {recipe.completion}"
     learned = "every assistant turn" if recipe.train_on == "assistant" else "the last assistant turn"
     learned += "" if recipe.completion is None else " of the completion"
-    left_out = sum(one.left_out for one in found)
-    after = f"; {left_out:,} turns after a last answer are left out" if left_out else ""
+    after = f"; {counts.left_out:,} turns after a last answer are left out" if counts.left_out else ""
     return (
-        f"{where}: {columns}: {len(found):,} conversations of {turns:.1f} turns on average, loss on {learned} "
-        f"(data.train_on){after}"
+        f"{where}: {columns}: {counts.conversations:,} conversations of {turns:.1f} turns on average, loss on "
+        f"{learned} (data.train_on){after}"
     )
 
 

@@ -7,18 +7,13 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
-from fullshard.data.examples import Example, InputRow, InputTable, SourceSpec, Split, Table
+from fullshard.data.examples import InputRow, InputTable, SourceSpec, Split, Table
 from fullshard.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
-from fullshard.data.reading.bad_rows import BadRows, UnusableRowError
-from fullshard.data.reading.cells import cell_weight
+from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.columns import Recipe, choose, choose_sources
-from fullshard.data.reading.conversations import (
-    ConversationRecipe,
-    conversation_note,
-    find_conversations,
-    require_conversations,
-)
+from fullshard.data.reading.conversations import ConversationRecipe, find_conversations
 from fullshard.data.reading.holdout import hold_out
+from fullshard.data.reading.opened import OpenedTable, columns_of, texts_of
 from fullshard.data.reading.phrasebank import open_phrasebank
 from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, unreadable
 from fullshard.data.reading.wikihow import list_files, read_wikihow
@@ -53,9 +48,24 @@ def read_split(spec: SourceSpec, split: Split) -> Table:
     by_hash = _split_by_hash(spec)
     if spec.format == "wikihow" and spec.dataset_name is None:
         return read_wikihow(_file(spec, split), spec, split if by_hash else None)
-    reader = _open(spec, split)
-    table = _read_table(reader, spec, spec.weight_column if split == "train" else None)
-    return hold_out(table, spec.validation_fraction, split, reader.where) if by_hash else table
+    opened = open_table(spec, split)
+    examples = list(opened.usable())
+    table = Table(examples, opened.notes(), opened.bad.beyond_shown)
+    return hold_out(table, spec.validation_fraction, split, opened.reader.where) if by_hash else table
+
+
+def open_table(spec: SourceSpec, split: Split, columns: list[str] | None = None) -> OpenedTable:
+    """Open the table of a split, of any format with columns, and choose its columns. Any process can call it.
+
+    Args:
+        spec: Where the rows come from.
+        split: The split.
+        columns: The table's columns, if they are known, so that a file is not read for them.
+
+    Raises:
+        DataError, ConfigError: See :func:`read_split`.
+    """
+    return OpenedTable(_open(spec, split), spec, spec.weight_column if split == "train" else None, columns)
 
 
 def read_sources(spec: SourceSpec, split: Split) -> InputTable:
@@ -69,11 +79,11 @@ def read_sources(spec: SourceSpec, split: Split) -> InputTable:
         ConfigError: The template is malformed.
     """
     reader = _open(spec, split)
-    columns = _columns(reader)
+    columns = columns_of(reader)
     recipe: Recipe | ConversationRecipe | None = find_conversations(reader, columns, spec, completed=False)
     if recipe is None:
         by_name = spec.template is None and spec.source_column is None
-        recipe = (choose_sources if by_name else choose)(spec, _texts(columns, spec), reader.where)
+        recipe = (choose_sources if by_name else choose)(spec, texts_of(columns, spec), reader.where)
     rows: list[InputRow] = []
     for row in reader.rows(recipe.columns):
         try:
@@ -205,56 +215,6 @@ def _open_dataset(spec: SourceSpec, split: Split) -> DatasetRows:
     if name is None:
         raise DataError("There are no rows for validation: set data.validation_split or data.validation_fraction.")
     return open_dataset(spec.dataset_name, spec.dataset_config_name, name)
-
-
-def _read_table(reader: RowReader, spec: SourceSpec, weights: str | None) -> Table:
-    """Return all usable rows of a table; ``weights`` is the column of their weights, None: all have weight 1."""
-    columns = _columns(reader)
-    recipe: Recipe | ConversationRecipe | None = find_conversations(reader, columns, spec, completed=True)
-    if recipe is None:
-        require_conversations(spec, reader.where)
-        recipe = choose(spec, _texts(columns, spec), reader.where)
-    if weights is not None and columns.count(weights) != 1:
-        raise DataError(
-            f"{reader.where} has {columns.count(weights)} columns {weights!r} (data.weight_column); one is needed. Its "
-            f"columns: {', '.join(map(repr, columns))}."
-        )
-    bad = BadRows(reader.where)
-    examples: list[Example] = []
-    for row in reader.rows([*recipe.columns, *([] if weights is None or weights in recipe.columns else [weights])]):
-        try:
-            example = recipe.example(row)
-            weight = 1.0 if weights is None else cell_weight(weights, row.cells.get(weights))
-            examples.append(example if weights is None else replace(example, weight=weight))
-        except UnusableRowError as problem:
-            bad.add(row.line, str(problem))
-    notes = (*reader.notes, *recipe.notes, *bad.settle(len(examples) + bad.count, spec.max_bad_rows))
-    if not examples:
-        found = f"{bad.count} rows, none of which can be used" if bad.count else "a header but no rows"
-        raise DataError("\n".join([f"{reader.where} has {found}: at least one row is needed.", *notes]))
-    if isinstance(recipe, ConversationRecipe):
-        notes = (conversation_note(recipe, examples, reader.where), *notes)
-    return Table(examples, notes, bad.beyond_shown)
-
-
-def _texts(columns: list[str], spec: SourceSpec) -> list[str]:
-    """Return the columns that may be source or target: all but that of the weights."""
-    return [name for name in columns if name != spec.weight_column]
-
-
-def _columns(reader: RowReader) -> list[str]:
-    """Return the columns of a table.
-
-    Raises:
-        DataError: No row could be read: the rows' problems, not missing columns.
-    """
-    columns, bad, total = reader.columns(), BadRows(reader.where), 0
-    for row in reader.rows(()) if not columns else ():
-        total += 1
-        if row.problem is not None:
-            bad.add(row.line, row.problem)
-    bad.settle(total, limit=0)
-    return columns
 
 
 def _hash_file(path: Path, digest: blake2b) -> None:

@@ -137,12 +137,38 @@ def csv_records(lines: Iterable[str], delimiter: str, *, strict: bool) -> Iterat
             line = reader.line_num + 1
 
 
+class LineStarts:
+    """The byte at which each line of a UTF-8 file starts, noted while the file is read once."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin at the first line, after a byte-order mark."""
+        with path.open("rb") as file:
+            marked = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+        self._next = len(codecs.BOM_UTF8) if marked else 0
+        self._starts: dict[int, int] = {}
+
+    def noting(self, lines: Iterable[str]) -> Iterator[str]:
+        """Yield the lines of :func:`open_lines` unchanged."""
+        for number, line in enumerate(lines, start=1):
+            self._starts[number] = self._next
+            # Undecodable bytes become themselves again.
+            self._next += len(line.encode("utf-8", "surrogateescape"))
+            yield line
+
+    def take(self, line: int) -> int:
+        """Return where a line starts, and forget the lines before it."""
+        start = self._starts[line]
+        self._starts = {number: place for number, place in self._starts.items() if number > line}
+        return start
+
+
 class CsvFile:
     """A CSV or TSV file with a header."""
 
     def __init__(self, path: Path, encoding: str, delimiter: str | None = None) -> None:
         """Prepare to read ``path``; nothing is read yet. Delimiter None: found in the header and the first rows."""
         self.where = str(path)
+        self.starts: LineStarts | None = None  # notes where lines start, if somebody wants to know
         self._path, self._encoding, self._given = path, encoding, delimiter
 
     @property
@@ -161,7 +187,8 @@ class CsvFile:
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
         """Yield the rows below the header, with all cells."""
         del wanted
-        with open_lines(self._path, self._encoding) as lines:
+        with open_lines(self._path, self._encoding) as text:
+            lines = text if self.starts is None else self.starts.noting(text)
             records = csv_records(lines, self._delimiter, strict=True)
             header = self._header(records)
             for line, record in records:
@@ -175,6 +202,16 @@ class CsvFile:
                 if problem is None and len(record) != len(header):
                     problem = f"the row has {len(record)} cells, the header {len(header)}"
                 yield Row(line, dict(zip(header, record, strict=False)), problem)
+
+    def row_at(self, lines: Iterator[str]) -> Row:
+        """Return the row that starts at the first of the lines, which :meth:`rows` yielded before; its line is 0."""
+        _, record = next(csv_records(lines, self._delimiter, strict=True))
+        assert not isinstance(record, csv.Error), "a row that was read before"
+        return Row(0, dict(zip(self._names, record, strict=True)))
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return self.columns()
 
     @cached_property
     def _delimiter(self) -> str:
@@ -206,6 +243,7 @@ class JsonLinesFile:
     def __init__(self, path: Path, encoding: str) -> None:
         """Prepare to read ``path``; nothing is read yet."""
         self.where = str(path)
+        self.starts: LineStarts | None = None  # notes where lines start, if somebody wants to know
         self._path, self._encoding = path, encoding
 
     def columns(self) -> list[str]:
@@ -222,11 +260,16 @@ class JsonLinesFile:
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
         """Yield the objects; blank lines are skipped."""
         del wanted
-        with open_lines(self._path, self._encoding) as lines:
+        with open_lines(self._path, self._encoding) as text:
+            lines = text if self.starts is None else self.starts.noting(text)
             for line, raw in enumerate(lines, start=1):
                 if raw.strip():
                     problem = encoding_problem(raw, self._encoding)
                     yield Row(line, {}, problem) if problem else _json_row(line, raw.rstrip("\r\n"))
+
+    def row_at(self, lines: Iterator[str]) -> Row:
+        """Return the row on the first of the lines, which :meth:`rows` yielded before; its line is 0."""
+        return _json_row(0, next(lines).rstrip("\r\n"))
 
 
 class JsonFile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fullshard.data.examples import Example
 from fullshard.data.tokenizing.chat import UnrenderedRowError, as_conversation, encode_chats
 from fullshard.data.tokenizing.history import fitting_history
+from fullshard.data.tokenizing.on_demand import Picked, RowSource
 from fullshard.data.tokenizing.ragged import Ragged
 from fullshard.data.tokenizing.separator import separator_ids, special_tail
 from fullshard.errors import DataError
@@ -59,6 +60,9 @@ class TokenizedSet:
     spans: Ragged | None = None
     weights: NDArray[np.float64] | None = None  # factor on the loss of each row's tokens; None: all are 1
     set_rows: tuple[int, ...] = ()  # rows of each set of a mixture, which follow one another; empty: one set
+    # what makes the ids when they are asked for; the lengths of rows and their statistics are then estimates. None: the
+    # ids are there
+    source: RowSource | None = None
 
     def __post_init__(self) -> None:
         """Copy lists of rows into arrays."""
@@ -76,6 +80,23 @@ class TokenizedSet:
         """Tokens of each row, source and target together."""
         return self.source_ids.lengths + self.target_ids.lengths
 
+    def taken(self, rows: Sequence[int]) -> TokenizedSet:
+        """Return a set that has the ids of these rows, in ascending order; the set itself if it has its ids.
+
+        Raises:
+            DataError: A row cannot be read or tokenized.
+        """
+        if self.source is None:
+            return self
+        found = self.source.encode(rows)
+        return replace(
+            self,
+            source_ids=Picked(found.source.ids, rows),
+            target_ids=Picked(found.target.ids, rows),
+            spans=None if found.spans is None else Picked(found.spans, rows),
+            source=None,
+        )
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -92,6 +113,16 @@ class EncodedRows:
     source: Encoded
     target: Encoded
     spans: Ragged | None = None  # as in :class:`TokenizedSet`
+
+
+def joined_rows(parts: Sequence[EncodedRows]) -> EncodedRows:
+    """Concatenate the rows of several, in order; all or none have spans."""
+    sides = [
+        Encoded(Ragged.joined([side.ids for side in one]), np.concatenate([side.full_lengths for side in one]))
+        for one in ([part.source for part in parts], [part.target for part in parts])
+    ]
+    spans = [part.spans for part in parts if part.spans is not None]
+    return EncodedRows(sides[0], sides[1], Ragged.joined(spans) if spans else None)
 
 
 @dataclass

@@ -80,6 +80,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
     peak = peak_flops(comm.device, config.training.precision)
     shard_model(model, config, comm, weights=ready.weights)
     share = padding_share(plan, train_set, causal=causal, packed=config.training.packing)
+    about = "" if train_set.source is None else "by estimated lengths, "
     return Assembly(
         config=config,
         comm=comm,
@@ -100,7 +101,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
         notes=(
             *ready_data.notes,
             *mixture_notes(config, ready_data),
-            f"training batches: {share:.1%} of all positions are padding",
+            f"training batches: {about}{share:.1%} of all positions are padding",
             *router_notes,
             *ready.notes,
             *advice(config, ready_data, plan, comm.size),

@@ -49,7 +49,7 @@ def _on_batch(config: RunConfig, rows: int, steps: int, world_size: int) -> Iter
 
 def _on_shared_rows(train: TokenizedSet, held_out: TokenizedSet | None) -> Iterator[str]:
     """Compare rows as the model sees them: by the token ids of source and target."""
-    if held_out is None:
+    if held_out is None or train.source is not None:  # streamed rows would all be tokenized for it
         return
     wanted = {_key(held_out, row) for row in range(len(held_out))}
     found = {key for row in range(len(train)) if (key := _key(train, row)) in wanted}

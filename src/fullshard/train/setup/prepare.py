@@ -11,8 +11,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fullshard.config import RunConfig
 from fullshard.data import (
+    SAMPLED_ROWS,
     CollateSpec,
     Example,
     TokenizedSet,
@@ -36,6 +39,7 @@ from fullshard.train.setup.set_rows import (
     read_examples,
     set_tokens,
     sets_of,
+    streamed_tokens,
 )
 
 if TYPE_CHECKING:
@@ -140,7 +144,10 @@ def _prepare_set(
 ) -> tuple[PreparedSet, list[str], list[str]]:
     """Return one set, and notes for the user: on how its training rows were read, and on what they are."""
     config, of_set = work.config, f" ({work.name})" if work.name else ""
-    train_set, kept, _ = set_tokens(work, "train", tokenizer, content, spec)
+    if config.data.streaming:
+        train_set, kept = streamed_tokens(work, tokenizer, content, spec)
+    else:
+        train_set, kept, _ = set_tokens(work, "train", tokenizer, content, spec)
     reading: list[str] = []
     notes: list[str] = []
     # With other rows to measure on, the training rows give no more than their labels.
@@ -333,18 +340,22 @@ def _weight_notes(work: SetRows, rows: TokenizedSet) -> list[str]:
     column, of_set = work.config.data.weight_column, f" of {work.name}" if work.name else ""
     if column is None:
         return []
-    weights = [1.0] if rows.weights is None else rows.weights
-    low, mean, high = (f"{float(one):g}" for one in (min(weights), sum(weights) / len(weights), max(weights)))
+    weights = np.ones(1) if rows.weights is None else rows.weights
+    low, mean, high = (f"{float(one):g}" for one in (weights.min(), weights.mean(), weights.max()))
     return [f"weights{of_set} from column {column!r}: {low} to {high}, mean {mean} (data.weight_column)"]
 
 
 def _length_notes(name: str, tokenized: TokenizedSet) -> list[str]:
     """Return a line with a set's lengths, and one for each side with truncated rows."""
     sides = (("source", tokenized.source_stats), ("target", tokenized.target_stats))
+    rows = f"{name}: {len(tokenized):,} rows"
+    if tokenized.source is not None:
+        rows += f", tokenized when a step needs them; in {min(SAMPLED_ROWS, len(tokenized)):,} of them"
+        name = f"sampled {name}"
     means = ", ".join(f"{side} {stats.mean:.1f} tokens (longest {stats.longest})" for side, stats in sides)
     cut = [
         f"{stats.truncated:,} {name} {side}s were cut to {stats.limit} tokens (data.max_{side}_length)"
         for side, stats in sides
         if stats.truncated
     ]
-    return [f"{name}: {len(tokenized):,} rows, mean {means}", *cut]
+    return [f"{rows}, mean {means}", *cut]

@@ -316,8 +316,8 @@ def _read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
             f"{path / 'index.json'} has values that no run saves: {wrong[0]} is {shown(values.get(wrong[0]))}. "
             f"{instead_of(path)}"
         )
-    # Checkpoints of older versions, which had only AdamW, do not name the optimizer.
-    settings = {"training.optimizer": "adamw", **values["settings"]}
+    # Checkpoints of older versions, which had only AdamW and tokenized first, do not name these.
+    settings = {"training.optimizer": "adamw", "data.streaming": False, **values["settings"]}
     return index.step, {**values, **_added_values(path), "settings": settings}
 
 

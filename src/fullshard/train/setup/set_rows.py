@@ -17,6 +17,7 @@ from fullshard.data import (
     Example,
     SourceSpec,
     Split,
+    StreamedRows,
     TokenizedSet,
     TokenizeSpec,
     UnusableRowsError,
@@ -24,8 +25,11 @@ from fullshard.data import (
     cached,
     default_directory,
     fingerprint,
+    index_to,
+    open_stream,
     open_tokens,
     read_split,
+    sample_lengths,
     tokenize_to,
     with_rows_of,
 )
@@ -106,6 +110,8 @@ class SetRows:
 
     def holds_conversations(self) -> bool:
         """Return whether the training rows are conversations; the cache knows it of rows that were read before."""
+        if self.config.data.streaming:
+            return self.index()[1]["conversations"]
 
         def build(entry: Path) -> dict[str, Any]:
             del entry
@@ -114,6 +120,20 @@ class SetRows:
 
         _, kept = self.find(self.key("train", "kind"), build, "rows")
         return kept["conversations"]
+
+    def index(self) -> tuple[Path, dict[str, Any]]:
+        """Return the entry with the index of the training rows, and its JSON values; made in one pass over the file."""
+
+        def build(entry: Path) -> dict[str, Any]:
+            spec, what = self.source("train"), "training rows"
+            self.say(f"finding the {what} of {spec.train_file or spec.dataset_name}")
+            try:
+                # How many there are is known at the end.
+                return index_to(entry, spec, self.limit("train"), MOST_LABELS)
+            except UnusableRowsError as error:
+                raise DataError("\n".join([str(error), *self.listed("train", error.beyond_shown)])) from error
+
+        return self.find(self.key("train", "index"), build, "index")
 
     def listed(self, split: Split, lines: Sequence[str]) -> tuple[str, ...]:
         """Write a line for each unusable row into the output directory, and return a note that says where; any rank."""
@@ -179,6 +199,27 @@ def set_tokens(
     entry, kept = work.find(key, build, "tokens")
     kept["notes"] = [*kept["notes"], *work.listed(split, kept["skipped"])]
     return open_tokens(entry, kept["stats"]), kept, entry
+
+
+def streamed_tokens(
+    work: SetRows, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
+) -> tuple[TokenizedSet, dict[str, Any]]:
+    """Return the training rows as a set that reads and tokenizes them on demand, and the JSON values of its index.
+
+    Raises:
+        DataError: The data cannot be used, or an encoder-decoder would get conversations.
+    """
+    entry, kept = work.index()
+    if kept["conversations"] and not spec.causal:
+        raise DataError(
+            "data.streaming: an encoder-decoder learns each answer of a conversation as a row of its own, and the "
+            "index has one place for each row of the file. Leave streaming out, or train a causal model."
+        )
+    rows = StreamedRows(entry, kept, work.source("train"), tokenizer, spec)
+    key = work.key("train", "sample", content, asdict(spec))
+    _, sample = work.find(key, lambda entry: sample_lengths(rows, spec), "sample of lengths")
+    kept["notes"] = [*kept["notes"], *work.listed("train", kept["skipped"])]
+    return open_stream(entry, rows, sample), kept
 
 
 def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:

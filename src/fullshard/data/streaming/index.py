@@ -1,0 +1,138 @@
+"""The index of a table that is too large to tokenize first: where each usable row starts, in one pass over the file."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fullshard.data.examples import Example, SourceSpec
+from fullshard.data.reading.opened import OpenedTable
+from fullshard.data.reading.split import open_table
+from fullshard.data.reading.tables import CsvFile, JsonLinesFile, LineStarts, Row
+
+ROWS_NAME = "rows.jsonl"
+"""Name of an entry's copy of the rows, for a table without access to single rows."""
+
+_FLUSHED_ROWS = 1 << 16
+_COLUMNS = {"starts": "q", "source_characters": "i", "target_characters": "i", "weights": "d"}
+"""Name of each of an index's files, and what :mod:`array` calls its type."""
+
+
+def index_to(directory: Path, spec: SourceSpec, limit: int | None, most_labels: int) -> dict[str, Any]:
+    """Write where each usable training row starts, and its lengths in characters; for ``build`` of ``cached``.
+
+    Memory does not grow with the file. A CSV, TSV or JSON Lines file in UTF-8 is read in place later. A row of any
+    other table, such as Parquet or a compressed file, cannot be read alone: the columns in use are copied as JSON
+    Lines.
+
+    Args:
+        directory: Directory of the files.
+        spec: Where the rows come from.
+        limit: Maximum rows of the index, from the first; None: all.
+        most_labels: Maximum distinct targets of a label set.
+
+    Returns:
+        Columns, notes, skipped rows, labels, and what else :func:`~fullshard.data.streaming.rows.open_stream` needs.
+
+    Raises:
+        DataError, ConfigError: See :func:`~fullshard.data.read_split`.
+    """
+    table = open_table(spec, "train")
+    in_place = reads_in_place(table, spec)
+    targets, rows, conversations = TargetCounts(most_labels), 0, False
+    with ExitStack() as stack:
+        names = [name for name in _COLUMNS if name != "weights" or spec.weight_column is not None]
+        files = {name: stack.enter_context((directory / name).open("wb")) for name in names}
+        columns = {name: array(_COLUMNS[name]) for name in names}
+        found = _in_place(table) if in_place else _copied(table, directory / ROWS_NAME)
+        for start, example in found:
+            if rows != limit:
+                rows += 1
+                conversations = conversations or example.conversation is not None
+                targets.add(example.target)
+                values = start, len(example.source), len(example.target), example.weight
+                for column, value in zip(columns.values(), values, strict=False):
+                    column.append(value)
+            if len(columns["starts"]) == _FLUSHED_ROWS:
+                _flush(columns, files)
+        _flush(columns, files)
+    notes = table.notes()
+    if rows < table.num_usable:
+        notes = (*notes, f"training: the first {rows:,} of {table.num_usable:,} rows (data.max_train_samples)")
+    return {
+        "columns": table.known,
+        "notes": notes,
+        "skipped": table.bad.beyond_shown,
+        "conversations": conversations,
+        "in_place": in_place,
+        "labels": targets.labels,
+        "majority": targets.majority,
+    }
+
+
+def reads_in_place(table: OpenedTable, spec: SourceSpec) -> bool:
+    """Return whether single rows of a table can be read where they are."""
+    text = isinstance(table.reader, CsvFile | JsonLinesFile) and not table.reader.where.lower().endswith(".gz")
+    return text and spec.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "ascii")
+
+
+class TargetCounts:
+    """Counts the distinct targets, of a file of any size in little memory.
+
+    Attributes:
+        labels: The rows of each target; None if there are more distinct ones than allowed.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Start with none; ``most`` is the maximum number of distinct targets."""
+        self.labels: dict[str, int] | None = {}
+        self._most = most
+        self._counts: Counter[str] = Counter()
+
+    def add(self, target: str) -> None:
+        """Count a row, until there are too many targets."""
+        if self.labels is None:
+            return
+        self._counts[target] += 1
+        self.labels = self._counts if len(self._counts) <= self._most else None
+
+    @property
+    def majority(self) -> str:
+        """The most frequent target, of equally frequent ones the first; without labels, of the rows counted so far."""
+        return self._counts.most_common(1)[0][0]
+
+
+def _in_place(table: OpenedTable) -> Iterator[tuple[int, Example]]:
+    """Yield the byte where each usable row starts, and its example."""
+    reader = table.reader
+    assert isinstance(reader, CsvFile | JsonLinesFile)
+    reader.starts = starts = LineStarts(Path(reader.where))
+    for row, example in table.usable_rows():
+        yield starts.take(row.line), example
+
+
+def _copied(table: OpenedTable, path: Path) -> Iterator[tuple[int, Example]]:
+    """Copy each usable row to a file as JSON, and yield where it starts there, and its example."""
+    start = 0
+    with path.open("wb") as file:
+        for row, example in table.usable_rows():
+            line = _as_line(row, table.wanted)
+            file.write(line)
+            yield start, example
+            start += len(line)
+
+
+def _as_line(row: Row, wanted: list[str]) -> bytes:
+    """Return the cells in use as a line of JSON; a number of a type that JSON lacks, such as Decimal, as its text."""
+    return json.dumps({name: row.cells.get(name) for name in wanted}, default=str).encode() + b"\n"
+
+
+def _flush(columns: dict[str, array[Any]], files: dict[str, Any]) -> None:
+    for name, column in columns.items():
+        column.tofile(files[name])
+        del column[:]

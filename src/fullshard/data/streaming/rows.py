@@ -1,0 +1,175 @@
+"""The rows of an index as a set: read where they are and tokenized when a step needs them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.data.examples import Example, SourceSpec
+from fullshard.data.reading.bad_rows import UnusableRowError
+from fullshard.data.reading.split import open_table
+from fullshard.data.reading.tables import CsvFile, JsonLinesFile, unreadable
+from fullshard.data.streaming.index import ROWS_NAME
+from fullshard.data.tokenizing.on_demand import OnDemand
+from fullshard.data.tokenizing.tokenize import (
+    Counters,
+    EncodedRows,
+    LengthStats,
+    TokenizedSet,
+    TokenizeSpec,
+    encode_chunks,
+    joined_rows,
+)
+from fullshard.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLED_ROWS = 1000
+"""Evenly spaced rows that are tokenized beforehand for the statistics of lengths."""
+
+
+class StreamedRows:
+    """Reads and tokenizes rows of an index; a row source. Threads may share it.
+
+    The file stays open, so that one that replaces it changes nothing; one that is written to is refused.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        kept: dict[str, Any],
+        spec: SourceSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        how: TokenizeSpec,
+    ) -> None:
+        """Open the file.
+
+        Args:
+            directory: The entry with the index.
+            kept: What ``index_to`` returned.
+            spec: Where the rows come from.
+            tokenizer: Any Hugging Face tokenizer; copied, because a call changes its settings.
+            how: How text becomes ids.
+
+        Raises:
+            DataError: The file cannot be read.
+        """
+        self.starts = np.memmap(directory / "starts", np.int64, mode="r")
+        self._table = open_table(spec, "train", kept["columns"])
+        own = self._table.reader
+        if kept["in_place"]:
+            assert isinstance(own, CsvFile | JsonLinesFile)
+            self._reader: CsvFile | JsonLinesFile = own
+            self._path = Path(own.where)
+        else:
+            self._path = directory / ROWS_NAME
+            self._reader = JsonLinesFile(self._path, "utf-8")
+        self._tokenizer, self._how = copy.deepcopy(tokenizer), how
+        self._lock = threading.Lock()
+        try:
+            self._file = self._path.open("rb")
+        except OSError as error:
+            raise unreadable(self._path, error) from error
+        weakref.finalize(self, self._file.close)
+        self._state = self._stamp()
+
+    def examples(self, rows: Sequence[int]) -> list[Example]:
+        """Return rows as text; their numbers ascend, as the places in the file do.
+
+        Raises:
+            DataError: The file was changed.
+        """
+        found: list[Example] = []
+        for row in rows:
+            self._file.seek(int(self.starts[row]))
+            try:
+                read = self._reader.row_at(self._lines())
+                found.append(self._table.example(read))
+            except (UnusableRowError, StopIteration, ValueError) as error:
+                raise self._changed() from error
+        if self._stamp() != self._state:
+            raise self._changed()
+        return found
+
+    def encode(self, rows: Sequence[int]) -> EncodedRows:
+        """Return the ids of rows, whose numbers ascend.
+
+        Raises:
+            DataError: The file was changed, or a row cannot be tokenized.
+        """
+        with self._lock:
+            examples = self.examples(rows)
+            chunks = encode_chunks(examples, self._tokenizer, self._how, lambda done, total: None)
+            return joined_rows(list(chunks))
+
+    def _lines(self) -> Iterator[str]:
+        for line in iter(self._file.readline, b""):
+            yield line.decode("utf-8", "surrogateescape")
+
+    def _stamp(self) -> tuple[int, int]:
+        about = os.fstat(self._file.fileno())
+        return about.st_size, about.st_mtime_ns
+
+    def _changed(self) -> DataError:
+        return DataError(
+            f"{self._path} was changed while it is read by a run (data.streaming reads each row when a step needs it). "
+            "Restore its content and resume the run, or train anew on a copy that nobody writes to."
+        )
+
+
+def sample_lengths(rows: StreamedRows, how: TokenizeSpec) -> dict[str, Any]:
+    """Tokenize evenly spaced rows, and return what is known of all rows' lengths, for :func:`open_stream`.
+
+    Returns:
+        The sample's statistics, and the tokens of each side for one character.
+
+    Raises:
+        DataError: See :func:`~fullshard.data.tokenize`.
+    """
+    count = min(SAMPLED_ROWS, len(rows.starts))
+    places = [place * len(rows.starts) // count for place in range(count)]
+    encoded, texts = rows.encode(places), rows.examples(places)
+    counters = Counters(how)
+    counters.add(encoded)
+    characters = {"source": sum(len(one.source) for one in texts), "target": sum(len(one.target) for one in texts)}
+    sides = {"source": encoded.source, "target": encoded.target}
+    return {
+        "stats": {"source": asdict(counters.source.stats()), "target": asdict(counters.target.stats())},
+        "rates": {name: float(side.full_lengths.sum()) / max(1, characters[name]) for name, side in sides.items()},
+        "spans": encoded.spans is not None,
+    }
+
+
+def open_stream(directory: Path, rows: StreamedRows, sample: dict[str, Any]) -> TokenizedSet:
+    """Return the rows of an index as a set whose ids are made when they are asked for.
+
+    Args:
+        directory: The entry with the index.
+        rows: Its rows.
+        sample: What :func:`sample_lengths` returned.
+    """
+    weights = directory / "weights"
+    stats = {name: LengthStats(**sample["stats"][name]) for name in ("source", "target")}
+    sides = {
+        name: OnDemand(rows, name, _estimated(directory / f"{name}_characters", sample["rates"][name], stats[name]))
+        for name in ("source", "target")
+    }
+    found = TokenizedSet(sides["source"], sides["target"], stats["source"], stats["target"], source=rows)
+    found = replace(found, spans=OnDemand(rows, "spans", np.zeros(len(found), np.int64)) if sample["spans"] else None)
+    return replace(found, weights=np.memmap(weights, np.float64, mode="r") if weights.exists() else None)
+
+
+def _estimated(path: Path, rate: float, stats: LengthStats) -> NDArray[np.int64]:
+    """Return the tokens of each row by its characters."""
+    characters = np.memmap(path, np.int32, mode="r")
+    return np.minimum(np.ceil(characters * rate), stats.limit).astype(np.int64).clip(1)

@@ -1,0 +1,98 @@
+"""A streamed run takes the steps of the run that tokenizes first, and resumes with the same weights, bit for bit."""
+
+import pytest
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from fullshard.config import RunConfig
+from fullshard.errors import DataError
+from fullshard.train.plan import at_limits, longest_batch
+from fullshard.train.setup.prepare import prepare
+from support.interrupted_run import Director, KilledError, kill, run
+from support.t5_directory import write_t5
+from support.tiny_run import WORDS, settings
+
+RANDOM = {"training__train_sampling_strategy": "random", "data__streaming": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("t5")
+    write_t5(directory, [*WORDS, *WORDS.values(), "0123456789"])
+    return {"model": {"path": str(directory)}}
+
+
+def losses(memory):
+    return [step.loss for step in memory.steps]
+
+
+def weights(directory):
+    return load_file(directory / "out" / "model.safetensors")
+
+
+def folder(parent, name):
+    (parent / name).mkdir()
+    return parent / name
+
+
+def test_its_steps_are_those_of_the_run_that_tokenizes_first(model, tmp_path):
+    first, streamed = folder(tmp_path, "first"), folder(tmp_path, "streamed")
+    theirs = run(first, **model | RANDOM | {"data__streaming": False})
+    mine = run(streamed, **model | RANDOM)
+    assert losses(mine) == losses(theirs)
+    assert all(value.equal(weights(first)[name]) for name, value in weights(streamed).items())
+
+
+@pytest.mark.parametrize("after", [2, 5])
+def test_a_killed_run_resumes_with_the_same_weights(model, tmp_path, after):
+    changes = model | RANDOM | {"training__save_strategy": "steps", "training__save_steps": 1}
+    changes |= {"training__train_sampling_strategy": "group_by_length"}
+    straight, killed = folder(tmp_path, "straight"), folder(tmp_path, "killed")
+    expected = run(straight, **changes)
+    with pytest.raises(KilledError):
+        run(killed, Director(("step", after), kill), **changes)
+    resumed = run(killed, **changes)
+    assert 0 < len(resumed.steps) < len(expected.steps)
+    assert losses(resumed) == losses(expected)[-len(resumed.steps) :]
+    assert all(value.equal(weights(straight)[name]) for name, value in weights(killed).items())
+
+
+def test_a_plan_takes_each_row_at_its_limit(model, tmp_path):
+    config = RunConfig.model_validate(settings(tmp_path, **model | RANDOM))
+    prepared = prepare(config)
+    assert any("tokenized when a step needs them" in note for note in prepared.notes)
+    batch = longest_batch(config, at_limits(prepared))
+    assert (tuple(batch.input_ids_BS.shape), tuple(batch.labels_BT.shape)) == ((4, 12), (4, 8))
+    assert len(at_limits(prepared).train_set) == len(prepared.train_set) == 25
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"training__per_device_train_batch_tokens": 64}, "needs each row's exact number of tokens"),
+        ({"data__validation_file": None, "data__validation_fraction": 0.1}, "streaming holds no rows out"),
+        ({"data__format": "json"}, "json is read as a whole"),
+        (
+            {"model": {"config": {"model_type": "t5"}, "tokenizer": {"vocab_size": 60}}},
+            "give a model and its tokenizer",
+        ),
+    ],
+)
+def test_what_needs_all_rows_first_is_refused_by_name(model, tmp_path, changes, said):
+    values = settings(tmp_path, **model | RANDOM | changes)
+    if "training__per_device_train_batch_tokens" in changes:
+        del values["training"]["per_device_train_batch_size"]
+        values["training"]["train_sampling_strategy"] = "group_by_length"
+    with pytest.raises(ValidationError, match=said):
+        RunConfig.model_validate(values)
+
+
+def test_conversations_of_an_encoder_decoder_are_refused(model, tmp_path):
+    config = RunConfig.model_validate(settings(tmp_path, **model | RANDOM))
+    path = tmp_path / "talks.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    rows = {"train_file": path, "source_column": None, "target_column": None, "validation_file": None}
+    training = config.training.model_copy(update={"eval_strategy": "no"})
+    data = config.data.model_copy(update=rows)
+    with pytest.raises(DataError, match="learns each answer of a conversation as a row of its own"):
+        prepare(config.model_copy(update={"data": data, "training": training}))
