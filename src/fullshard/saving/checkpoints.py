@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import secrets
@@ -42,6 +41,7 @@ from fullshard.storage import (
     SaveJob,
     SavePlan,
     Survey,
+    as_json,
     as_place,
     backend_of,
     begin,
@@ -411,7 +411,7 @@ class Checkpoints:
             raise CheckpointError(f"step must be a number of optimizer steps, an int of at least 0; got {step!r}.")
         if metric is not None:
             metric = None if isnan(metric) else float(metric)
-        plain = _as_json(values)
+        plain = as_json(values)
         plan, rng = make_plan(), rng_bytes(self.ranks.device)
         plan.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
         versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -466,35 +466,6 @@ class Checkpoints:
             pairs.append((host, piece.tensor))
         self._host = used
         return pairs
-
-
-def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as they will be read back.
-
-    Raises:
-        CheckpointError: They would not be the same.
-    """
-    try:
-        plain = json.loads(json.dumps(dict(values)))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"values must be representable in JSON: {error}.") from error
-    _require_text_keys("values", values)
-    return plain
-
-
-def _require_text_keys(where: str, value: Any) -> None:
-    """Refuse keys that JSON would turn into strings, with which MultiStepLR would silently never decay."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise CheckpointError(
-                    f"{where} has the key {key!r}, but JSON keys are strings. Save list(d.items()) instead, and "
-                    "convert it back after loading."
-                )
-            _require_text_keys(f"{where}[{key!r}]", inner)
-    elif isinstance(value, (list, tuple)):
-        for number, inner in enumerate(value):
-            _require_text_keys(f"{where}[{number}]", inner)
 
 
 def _require_shared(job: SaveJob) -> None:

@@ -17,6 +17,7 @@ from fullshard.storage.completion import (
 )
 from fullshard.storage.index import Index as Index, PieceEntry as PieceEntry, TensorEntry as TensorEntry
 from fullshard.storage.json_file import (
+    as_json as as_json,
     parse_bounded as parse_bounded,
     read_bounded as read_bounded,
     read_json as read_json,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fullshard.errors import CheckpointError
 from fullshard.storage.backend import backend_of
 from fullshard.storage.object_path import Place
 
@@ -120,3 +122,32 @@ def sha256_of(path: Place) -> str:
         OSError: It cannot be read.
     """
     return backend_of(path).sha256(path)
+
+
+def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's values as they will be read back; any rank.
+
+    Raises:
+        CheckpointError: They would not be the same.
+    """
+    try:
+        plain = json.loads(json.dumps(dict(values)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"values must be representable in JSON: {error}.") from error
+    _require_text_keys("values", values)
+    return plain
+
+
+def _require_text_keys(where: str, value: Any) -> None:
+    """Refuse keys that JSON would turn into strings, with which MultiStepLR would silently never decay."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"{where} has the key {key!r}, but JSON keys are strings. Save list(d.items()) instead, and "
+                    "convert it back after loading."
+                )
+            _require_text_keys(f"{where}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            _require_text_keys(f"{where}[{number}]", inner)
