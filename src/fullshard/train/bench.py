@@ -14,7 +14,7 @@ from fullshard.planner import Rates, Rehearsed
 from fullshard.train.plan import middle_step, refuse_unplanned, step_spec
 from fullshard.train.run.step import issue_step
 from fullshard.train.setup.data_plan import make_plan
-from fullshard.train.setup.model import prepare_model, shard_model
+from fullshard.train.setup.model import for_device, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared
 
@@ -39,7 +39,7 @@ def measure_rates(
 
 
 def _build(config: RunConfig, data: Prepared, batches: list[Batch], comm: Comm) -> Rehearsed:
-    ready = prepare_model(config, data.tokenizer)
+    ready = prepare_model(for_device(config, gpu=comm.device.type != "cpu"), data.tokenizer)
     shard_model(ready.model, config, comm, weights=ready.weights)
     model = ready.model.train()
     optimizer = make_optimizer(model, config)

@@ -177,6 +177,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
 def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
     """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)
+    config = for_device(config, gpu=plan.device is not None)
     build = partial(_build, config, data, largest_steps(config, data, plan.world_size), [], told)
     course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
     assert course is not None, "it was asked for"
