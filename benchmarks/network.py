@@ -24,6 +24,7 @@ import torch.distributed as dist
 from bench import machine
 from contenders import Contender, LargeVocabulary, Task
 from measure import TensorMeter, interleaved, loopback_sent_bytes, slowest, summary
+from memory import step_by_phases
 from namespaces import on_two_machines
 from ranks import on_two_ranks, quiet, teller
 from step import entered
@@ -90,14 +91,7 @@ def counted_step(comm: Comm, name: str, chosen: Task) -> dict[str, int]:
         ledger.entries.clear()
         sent = loopback_sent_bytes()
         dist.barrier()  # no rank sends before every rank has read the counter
-        with meter.stretch("step"):
-            with meter.stretch("forward"):
-                loss = contender.forward()
-            with meter.stretch("backward"):
-                loss.backward()
-            del loss
-            contender.optimizer.step()
-            contender.optimizer.zero_grad()
+        step_by_phases(contender, meter)
         dist.barrier()
         sent = (loopback_sent_bytes() - sent) // comm.size
     step, forward = meter.stretches["step"], meter.stretches["forward"]

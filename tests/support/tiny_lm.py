@@ -45,6 +45,16 @@ class TinyLM(nn.Module):
         return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+class HiddenLM(TinyLM):
+    """Returns what its head would read."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class SkippingLM(TinyLM):
     """Lets no gradient through the blocks in ``cut``."""
 

@@ -32,6 +32,7 @@ from support.parity import (
     train_sharded,
     train_unsharded,
 )
+from support.tiny_lm import HiddenLM
 
 pytestmark = pytest.mark.parity
 
@@ -345,16 +346,6 @@ def test_weights_of_targets():
         return sharded_gradients(model)
 
     assert_gradients(run_ranks(2, work), reference, tolerance=1e-7)
-
-
-class HiddenLM(TinyLM):
-    """Returns what its head would read."""
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 @pytest.mark.parametrize("tables", ["gather", "auto", "home"])

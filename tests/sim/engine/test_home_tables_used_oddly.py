@@ -16,7 +16,7 @@ from fullshard.errors import ShardingError
 from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 from support.parity import assert_gradients, replicas, sharded_gradients
-from support.tiny_lm import VOCAB, TinyLM, batches, lm_loss
+from support.tiny_lm import VOCAB, HiddenLM, TinyLM, batches, lm_loss
 
 pytestmark = pytest.mark.parity
 
@@ -26,16 +26,6 @@ FIRST, SECOND, THIRD = batches(3, 4)
 @pytest.fixture(autouse=True)
 def small_tables_count(monkeypatch):
     monkeypatch.setattr(wrap, "LARGE_NUMEL", 1000)
-
-
-class HiddenLM(TinyLM):
-    """Returns what its head would read."""
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def untied(kind):

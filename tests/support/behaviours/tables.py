@@ -6,14 +6,14 @@ from torch import nn
 from fullshard import vocab_parallel_loss
 from fullshard.engine.tables.param import TableParam
 from support.behaviours.running import compare, expect, runtime
-from support.tiny_lm import TinyLM
+from support.tiny_lm import HiddenLM
 
 ROWS = 44_000
 """Of 24 elements: just enough for a table."""
 
 
-class LargeLM(TinyLM):
-    """Returns what its head reads; ``tied`` to the embedding or not."""
+class LargeLM(HiddenLM):
+    """With tables; ``tied``, the head is the embedding."""
 
     def __init__(self, *, tied):
         super().__init__(layers=2)
@@ -21,12 +21,6 @@ class LargeLM(TinyLM):
         self.head = nn.Linear(24, ROWS, bias=False)
         if tied:
             self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def b41_tables_stay_home(ranks):

@@ -56,6 +56,7 @@ def vocab_parallel_loss(
     return share * _loss_of_logits(head(rows.index_select(0, counted)), flat[counted], label_smoothing, z_loss)
 
 
+# The program's ``models.summed_loss`` comes with transformers, whose import the library does without.
 def _loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, z_loss: float) -> torch.Tensor:
     """Return the loss of (T, V) logits summed over targets, in at least float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

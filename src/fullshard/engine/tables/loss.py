@@ -7,7 +7,8 @@ For a token with logits z over V rows, of which rank r owns some, and its target
 
 (the same terms as ``models/loss.py``). Hidden states of all ranks meet here; three or four numbers of each token are
 exchanged; gradients of hidden states go back by a reduce-scatter, and the table's gradient is complete where it is.
-With N ranks, at most T tokens each, and width d, a rank sends (N-1) T d numbers twice and 16 N T bytes for the rest.
+With N ranks, at most T tokens each, and width d, a rank sends (N-1) T d numbers twice, 12 (N-1) N T bytes of statistics
+(with label smoothing 16), and 12 (N-1) T bytes of labels and weights; statistics and weights in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHUNK_NUMEL = 1 << 23
 
 _UNEQUAL = (
     "Ranks scaled a loss over a table that stays home by different factors before backward, {low:g} to {high:g}: the "
-    "table's gradient would be wrong. Scale it alike on every rank, or pass each rank's factor as expected_gradient."
+    'table\'s gradient would be wrong. Scale it alike on every rank, or shard with tables="gather".'
 )
 
 

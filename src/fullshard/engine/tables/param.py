@@ -12,6 +12,7 @@ from fullshard.comm import add_rows
 from fullshard.engine.step.fused import EmbeddingSite, LinearSite
 from fullshard.engine.step.lane import LaneState
 from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
+from fullshard.engine.step.precision import tensors_in
 from fullshard.engine.step.torch_private import will_execute
 from fullshard.engine.step.unit import Unit
 from fullshard.engine.tables.exchange import Trip, ask, fetch, give_back
@@ -33,20 +34,12 @@ class HomeParameter(WatchedParameter):
         if reads_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        homes = [one for one in _flat((args, kwargs)) if isinstance(one, HomeParameter)]
+        homes = [one for one in tensors_in((args, kwargs)) if isinstance(one, HomeParameter)]
         if func is F.embedding and _is_plain_lookup(args, kwargs) and homes[0] is args[1]:
             return homes[0].watcher().look_up(args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx"))
         for one in homes:
             one.watcher().come()
         return WatchedParameter.__torch_function__(func, types, args, kwargs)
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [one for item in value.values() for one in _flat(item)]
-    if isinstance(value, (tuple, list)):
-        return [one for item in value for one in _flat(item)]
-    return [value]
 
 
 def _is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
