@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isnan
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -19,19 +17,20 @@ import torch
 from torch import nn
 
 from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
-from fullshard.engine import mesh_of, units, unreduced
 from fullshard.errors import CheckpointError, StoreError
 from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.policy import ShardingStrategy
+from fullshard.resilience import Every, KeepDirectory
 from fullshard.saving.background import JOIN_SECONDS
+from fullshard.saving.described import index_of, require_between_steps, require_shared
 from fullshard.saving.full import write_assets
 from fullshard.saving.loading import Restored, load_checkpoint
 from fullshard.saving.pieces import plan_save
 from fullshard.saving.rng import rng_bytes, rng_name
+from fullshard.saving.snapshot import InMemory
 from fullshard.saving.stepped import Stepping
 from fullshard.storage import (
     GIVEN_UP,
-    Index,
     Keep,
     Lock,
     ObjectPath,
@@ -41,15 +40,14 @@ from fullshard.storage import (
     SaveJob,
     SavePlan,
     Survey,
-    as_json,
     as_place,
     backend_of,
     begin,
     clear_leftovers,
+    read_index,
     set_aside,
     survey,
 )
-from fullshard.version import __version__
 
 _log = logging.getLogger("fullshard")
 
@@ -94,6 +92,7 @@ class Checkpoints:
         keep_best: int = 0,
         greater_is_better: bool = True,
         timeout_s: float = 1800.0,
+        in_memory: Every | None = None,
     ) -> None:
         """Lock the directory for this run, and delete what a killed save left in it; every rank calls it.
 
@@ -107,6 +106,8 @@ class Checkpoints:
                 with the metric, and checkpoints already in the directory keep theirs. Checkpoints of earlier versions,
                 which did not save it, are compared as the later ones are, or as set here.
             timeout_s: Longest time that one save may take, in seconds.
+            in_memory: Steps from one :meth:`snapshot` to the next, or ``"auto"``: as often as costs 1 % of the time.
+                None: none are taken. Without a launcher that restarts the ranks none are taken either.
 
         Raises:
             CheckpointError: Another run writes to the directory, the file system refused, or a number is too small; on
@@ -123,6 +124,8 @@ class Checkpoints:
         self._host: dict[int, torch.Tensor] = {}
         self._lock: Lock | None = None
         self._saves = 0
+        kept = None if in_memory is None else KeepDirectory.of(self.directory)
+        self.in_memory = None if in_memory is None or kept is None else InMemory(self.ranks, kept, in_memory)
         if (keep_last is not None and keep_last < 1) or keep_best < 0:
             raise CheckpointError(
                 f"keep_last must be at least 1 and keep_best at least 0; got {keep_last} and {keep_best}."
@@ -215,7 +218,7 @@ class Checkpoints:
         plan = partial(plan_save, model, optimizer, gradients=gradients, average=average)
         job = together(self.ranks, lambda: self._job(model, plan, step, values, metric))
         together_in_background(self.ranks, lambda: self._begin(job, assets or partial(write_assets, model)))
-        together_in_background(self.ranks, lambda: _require_shared(job))
+        together_in_background(self.ranks, lambda: require_shared(job))
         save = self._save = Save(self._with_host_copies(job) if background else job)
         self._stall_seconds = time.monotonic() - started
         if background:
@@ -226,6 +229,30 @@ class Checkpoints:
             save.cancel()  # after Ctrl-C or a lost rank the shards may change, which the thread still reads
             raise
         return job.final
+
+    def snapshot(
+        self,
+        model: nn.Module,
+        optimizer: Stepping | None = None,
+        *,
+        step: int,
+        values: Mapping[str, Any] = NOTHING,
+        average: ExponentialMovingAverage | None = None,
+    ) -> bool:
+        """Copy the training state to the machine's memory if that is due; every rank calls it after every step.
+
+        If a rank dies, ``fullshard launch --max_restarts`` starts all of them again, and :meth:`load` continues from
+        the newest snapshot. The arguments are those of :meth:`save`; ``values`` are this rank's own.
+
+        Returns:
+            Whether it was due, the same on every rank; never without ``in_memory`` or a launcher that restarts.
+        """
+        if self.in_memory is None:
+            return False
+        self.in_memory.tick()
+        return self.in_memory.due(step) and self.in_memory.take(
+            model, optimizer, step=step, values=values, average=average
+        )
 
     def wait(self) -> SaveReport | None:
         """Return when the last save is committed; every rank calls it. Logs the progress every ten seconds.
@@ -344,6 +371,9 @@ class Checkpoints:
     ) -> Restored | None:
         """Load a checkpoint of any world size and strategy; every rank calls it.
 
+        With ``in_memory``, an attempt after the first takes the newest snapshot if it is of a later step than the
+        newest complete checkpoint, and passes over damaged ones. Rank 0 says which, in one line.
+
         Args:
             model: The sharded model; its shards and persistent buffers are filled in place.
             optimizer: Its state and options are set; None: they are left unchanged.
@@ -363,8 +393,23 @@ class Checkpoints:
         self.wait()
         if previous and path is not None:
             raise CheckpointError(f"previous=True chooses a checkpoint, and path={str(path)!r} does too. Pass one.")
-        chosen = self._newest(previous=previous) if path is None else as_place(path)
+        if path is not None:
+            return load_checkpoint(model, optimizer, as_place(path), average=average)
+        again = self.in_memory is not None and self.in_memory.attempt > 0
+        chosen = self._newest(previous=previous or again)
+        if self.in_memory is not None and again:
+            kept = self.in_memory.newest()
+            on_disk = 0 if chosen is None else together_in_background(self.ranks, lambda: read_index(chosen).step)
+            if kept is not None and kept.described.step > on_disk:
+                self._say(kept.described.step, "the snapshot in memory")
+                return self.in_memory.load(kept, model, optimizer, average)
+            self._say(on_disk, "the start" if chosen is None else str(chosen))
         return None if chosen is None else load_checkpoint(model, optimizer, chosen, average=average)
+
+    def _say(self, step: int, source: str) -> None:
+        assert self.in_memory is not None, "asked only with snapshots"
+        if self.ranks.rank == 0:
+            _log.warning("attempt %d continues after step %d from %s", self.in_memory.attempt, step, source)
 
     def close(self) -> None:
         """Wait for the background save and release the directory; every rank calls it.
@@ -373,6 +418,8 @@ class Checkpoints:
             CheckpointError: The save failed.
         """
         try:
+            if self.in_memory is not None:
+                self.in_memory.wait()
             self.wait()
         finally:
             self._release()
@@ -396,28 +443,10 @@ class Checkpoints:
         Raises:
             CheckpointError: The state cannot be saved as it is.
         """
-        if self.ranks.size != mesh_of(model).size:
-            raise CheckpointError(
-                f"The model is on {mesh_of(model).size} ranks and these checkpoints are on {self.ranks.size}. Pass the "
-                "same ranks to both."
-            )
-        waiting = unreduced(model)
-        if waiting:
-            raise CheckpointError(
-                f"Gradients of {len(waiting)} units are not reduced yet (no_sync or no_all_reduce), the first is "
-                f"{waiting[0]}; a checkpoint would lose them. Save after the optimizer's step."
-            )
-        if not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"step must be a number of optimizer steps, an int of at least 0; got {step!r}.")
-        if metric is not None:
-            metric = None if isnan(metric) else float(metric)
-        plain = as_json(values)
+        require_between_steps(self.ranks, model, step)
         plan, rng = make_plan(), rng_bytes(self.ranks.device)
         plan.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
-        versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
-        greater = None if metric is None else self.keep.greater_is_better
-        index = Index(step, self.ranks.size, metric, plain, (), {}, versions, table, greater_is_better=greater)
+        index = index_of(model, step, values, metric, self.keep)
         # Not in the background, the writer thread reads the shards themselves: wait for the streams that write them.
         ready = device_of(self.ranks.device).copy_to_host([])
         self._saves += 1
@@ -466,12 +495,3 @@ class Checkpoints:
             pairs.append((host, piece.tensor))
         self._host = used
         return pairs
-
-
-def _require_shared(job: SaveJob) -> None:
-    """Raise unless this rank sees the directory that rank 0 made."""
-    if not job.temporary.is_dir():
-        raise CheckpointError(
-            f"Rank {job.rank} does not see {job.temporary}, which rank 0 made. All ranks write checkpoints and need a "
-            "directory that they share."
-        )

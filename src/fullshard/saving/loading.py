@@ -18,7 +18,7 @@ from fullshard.optim.shards import holds_rows
 from fullshard.saving.load_plan import LoadPlan
 from fullshard.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES
 from fullshard.saving.rng import restore_rng, rng_name
-from fullshard.saving.stepped import Stepped, Stepping, options_of, stepped
+from fullshard.saving.stepped import Stepped, Stepping, options_of, stepped, take_options
 from fullshard.shards import rows_of
 from fullshard.storage import (
     CheckpointReader,
@@ -154,7 +154,7 @@ class _Target:
         for one, (state, options) in zip(self._own, self.plan.loaded, strict=True):
             one.state.clear()
             one.state.update(state)
-            _take_options(one.group, options)
+            take_options(one.group, options)
         for param, gradient in self._gradients:
             param.grad = gradient
         if self._average is not None:
@@ -207,15 +207,3 @@ def _as_saved(local: LocalTensor, index: Index) -> LocalTensor:
     names = (local.name, *local.aliases)
     name = next((name for name in names if MODEL + name in index.tensors), local.name)
     return replace(local, name=name, aliases=tuple(other for other in names if other != name))
-
-
-def _take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Set a group's options, each in the type it has in the group."""
-    for name, value in options.items():
-        if name == "params":
-            continue
-        current = group.get(name)
-        if isinstance(current, torch.Tensor):
-            current.fill_(value)
-        else:
-            group[name] = tuple(value) if isinstance(current, tuple) else value

@@ -63,7 +63,7 @@ def plan_save(
         for one in own:
             for key, value in one.state.items() if holds_rows(one.param) else ():
                 _add_state(plan, one, key, value)
-        plan.groups += _groups_as_plain(own)
+        plan.groups += groups_as_plain(own)
     return plan
 
 
@@ -89,11 +89,11 @@ def _add_state(plan: SavePlan, one: Stepped, key: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             plan.pieces.append(Piece(name, (), 0, value.detach().reshape(1)))
         else:
-            _require_plain(f"state {key!r} of {local.name}", value)
+            require_plain(f"state {key!r} of {local.name}", value)
             plan.scalars.setdefault(local.name, {})[key] = value
 
 
-def _groups_as_plain(own: Sequence[Stepped]) -> list[dict[str, Any]]:
+def groups_as_plain(own: Sequence[Stepped]) -> list[dict[str, Any]]:
     """Return the options of the optimizer's groups as JSON holds them, with parameter names under ``params``."""
     groups: dict[int, dict[str, Any]] = {}
     for one in own:
@@ -102,13 +102,14 @@ def _groups_as_plain(own: Sequence[Stepped]) -> list[dict[str, Any]]:
             for name, value in one.group.items():
                 if name not in ("params", "param_names"):
                     plain = value.item() if isinstance(value, torch.Tensor) else value
-                    _require_plain(f"option {name!r} of the optimizer's group", plain)
+                    require_plain(f"option {name!r} of the optimizer's group", plain)
                     groups[id(one.group)][name] = list(plain) if isinstance(plain, tuple) else plain
         groups[id(one.group)]["params"].append(one.local.name)
     return list(groups.values())
 
 
-def _require_plain(what: str, value: Any) -> None:
+def require_plain(what: str, value: Any) -> None:
+    """Raise a CheckpointError unless a value is a number, a text, None, or several of them."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     if not all(one is None or isinstance(one, (bool, int, float, str)) for one in values):
         raise CheckpointError(f"The {what} is a {type(value).__name__}; checkpoints hold numbers, texts and tensors.")

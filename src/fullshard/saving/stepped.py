@@ -146,3 +146,15 @@ def options_of(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -
             "the optimizer with the groups it had when it was saved."
         )
     return next(iter(different.values()), {})
+
+
+def take_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set a group's options, each in the type it has in the group."""
+    for name, value in options.items():
+        if name == "params":
+            continue
+        current = group.get(name)
+        if isinstance(current, torch.Tensor):
+            current.fill_(value)
+        else:
+            group[name] = tuple(value) if isinstance(current, tuple) else value

@@ -17,10 +17,13 @@ from fullshard.storage.completion import (
 )
 from fullshard.storage.index import Index as Index, PieceEntry as PieceEntry, TensorEntry as TensorEntry
 from fullshard.storage.json_file import (
+    SMALL as SMALL,
     as_json as as_json,
     parse_bounded as parse_bounded,
     read_bounded as read_bounded,
     read_json as read_json,
+    require_sealed as require_sealed,
+    seal as seal,
 )
 from fullshard.storage.kinds import (
     ADAPTER_NAME as ADAPTER_NAME,

@@ -42,6 +42,7 @@ class BestModel:
         self.directory = output_dir / BEST_NAME
         self._comm = comm
         self._named: dict[int, int] = {}  # of the last two checkpoints: step -> step of the best model they name
+        self._in_snapshots: list[int] = []  # of the last two snapshots: the same
 
     def keep(self, model: Any, tokenizer: Any, report: EvaluationReport) -> None:
         """Save the model as the best so far; every rank calls it.
@@ -55,7 +56,7 @@ class BestModel:
         def place() -> None:
             if self._comm.rank == 0:
                 label = _read_label(self.directory)
-                named = label is not None and label["step"] in self._named.values()
+                named = label is not None and label["step"] in self._still_named()
                 self._replace(following, aside=f"step-{label['step']:08d}" if label and named else "last")
 
         together_in_background(self._comm, place)
@@ -65,11 +66,15 @@ class BestModel:
         if best is not None:
             self._named[checkpoint_step] = best.step
 
+    def named_by_snapshot(self, best: EvaluationReport | None) -> None:
+        """Note that a snapshot is being taken whose record names ``best``; there are two at any time."""
+        self._in_snapshots = [*self._in_snapshots, 0 if best is None else best.step][-2:]
+
     def committed(self, checkpoint_step: int) -> None:
         """Delete models that only checkpoints before ``checkpoint_step`` name; any rank calls it, rank 0 deletes."""
         self._named = {step: best for step, best in self._named.items() if step >= checkpoint_step}
         if self._comm.rank == 0:
-            kept = {f"{self.directory.name}.step-{best:08d}" for best in self._named.values()}
+            kept = {f"{self.directory.name}.step-{best:08d}" for best in self._still_named()}
             self._delete(path for path in self._asides() if path.name not in kept)
 
     def restore(self, checkpoint_step: int, best: EvaluationReport | None) -> bool:
@@ -105,6 +110,10 @@ class BestModel:
         """Delete everything except ``best/`` itself; any rank calls it, rank 0 deletes."""
         if self._comm.rank == 0:
             self._delete([*self._asides(), *(self._sibling(name) for name in ("next", "last", "lost"))])
+
+    def _still_named(self) -> set[int]:
+        """Return the steps of the best models that the run may need again."""
+        return {*self._named.values(), *self._in_snapshots}
 
     def _replace(self, path: Path, *, aside: str) -> None:
         """Move ``path`` to ``best/`` and the one before to a sibling; delete the siblings ``last`` and ``lost``."""

@@ -6,12 +6,13 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from fullshard.comm import together_in_background
+from fullshard.comm import together, together_in_background
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.saving import Checkpoints, SaveReport
+from fullshard.saving import Checkpoints, Restored, SaveReport
 from fullshard.saving.full import write_assets
 from fullshard.storage import Place, add_small_file, read_completion
 from fullshard.train.evaluation.metrics import higher_is_better
@@ -58,8 +59,7 @@ class RunCheckpoints:
             return 0, Record(), ()
         self._require_same_separator()
         options = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
-        restored = self._checkpoints.load(parts.model, parts.optimizer, path=start.path)
-        assert restored is not None, "a path was given"
+        restored = self._load(start.path)
         # The optimizer's options come from the settings, which may have been changed on purpose.
         for group, given in zip(parts.optimizer.param_groups, options, strict=True):
             group.update(given)
@@ -72,13 +72,22 @@ class RunCheckpoints:
             torch.manual_seed(_rank_seed(parts.config.seed, comm.rank, restored.step))
         if parts.scaler is not None and start.values["scaler"] is not None:
             parts.scaler.load_state_dict(start.values["scaler"])
-        if restored.path.parent.resolve() == self._checkpoints.directory.resolve():
+        if start.snapshot is None and restored.path.parent.resolve() == self._checkpoints.directory.resolve():
             self.newest = (restored.step, restored.path)
         try:
             record = Record.from_values(start.values["record"], rank=comm.rank, world_size=comm.size)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"The record of the run in {start.path} is damaged: {error!r}.") from error
         return restored.step, record, self._restore_best(restored.step, record)
+
+    def _load(self, path: Place) -> Restored:
+        """Load the snapshot that the run continues from, or else the checkpoint at ``path``."""
+        parts, snapshot, kept = self._parts, self._start.snapshot, self._checkpoints.in_memory
+        if snapshot is not None and kept is not None:
+            return kept.load(snapshot, parts.model, parts.optimizer)
+        restored = self._checkpoints.load(parts.model, parts.optimizer, path=path)
+        assert restored is not None, "a path was given"
+        return restored
 
     def _require_same_separator(self) -> None:
         """Raise if the run would put another text between source and target than it began with, and nobody asked.
@@ -125,15 +134,7 @@ class RunCheckpoints:
             CheckpointError: It could not be written; on every rank.
         """
         parts = self._parts
-        peaks = parts.comm.all_gather_object(record.peak_bytes)
-        values = {
-            "settings": self._start.settings,
-            "separator": parts.config.data.separator,
-            "group_rows": self._start.group or group_size(parts.config, parts.comm.size),
-            "total_steps": parts.schedule.total_steps,
-            "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
-            "record": record.as_values(train_seconds=train_seconds, peaks=peaks),
-        }
+        values = self._values(record, train_seconds, parts.comm.all_gather_object(record.peak_bytes))
         started = time.monotonic()
         path = self._checkpoints.save(
             parts.model,
@@ -149,6 +150,43 @@ class RunCheckpoints:
         if not background:
             seconds = time.monotonic() - started
             self._committed(step, path, seconds, stall_seconds=seconds)
+
+    def _values(self, record: Record, train_seconds: float, peaks: Sequence[int]) -> dict[str, Any]:
+        parts = self._parts
+        return {
+            "settings": self._start.settings,
+            "separator": parts.config.data.separator,
+            "group_rows": self._start.group or group_size(parts.config, parts.comm.size),
+            "total_steps": parts.schedule.total_steps,
+            "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
+            "record": record.as_values(train_seconds=train_seconds, peaks=peaks),
+        }
+
+    def snapshot_is_due(self, step: int) -> bool:
+        """Return whether a snapshot in memory follows a step, if a launcher keeps any; no communication."""
+        kept = self._checkpoints.in_memory
+        return kept is not None and kept.due(step)
+
+    def snapshot(self, step: int, record: Record, train_seconds: float) -> None:
+        """Take a snapshot in memory, if a launcher keeps any; it is completed while training continues."""
+        kept, parts = self._checkpoints.in_memory, self._parts
+        if kept is None:
+            return
+        # Each rank keeps its own record, so nothing is exchanged for it.
+        values = self._values(record, train_seconds, [record.peak_bytes] * parts.comm.size)
+        if kept.take(parts.model, parts.optimizer, step=step, values=values):
+            self._best.named_by_snapshot(record.best)
+
+    def begun(self) -> None:
+        """Note that what the run replaces is deleted: a later attempt continues."""
+        kept = self._checkpoints.in_memory
+        if kept is not None:
+            together(self._parts.comm, kept.mark_begun)
+
+    def step_over(self) -> None:
+        """Note that a step is over, for the time between snapshots."""
+        if self._checkpoints.in_memory is not None:
+            self._checkpoints.in_memory.tick()
 
     def add_evaluation(self, evaluation: EvaluationReport, record: Record, train_seconds: float) -> None:
         """Add an evaluation to the checkpoint of its step, if there is one: a resumed run does not make it again.

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fullshard.comm import Comm, device_of, together_in_background
+from fullshard.comm import Comm, device_of, together, together_in_background
 from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, MemoryLimitError, RunStopped
 from fullshard.models import Objective
@@ -44,6 +44,7 @@ from fullshard.train.setup.resume import (
     choose_starting_point,
     delete_superseded,
     mark_finished,
+    or_snapshot,
 )
 
 
@@ -88,8 +89,9 @@ def train(
         directory = checkpoints_directory(config)
         # Takes the lock on the directory before anything of another run is touched.
         keep_last, greater = config.training.save_total_limit, higher_is_better(config.evaluation.metric)
-        with Checkpoints(directory, ranks=comm, keep_last=keep_last, greater_is_better=greater) as checkpoints:
-            start = _on_rank_0(comm, lambda: choose_starting_point(config, comm.size))
+        own = {"ranks": comm, "keep_last": keep_last, "greater_is_better": greater, "in_memory": "auto"}
+        with Checkpoints(directory, **own) as checkpoints:
+            start = _starting_point(config, comm, checkpoints)
             try:
                 parts = assemble(config, comm, prepared, group=start.group)
                 return TrainingRun(parts, start, checkpoints, sinks, stop or StopRequest(), planned).train()
@@ -97,6 +99,15 @@ def train(
                 if not is_out_of_memory(error):
                     raise
                 raise MemoryLimitError(explain(error, comm, parts, planned)) from error
+
+
+def _starting_point(config: RunConfig, comm: Comm, checkpoints: Checkpoints) -> StartingPoint:
+    """Return where the run starts: from its newest snapshot or checkpoint, or from scratch; every rank calls it."""
+    kept = checkpoints.in_memory
+    begun = kept is not None and kept.begun()
+    start = _on_rank_0(comm, lambda: choose_starting_point(config, comm.size, begun=begun))
+    snapshot = None if kept is None else kept.newest()
+    return together(comm, lambda: or_snapshot(start, snapshot))
 
 
 class _StopDuringEvaluationError(Exception):
@@ -166,13 +177,19 @@ class TrainingRun:
                 position = due.position
                 evaluates = self._timetable.evaluation_is_due(position)
                 saves = self._timetable.checkpoint_is_due(position)
-                stops = self._take_step(due, traced=position.step == traced, late=not (evaluates or saves))
+                copies = self._checkpoints.snapshot_is_due(position.step)
+                stops = self._take_step(due, traced=position.step == traced, late=not (evaluates or saves or copies))
+                self._checkpoints.step_over()
                 if stops:
                     self._leave(position.step)
                 if saves:
                     self._save(position.step, background=not evaluates)
                 if evaluates:
+                    if not saves:  # a rank that dies in the evaluation costs no step
+                        self._checkpoints.snapshot(position.step, self.record, self.train_seconds)
                     self._evaluate(position)
+                if copies or evaluates:
+                    self._checkpoints.snapshot(position.step, self.record, self.train_seconds)
                 self._checkpoints.report()
         self._read_step()
         self._checkpoints.report(wait=True)
@@ -189,6 +206,7 @@ class TrainingRun:
         _on_rank_0(self._comm, lambda: delete_superseded(self._start, self._config))
         if self._start.path is None:
             _on_rank_0(self._comm, self._best.discard)
+        self._checkpoints.begun()
         notes = (*self._start.notes, *notes)
         start = describe_start(
             self._parts, self.record, self._start.settings, resumed_step=self.resumed_step, notes=notes

@@ -14,6 +14,7 @@ from typing import Any
 from fullshard.config import RunConfig
 from fullshard.data import split_lists
 from fullshard.errors import CheckpointError, ConfigError, DataError
+from fullshard.resilience import Snapshot
 from fullshard.storage import (
     FINISHED_NAME,
     Place,
@@ -103,6 +104,8 @@ class StartingPoint:
     superseded: tuple[Place, ...] = ()  # checkpoints to delete before the first step
     damaged: tuple[Place, ...] = ()  # damaged checkpoints to rename then, so that later runs do not find them
     notes: tuple[str, ...] = ()  # notes for the user
+    step: int = 0  # optimizer steps taken before
+    snapshot: Snapshot | None = None  # this rank's part of the snapshot to continue from, which ``path`` is then
 
     @property
     def group(self) -> int | None:
@@ -115,8 +118,14 @@ def checkpoints_directory(config: RunConfig) -> Place:
     return as_place(config.training.checkpoints_to or Path(config.output_dir, CHECKPOINTS_NAME))
 
 
-def choose_starting_point(config: RunConfig, world_size: int) -> StartingPoint:
+def choose_starting_point(config: RunConfig, world_size: int, *, begun: bool = False) -> StartingPoint:
     """Return where a run starts, and change nothing; on rank 0, under the lock on the checkpoints.
+
+    Args:
+        config: The run's settings.
+        world_size: Number of ranks.
+        begun: Whether an earlier attempt of the same launcher has passed its start: then all checkpoints are the run's
+            own, whatever ``resume`` says, and damaged ones are passed over.
 
     Raises:
         ConfigError: The settings differ from the checkpoint's.
@@ -127,21 +136,22 @@ def choose_starting_point(config: RunConfig, world_size: int) -> StartingPoint:
     settings = deciding_settings(config, world_size)
     found = survey(checkpoints_directory(config), parse_newest=True)
     complete = [path for _, path in found.complete]
-    if config.resume == "never":
+    resume = "previous" if begun else config.resume
+    if resume == "never":
         doomed = (*complete, *(one.path for one in found.damaged))
         names = ", ".join(path.name for path in doomed)
         notes = (f"resume=never: {names} in {found.directory} deleted",) if doomed else ()
         return StartingPoint(settings, superseded=doomed, notes=notes)
-    if config.resume not in ("auto", "previous"):
+    if resume not in ("auto", "previous"):
         return _at(as_place(config.resume), settings, found)
     finished = found.directory / FINISHED_NAME
-    if finished.exists():
+    if finished.exists() and not begun:  # an attempt may also end after the run has
         further = f", resume={complete[-1]} with a higher {_limit_of(finished)}" if complete else ""
         raise ConfigError(
             f"{config.output_dir} holds a finished run. Set another output_dir{further}, or resume=never to start from "
             "scratch, which deletes its checkpoints now and replaces its model at the end."
         )
-    aside = found.newer_damaged() if config.resume == "previous" and complete else ()
+    aside = found.newer_damaged() if resume == "previous" and complete else ()
     found = replace(found, damaged=tuple(one for one in found.damaged if one not in aside))
     newest = found.newest()
     return (
@@ -248,7 +258,34 @@ def _newest(path: Place, settings: Mapping[str, Any], found: Survey, aside: tupl
         )
     older = tuple(f"{one.problem} It is older than {path.name} and is not used." for one in found.damaged)
     notes = (f"resuming after step {step:,} from {path}", *_aside_notes(aside), *older)
-    return StartingPoint(settings, path, values, damaged=aside, notes=notes)
+    return StartingPoint(settings, path, values, damaged=aside, notes=notes, step=step)
+
+
+def or_snapshot(start: StartingPoint, snapshot: Snapshot | None) -> StartingPoint:
+    """Return the start from a snapshot if it is of a later step, else ``start``; any rank, with its own snapshot.
+
+    Raises:
+        ConfigError: The run file was changed meanwhile.
+    """
+    if snapshot is None or snapshot.described.step <= start.step:
+        return start
+    described = snapshot.described
+    different = _differences(start.settings, described.values["settings"])
+    if different:
+        raise ConfigError(
+            "The run was started again, but these settings have changed meanwhile:\n"
+            + "\n".join(f"  {line}" for line in different.values())
+            + "\nRestore the earlier settings, and give the command again."
+        )
+    note = f"resuming after step {described.step:,} from the snapshot in memory ({snapshot.directory.parent.parent})"
+    return replace(
+        start,
+        path=snapshot.directory,
+        values=described.values,
+        notes=(note, *(line for line in start.notes if not line.startswith("resuming "))),
+        step=described.step,
+        snapshot=snapshot,
+    )
 
 
 def _aside_notes(paths: Sequence[Place]) -> list[str]:
@@ -289,7 +326,8 @@ def _at(path: Place, settings: Mapping[str, Any], found: Survey) -> StartingPoin
     if superseded:
         notes = (*notes, f"{', '.join(other.name for other in superseded)} in {found.directory} deleted")
     comparable = _EVALUATION_SETTINGS.isdisjoint(re.sub(r"^data\.sets\.[^.]+", "data", key) for key in different)
-    return StartingPoint(settings, path, values, comparable, superseded, aside, (*notes, *_aside_notes(aside)))
+    notes = (*notes, *_aside_notes(aside))
+    return StartingPoint(settings, path, values, comparable, superseded, aside, notes, step)
 
 
 def _read_values(path: Place) -> tuple[int, Mapping[str, Any]]:

@@ -1,0 +1,224 @@
+"""Snapshots of all ranks, two generations each: when one is due, and the newest that every rank has."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from fullshard.comm import Mesh, device_of, free_memory, together_in_background
+from fullshard.errors import CheckpointError
+from fullshard.resilience.keep import KeepDirectory
+from fullshard.resilience.slot import Described, Slot, Snapshot, nbytes_of
+from fullshard.sizes import format_bytes
+from fullshard.storage import as_json
+
+_log = logging.getLogger("fullshard")
+
+State = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
+"""One rank's tensors by name, and its state other than tensors."""
+
+Every = int | Literal["auto"]
+
+SHARE = 0.01
+"""Share of the training time that snapshots may cost with ``every="auto"``."""
+
+FIRST_GAP = 4
+"""Steps between the first snapshots, until the cost of one is known that did not have to wait for new memory."""
+
+_GENERATIONS = 2
+_MEMORY_SHARE = 0.5
+"""Share of the free memory that the snapshots of a machine may take."""
+
+
+class Snapshots:
+    """A run's snapshots; made by every rank. Each rank writes its own, alone, in a thread.
+
+    A generation is overwritten only after every rank has completed the other one: whenever ranks are killed, there is a
+    moment of which all have a snapshot.
+
+    Attributes:
+        every: Steps from one snapshot to the next, at present; the same on every rank.
+        costs: Seconds of training that each snapshot has cost this rank, the first ones included.
+    """
+
+    def __init__(self, ranks: Mesh, keep: KeepDirectory, every: Every) -> None:
+        """Write nothing yet; ``every`` steps, or as often as costs ``SHARE`` of the time."""
+        self.every = FIRST_GAP if every == "auto" else every
+        self.costs: list[float] = []
+        self._ranks = ranks
+        self._keep = keep
+        self._measured = every == "auto"
+        directory = keep.directory / f"rank-{ranks.rank:05d}"
+        self._slots = [Slot(directory / str(number)) for number in range(_GENERATIONS)]
+        self._serial = 0
+        self._next: int | None = None
+        self._thread: threading.Thread | None = None
+        self._busy_s = 0.0  # time of the last snapshot's thread, by the processor
+        self._written_s = 0.0  # the same by the clock
+        self._stall_s: float | None = None  # None: this attempt has written none
+        self._problem: str | None = None
+        self._off = False
+        self._ticked: float | None = None
+        self._steps_s: list[float] = []
+
+    def due(self, step: int) -> bool:
+        """Return whether a snapshot follows step ``step``; the same on every rank, without communication."""
+        return not self._off and (self._next is None or step >= self._next)
+
+    def tick(self) -> None:
+        """Note that a step is over; every rank calls it after each step, for the time that a step takes."""
+        now = time.monotonic()
+        if self._ticked is not None:
+            self._steps_s.append(now - self._ticked)
+        self._ticked = now
+
+    def write(self, take: Callable[[], State], step: int, values: Mapping[str, Any]) -> bool:
+        """Copy this rank's state, and return while a thread completes the snapshot; every rank calls it.
+
+        Nothing that fails here ends the run: without snapshots it continues from its checkpoints. That is said once.
+
+        Args:
+            take: Returns the rank's tensors by name, flat, on any device, and the state other than tensors as JSON
+                holds it.
+            step: Optimizer steps taken.
+            values: The program's own values.
+
+        Returns:
+            Whether a snapshot is being written.
+        """
+        if self._off:
+            return False
+        started = time.monotonic()
+        self._join()
+        tensors: Mapping[str, torch.Tensor] = {}
+        plain: Mapping[str, Any] = {}
+        try:
+            (tensors, plain), values = take(), as_json(values)
+        except CheckpointError as error:
+            self._problem = str(error)
+        self._agree(tensors)
+        if self._off:
+            return False
+        self._next = step + self.every
+        rank, size = self._ranks.rank, self._ranks.size
+        described = Described(step, rank, size, self._keep.attempt, self._serial, self.every, values, plain)
+        slot = self._slots[self._serial % _GENERATIONS]
+        self._serial += 1
+        try:
+            complete = slot.write(tensors, device_of(self._ranks.device).copy_to_host)
+        except OSError as error:
+            self._problem = f"rank {rank} could not write to {slot.directory}: {error}"
+        else:
+            self._thread = threading.Thread(target=self._complete, args=(complete, described), daemon=True)
+            self._thread.start()
+        self._ticked = time.monotonic()
+        self._stall_s = self._ticked - started
+        return True
+
+    def wait(self) -> None:
+        """Return when this rank's last snapshot is complete, or has failed; no communication."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def newest(self) -> Snapshot | None:
+        """Return this rank's part of the newest moment of which every rank has a snapshot; every rank calls it.
+
+        Damaged ones count as missing. The next snapshot overwrites another one.
+        """
+        found = together_in_background(self._ranks, self._mine)
+        held = self._ranks.all_gather_object(set(found))
+        common = set.intersection(*held)
+        if not common:
+            return None
+        chosen = found[max(common)]
+        described = chosen.described
+        self._serial = described.serial + 1  # the other slot is written next
+        if self._measured:
+            self.every = described.every
+        self._next = described.step + self.every
+        return chosen
+
+    def _mine(self) -> dict[tuple[int, int, int], Snapshot]:
+        """Return this rank's complete snapshots by key."""
+        read = [slot.read() for slot in self._slots]
+        size = self._ranks.size
+        return {one.described.key: one for one in read if one is not None and one.described.world_size == size}
+
+    def _join(self) -> None:
+        """Wait for the snapshot before, and note what it has cost."""
+        waited = time.monotonic()
+        self.wait()
+        if self._stall_s is not None:
+            # Ranks on CPUs compute on the cores that the thread takes; those of a GPU have cores to spare.
+            busy = self._busy_s if self._ranks.device.type == "cpu" else 0.0
+            self.costs.append(self._stall_s + busy + time.monotonic() - waited)
+
+    def _agree(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Exchange problems and costs; afterwards every rank has completed the snapshot before.
+
+        Sets ``every``, or switches snapshots off, on all ranks alike.
+        """
+        first = self._next is None and not self.costs
+        room = (nbytes_of(tensors), free_memory(torch.device("cpu"))) if first else None
+        step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
+        cost = self.costs[-1] if self.costs else 0.0
+        self._steps_s.clear()
+        everyone = self._ranks.all_gather_object((self._problem, cost, self._written_s, step_s, room))
+        problems = [problem for problem, *_ in everyone if problem is not None]
+        rooms = [one for *_, one in everyone if one is not None]
+        problems += _too_large(rooms)
+        if problems:
+            self._off = True
+            if self._ranks.rank == 0:
+                _log.warning(
+                    "No snapshots are kept in memory: %s. After a failure the newest checkpoint is used.", problems[0]
+                )
+            return
+        if rooms and self._ranks.rank == 0:
+            nbytes = max(nbytes for nbytes, _ in rooms)
+            _log.info("snapshots in %s: %s twice on a rank", self._keep.directory, format_bytes(nbytes))
+        slowest = max(step_s for _, _, _, step_s, _ in everyone)
+        if self._measured and slowest and len(self.costs) > _GENERATIONS:
+            self.every = _interval(max(one[1] for one in everyone), max(one[2] for one in everyone), slowest)
+
+    def _complete(self, complete: Callable[[Described], None], described: Described) -> None:
+        """Complete a snapshot; the thread's function."""
+        started, busy = time.monotonic(), time.thread_time()
+        try:
+            complete(described)
+        except Exception as error:  # any: the next exchange reports it
+            self._problem = f"rank {described.rank} could not complete the snapshot of step {described.step}: {error!r}"
+        self._busy_s, self._written_s = time.thread_time() - busy, time.monotonic() - started
+
+
+def _interval(cost_s: float, written_s: float, step_s: float) -> int:
+    """Return the steps between snapshots: their cost within ``SHARE``, and one complete before the next begins."""
+    return max(1, math.ceil(cost_s / (SHARE * step_s)), math.ceil(written_s / step_s))
+
+
+def _too_large(rooms: list[tuple[int, Mapping[str, int]]]) -> list[str]:
+    """Return why the snapshots of a machine would take too much of its memory; none if they do not.
+
+    Args:
+        rooms: Of each rank the bytes of a snapshot, and what memory is free, by pool.
+    """
+    wanted: dict[str, int] = {}
+    left: dict[str, int] = {}
+    for nbytes, pools in rooms:
+        for pool, free in pools.items():
+            wanted[pool] = wanted.get(pool, 0) + _GENERATIONS * nbytes
+            left[pool] = min(free, left.get(pool, free))
+    return [
+        f"the ranks of a {pool.partition(':')[0]} would take {format_bytes(wanted[pool])}, and it has "
+        f"{format_bytes(left[pool])} free, of which they may take {_MEMORY_SHARE:.0%}"
+        for pool in wanted
+        if wanted[pool] > _MEMORY_SHARE * left[pool]
+    ]

@@ -1,0 +1,61 @@
+"""What is checked before a training state is saved, and what describes it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from math import isnan
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.comm import Mesh
+from fullshard.engine import mesh_of, units, unreduced
+from fullshard.errors import CheckpointError
+from fullshard.storage import Index, Keep, SaveJob, as_json
+from fullshard.version import __version__
+
+
+def require_between_steps(ranks: Mesh, model: nn.Module, step: int) -> None:
+    """Raise unless the model is between two steps, and on these ranks; no communication.
+
+    Raises:
+        CheckpointError: The state cannot be saved as it is.
+    """
+    if ranks.size != mesh_of(model).size:
+        raise CheckpointError(
+            f"The model is on {mesh_of(model).size} ranks and these checkpoints are on {ranks.size}. Pass the "
+            "same ranks to both."
+        )
+    waiting = unreduced(model)
+    if waiting:
+        raise CheckpointError(
+            f"Gradients of {len(waiting)} units are not reduced yet (no_sync or no_all_reduce), the first is "
+            f"{waiting[0]}; a checkpoint would lose them. Save after the optimizer's step."
+        )
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step must be a number of optimizer steps, an int of at least 0; got {step!r}.")
+
+
+def index_of(model: nn.Module, step: int, values: Mapping[str, Any], metric: float | None, keep: Keep) -> Index:
+    """Return a checkpoint's index without its tensors; any rank, no communication.
+
+    Raises:
+        CheckpointError: JSON cannot hold ``values``.
+    """
+    if metric is not None:
+        metric = None if isnan(metric) else float(metric)
+    versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
+    greater = None if metric is None else keep.greater_is_better
+    return Index(step, mesh_of(model).size, metric, as_json(values), (), {}, versions, table, greater_is_better=greater)
+
+
+def require_shared(job: SaveJob) -> None:
+    """Raise unless this rank sees the directory that rank 0 made."""
+    if not job.temporary.is_dir():
+        raise CheckpointError(
+            f"Rank {job.rank} does not see {job.temporary}, which rank 0 made. All ranks write checkpoints and need a "
+            "directory that they share."
+        )

@@ -1,0 +1,226 @@
+"""A rank's training state as plain tensors and numbers, exactly as it holds it: for the same rank of a later attempt.
+
+Unlike a checkpoint it is never cut anew, so each rank writes and reads all it holds, replicas too, without the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.comm import Mesh, together
+from fullshard.engine import local_tensors
+from fullshard.errors import CheckpointError
+from fullshard.optim.average import ExponentialMovingAverage
+from fullshard.resilience import Every, KeepDirectory, Snapshot, Snapshots
+from fullshard.saving.described import require_between_steps
+from fullshard.saving.loading import Restored
+from fullshard.saving.pieces import AVERAGE, MODEL, OPTIMIZER, groups_as_plain, require_plain
+from fullshard.saving.rng import restore_rng, rng_bytes
+from fullshard.saving.stepped import Stepped, Stepping, stepped, take_options
+from fullshard.shards import on_rows
+
+RNG = "rng"
+
+_RNG_BYTES = 1 << 15
+"""The random state is padded to a multiple: its text has more or fewer digits each time, and a file of another length
+would be mapped anew."""
+
+
+class InMemory:
+    """The snapshots of a run's training state in the memory of its machines; every rank has one.
+
+    Attributes:
+        attempt: The number of this attempt, from 0.
+    """
+
+    def __init__(self, ranks: Mesh, keep: KeepDirectory, every: Every) -> None:
+        """Write nothing yet; see :class:`fullshard.resilience.Snapshots`."""
+        self.attempt = keep.attempt
+        self._ranks = ranks
+        self._keep = keep
+        self._snapshots = Snapshots(ranks, keep, every)
+
+    @property
+    def every(self) -> int:
+        """Steps from one snapshot to the next, at present."""
+        return self._snapshots.every
+
+    def begun(self) -> bool:
+        """Return whether an earlier attempt passed its start on some machine; every rank calls it."""
+        return any(self._ranks.all_gather_object(self._keep.begun()))
+
+    def mark_begun(self) -> None:
+        """Note that this attempt has passed its start; every rank calls it.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        self._keep.mark_begun()
+
+    def due(self, step: int) -> bool:
+        """Return whether a snapshot follows a step; the same on every rank, without communication."""
+        return self._snapshots.due(step)
+
+    def tick(self) -> None:
+        """Note that a step is over, for the time that one takes; every rank calls it after each step."""
+        self._snapshots.tick()
+
+    def take(
+        self,
+        model: nn.Module,
+        optimizer: Stepping | None,
+        *,
+        step: int,
+        values: Mapping[str, Any],
+        average: ExponentialMovingAverage | None = None,
+    ) -> bool:
+        """Take a snapshot, completed in the background; every rank calls it, between two steps.
+
+        Args:
+            model: The sharded model.
+            optimizer: Over its parameters; None: none is saved.
+            step: Optimizer steps taken.
+            values: This rank's own values, as JSON holds them.
+            average: The moving average of the model's weights; None: none is saved.
+
+        Returns:
+            Whether one is taken; not after a failure, which was said.
+        """
+
+        def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+            require_between_steps(self._ranks, model, step)
+            return take(model, optimizer, average, self._ranks.device)
+
+        return self._snapshots.write(state, step, values)
+
+    def newest(self) -> Snapshot | None:
+        """Return this rank's part of the newest snapshot that every rank has undamaged; every rank calls it."""
+        return self._snapshots.newest()
+
+    def load(
+        self,
+        snapshot: Snapshot,
+        model: nn.Module,
+        optimizer: Stepping | None,
+        average: ExponentialMovingAverage | None = None,
+    ) -> Restored:
+        """Load what :meth:`newest` returned; every rank calls it.
+
+        Raises:
+            CheckpointError: It is of another model or optimizer; on every rank, with the same text.
+        """
+        described = snapshot.described
+        together(self._ranks, lambda: put_back(model, optimizer, average, snapshot.tensors, described.plain))
+        together(self._ranks, lambda: restore_rng(snapshot.tensors[RNG], self._ranks.device))
+        where = (snapshot.directory, described.step, described.world_size)
+        return Restored(*where, described.values, None, rng_restored=True)
+
+    def wait(self) -> None:
+        """Return when this rank's last snapshot is complete."""
+        self._snapshots.wait()
+
+
+@on_rows
+def take(
+    model: nn.Module, optimizer: Stepping | None, average: ExponentialMovingAverage | None, device: torch.device
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return this rank's state: flat views of the memory that training uses, and what JSON holds; no communication.
+
+    Raises:
+        CheckpointError: The optimizer has parameters of another model, or state that no file holds.
+    """
+    held = local_tensors(model)
+    tensors = {MODEL + local.name: local.tensor for local in held}
+    plain: dict[str, Any] = {"states": {}, "groups": [], "updates": None}
+    if average is not None:
+        tensors |= {AVERAGE + name: tensor.reshape(-1) for name, tensor in average.averages.items()}
+        plain["updates"] = average.updates
+    if optimizer is not None:
+        own = stepped(held, optimizer)
+        plain["groups"] = groups_as_plain(own)
+        for one in own:
+            plain["states"][one.local.name] = state = {}
+            for key, value in one.state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = {"shape": list(value.shape), "host": value.device.type == "cpu"}
+                    tensors[f"{OPTIMIZER}{one.local.name}/{key}"] = value.detach().reshape(-1)
+                else:
+                    require_plain(f"state {key!r} of {one.local.name}", value)
+                    state[key] = value
+    rng = rng_bytes(device)
+    padded = torch.full((-(-rng.numel() // _RNG_BYTES) * _RNG_BYTES,), ord(" "), dtype=torch.uint8)
+    padded[: rng.numel()] = rng
+    return {**tensors, RNG: padded}, plain
+
+
+@on_rows
+@torch.no_grad()
+def put_back(
+    model: nn.Module,
+    optimizer: Stepping | None,
+    average: ExponentialMovingAverage | None,
+    tensors: Mapping[str, torch.Tensor],
+    plain: Mapping[str, Any],
+) -> None:
+    """Give the model, the optimizer and the average the state that :func:`take` returned; no communication.
+
+    Raises:
+        CheckpointError: It is of another model or optimizer; nothing has changed.
+    """
+    held = local_tensors(model)
+    pairs = [(local.tensor, _stored(tensors, MODEL + local.name, local.tensor)) for local in held]
+    if average is not None:
+        if plain["updates"] is None:
+            raise CheckpointError("The snapshot was taken without an average of the weights: load it without average.")
+        pairs += [(t.view(-1), _stored(tensors, AVERAGE + name, t.view(-1))) for name, t in average.averages.items()]
+    own = [] if optimizer is None else stepped(held, optimizer)
+    options = {name: group for group in plain["groups"] for name in group["params"]}
+    missing = [one.local.name for one in own if one.local.name not in options]
+    if missing:
+        raise CheckpointError(f"The snapshot has no state of {len(missing)} parameters, the first is {missing[0]}.")
+    states = [_state(one, plain["states"][one.local.name], options[one.local.name], tensors) for one in own]
+    for target, source in pairs:
+        target.copy_(source)
+    for local in held:
+        if local.tensor.data_ptr() != local.home.data_ptr():
+            local.home.copy_(local.tensor.view(local.home.shape))
+    for one, state in zip(own, states, strict=True):
+        one.state.clear()
+        one.state.update(state)
+        take_options(one.group, options[one.local.name])
+    if average is not None:
+        average.updates = plain["updates"]
+
+
+def _stored(tensors: Mapping[str, torch.Tensor], name: str, current: torch.Tensor) -> torch.Tensor:
+    found = tensors.get(name)
+    if found is None or (found.dtype, found.shape) != (current.dtype, current.shape):
+        what = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
+        raise CheckpointError(
+            f"The snapshot does not fit the model: {name} is {current.dtype} {tuple(current.shape)} on this rank, and "
+            f"the snapshot has {what}."
+        )
+    return found
+
+
+def _state(
+    one: Stepped, saved: Mapping[str, Any], options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the new state of a parameter; tensors that all parameters share stay the optimizer's."""
+    names = {key: f"{OPTIMIZER}{one.local.name}/{key}" for key, value in saved.items() if isinstance(value, Mapping)}
+    kinds = {key: tensors[names[key]].dtype if key in names else value for key, value in saved.items()}
+    options = {key: value for key, value in options.items() if key != "params"}
+    state: dict[str, Any] = {**saved, **one.require_same_kind(options, kinds)}
+    for key in names:
+        if not isinstance(state[key], torch.Tensor):
+            device = torch.device("cpu") if saved[key]["host"] else one.param.device
+            state[key] = tensors[names[key]].view(_shape(saved[key]["shape"])).to(device, copy=True)
+    return state
+
+
+def _shape(values: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)

@@ -1,0 +1,85 @@
+"""Ranks that die and are started again continue from the snapshot in memory, and the run ends as if nothing happened."""
+
+import contextlib
+import json
+import time
+
+import pytest
+
+from support.attempts import Attempts
+from support.tiny_run import MODEL, read_jsonl, write_run_file
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
+
+CHANGES = {
+    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
+    "sharding__wrap": ["T5Block"],
+    "training__per_device_train_batch_size": 1,
+    "training__num_train_epochs": 4,
+    "training__save_strategy": "no",
+    "evaluation__max_new_tokens": 2,
+}
+LORA = {"model": CHANGES["model"] | {"adapter": {"type": "lora", "r": 2, "lora_alpha": 4}}}
+"""28 steps with two ranks, with dropout, and no checkpoint on disk."""
+
+
+def attempts(directory, size, **changes):
+    write_run_file(directory, **(CHANGES | changes), nproc=size)
+    command = ["-m", "fullshard.launch.programs.train", str(directory / "run.yaml"), "--no-plan"]
+    (directory / "keep").mkdir(mode=0o700)
+    return Attempts(command, directory / "keep", size=size)
+
+
+def wait_for_step(directory, step, run):
+    path = directory / "out" / "metrics.jsonl"
+    while all(process.poll() is None for process in run.ranks):
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if any(record["kind"] == "step" and record["step"] >= step for record in read_jsonl(path)):
+                return
+        time.sleep(0.005)  # between looks at a file of another process
+    pytest.fail(f"ended before step {step}: {run.finish()} {run.said}")
+
+
+def facts(out):
+    names = ("kind", "step", "loss", "grad_norm", "tokens", "value", "is_best")
+    return [
+        [one.get(name) for name in names] for one in read_jsonl(out / "metrics.jsonl") if one["kind"] != "checkpoint"
+    ]
+
+
+def assert_same(out, reference):
+    assert facts(out) == facts(reference)
+    weights = sorted(path.name for path in reference.glob("*.safetensors"))
+    assert weights
+    for name in weights:
+        assert (out / name).read_bytes() == (reference / name).read_bytes()
+    assert (out / "predictions.jsonl").read_text() == (reference / "predictions.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        pytest.param(1, {}, id="one"),
+        pytest.param(2, {}, id="two"),
+        pytest.param(2, LORA, id="two-lora"),
+        pytest.param(3, {}, id="three"),
+        pytest.param(4, {"sharding__strategy": "HYBRID_SHARD", "sharding__replicas": 2}, id="hybrid"),
+    ],
+)
+def test_killed_runs_continue_from_memory_and_end_the_same_to_the_bit(tmp_path, size, changes):
+    (tmp_path / "calm").mkdir()
+    (tmp_path / "killed").mkdir()
+    calm = attempts(tmp_path / "calm", size, **changes)
+    calm.start()
+    assert calm.finish() == [0] * size, calm.said
+    killed = attempts(tmp_path / "killed", size, **changes)
+    for number, step in enumerate((2, 4)):
+        killed.start()
+        wait_for_step(tmp_path / "killed", step, killed)
+        killed.kill(number % size)
+    killed.start()
+    assert killed.finish() == [0] * size, killed.said
+    assert "from the snapshot in memory" in killed.said[-1][0]
+    resumed = json.loads((tmp_path / "killed" / "out" / "run.json").read_text())["resumed_step"]
+    assert resumed >= 1
+    assert_same(tmp_path / "killed" / "out", tmp_path / "calm" / "out")
