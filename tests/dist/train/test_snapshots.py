@@ -1,4 +1,4 @@
-"""Ranks that die and are started again continue from the snapshot in memory, and the run ends as if nothing happened."""
+"""Ranks that die and are started again continue from the snapshot in memory, and the run ends as undisturbed."""
 
 import contextlib
 import json
@@ -19,15 +19,17 @@ CHANGES = {
     "training__save_strategy": "no",
     "evaluation__max_new_tokens": 2,
 }
-LORA = {"model": CHANGES["model"] | {"adapter": {"type": "lora", "r": 2, "lora_alpha": 4}}}
 """28 steps with two ranks, with dropout, and no checkpoint on disk."""
 
+LORA = {"type": "lora", "r": 2, "lora_alpha": 4}
 
-def attempts(directory, size, **changes):
-    write_run_file(directory, **(CHANGES | changes), nproc=size)
+
+def attempts(directory, size, each=None, **changes):
+    directory.mkdir()
+    write_run_file(directory, **(CHANGES | changes), nproc=each or size)
     command = ["-m", "fullshard.launch.programs.train", str(directory / "run.yaml"), "--no-plan"]
     (directory / "keep").mkdir(mode=0o700)
-    return Attempts(command, directory / "keep", size=size)
+    return Attempts(command, directory / "keep", size=size, each=each)
 
 
 def wait_for_step(directory, step, run):
@@ -56,30 +58,35 @@ def assert_same(out, reference):
     assert (out / "predictions.jsonl").read_text() == (reference / "predictions.jsonl").read_text()
 
 
-@pytest.mark.parametrize(
-    ("size", "changes"),
-    [
-        pytest.param(1, {}, id="one"),
-        pytest.param(2, {}, id="two"),
-        pytest.param(2, LORA, id="two-lora"),
-        pytest.param(3, {}, id="three"),
-        pytest.param(4, {"sharding__strategy": "HYBRID_SHARD", "sharding__replicas": 2}, id="hybrid"),
-    ],
-)
-def test_killed_runs_continue_from_memory_and_end_the_same_to_the_bit(tmp_path, size, changes):
-    (tmp_path / "calm").mkdir()
-    (tmp_path / "killed").mkdir()
-    calm = attempts(tmp_path / "calm", size, **changes)
+def calm_and_killed(directory, size, **changes):
+    """Run undisturbed, and with two deaths; both directories of results."""
+    calm = attempts(directory / "calm", size, **changes)
     calm.start()
     assert calm.finish() == [0] * size, calm.said
-    killed = attempts(tmp_path / "killed", size, **changes)
+    killed = attempts(directory / "killed", size, **changes)
     for number, step in enumerate((2, 4)):
         killed.start()
-        wait_for_step(tmp_path / "killed", step, killed)
+        wait_for_step(directory / "killed", step, killed)
         killed.kill(number % size)
     killed.start()
     assert killed.finish() == [0] * size, killed.said
     assert "from the snapshot in memory" in killed.said[-1][0]
-    resumed = json.loads((tmp_path / "killed" / "out" / "run.json").read_text())["resumed_step"]
-    assert resumed >= 1
-    assert_same(tmp_path / "killed" / "out", tmp_path / "calm" / "out")
+    out = directory / "killed" / "out"
+    assert json.loads((out / "run.json").read_text())["resumed_step"] >= 1
+    return out, directory / "calm" / "out"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_killed_runs_continue_from_memory_and_end_the_same_to_the_bit(tmp_path, size):
+    assert_same(*calm_and_killed(tmp_path, size))
+
+
+def test_so_do_two_ranks_fully_and_with_an_adapter(tmp_path):
+    out, calm = calm_and_killed(tmp_path, 2)
+    assert_same(out, calm)
+    (tmp_path / "lora").mkdir()
+    assert_same(*calm_and_killed(tmp_path / "lora", 2, model={"path": str(calm), "adapter": LORA}))
+
+
+def test_so_do_replicas_of_two_machines(tmp_path):
+    assert_same(*calm_and_killed(tmp_path, 4, each=2, sharding__strategy="hybrid_shard"))

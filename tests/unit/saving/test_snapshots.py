@@ -1,0 +1,294 @@
+"""A snapshot gives back what a rank held, one that is not whole is never taken for one, and a failure ends no run."""
+
+import errno
+import os
+
+import pytest
+import torch
+
+from fullshard import Checkpoints, ShardingStrategy, fully_shard
+from fullshard.errors import CheckpointError
+from fullshard.optim import AdamW8bit, Muon
+from fullshard.optim.average import ExponentialMovingAverage
+from fullshard.resilience import slot, snapshots
+from fullshard.resilience.slot import Described, Slot
+from fullshard.resilience.snapshots import _interval
+from fullshard.storage import find_checkpoints
+from fullshard.testing import run_ranks
+from support.models import TinyLM, batches, lm_loss
+from support.parity import replicas
+from support.states import assert_same_bits, rank_runs, whole
+
+ROWS = 2
+
+
+@pytest.fixture(autouse=True)
+def keep(tmp_path, monkeypatch):
+    """The launcher's directory; its first attempt."""
+    directory = tmp_path / "keep"
+    directory.mkdir()
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(directory))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "0")
+    return directory
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def step(model, optimizer, tokens, comm):
+    lm_loss(model, tokens[comm.rank * ROWS : (comm.rank + 1) * ROWS]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def attempt(size, directory, steps, *, optimizer_of=adamw, mesh_of=lambda comm: comm, save=(), fill=None, **options):
+    """Train until ``steps`` from where the run is; where each rank began, and the whole state at the end."""
+    _, models = replicas(TinyLM, size)
+    data = batches(8, ROWS * size)
+
+    def work(comm):
+        model = models[comm.rank]
+        if fill is not None:
+            with torch.no_grad():
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    tensor.fill_(fill)
+        model = fully_shard(model, mesh_of(comm), **options)
+        optimizer = optimizer_of(model)
+        with Checkpoints(directory, ranks=mesh_of(comm), in_memory=1) as checkpoints:
+            restored = checkpoints.load(model, optimizer)
+            began = 0 if restored is None else restored.step
+            if restored is not None:
+                assert restored.values == {"rows": began * ROWS}
+            for number in range(began + 1, steps + 1):
+                step(model, optimizer, data[number - 1], comm)
+                assert checkpoints.snapshot(model, optimizer, step=number, values={"rows": number * ROWS})
+                if number in save:
+                    checkpoints.save(model, optimizer, step=number, values={"rows": number * ROWS})
+        return began, rank_runs(model, optimizer)
+
+    began, runs = zip(*run_ranks(size, work), strict=True)
+    assert len(set(began)) == 1
+    return began[0], whole(runs)
+
+
+def slots(keep, rank):
+    """A rank's slots with a snapshot, by the step of it."""
+    found = [Slot(path).read() for path in sorted(keep.glob(f"*/rank-{rank:05d}/*"))]
+    return {one.described.step: one.directory for one in found if one is not None}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_later_attempt_continues_to_the_bit(size, tmp_path, keep, monkeypatch):
+    _, undisturbed = attempt(size, tmp_path / "other", 5)
+    assert attempt(size, tmp_path / "run", 3)[0] == 0
+    assert set(slots(keep / os.listdir(keep)[0], 0)) <= {2, 3}
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    began, state = attempt(size, tmp_path / "run", 5, fill=-7)
+    assert began == 3
+    assert_same_bits(state, undisturbed)
+    assert not find_checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [lambda model: AdamW8bit(model.parameters(), lr=1e-2), lambda model: Muon(model.named_parameters(), lr=1e-2)],
+    ids=["8bit", "muon"],
+)
+def test_optimizers_with_states_of_their_own_continue_to_the_bit(optimizer_of, tmp_path, monkeypatch):
+    _, undisturbed = attempt(2, tmp_path / "other", 4, optimizer_of=optimizer_of)
+    attempt(2, tmp_path / "run", 2, optimizer_of=optimizer_of)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    began, state = attempt(2, tmp_path / "run", 4, optimizer_of=optimizer_of, fill=-7)
+    assert began == 2
+    assert_same_bits(state, undisturbed)
+
+
+def grid(comm):
+    """Two replicas of two shards."""
+    return comm.split([[0, 2], [1, 3]]), comm.split([[0, 1], [2, 3]])
+
+
+def test_replicas_keep_their_own(tmp_path, monkeypatch):
+    options = {"mesh_of": grid, "strategy": ShardingStrategy.HYBRID_SHARD}
+    _, undisturbed = attempt(4, tmp_path / "other", 3, **options)
+    attempt(4, tmp_path / "run", 2, **options)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    began, state = attempt(4, tmp_path / "run", 3, fill=-7, **options)
+    assert began == 2
+    assert_same_bits(state, undisturbed)
+
+
+def break_bytes(directory):
+    content = bytearray((directory / slot.BYTES_NAME).read_bytes())
+    content[100] ^= 4
+    (directory / slot.BYTES_NAME).write_bytes(content)
+
+
+def break_manifest(directory):
+    path = directory / slot.MANIFEST_NAME
+    path.write_text(path.read_text().replace('"step":3', '"step":4'))
+
+
+def cut_short(directory):
+    os.truncate(directory / slot.BYTES_NAME, 8192)
+
+
+@pytest.mark.parametrize("damage", [break_bytes, break_manifest, cut_short])
+def test_a_damaged_snapshot_on_one_rank_sends_all_to_the_one_before(damage, tmp_path, keep, monkeypatch):
+    attempt(2, tmp_path / "run", 3)
+    damage(slots(keep, 1)[3])
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    _, undisturbed = attempt(2, tmp_path / "other", 4)
+    began, state = attempt(2, tmp_path / "run", 4, fill=-7)
+    assert began == 2
+    assert_same_bits(state, undisturbed)
+
+
+def test_a_rank_that_is_killed_in_the_middle_leaves_the_one_before(tmp_path, keep, monkeypatch):
+    attempt(2, tmp_path / "run", 3)
+    newest = Slot(slots(keep, 1)[3])
+    newest.write({"x": torch.ones(3)}, lambda pairs: lambda: None)  # what completes it is never called
+    assert newest.read() is None
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
+
+
+def test_snapshots_of_a_given_up_attempt_are_not_mixed_with_later_ones(tmp_path, keep, monkeypatch):
+    attempt(2, tmp_path / "run", 3)
+    (slots(keep, 1)[3] / slot.MANIFEST_NAME).unlink()
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
+    # Rank 0 has step 3 of both attempts' numbering; rank 1 loses that of the later one.
+    (slots(keep, 1)[3] / slot.MANIFEST_NAME).unlink()
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "2")
+    assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 2
+
+
+@pytest.mark.parametrize(("saved", "steps", "begins"), [((1,), 3, 3), ((3,), 3, 3), ((2,), 2, 2)])
+def test_the_later_of_memory_and_disk_is_taken(saved, steps, begins, tmp_path, monkeypatch, caplog):
+    attempt(2, tmp_path / "run", steps, save=saved)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    assert attempt(2, tmp_path / "run", steps, fill=-7)[0] == begins
+    source = "the snapshot in memory" if steps > saved[0] else str(find_checkpoints(tmp_path / "run")[-1])
+    assert f"attempt 1 continues after step {begins} from {source}" in caplog.text
+
+
+def test_without_snapshots_damaged_checkpoints_are_passed_over(tmp_path, keep, monkeypatch):
+    attempt(2, tmp_path / "run", 3, save=(1, 3))
+    (find_checkpoints(tmp_path / "run")[-1] / "index.json").write_text("{}")
+    for path in keep.rglob(slot.MANIFEST_NAME):
+        path.unlink()
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 1
+
+
+def test_at_another_world_size_the_checkpoint_is_taken(tmp_path, monkeypatch):
+    attempt(2, tmp_path / "run", 3, save=(2,))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    assert attempt(1, tmp_path / "run", 2, fill=-7)[0] == 2
+
+
+def test_without_a_launcher_that_restarts_none_are_taken(tmp_path, monkeypatch):
+    monkeypatch.delenv("FULLSHARD_KEEP_DIR")
+
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
+            return checkpoints.snapshot(model, step=1)
+
+    assert run_ranks(2, work) == [False, False]
+
+
+def test_the_average_of_the_weights_is_in_it(tmp_path, monkeypatch):
+    def work(model, comm, number):
+        model = fully_shard(model, comm)
+        average = ExponentialMovingAverage(model, decay=0.5)
+        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
+            if number == 0:
+                average.update()
+                checkpoints.snapshot(model, step=1, average=average)
+            else:
+                for tensor in average.averages.values():
+                    tensor.fill_(-7)
+                assert checkpoints.load(model, average=average).step == 1
+        return average.updates, {name: tensor.clone() for name, tensor in average.averages.items()}
+
+    _, models = replicas(TinyLM, 2)
+    first = run_ranks(2, lambda comm: work(models[comm.rank], comm, 0))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    _, models = replicas(TinyLM, 2)
+    second = run_ranks(2, lambda comm: work(models[comm.rank], comm, 1))
+    for (updates, ours), (_, theirs) in zip(second, first, strict=True):
+        assert updates == 1
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_snapshot_of_another_model_is_refused(tmp_path, monkeypatch):
+    attempt(1, tmp_path / "run", 1)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+
+    def work(comm):
+        model = fully_shard(torch.nn.Linear(3, 3), comm)
+        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
+            checkpoints.load(model)
+
+    with pytest.raises(CheckpointError, match="does not fit the model: model/weight is"):
+        run_ranks(1, work)
+
+
+def train_with_trouble(tmp_path):
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
+            return [checkpoints.snapshot(model, step=number) for number in (1, 2, 3)]
+
+    return run_ranks(2, work)
+
+
+def test_too_little_memory_is_said_and_ends_snapshots_only(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(snapshots, "free_memory", lambda device: {"machine: here": 100_000})
+    assert train_with_trouble(tmp_path) == [[False] * 3] * 2
+    assert "the ranks of a machine would take" in caplog.text
+    assert caplog.text.count("No snapshots are kept in memory") == 1
+
+
+def test_a_full_file_system_is_said_and_ends_snapshots_only(tmp_path, monkeypatch, caplog):
+    def full(descriptor, start, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert train_with_trouble(tmp_path) == [[True, False, False]] * 2
+    assert "No space left on device" in caplog.text
+
+
+def test_the_interval_keeps_the_cost_below_one_percent():
+    assert _interval(cost_s=0.005, written_s=0.1, step_s=1.0) == 1
+    assert _interval(cost_s=0.05, written_s=0.1, step_s=1.0) == 5
+    assert _interval(cost_s=0.005, written_s=30.0, step_s=1.0) == 30  # complete before the next one begins
+
+
+def test_both_sums_notice_what_the_other_does_not():
+    words = torch.zeros(3 * 1024, dtype=torch.int64)
+    words[0] = 5
+    before = slot.checksum(words.view(torch.uint8))
+    words[0], words[2000] = 0, 5
+    assert slot.checksum(words.view(torch.uint8))[1] != before[1]
+    words[2000] = 4
+    assert slot.checksum(words.view(torch.uint8))[0] != before[0]
+
+
+def test_an_empty_slot_has_no_snapshot(tmp_path):
+    assert Slot(tmp_path / "0").read() is None
+    one = Slot(tmp_path / "0")
+    one.write({"x": torch.arange(5.0), "none": torch.empty(0)}, lambda pairs: [t.copy_(s) for t, s in pairs] and int)(
+        Described(1, 0, 1, 0, 0, 4)
+    )
+    read = Slot(tmp_path / "0").read()
+    assert read.described.key == (0, 0, 1)
+    assert torch.equal(read.tensors["x"], torch.arange(5.0))
+    assert read.tensors["none"].numel() == 0
