@@ -25,9 +25,15 @@ raised on every rank with the same text.
 
 
 class FullshardError(Exception):
-    """Base of every exception that fullshard raises on purpose."""
+    """Base of every exception that fullshard raises on purpose.
+
+    Attributes:
+        exit_code: Exit code of the program that ends with it.
+        transient: Whether the same run may succeed when its ranks are started again, as after a lost connection.
+    """
 
     exit_code = 1
+    transient = False
 
 
 class UserError(FullshardError):

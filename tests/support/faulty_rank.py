@@ -1,5 +1,10 @@
-"""The rank program with a fault in rank 1's third step: ``python faulty_rank.py raise|kill|allocate CONFIG``."""
+"""The rank program with a fault in rank 1's third step: ``python faulty_rank.py KIND CONFIG``.
 
+KIND is ``none``, ``raise``, ``kill``, ``allocate``, or, in the first attempt only: ``kill_once``, ``crash_once``,
+``lose_once``.
+"""
+
+import ctypes
 import os
 import signal
 import sys
@@ -15,9 +20,14 @@ real_step = loop.issue_step
 
 def faulty_step(model, optimizer, micro_batches, comm, spec, scaler, *, late):
     """Two good steps, then rank 1 is gone while rank 0 waits for it in a collective."""
-    if comm.rank == 1 and spec.step == 3:
-        if kind == "kill":
+    first = os.environ.get("FULLSHARD_ATTEMPT", "0") == "0"
+    if comm.rank == 1 and spec.step == 3 and (first or not kind.endswith("_once")) and kind != "none":
+        if kind.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "crash_once":
+            ctypes.string_at(0)  # as a fault in native code
+        if kind == "lose_once":
+            raise ConnectionResetError("the line of rank 1")
         if kind == "allocate":
             torch.empty(1 << 60, dtype=torch.uint8)  # torch's own error: no system has that much
         raise RuntimeError("the fault of rank 1")

@@ -83,7 +83,9 @@ def join_other_launcher(program: str, arguments: Sequence[str]) -> None:
         sys.exit(load_program(program).main(arguments))
 
 
-def start_ranks(program: str, arguments: Sequence[str], nproc: int, *, saves: bool) -> Failure | None:
+def start_ranks(
+    program: str, arguments: Sequence[str], nproc: int, *, saves: bool, max_restarts: int = 0
+) -> Failure | None:
     """Start the ranks of a verb on this machine and wait for them.
 
     Args:
@@ -91,13 +93,14 @@ def start_ranks(program: str, arguments: Sequence[str], nproc: int, *, saves: bo
         arguments: The rank's command line.
         nproc: Number of ranks.
         saves: Whether ranks save a checkpoint when they are stopped.
+        max_restarts: How often to start all ranks again after one was lost.
 
     Returns:
         None on success, else why the first failing rank failed, or that the run was stopped.
     """
     # The ranks print nothing before their imports are done, which takes seconds.
     say(f"starting {nproc} rank{'s' if nproc > 1 else ''}")
-    return launch(rank_command(program, arguments), nproc=nproc, saves=saves)
+    return launch(rank_command(program, arguments), nproc=nproc, saves=saves, max_restarts=max_restarts)
 
 
 def require_model(name: str) -> None:

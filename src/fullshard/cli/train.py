@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from fullshard.cli.accelerate import add_config_file, file_overrides, require_one_machine
-from fullshard.cli.common import add_run_arguments, add_verb, join_other_launcher, start_ranks
+from fullshard.cli.common import add_run_arguments, add_verb, join_other_launcher, start_ranks, whole_number
 from fullshard.config import load_run, require_output_dir
 from fullshard.launch import Failure, choose_nproc
 
@@ -20,6 +21,10 @@ and predictions.jsonl. Starts its own ranks; under torchrun it runs as one of to
 
 On Ctrl-C or SIGTERM the run saves a checkpoint after the current step and exits with code 75; a second signal ends it
 immediately. The same command resumes a stopped or killed run, with the same result; resume=never starts from scratch.
+
+If a rank is lost (killed, out of memory, crashed in native code, cut off), all ranks end and start again from the
+newest checkpoint, at most --max-restarts times, with the same result. An error that would come again ends the run at
+once, and so does a step that fails twice in the same way. Under torchrun, torchrun restarts.
 
 Each rank plans its memory first, in at most five seconds (see `fullshard plan`). A run that cannot fit is not started:
 the message has the numbers and what would need less. --no-plan starts it without.
@@ -43,6 +48,13 @@ def add_parser(verbs: Any) -> None:
     parser = add_verb(verbs, "train", run, "fine-tune a model as set in a run file", DESCRIPTION, EPILOG)
     add_run_arguments(parser)
     add_config_file(parser)
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=partial(whole_number, least=0),
+        default=3,
+        help="how often to start all ranks again after one was lost (default: 3)",
+    )
     parser.add_argument("--no-plan", action="store_true", help="start without planning the run's memory first")
 
 
@@ -63,4 +75,4 @@ def run(options: argparse.Namespace) -> Failure | None:
     require_one_machine(options)
     config = load_run(options.config, overrides)
     require_output_dir(config.output_dir)
-    return start_ranks(PROGRAM, arguments, choose_nproc(config.nproc), saves=True)
+    return start_ranks(PROGRAM, arguments, choose_nproc(config.nproc), saves=True, max_restarts=options.max_restarts)

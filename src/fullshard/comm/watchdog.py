@@ -126,7 +126,9 @@ class GroupWatch:
             what = f"Rank {self._me} waited {waited_s:.1f} s in {call.text()}"
             self._error = self._cause(call, what, str(error), peer)
         self.broken = True
-        return type(self._error)(str(self._error))
+        again = type(self._error)(str(self._error))
+        again.transient = isinstance(again, ProcessGroupError)  # ranks that have diverged would diverge again
+        return again
 
     def _cause(self, call: Collective, what: str, error: str, peer: int | None) -> UserError:
         self._board.look()

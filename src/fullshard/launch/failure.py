@@ -31,6 +31,17 @@ def report_saving() -> None:
             saving_path(Path(path)).touch()
 
 
+def say_ending(failure_path: Path) -> None:
+    """Tell ranks of this machine that the next signal does not ask them to save: one of them has failed."""
+    failure_path.with_name("ending").touch()
+
+
+def is_ending() -> bool:
+    """Return whether the launcher, if there is ours, ends the ranks because one has failed; any rank."""
+    path = os.environ.get(FAILURE_FILE_VARIABLE)
+    return path is not None and Path(path).with_name("ending").exists()
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a rank, or the command itself, did not finish."""
@@ -45,6 +56,13 @@ class Failure:
     time_s: float  # unix time of the failure; the earliest failure caused the others
     # for a run that was stopped, the step and checkpoint printed by ``--json``; None if it failed
     stopped: Mapping[str, Any] | None = None
+    # whether the same run may succeed when it is started again; None: it ended without a report, so nobody knows
+    transient: bool | None = None
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the ranks may be started again: not after an error that would come again, nor after a stop."""
+        return self.transient is not False and self.stopped is None
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
@@ -55,7 +73,7 @@ class Failure:
         elif not isinstance(error, UserError):
             trace = "".join(traceback.format_exception(error)).rstrip()
         exit_code = error.exit_code if isinstance(error, FullshardError) else 1
-        return cls(rank, type(error).__name__, str(error), trace, exit_code, time.time(), stopped)
+        return cls(rank, type(error).__name__, str(error), trace, exit_code, time.time(), stopped, _is_transient(error))
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
@@ -85,3 +103,32 @@ class Failure:
         if self.stopped is not None:
             return {**self.stopped, "exit_code": self.exit_code}
         return {"error": {"kind": self.kind, "message": self.message, "rank": self.rank, "exit_code": self.exit_code}}
+
+
+_TRANSIENT = ("AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError")
+"""Names of torch's exceptions for a GPU or a connection that failed; the launcher does without importing torch."""
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Return whether the same run may succeed when it is started again from its newest checkpoint."""
+    if isinstance(error, FullshardError):
+        return error.transient
+    return isinstance(error, ConnectionError | TimeoutError) or type(error).__name__ in _TRANSIENT
+
+
+def in_words(failure: Failure) -> str:
+    """Return a failure's rank and message, without its traceback."""
+    if failure.rank is None or failure.stopped is not None or failure.message.startswith(f"rank {failure.rank} "):
+        return failure.message or failure.kind
+    return f"rank {failure.rank}: {failure.kind}" + (f": {failure.message}" if failure.message else "")
+
+
+def brief(failure: Failure) -> str:
+    """Return a failure on one line."""
+    line = in_words(failure).splitlines()[0]
+    return line if len(line) <= 200 else f"{line[:200]}…"
+
+
+def first_sentence(failure: Failure) -> str:
+    """Return the first sentence of a failure, for a line that says more than that."""
+    return brief(failure).split(". ")[0].rstrip(".")

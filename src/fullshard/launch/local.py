@@ -2,7 +2,8 @@
 
 The launcher starts every rank, waits until one fails or all have ended, and leaves no process running. A failing rank
 writes the reason to a file (:mod:`fullshard.launch.failure`); the launcher reports only the first failure, since it
-caused the others.
+caused the others. After one that may pass it starts the ranks again, if it is to (:mod:`fullshard.launch.attempts`):
+without torch's elastic agent, whose import takes as long as the ranks' own.
 
 The first Ctrl-C or SIGTERM is passed to the ranks, which save a checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks
 that do not train yet, or no longer, just end.
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +31,8 @@ from types import FrameType
 from typing import Any, Self
 
 from fullshard.errors import RunStopped
-from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
+from fullshard.launch.attempts import ATTEMPT_VARIABLE, KEEP_VARIABLE, Restarts, kept_directory
+from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, say_ending
 from fullshard.launch.messages import say
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
@@ -87,7 +89,7 @@ def choose_nproc(requested: int | None) -> int:
     return requested or gpu_count() or 2
 
 
-def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure | None:
+def launch(command: Sequence[str], *, nproc: int, saves: bool = True, max_restarts: int = 0) -> Failure | None:
     """Run a command as ``nproc`` ranks and wait for them; called once, in the launching process's main thread.
 
     The ranks inherit standard output and error.
@@ -98,33 +100,56 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure
         nproc: Number of ranks, at least 1.
         saves: Whether ranks that train save a checkpoint when they are stopped. Only they know whether they train:
             rank 0 says that it stops (:mod:`fullshard.launch.programs.signals`), and ranks that it ends say nothing.
+        max_restarts: How often to start all ranks again after one was lost; they go on from their newest checkpoint.
 
     Returns:
         None when every rank ended with exit code 0; rank 0's report when all were stopped and have saved; else the
-        first failure.
+        first failure of the last attempt, or of the one before it when the same step failed twice.
 
     Raises:
         BrokenPipeError: Nothing reads a rank's output any more, as after ``| head``; all ranks have ended.
         KeyboardInterrupt: A second Ctrl-C or SIGTERM, or one before the ranks could save; all ranks have ended.
     """
-    ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, _Interrupts(ranks) as interrupts:
+    with kept_directory() as kept, _Interrupts(ranks) as interrupts:
+        restarts = Restarts(max_restarts, kept)
+        while True:
+            variables = {ATTEMPT_VARIABLE: str(restarts.done), KEEP_VARIABLE: str(kept)}
+            failure = _attempt(command, nproc, variables, ranks, interrupts, saves=saves)
+            if failure is None or interrupts.asked:
+                return failure
+            then = restarts.after(failure)
+            if isinstance(then, Failure):
+                return then
+            _pause(then, interrupts)
+
+
+def _attempt(
+    command: Sequence[str],
+    nproc: int,
+    variables: Mapping[str, str],
+    ranks: list[_Rank],
+    interrupts: _Interrupts,
+    *,
+    saves: bool,
+) -> Failure | None:
+    """Start the ranks, in place of those in ``ranks``, and wait until one has failed or all have ended."""
+    ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
+    ranks.clear()
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
         port = _free_port()
         try:
             for number in range(nproc):
-                rank = _start(command, number, nproc, port, Path(scratch, f"rank{number}.json"))
+                rank = _start(command, number, nproc, port, variables, Path(scratch, f"rank{number}.json"))
                 ranks.append(rank)
                 if interrupts.asked:
                     rank.process.terminate()
                 threading.Thread(target=_watch, args=(rank, ended), daemon=True).start()
-            for _ in ranks:
+            for _ in range(nproc):
                 first = _next(ended)
                 code = first.process.returncode
                 if interrupts.asked and code in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE):
-                    if saves:
-                        say("no step was being trained, so no checkpoint was saved now; earlier ones are untouched")
-                    raise KeyboardInterrupt  # the rank was not training yet, or no longer
+                    raise _interrupted(saves=saves)  # the rank was not training yet, or no longer
                 if code == UNREAD_EXIT_CODE:
                     raise BrokenPipeError("nothing reads a rank's output")
                 if code not in (0, STOPPED_EXIT_CODE):
@@ -134,9 +159,31 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True) -> Failure
             _stop(ranks)
 
 
-def _start(command: Sequence[str], number: int, nproc: int, port: int, failure_path: Path) -> _Rank:
+def _interrupted(*, saves: bool) -> KeyboardInterrupt:
+    """Return the exception for a stop while no step is being trained, and say so."""
+    if saves:
+        say("no step was being trained, so no checkpoint was saved now; earlier ones are untouched")
+    return KeyboardInterrupt()
+
+
+def _pause(seconds: float, interrupts: _Interrupts) -> None:
+    """Wait before the ranks start again.
+
+    Raises:
+        KeyboardInterrupt: The run is to stop; there are no ranks.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not interrupts.asked:
+        time.sleep(min(0.1, seconds))
+    if interrupts.asked:
+        raise _interrupted(saves=True)
+
+
+def _start(
+    command: Sequence[str], number: int, nproc: int, port: int, variables: Mapping[str, str], failure_path: Path
+) -> _Rank:
     """Start one rank in its own process group, so that the terminal's Ctrl-C reaches only the launcher."""
-    environment = os.environ | default_variables(nproc)
+    environment = {**os.environ, **default_variables(nproc), **variables}
     environment |= {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
@@ -178,6 +225,7 @@ def _next(ended: queue.SimpleQueue[_Rank]) -> _Rank:
 
 def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
     """End all ranks and return the failure that caused the others; ``first`` is the rank seen ending first."""
+    say_ending(first.failure_path)
     by_us = _stop(ranks)
     # Killed ranks write nothing; the others may write that they lost the connection to one.
     killed = [rank for rank in ranks if rank.process.returncode < 0 and (rank is first or rank.number not in by_us)]
@@ -189,7 +237,7 @@ def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
     # It failed before it could write, during imports; Python has printed the reason.
     code = first.process.returncode
     message = f"rank {first.number} ended with exit code {code} before it could report why; see its output above."
-    return Failure(first.number, "ProcessGroupError", message, None, code, time.time())
+    return Failure(first.number, "ProcessGroupError", message, None, code, time.time(), transient=False)
 
 
 def _killed_failure(rank: _Rank) -> Failure:
@@ -210,6 +258,7 @@ def _stop(ranks: Sequence[_Rank]) -> set[int]:
     for seconds in (min(AGAIN_SECONDS, STOP_SECONDS), max(0.0, STOP_SECONDS - AGAIN_SECONDS)):
         for rank in running:
             rank.process.terminate()
+            rank.process.send_signal(signal.SIGCONT)  # one that is stopped would not notice
         deadline = time.monotonic() + seconds
         running = [rank for rank in running if not _ends_by(rank, deadline)]
     for rank in running:

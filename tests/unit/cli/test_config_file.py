@@ -86,7 +86,7 @@ def test_what_has_no_effect_is_a_warning_on_standard_error(tmp_path, capsys):
 
 def test_train_starts_ranks_with_the_files_settings(tmp_path, monkeypatch):
     run, file, started = write_run_file(tmp_path, nproc=3), write_file(tmp_path, num_processes=3), []
-    monkeypatch.setattr(common, "launch", lambda command, nproc, saves: started.append((command, nproc)))
+    monkeypatch.setattr(common, "launch", lambda command, nproc, **_: started.append((command, nproc)))
     assert cli.main(["train", str(run), "seed=4", "--config_file", str(file)]) == 0
     ((command, nproc),) = started
     assert nproc == 3

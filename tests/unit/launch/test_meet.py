@@ -7,11 +7,11 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from fullshard.errors import ProcessGroupError
-from fullshard.launch.failure import Failure
+from fullshard.launch.failure import Failure, brief
 from fullshard.launch.script import peers
 from fullshard.launch.script.machines import MachinePlan, Nodes
 from fullshard.launch.script.meet import meet
-from fullshard.launch.script.peers import MachineEnded, PeerMonitor, RunFailure, brief, lost_connection, post_failure
+from fullshard.launch.script.peers import MachineEnded, PeerMonitor, RunFailure, lost_connection, post_failure
 
 NAMES = ["machine 0 (a)", "machine 1 (b)"]
 

@@ -1,17 +1,20 @@
 """What SIGTERM and Ctrl-C do to a rank that trains."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from fullshard.launch.failure import say_ending
 from fullshard.launch.programs import signals
 from fullshard.launch.programs.signals import StopSignals
 
 AGAIN = """
 import ctypes, os, signal, threading
+from fullshard.launch.failure import say_ending
 from fullshard.launch.programs import signals
 
 def again():
@@ -62,3 +65,16 @@ def test_one_rank_says_that_it_stops_and_only_while_it_trains(rank, times, monke
 def test_one_more_ends_the_process_whatever_it_waits_for():
     done = subprocess.run([sys.executable, "-c", AGAIN], check=False, timeout=100)
     assert done.returncode == 130
+
+
+def test_the_end_of_an_attempt_is_no_wish_to_save(tmp_path, monkeypatch, capfd):
+    """The launcher ends the ranks because one of them has failed."""
+    ended = queue.SimpleQueue()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("FULLSHARD_FAILURE_FILE", str(tmp_path / "rank0.json"))
+    monkeypatch.setattr(signals.os, "_exit", ended.put)
+    monkeypatch.setattr(signals, "report_saving", lambda: None)
+    say_ending(tmp_path / "rank1.json")
+    with StopSignals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.get(timeout=30) == 130

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any, Self
 
-from fullshard.launch.failure import report_saving
+from fullshard.launch.failure import is_ending, report_saving
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE
 from fullshard.train import StopRequest
 
@@ -52,6 +52,8 @@ class StopSignals(StopRequest):
         while received := os.read(self._reader, 1):
             if received[0] not in _SIGNALS:
                 continue
+            if is_ending():
+                os._exit(INTERRUPTED_EXIT_CODE)
             now = time.monotonic()
             if first is None:
                 first = now

@@ -17,6 +17,7 @@ from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig, load_run, require_output_dir
 from fullshard.errors import RunStopped
 from fullshard.launch.messages import say
+from fullshard.launch.programs.again import ReachedSink, resume_again
 from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.programs.signals import StopSignals
 from fullshard.launch.progress import WorkProgress
@@ -50,6 +51,8 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         return load_run(options.config, [*options.overrides, *more])
 
     config = load(())
+    asked, options.overrides = config.resume, [*options.overrides, *resume_again(config.resume)]
+    config = load(())
     require_output_dir(config.output_dir)
     # Tokenizing may take long. It comes before there is a process group, so that no rank waits in a collective.
     with WorkProgress("tokenizing", shown=is_first) as progress:
@@ -70,6 +73,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     if is_first:
         # The summary, which marks the run as complete, comes after the card.
         sinks = [
+            ReachedSink(),
             CardSink(config.output_dir, say),
             FileSink(config.output_dir, logging_steps=config.training.logging_steps),
             ConsoleSink(Console(stderr=options.json), samples=config.evaluation.num_samples_shown),
@@ -78,9 +82,12 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         ]
     try:
         summary = train(config, comm, sinks, StopSignals(), prepared, planned)
-    except RunStopped:
+    except RunStopped as stopped:
         shutdown()
-        raise
+        if config.resume == asked:
+            raise
+        text = str(stopped).replace("same command resumes", "same command with resume=auto resumes")
+        raise RunStopped(text, step=stopped.step, checkpoint=stopped.checkpoint) from None
     if is_first and options.json:
         print(json.dumps(summary.as_dict()), flush=True)
     shutdown()  # the other ranks do not wait for the upload

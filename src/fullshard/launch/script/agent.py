@@ -25,11 +25,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from fullshard.errors import ProcessGroupError
-from fullshard.launch.failure import Failure
+from fullshard.launch.attempts import ATTEMPT_VARIABLE, pause_s
+from fullshard.launch.failure import Failure, brief
 from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.network import address_towards
 from fullshard.launch.script.output import Output
-from fullshard.launch.script.peers import DOUBT_SECONDS, MachineEnded, PeerMonitor, RunFailure, brief, lost_connection
+from fullshard.launch.script.peers import DOUBT_SECONDS, MachineEnded, PeerMonitor, RunFailure, lost_connection
 from fullshard.launch.script.rendezvous import STORE_TIME, Rendezvous, StaticRendezvous, first_line, make_rendezvous
 from fullshard.launch.script.workers import Workers
 
@@ -72,6 +73,7 @@ class ScriptAgent(SimpleElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            ATTEMPT_VARIABLE: attempt,
         }
         environments = {
             worker.local_rank: {name: str(value) for name, value in common.items()}
@@ -126,6 +128,7 @@ class ScriptAgent(SimpleElasticAgent):
         if self._monitor is not None:
             self._monitor.leave()
             self._monitor = None
+        time.sleep(pause_s(self._failed_times))  # machines whose ranks have not failed wait for this one
         super()._restart_workers(worker_group)  # type: ignore[call-arg]  # torch decorates it without types
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -148,11 +151,12 @@ class ScriptAgent(SimpleElasticAgent):
     def _failed(self) -> RunResult:
         """End the other ranks after one of this machine failed; if there is no restart, the other machines too.
 
-        A rank that was stopped and has saved ends the run: whoever stopped it wants the machine.
+        A rank that was stopped and has saved ends the run: whoever stopped it wants the machine. So does an error of
+        fullshard's programs that would come again.
         """
         self._own.stop()
         failure = self._own.failures()[0]
-        if failure.stopped is not None:
+        if not failure.may_pass:
             self._remaining_restarts = 0  # torch's agent restarts while some remain
             if self._monitor is not None:
                 self.run_failure = self._post(self._monitor, failure)

@@ -86,19 +86,6 @@ def lost_connection(failure: Failure) -> bool:
     return failure.kind in _LOST_CONNECTION_KINDS or any(mark in text for mark in _LOST_CONNECTION)
 
 
-def in_words(failure: Failure) -> str:
-    """Return a failure's rank and message, without its traceback."""
-    if failure.rank is None or failure.stopped is not None or failure.message.startswith(f"rank {failure.rank} "):
-        return failure.message or failure.kind
-    return f"rank {failure.rank}: {failure.kind}" + (f": {failure.message}" if failure.message else "")
-
-
-def brief(failure: Failure) -> str:
-    """Return a failure on one line."""
-    line = in_words(failure).splitlines()[0]
-    return line if len(line) <= 200 else f"{line[:200]}…"
-
-
 def read_failure(store: KeyValueStore) -> RunFailure | None:
     """Return the failure that has ended the run, if a machine has reported one."""
     if not store.check(["failed"]):

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from fullshard.launch.failure import Failure
+from fullshard.launch.attempts import KEEP_VARIABLE, kept_directory
+from fullshard.launch.failure import Failure, brief, in_words
 from fullshard.launch.local import default_variables
 from fullshard.launch.script.agent import AgentEnd, run_agent
 from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.network import interface_to
 from fullshard.launch.script.output import Output, Stream, terminal_columns
-from fullshard.launch.script.peers import brief, in_words
 from fullshard.launch.script.workers import Workers
 
 _NAMED = 3
@@ -85,7 +85,8 @@ def run_script(job: Job) -> Outcome:
     }
     output = Output(standard, columns=terminal_columns(sys.stderr.buffer))
     environment = _defaults(job.plan) | dict(job.environment)
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, kept_directory() as kept:
+        environment |= {KEEP_VARIABLE: str(kept)}
         workers = Workers(job.arguments, environment, output, Path(scratch))
         try:
             end = run_agent(job.plan, workers, output, max_restarts=job.max_restarts, timeout_s=job.timeout_s)

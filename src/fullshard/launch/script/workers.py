@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, saving_path
+from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, saving_path, say_ending
 from fullshard.launch.script.child import LAUNCHER_VARIABLE
 from fullshard.launch.script.output import Output, Stream
 
@@ -131,7 +131,8 @@ class Workers:
         return self._starting
 
     def _start(self, rank: int, variables: Mapping[str, str]) -> _Worker:
-        failure_path = self._scratch / f"rank{rank}.{self._starts}.json"
+        failure_path = self._scratch / str(self._starts) / f"rank{rank}.json"
+        failure_path.parent.mkdir(exist_ok=True)
         environment = {**os.environ, **self._environment, **variables}
         environment[FAILURE_FILE_VARIABLE] = str(failure_path)
         environment[LAUNCHER_VARIABLE] = str(os.getpid())
@@ -194,6 +195,8 @@ class Workers:
         self._stopped = True
 
     def _end(self, number: int, seconds: float, *, saves: bool) -> None:
+        if not saves:
+            say_ending(self._workers[0].failure_path)
         for worker in self._workers:
             if not worker.failure_path.exists():
                 worker.signal(number)

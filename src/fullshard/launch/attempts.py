@@ -1,0 +1,156 @@
+"""Attempts of a run: what a failure means for the next one, and the directory that outlives them.
+
+The ranks of one attempt end together. What they leave for the next one is in a directory in memory
+(:data:`KEEP_VARIABLE`): rank 0 notes there how far it came, for the line that says what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fullshard.launch.failure import Failure, first_sentence
+from fullshard.launch.messages import say
+
+ATTEMPT_VARIABLE = "FULLSHARD_ATTEMPT"
+"""How often the ranks were started before: 0, 1, …"""
+
+KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
+"""Directory of this machine's ranks that outlives an attempt; the launcher makes it, and removes it at the end."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "fullshard-keep-"
+_LOCK_NAME = "lock"
+_REACHED_NAME = "reached.json"
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Seconds until the first restart; doubled while attempts come no further than earlier ones, up to the second."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far an attempt came."""
+
+    attempt: int
+    step: int | None = None  # steps taken; None: no rank trained yet
+    saved: int = 0  # step from which the next attempt goes on; 0: from the start
+    path: str | None = None  # the newest checkpoint that this command saved
+    finished: bool = False  # whether the model is published
+
+
+def attempt_number() -> int:
+    """Return how often the ranks of this run were started before, by the launcher's count; 0 without a launcher."""
+    return int(os.environ.get(ATTEMPT_VARIABLE, "0"))
+
+
+def note(reached: Reached) -> None:
+    """Note how far the run has come, for the launcher and the next attempt; rank 0, after each step."""
+    directory = os.environ.get(KEEP_VARIABLE)
+    if directory is not None:
+        path = Path(directory, _REACHED_NAME)
+        temporary = path.with_suffix(".tmp")
+        with contextlib.suppress(OSError):  # the launcher is gone, and its directory with it
+            temporary.write_text(json.dumps(asdict(reached)))
+            os.replace(temporary, path)
+
+
+def last_note(directory: str | Path | None) -> Reached | None:
+    """Return what rank 0 noted last in the directory that outlives attempts, in whichever attempt; None if nothing."""
+    if directory is None:
+        return None
+    try:
+        return Reached(**json.loads(Path(directory, _REACHED_NAME).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def kept_directory() -> Iterator[Path]:
+    """Yield a new directory for :data:`KEEP_VARIABLE`, in memory where there is /dev/shm; remove it at the end.
+
+    Directories of launchers that were killed are removed first: they hold memory.
+    """
+    root = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    for left in root.glob(f"{_PREFIX}*"):
+        _remove_if_left(left)
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))  # only this user may enter it
+    # Held as long as this process lives, whatever ends it; named only then, so that nobody finds it free.
+    with (directory / "new").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(directory / "new", directory / _LOCK_NAME)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_if_left(directory: Path) -> None:
+    """Remove the directory of a launcher that is no more; another user's cannot be opened."""
+    with contextlib.suppress(OSError), (directory / _LOCK_NAME).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class Restarts:
+    """Decides, after each failed attempt, whether and when the ranks start again; one for each launcher.
+
+    Attributes:
+        done: How often the ranks were started again.
+    """
+
+    def __init__(self, most: int, directory: Path) -> None:
+        """Allow ``most`` restarts; rank 0 notes how far it came in ``directory``."""
+        self.done = 0
+        self._most = most
+        self._directory = directory
+        self._before: tuple[int | None, Failure] | None = None  # the last failure, and the steps taken until then
+        self._farthest = -1
+        self._in_vain = 0  # attempts in a row that came no further than earlier ones, and the one before
+
+    def after(self, failure: Failure) -> float | Failure:
+        """Say what happened and what follows.
+
+        The ranks do not start again after an error that would come again, after ``most`` restarts, and when the same
+        rank fails in the same way after the same number of steps as in the attempt before.
+
+        Returns:
+            Seconds to wait before the ranks start again; or that they do not, as the failure to report, which is the
+            first one when it was the same twice.
+        """
+        if self._most == 0 or not failure.may_pass:
+            return failure
+        reached = last_note(self._directory) or Reached(self.done)
+        step = reached.step if reached.attempt == self.done else None
+        what = f"{first_sentence(failure)}, {'before the first step' if step is None else f'after step {step:,}'}"
+        if self._before is not None and step is not None and _same((step, failure), self._before):
+            say(f"{what}, as in the attempt before: the ranks are not started again")
+            return self._before[1]
+        if self.done >= self._most:
+            say(f"{what}: the ranks are not started again, {self._most} restarts are used up (--max-restarts)")
+            return failure
+        self._before = step, failure
+        self._in_vain = 1 if step is not None and step > self._farthest else self._in_vain + 1
+        self._farthest = max(self._farthest, -1 if step is None else step)
+        self.done += 1
+        seconds = pause_s(self._in_vain)
+        begin = f"step {reached.saved:,}" if reached.saved else "the start"
+        say(f"{what}; restart {self.done} of {self._most} in {seconds:g} s, from {begin}")
+        return seconds
+
+
+def pause_s(failures: int) -> float:
+    """Return the seconds to wait before the ranks start again, after so many failures in a row without progress."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) if failures else 0.0
+
+
+def _same(one: tuple[int | None, Failure], other: tuple[int | None, Failure]) -> bool:
+    """Return whether two attempts ended after the same step, by the same rank, in the same way."""
+    keys = [(step, failure.rank, failure.kind, failure.exit_code) for step, failure in (one, other)]
+    return keys[0] == keys[1]

@@ -1,0 +1,55 @@
+"""What a training run leaves for its next attempt, and from where that one resumes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from fullshard.launch.attempts import KEEP_VARIABLE, Reached, attempt_number, last_note, note
+from fullshard.train import Sink
+from fullshard.train.reporting.reports import CheckpointReport, RunStart, RunSummary, StepReport
+
+
+class ReachedSink(Sink):
+    """Sink that notes how far the run has come, for the launcher's line and :func:`resume_again`."""
+
+    def __init__(self) -> None:
+        """Go on from the note of the attempt before, if there was one."""
+        before = last_note(os.environ.get(KEEP_VARIABLE)) or Reached(0)
+        self._reached = replace(before, attempt=attempt_number(), step=None)
+
+    def _note(self, **changes: object) -> None:
+        self._reached = replace(self._reached, **changes)
+        note(self._reached)
+
+    def start(self, run: RunStart) -> None:
+        """Note the step that the run begins after."""
+        self._note(step=run.resumed_step, saved=run.resumed_step, finished=False)
+
+    def step(self, report: StepReport) -> None:
+        """Note the step."""
+        self._note(step=report.step)
+
+    def checkpoint(self, report: CheckpointReport) -> None:
+        """Note the checkpoint."""
+        self._note(saved=report.step, path=report.path)
+
+    def finish(self, summary: RunSummary) -> None:
+        """Note that the run is about to be marked as finished."""
+        self._note(finished=True)
+
+
+def resume_again(resume: str | Path) -> list[str]:
+    """Return the setting with which a later attempt goes on where the one before came to; empty for a first attempt.
+
+    Whatever ``resume`` says holds for the first attempt, and for later ones until the run has saved a checkpoint of its
+    own: resume=never would delete that one.
+    """
+    reached = last_note(os.environ.get(KEEP_VARIABLE))
+    if attempt_number() == 0 or reached is None:
+        return []
+    if reached.finished:  # lost after the mark of a finished run, which resume=auto refuses
+        return [f"resume={reached.path or 'never'}"]
+    # What an attempt that has begun resumes from is its newest checkpoint: resume=previous would skip that.
+    return ["resume=auto"] if reached.path is not None or resume == "previous" else []

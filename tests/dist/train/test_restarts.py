@@ -1,0 +1,73 @@
+"""A rank is lost in the middle of a run: all start again by themselves, and the run ends as if nothing had happened."""
+
+import sys
+
+import pytest
+
+from fullshard.launch import attempts, launch
+from support.processes import TESTS
+from support.tiny_run import MODEL, read_jsonl, write_run_file
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+
+RANK = TESTS / "support" / "faulty_rank.py"
+CHANGES = {
+    "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
+    "sharding__wrap": ["T5Block"],
+    "training__per_device_train_batch_size": 1,
+    "training__num_train_epochs": 2,
+    "training__save_strategy": "steps",
+    "training__save_steps": 2,
+    "evaluation__max_new_tokens": 2,
+}
+"""14 steps, with dropout; a checkpoint after every second one."""
+
+
+def run(directory, kind, **more):
+    """Train in ``directory`` with a fault of a kind in rank 1's third step; return how it ended and its files."""
+    directory.mkdir()
+    command = [sys.executable, str(RANK), kind, str(write_run_file(directory, **CHANGES)), "resume=never"]
+    return launch(command, nproc=2, **more), directory / "out"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    failure, out = run(tmp_path_factory.mktemp("undisturbed") / "run", "none")
+    assert failure is None
+    return out
+
+
+def steps(out):
+    names = ("step", "loss", "grad_norm")
+    return [[line[name] for name in names] for line in read_jsonl(out / "metrics.jsonl") if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["kill_once", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("crash_once", "lose_once"))]
+)
+def test_the_weights_are_the_undisturbed_runs_to_the_bit(tmp_path, undisturbed, kind, capfd):
+    """The run file asks for a new run; after the loss that would throw the checkpoint away."""
+    failure, out = run(tmp_path / "run", kind, max_restarts=3)
+    assert failure is None
+    err = capfd.readouterr().err
+    assert ", after step 2; restart 1 of 3 in 0.5 s, from step 2\n" in err or ", from the start\n" in err
+    assert steps(out) == steps(undisturbed)
+    assert (out / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+    assert (out / "predictions.jsonl").read_bytes() == (undisturbed / "predictions.jsonl").read_bytes()
+
+
+def test_a_step_that_fails_twice_ends_the_run_with_its_first_cause(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.01)
+    failure, out = run(tmp_path / "run", "kill", max_restarts=3)
+    assert (failure.rank, failure.exit_code) == (1, 137)
+    err = capfd.readouterr().err
+    assert err.count("restart 1 of 3") == 1
+    assert "restart 2" not in err
+    assert "after step 2, as in the attempt before: the ranks are not started again" in err
+    assert not (out / "summary.json").exists()
+
+
+def test_an_error_in_the_code_is_not_tried_again(tmp_path, capfd):
+    failure, _ = run(tmp_path / "run", "raise", max_restarts=3)
+    assert failure.text().endswith("RuntimeError: the fault of rank 1")
+    assert "restart" not in capfd.readouterr().err

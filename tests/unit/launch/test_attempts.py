@@ -1,0 +1,194 @@
+"""After a rank is lost the launcher starts all of them again, unless that would be in vain. Ranks are small scripts."""
+
+import json
+import os
+import signal
+import stat
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import CheckpointError, ProcessGroupError
+from fullshard.launch import attempts, launch
+from fullshard.launch.attempts import Reached, Restarts, kept_directory
+from fullshard.launch.failure import Failure
+from fullshard.launch.programs.again import resume_again
+
+PRELUDE = """
+import json, os, signal, sys
+rank, attempt = int(os.environ["RANK"]), int(os.environ["FULLSHARD_ATTEMPT"])
+keep = os.environ["FULLSHARD_KEEP_DIR"]
+out = {out!r}
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+def reach(step, saved=0):
+    with open(f"{{keep}}/{{rank}}", "w") as file:
+        json.dump(dict(attempt=attempt, step=step, saved=saved), file)
+    os.replace(f"{{keep}}/{{rank}}", keep + "/reached.json")
+
+with open(out + "/started", "a") as file:
+    file.write(f"{{rank}} {{attempt}}\\n")
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that launches a script as two ranks; the failure comes back."""
+
+    def launched(text, most=3):
+        path = tmp_path / "rank.py"
+        path.write_text(PRELUDE.format(out=str(tmp_path)) + textwrap.dedent(text))
+        return launch([sys.executable, str(path)], nproc=2, max_restarts=most)
+
+    return launched
+
+
+def started(tmp_path):
+    """How many attempts there were."""
+    return 1 + max(int(line.split()[1]) for line in (tmp_path / "started").read_text().splitlines())
+
+
+def failure(kind="ProcessGroupError", rank=1, code=137, transient=None):
+    return Failure(rank, kind, f"rank {rank} was lost. Look for why.", None, code, 1.0, transient=transient)
+
+
+def test_what_an_attempt_keeps_is_there_for_the_next_one_and_gone_after_the_last(run, tmp_path):
+    ended = run(
+        """
+        if attempt == 0:
+            open(f"{keep}/of{rank}", "w").write("kept")
+            if rank == 1:
+                die()
+            signal.pause()
+        assert open(f"{keep}/of1").read() == "kept"
+        assert os.stat(keep).st_mode & 0o077 == 0
+        open(f"{out}/keep{rank}", "w").write(keep)
+        """
+    )
+    assert ended is None
+    assert started(tmp_path) == 2
+    kept = Path((tmp_path / "keep0").read_text())
+    assert kept == Path((tmp_path / "keep1").read_text())
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_line_says_which_rank_was_lost_how_and_from_where_it_goes_on(run, number, capfd):
+    ended = run(
+        f"reach(12, 10)\nif rank == 1 and attempt == 0: die({int(number)})\nsignal.pause() if attempt == 0 else 0"
+    )
+    assert ended is None
+    name = f"signal {int(number)} ({number.name})"
+    line = f"fullshard: rank 1 was killed by {name}, after step 12; restart 1 of 3 in 0.01 s, from step 10\n"
+    assert line in capfd.readouterr().err
+
+
+def test_the_same_step_twice_in_the_same_way_ends_with_the_first_cause(run, tmp_path, capfd):
+    ended = run(
+        """
+        reach(7)
+        if rank == 1:
+            with open(os.environ["FULLSHARD_FAILURE_FILE"], "w") as file:
+                json.dump(dict(rank=1, kind="ConnectionError", message=f"of attempt {attempt}", trace=None, exit_code=1,
+                               time_s=1.0, transient=True), file)
+            sys.exit(1)
+        signal.pause()
+        """
+    )
+    assert ended.message == "of attempt 0"
+    assert started(tmp_path) == 2
+    assert "after step 7, as in the attempt before: the ranks are not started again" in capfd.readouterr().err
+
+
+def test_another_step_is_another_failure_until_the_restarts_are_used_up(run, tmp_path, capfd):
+    ended = run("reach(attempt)\nif rank == 0: die()\nsignal.pause()", most=2)
+    assert ended.exit_code == 137
+    assert started(tmp_path) == 3
+    assert "2 restarts are used up (--max-restarts)" in capfd.readouterr().err
+
+
+def test_an_error_that_would_come_again_is_not_tried_again(run, tmp_path):
+    assert run("sys.exit(3)").exit_code == 3
+    assert started(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [(CheckpointError("x"), False), (ValueError("x"), False), (ConnectionResetError("x"), True), (KeyError(), False)],
+)
+def test_which_errors_may_pass(error, passes, tmp_path):
+    Failure.of(error, 0).write(tmp_path / "failure.json")
+    assert Failure.read(tmp_path / "failure.json").may_pass is passes
+
+
+def test_a_lost_rank_may_pass_and_the_user_errors_of_its_class_do_not():
+    lost = ProcessGroupError("rank 1 is gone")
+    lost.transient = True
+    assert Failure.of(lost, 0).may_pass
+    assert not Failure.of(ProcessGroupError("no group"), 0).may_pass
+
+
+def test_a_stop_in_the_pause_ends_the_run(run, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 30.0)
+    monkeypatch.setattr(attempts.Restarts, "after", lambda self, failure: os.kill(os.getpid(), signal.SIGTERM) or 30.0)
+    with pytest.raises(KeyboardInterrupt):
+        run("die() if rank == 0 else signal.pause()")
+    assert started(tmp_path) == 1
+    assert "earlier ones are untouched" in capfd.readouterr().err
+
+
+def test_the_pause_grows_while_nothing_is_gained(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.5)
+    restarts = Restarts(100, tmp_path)
+    pauses = []
+    for attempt, step in enumerate([None, None, None, 5, 9, 8, 7, 6, 5, 4, 3, 2, 1, 10]):
+        (tmp_path / "reached.json").write_text(json.dumps({"attempt": attempt if step else -1, "step": step or 99}))
+        pauses.append(restarts.after(failure()))
+    assert pauses == [0.5, 1.0, 2.0, 0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 0.5]
+
+
+def test_directories_of_killed_launchers_are_removed_and_those_of_others_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempts, "_SHARED_MEMORY", tmp_path)
+    left = tmp_path / "fullshard-keep-left"
+    left.mkdir()
+    (left / "lock").touch()
+    just_made = tmp_path / "fullshard-keep-new"
+    just_made.mkdir()
+    with kept_directory() as mine, kept_directory() as second:
+        assert stat.S_IMODE(mine.stat().st_mode) == 0o700
+        assert mine.exists()
+        assert second.exists()
+        assert just_made.exists()
+        assert not left.exists()
+    assert not mine.exists()
+
+
+@pytest.mark.parametrize(
+    ("reached", "resume", "setting"),
+    [
+        (None, "never", []),
+        (Reached(0, 3), "never", []),
+        (Reached(0, 3), "auto", []),
+        (Reached(0, 3, 2), "previous", ["resume=auto"]),
+        (Reached(0, 3, 2, path="c/step-2"), "never", ["resume=auto"]),
+        (Reached(0, 3, 2, path="c/step-2", finished=True), "auto", ["resume=c/step-2"]),
+        (Reached(0, 3, 2, finished=True), "auto", ["resume=never"]),
+    ],
+)
+def test_where_a_later_attempt_resumes(reached, resume, setting, tmp_path, monkeypatch):
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    if reached is not None:
+        attempts.note(reached)
+    assert resume_again(resume) == setting
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "0")
+    assert resume_again(resume) == []
