@@ -85,8 +85,7 @@ class Slot:
             OSError: The file system refused, such as for want of memory.
         """
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        manifest = self.directory / MANIFEST_NAME
-        manifest.unlink(missing_ok=True)
+        (self.directory / MANIFEST_NAME).unlink(missing_ok=True)
         views = self._room([(name, tensor.dtype, tensor.numel()) for name, tensor in tensors.items()])
         ready = copy([(views[name], tensor) for name, tensor in tensors.items() if tensor.numel()])
         layout, buffer = self._layout, self._buffer
@@ -96,12 +95,27 @@ class Slot:
             ready()
             stored = [[name, str(dtype).removeprefix("torch."), numel] for name, dtype, numel in layout]
             whole = {**asdict(described), "tensors": stored, "nbytes": buffer.numel(), "sums": checksum(buffer)}
-            text = seal(json.dumps(whole, separators=(",", ":")))
-            temporary = manifest.with_suffix(".tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, manifest)  # nothing is flushed: this is for the death of a process, not of a machine
+            self._publish(seal(json.dumps(whole, separators=(",", ":"))).encode())
 
         return seal_it
+
+    def store(self, manifest: bytes, nbytes: int, fill: Callable[[memoryview], Any]) -> None:
+        """Replace what is here by a snapshot of another machine, whose bytes ``fill`` writes.
+
+        Raises:
+            OSError: The file system refused, or ``fill`` did.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self.directory / MANIFEST_NAME).unlink(missing_ok=True)
+        buffer = _mapped(self.directory / BYTES_NAME, nbytes, make=True)
+        fill(buffer.numpy().data)
+        self._publish(manifest)
+
+    def _publish(self, manifest: bytes) -> None:
+        temporary = self.directory / f"{MANIFEST_NAME}.tmp"
+        temporary.write_bytes(manifest)
+        # Nothing is flushed: this is for the death of a process, not of a machine.
+        os.replace(temporary, self.directory / MANIFEST_NAME)
 
     def read(self) -> Snapshot | None:
         """Return the snapshot that is here, after comparing its checksums; None if there is none, or a damaged one."""

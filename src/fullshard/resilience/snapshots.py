@@ -7,7 +7,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,8 @@ import torch
 from fullshard.comm import Mesh, device_of, free_memory, together_in_background
 from fullshard.errors import CheckpointError
 from fullshard.resilience.keep import KeepDirectory
-from fullshard.resilience.slot import Described, Slot, Snapshot, nbytes_of
+from fullshard.resilience.partner import Partners
+from fullshard.resilience.slot import Described, Snapshot, nbytes_of
 from fullshard.sizes import format_bytes
 from fullshard.storage import as_json
 
@@ -23,6 +24,8 @@ _log = logging.getLogger("fullshard")
 
 State = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
 """One rank's tensors by name, and its state other than tensors."""
+
+Key = tuple[int, int, int]
 
 Every = int | Literal["auto"]
 
@@ -55,8 +58,8 @@ class Snapshots:
         self._ranks = ranks
         self._keep = keep
         self._measured = every == "auto"
-        directory = keep.directory / f"rank-{ranks.rank:05d}"
-        self._slots = [Slot(directory / str(number)) for number in range(_GENERATIONS)]
+        self._partners = Partners(ranks, keep.directory)
+        self._slots = [self._partners.slot_of(ranks.rank, number) for number in range(_GENERATIONS)]
         self._serial = 0
         self._next: int | None = None
         self._thread: threading.Thread | None = None
@@ -131,11 +134,13 @@ class Snapshots:
     def newest(self) -> Snapshot | None:
         """Return this rank's part of the newest moment of which every rank has a snapshot; every rank calls it.
 
-        Damaged ones count as missing. The next snapshot overwrites another one.
+        What a rank of a lost machine had comes from its partner's. Damaged ones count as missing. The next snapshot
+        overwrites another one.
         """
-        found = together_in_background(self._ranks, self._mine)
-        held = self._ranks.all_gather_object(set(found))
-        common = set.intersection(*held)
+        if self._partners.several:
+            self._bring_back()
+        found = together_in_background(self._ranks, lambda: self._held(self._ranks.rank))
+        common = set.intersection(*self._ranks.all_gather_object(set(found)))
         if not common:
             return None
         chosen = found[max(common)]
@@ -146,11 +151,30 @@ class Snapshots:
         self._next = described.step + self.every
         return chosen
 
-    def _mine(self) -> dict[tuple[int, int, int], Snapshot]:
-        """Return this rank's complete snapshots by key."""
-        read = [slot.read() for slot in self._slots]
+    def _held(self, rank: int) -> dict[Key, Snapshot]:
+        """Return the complete snapshots of a rank on this machine, by key."""
+        read = [self._partners.slot_of(rank, number).read() for number in range(_GENERATIONS)]
         size = self._ranks.size
         return {one.described.key: one for one in read if one is not None and one.described.world_size == size}
+
+    def _bring_back(self) -> None:
+        """Send the newest moment's snapshots to the ranks that lack theirs; every rank calls it."""
+        rank, size, each = self._ranks.rank, self._ranks.size, self._partners.each
+        mine = together_in_background(
+            self._ranks, lambda: {owner: self._held(owner) for owner in range(rank % each, size, each)}
+        )
+        everyone = self._ranks.all_gather_object({owner: set(found) for owner, found in mine.items()})
+        holders = senders(everyone)
+
+        def send() -> None:
+            for owner, (key, source) in holders.items():
+                if source == rank:
+                    self._partners.send(owner, mine[owner][key].directory)
+
+        try:
+            together_in_background(self._ranks, lambda: _as_checkpoint_error(send))
+        except CheckpointError as error:
+            _log.warning("%s; an older state is used.", error)
 
     def _join(self) -> None:
         """Wait for the snapshot before, and note what it has cost."""
@@ -167,7 +191,8 @@ class Snapshots:
         Sets ``every``, or switches snapshots off, on all ranks alike.
         """
         first = self._next is None and not self.costs
-        room = (nbytes_of(tensors), free_memory(torch.device("cpu"))) if first else None
+        copies = _GENERATIONS * (2 if self._partners.several else 1)
+        room = (copies * nbytes_of(tensors), free_memory(torch.device("cpu"))) if first else None
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
         cost = self.costs[-1] if self.costs else 0.0
         self._steps_s.clear()
@@ -184,7 +209,7 @@ class Snapshots:
             return
         if rooms and self._ranks.rank == 0:
             nbytes = max(nbytes for nbytes, _ in rooms)
-            _log.info("snapshots in %s: %s twice on a rank", self._keep.directory, format_bytes(nbytes))
+            _log.info("snapshots in %s: %s for each rank", self._keep.directory, format_bytes(nbytes))
         slowest = max(step_s for _, _, _, step_s, _ in everyone)
         if self._measured and slowest and len(self.costs) > _GENERATIONS:
             self.every = _interval(max(one[1] for one in everyone), max(one[2] for one in everyone), slowest)
@@ -194,9 +219,45 @@ class Snapshots:
         started, busy = time.monotonic(), time.thread_time()
         try:
             complete(described)
+            if self._partners.several:
+                self._partners.send(self._partners.partner, self._slots[described.serial % _GENERATIONS].directory)
         except Exception as error:  # any: the next exchange reports it
             self._problem = f"rank {described.rank} could not complete the snapshot of step {described.step}: {error!r}"
         self._busy_s, self._written_s = time.thread_time() - busy, time.monotonic() - started
+
+
+def senders(everyone: Sequence[Mapping[int, set[Key]]]) -> dict[int, tuple[Key, int]]:
+    """Return who sends what to the ranks that lack the newest moment that can be had of all.
+
+    Args:
+        everyone: Of each rank, the keys of the snapshots on its machine that it looked at, by the rank they belong to.
+
+    Returns:
+        By rank that lacks it, the key, and the rank that sends it.
+
+    Examples:
+        >>> old, new = (0, 1, 8), (0, 2, 9)  # rank 1's machine is new; rank 0's has its copies
+        >>> senders([{0: {old, new}, 1: {old, new}}, {0: set(), 1: set()}])
+        {1: ((0, 2, 9), 0)}
+    """
+    owners = range(len(everyone))
+    there = [set().union(*(found.get(owner, ()) for found in everyone)) for owner in owners]
+    common = set.intersection(*there)
+    if not common:
+        return {}
+    key = max(common)
+    lacking = [owner for owner in owners if key not in everyone[owner].get(owner, ())]
+    return {
+        owner: (key, next(rank for rank, found in enumerate(everyone) if key in found.get(owner, ())))
+        for owner in lacking
+    }
+
+
+def _as_checkpoint_error(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except OSError as error:
+        raise CheckpointError(f"A snapshot could not be brought back from another machine: {error}") from error
 
 
 def _interval(cost_s: float, written_s: float, step_s: float) -> int:
@@ -208,13 +269,13 @@ def _too_large(rooms: list[tuple[int, Mapping[str, int]]]) -> list[str]:
     """Return why the snapshots of a machine would take too much of its memory; none if they do not.
 
     Args:
-        rooms: Of each rank the bytes of a snapshot, and what memory is free, by pool.
+        rooms: Of each rank the bytes of all its snapshots, and what memory is free, by pool.
     """
     wanted: dict[str, int] = {}
     left: dict[str, int] = {}
     for nbytes, pools in rooms:
         for pool, free in pools.items():
-            wanted[pool] = wanted.get(pool, 0) + _GENERATIONS * nbytes
+            wanted[pool] = wanted.get(pool, 0) + nbytes
             left[pool] = min(free, left.get(pool, free))
     return [
         f"the ranks of a {pool.partition(':')[0]} would take {format_bytes(wanted[pool])}, and it has "

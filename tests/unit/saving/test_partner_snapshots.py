@@ -1,0 +1,115 @@
+"""Two machines, each with a directory of its own: when one is lost, its ranks' state comes back from the other."""
+
+import shutil
+
+import pytest
+import torch
+
+from fullshard import Checkpoints, fully_shard
+from fullshard.resilience import partner, slot
+from fullshard.resilience.keep import KeepDirectory
+from fullshard.resilience.slot import Slot
+from fullshard.testing import run_ranks
+from support.models import TinyLM, batches, lm_loss
+from support.parity import replicas
+from support.states import assert_same_bits, rank_runs, whole
+
+SIZE, EACH, ROWS = 4, 2, 2
+
+
+@pytest.fixture(autouse=True)
+def machines(tmp_path, monkeypatch):
+    """The directories of both machines; which one is theirs, ranks (threads of one process) know by their number."""
+    directories = [tmp_path / "first", tmp_path / "second"]
+    for directory in directories:
+        directory.mkdir()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(EACH))
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path))
+    monkeypatch.setattr(partner, "SECONDS", 10.0)
+    return directories
+
+
+def attempt(number, machines, directory, steps, fill=None):
+    """Train until ``steps`` from where the run is; where it began, and the whole state at the end."""
+    _, models = replicas(TinyLM, SIZE)
+    data = batches(8, ROWS * SIZE)
+
+    def work(comm):
+        model = models[comm.rank]
+        if fill is not None:
+            with torch.no_grad():
+                for tensor in model.parameters():
+                    tensor.fill_(fill)
+        model = fully_shard(model, comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        keep = KeepDirectory(machines[comm.rank // EACH], number)
+        with Checkpoints(directory, ranks=comm, in_memory=1) as checkpoints:
+            checkpoints.in_memory = type(checkpoints.in_memory)(checkpoints.ranks, keep, 1)
+            restored = checkpoints.load(model, optimizer)
+            began = 0 if restored is None else restored.step
+            for step in range(began + 1, steps + 1):
+                lm_loss(model, data[step - 1][comm.rank * ROWS : (comm.rank + 1) * ROWS]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert checkpoints.snapshot(model, optimizer, step=step)
+        return began, rank_runs(model, optimizer)
+
+    began, runs = zip(*run_ranks(SIZE, work), strict=True)
+    assert len(set(began)) == 1
+    return began[0], whole(runs)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_machines_state_comes_back_to_the_bit(lost, tmp_path, machines):
+    _, undisturbed = attempt(0, machines, tmp_path / "other", 5)
+    for directory in machines:
+        shutil.rmtree(directory)
+    attempt(0, machines, tmp_path / "run", 3)
+    shutil.rmtree(machines[lost])
+    began, state = attempt(1, machines, tmp_path / "run", 5, fill=-7)
+    assert began == 3
+    assert_same_bits(state, undisturbed)
+
+
+def test_the_same_snapshots_are_on_both_machines(tmp_path, machines):
+    attempt(0, machines, tmp_path / "run", 2)
+    for rank in range(SIZE):
+        for number in range(2):
+            one, other = (Slot(path / f"rank-{rank:05d}" / str(number)).read() for path in machines)
+            assert one.described == other.described
+            assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+
+
+def test_a_damaged_copy_is_not_brought_back(tmp_path, machines):
+    attempt(0, machines, tmp_path / "run", 3)
+    shutil.rmtree(machines[1])
+    newest = max(
+        (one for number in range(2) if (one := Slot(machines[0] / "rank-00003" / str(number)).read()) is not None),
+        key=lambda one: one.described.key,
+    )
+    content = bytearray((newest.directory / slot.BYTES_NAME).read_bytes())
+    content[5] ^= 1
+    (newest.directory / slot.BYTES_NAME).write_bytes(content)
+    assert attempt(1, machines, tmp_path / "run", 3, fill=-7)[0] == 2
+
+
+def test_both_machines_lost_is_the_start(tmp_path, machines):
+    attempt(0, machines, tmp_path / "run", 2)
+    for directory in machines:
+        shutil.rmtree(directory)
+    assert attempt(1, machines, tmp_path / "run", 2)[0] == 0
+
+
+def test_a_stranger_stores_nothing(tmp_path, machines):
+    def work(comm):
+        one = partner.Partners(comm, machines[comm.rank // EACH])
+        if comm.rank == 0:
+            host, port, _ = one._addresses[2]
+            one._addresses[2] = (host, port, b"x" * 32)
+            Slot(tmp_path / "mine").store(b"{}", 8192, lambda view: None)
+            with pytest.raises(OSError, match=r"did not store|reset|Broken pipe"):
+                one.send(2, tmp_path / "mine")
+        comm.barrier()
+
+    run_ranks(SIZE, work)
+    assert not list(machines[1].iterdir())
