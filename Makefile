@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all check docs dist notebook bench bench-network mutants gpu clean
+.PHONY: demo test test-all check docs dist notebook bench bench-network faults mutants gpu clean
 
 demo: $(STAMP)
 	$(BIN)/fullshard train examples/banking77_tiny.yaml
@@ -47,6 +47,11 @@ bench: $(STAMP)
 # Steps over a slow link between two network namespaces; needs Linux, root, `ip` and `tc`.
 bench-network: $(STAMP)
 	$(BIN)/python benchmarks/network.py
+
+# Ranks, machines and launchers that die at random moments; continues where it was left. Then what snapshots cost.
+faults: $(STAMP)
+	$(BIN)/python benchmarks/goodput.py
+	$(BIN)/python benchmarks/faults.py
 
 # Small changes of the engine and the layout that the tests must notice; `--only N` runs N more of the sample.
 mutants: $(STAMP)

@@ -30,8 +30,10 @@ from fullshard.storage import survey  # noqa: E402
 from support.tiny_run import MODEL, read_jsonl, write_run_file  # noqa: E402
 
 LATEST = Path(__file__).parent / "results" / "faults.json"
+GOODPUT = LATEST.with_name("goodput.json")
+"""What benchmarks/goodput.py measured."""
+
 COUNTS = {"kill": 200, "machine": 50, "term": 100, "stop": 50}
-SHORT = dict.fromkeys(COUNTS, 10)
 PER_RUN = 6
 LONGEST_S = 300.0
 STOPPED, INTERRUPTED = 75, 130
@@ -181,6 +183,7 @@ def summary(record):
     faults = {kind: sum(run["faults"].count(kind) for run in runs) for kind in COUNTS}
     recoveries = [seconds for run in runs for seconds in run["recoveries_s"]]
     ended = [run for run in runs if run["exit_code"] == 0]
+    costs = json.loads(GOODPUT.read_text()) if GOODPUT.exists() else {}
     return {
         "faults": faults,
         "runs": len(runs),
@@ -190,6 +193,8 @@ def summary(record):
         "torn_checkpoints": sum(run["torn_checkpoints"] for run in ended),
         "recovery_seconds_median": round(statistics.median(recoveries), 2) if recoveries else None,
         "start_seconds": round(calm["first_step_s"], 2),
+        "goodput": costs.get("killed", {}).get("goodput"),
+        "overhead": costs.get("undisturbed", {}).get("overhead"),
     }
 
 

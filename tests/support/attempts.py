@@ -22,7 +22,6 @@ class Attempts:
             "LOCAL_WORLD_SIZE": str(self.each),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
-            "FULLSHARD_KEEP_DIR": str(self.keep),
             "FULLSHARD_ATTEMPT": str(self.count),
             "PYTHONPATH": str(SOURCE),
             "OMP_NUM_THREADS": "1",
@@ -31,7 +30,7 @@ class Attempts:
         self.ranks = [
             subprocess.Popen(
                 [sys.executable, *self.command],
-                env=self.env | common | {"RANK": str(rank), "LOCAL_RANK": str(rank % self.each)},
+                env=self.env | common | {"RANK": str(rank), "LOCAL_RANK": str(rank % self.each)} | self._kept(rank),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -39,6 +38,10 @@ class Attempts:
             for rank in range(self.size)
         ]
         self.count += 1
+
+    def _kept(self, rank):
+        """The variable with the directory of a rank's machine."""
+        return {"FULLSHARD_KEEP_DIR": str(self.keep / f"machine{rank // self.each}")}
 
     def kill(self, *ranks):
         """SIGKILL for ranks; the others end with them, as a launcher ends them."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import time
 
 import pytest
@@ -58,16 +59,18 @@ def assert_same(out, reference):
     assert (out / "predictions.jsonl").read_text() == (reference / "predictions.jsonl").read_text()
 
 
-def calm_and_killed(directory, size, **changes):
+def calm_and_killed(directory, size, each=None, **changes):
     """Run undisturbed, and with two deaths; both directories of results."""
-    calm = attempts(directory / "calm", size, **changes)
+    calm = attempts(directory / "calm", size, each, **changes)
     calm.start()
     assert calm.finish() == [0] * size, calm.said
-    killed = attempts(directory / "killed", size, **changes)
+    killed = attempts(directory / "killed", size, each, **changes)
     for number, step in enumerate((2, 4)):
         killed.start()
         wait_for_step(directory / "killed", step, killed)
         killed.kill(number % size)
+        if size // (each or size) > 1:
+            shutil.rmtree(killed.keep / f"machine{number}")  # a whole machine is lost, a different one each time
     killed.start()
     assert killed.finish() == [0] * size, killed.said
     assert "from the snapshot in memory" in killed.said[-1][0]
@@ -86,6 +89,10 @@ def test_so_do_two_ranks_fully_and_with_an_adapter(tmp_path):
     assert_same(out, calm)
     (tmp_path / "lora").mkdir()
     assert_same(*calm_and_killed(tmp_path / "lora", 2, model={"path": str(calm), "adapter": LORA}))
+
+
+def test_so_do_two_machines_of_which_one_is_lost_with_all_it_keeps(tmp_path):
+    assert_same(*calm_and_killed(tmp_path, 2, each=1))
 
 
 def test_so_do_replicas_of_two_machines(tmp_path):
