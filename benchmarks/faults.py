@@ -91,6 +91,10 @@ class Run:
             return path.read_bytes().count(b'"kind": "step"'), path.stat().st_mtime
         return 0, 0.0
 
+    def finished(self):
+        """Whether the model is published: what comes after that harms nothing."""
+        return (self.directory / "out" / "checkpoints" / "finished.json").exists()
+
     def step_after(self, since, until):
         """Seconds from ``since`` to the first step recorded after it; None if the run or the time ends before."""
         while self.process.poll() is None and time.time() < until:
@@ -128,11 +132,13 @@ def strike(run, kind, draw):
 
 
 def again(run, kind):
-    """Give the same command again after a fault that ends it; its exit code otherwise, None while it runs."""
+    """Give the same command again after a fault that ended it before the run was finished."""
     if kind in ("machine", "term"):
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.process.wait(60)
         code = run.process.poll()
+        if run.finished():
+            return
         if code in (STOPPED, INTERRUPTED) or (kind == "machine" and code is not None):
             run.start()
 
@@ -159,6 +165,8 @@ def disturbed(directory, kinds, draw, seconds):
     ended = run.process.poll()
     if ended is None:
         run.process.kill()
+    elif run.finished():
+        ended = 0
     return done, {"exit_code": ended, "wall_s": time.time() - started, "recoveries_s": recoveries}
 
 
