@@ -174,8 +174,8 @@ class TrainingRun:
                 if evaluates:
                     self._evaluate(position)
                 self._checkpoints.report()
-        self._read_step()
-        self._checkpoints.report(wait=True)
+            self._read_step()
+            self._checkpoints.report(wait=True)  # a stop must not give up the last checkpoint, which is being written
         return self._finish()
 
     def _begin(self) -> None:
