@@ -13,7 +13,7 @@ from typing import Any
 
 from fullshard.config.load import HUB_ID
 from fullshard.errors import ModelError
-from fullshard.launch import Failure, launch, launched_elsewhere, rank_command
+from fullshard.launch import NO_NOTICE, Failure, Notice, launch, launched_elsewhere, rank_command
 from fullshard.launch.messages import say
 
 Verb = Callable[[argparse.Namespace], Failure | int | None]
@@ -84,7 +84,13 @@ def join_other_launcher(program: str, arguments: Sequence[str]) -> None:
 
 
 def start_ranks(
-    program: str, arguments: Sequence[str], nproc: int, *, saves: bool, max_restarts: int = 0
+    program: str,
+    arguments: Sequence[str],
+    nproc: int,
+    *,
+    saves: bool,
+    max_restarts: int = 0,
+    notice: Notice = NO_NOTICE,
 ) -> Failure | None:
     """Start the ranks of a verb on this machine and wait for them.
 
@@ -94,13 +100,14 @@ def start_ranks(
         nproc: Number of ranks.
         saves: Whether ranks save a checkpoint when they are stopped.
         max_restarts: How often to start all ranks again after one was lost.
+        notice: How else the ranks are told to stop, and for how long they may then run.
 
     Returns:
         None on success, else why the first failing rank failed, or that the run was stopped.
     """
     # The ranks print nothing before their imports are done, which takes seconds.
     say(f"starting {nproc} rank{'s' if nproc > 1 else ''}")
-    return launch(rank_command(program, arguments), nproc=nproc, saves=saves, max_restarts=max_restarts)
+    return launch(rank_command(program, arguments), nproc=nproc, saves=saves, max_restarts=max_restarts, notice=notice)
 
 
 def require_model(name: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fullshard.cli.accelerate import add_config_file, file_overrides, require_one_machine
-from fullshard.cli.common import add_run_arguments, add_verb, join_other_launcher, start_ranks, whole_number
+from fullshard.cli.common import add_run_arguments, add_verb, amount, join_other_launcher, start_ranks, whole_number
 from fullshard.config import load_run, require_output_dir
-from fullshard.launch import Failure, choose_nproc
+from fullshard.errors import ConfigError
+from fullshard.launch import Failure, Notice, choose_nproc
 
 PROGRAM = "fullshard.launch.programs.train"
 
@@ -19,8 +21,9 @@ Fine-tune a model on your data, sharded over the GPUs of this machine, or over C
 Writes the best model to output_dir (load it with from_pretrained(output_dir)), along with summary.json, metrics.jsonl
 and predictions.jsonl. Starts its own ranks; under torchrun it runs as one of torchrun's ranks.
 
-On Ctrl-C or SIGTERM the run saves a checkpoint after the current step and exits with code 75; a second signal ends it
-immediately. The same command resumes a stopped or killed run, with the same result; resume=never starts from scratch.
+On Ctrl-C, SIGTERM or SIGUSR1, or when the file of --stop-when-file appears, the run saves a checkpoint after the
+current step and exits with code 75; a second Ctrl-C or SIGTERM ends it immediately. The same command resumes a stopped
+or killed run, with the same result; resume=never starts from scratch.
 
 If a rank is lost (killed, out of memory, crashed in native code, cut off), all ranks end and start again from the
 newest checkpoint, at most --max-restarts times, with the same result. An error that would come again ends the run at
@@ -55,6 +58,15 @@ def add_parser(verbs: Any) -> None:
         default=3,
         help="how often to start all ranks again after one was lost (default: 3)",
     )
+    parser.add_argument(
+        "--stop-when-file", metavar="PATH", type=Path, help="stop as on SIGTERM when this file appears (a spot notice)"
+    )
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=amount,
+        help="end ranks that have not saved so long after the request to stop (default: as long as it takes)",
+    )
     parser.add_argument("--no-plan", action="store_true", help="start without planning the run's memory first")
 
 
@@ -71,8 +83,17 @@ def run(options: argparse.Namespace) -> Failure | None:
     overrides = [*options.overrides, *file_overrides(options)]
     flags = [flag for flag, is_set in (("--json", options.json), ("--no-plan", options.no_plan)) if is_set]
     arguments = [str(options.config), *overrides, *flags]
+    file = options.stop_when_file
+    if file is not None:
+        if file.exists():
+            raise ConfigError(
+                f"--stop-when-file {file}: the file is there already, so the run would stop at once. Remove it."
+            )
+        arguments += ["--stop-when-file", str(file)]
     join_other_launcher(PROGRAM, arguments)
     require_one_machine(options)
     config = load_run(options.config, overrides)
     require_output_dir(config.output_dir)
-    return start_ranks(PROGRAM, arguments, choose_nproc(config.nproc), saves=True, max_restarts=options.max_restarts)
+    notice = Notice(file, options.grace)
+    nproc = choose_nproc(config.nproc)
+    return start_ranks(PROGRAM, arguments, nproc, saves=True, max_restarts=options.max_restarts, notice=notice)

@@ -34,6 +34,7 @@ from fullshard.comm.process import (
     shutdown as shutdown,
 )
 from fullshard.comm.protocol import DONE as DONE, Comm as Comm, Work as Work, settle as settle
+from fullshard.comm.pulse import ENDINGS as ENDINGS
 from fullshard.comm.rows import add_rows as add_rows
 from fullshard.comm.run_together import (
     await_all as await_all,

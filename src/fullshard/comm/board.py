@@ -92,6 +92,7 @@ class Board:
         self._verdict: str | None = None
         self._looks = 0
         self._pids: dict[int, int] = {}
+        self._beating: set[int] = set()
         self._register()
 
     def publish(self, post: Post) -> int:
@@ -138,6 +139,24 @@ class Board:
         if self._verdict is None and store.check([key]):
             self._verdict = store.get(key).decode()
         self._posts, self._failures, self._changes = posts, failures, changes
+
+    def beat(self, text: str) -> None:
+        """Replace what this rank says once a second."""
+        self._ask(lambda store: store.set(self._key(f"beat/{self.rank}"), text), None)
+
+    def beats(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return what each of ``ranks`` said last; without those that have not said anything, or when none answers."""
+
+        def read(store: Store) -> dict[int, bytes]:
+            keys = {rank: self._key(f"beat/{rank}") for rank in ranks}
+            self._beating |= {rank for rank in keys.keys() - self._beating if store.check([keys[rank]])}
+            return {rank: store.get(key) for rank, key in keys.items() if rank in self._beating}
+
+        return self._ask(read, {})
+
+    def neighbours(self) -> Mapping[int, int]:
+        """Return the process ids of the ranks of this machine that are known by now."""
+        return self._pids
 
     def posts(self) -> Mapping[int, Post]:
         """Return the posts at the last look, by rank."""

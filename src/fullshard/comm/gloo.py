@@ -22,6 +22,7 @@ from fullshard.comm.board import Board
 from fullshard.comm.flight_recorder import Collective, FlightRecorder
 from fullshard.comm.peer_memory import OTHER_MACHINE, PeerMemory
 from fullshard.comm.protocol import DONE, ReduceOp, Work
+from fullshard.comm.pulse import Pulse
 from fullshard.comm.watchdog import WATCHDOG, GroupWatch
 
 # A message's tag is 31 bits: a code of the collective, then its number. Two in flight never share the number, and two
@@ -427,6 +428,9 @@ def _watch_of(group: dist.ProcessGroup) -> GroupWatch:
         ranks, reference = dist.get_process_group_ranks(group), weakref.ref(group)
         watch = _WATCHES[group] = GroupWatch(FlightRecorder(rank), board, ranks, lambda: _break_waits(reference()))
         WATCHDOG.add(watch)
+        if group is dist.group.WORLD and size > 1:
+            watch.pulse = Pulse(watch.recorder, board, watch.fail)
+            WATCHDOG.add(watch.pulse)
     return watch
 
 

@@ -15,11 +15,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from fullshard.comm.board import Board
+from fullshard.comm.flight_recorder import FlightRecorder
 from fullshard.comm.gloo import GlooComm
 from fullshard.comm.placement import SHARED, agree, gpu_of_rank
 from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
+from fullshard.comm.pulse import Pulse, end_process
 from fullshard.comm.staged import Stage, StagedComm
 from fullshard.comm.staging import CudaStaging
+from fullshard.comm.watchdog import WATCHDOG
 from fullshard.errors import ProcessGroupError
 
 # torch 2.13 renamed the flat collectives; older releases have the old names only.
@@ -31,6 +35,10 @@ TIMEOUT_S = 600.0
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+_RECORDERS: dict[int, FlightRecorder] = {}
+"""The collectives of this process's comms together, by its rank in the default group."""
+
+
 class ProcessComm:
     """A NCCL group: torch's flat collectives run in place on the caller's buffers."""
 
@@ -40,16 +48,25 @@ class ProcessComm:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.device = device
+        self.recorder = _RECORDERS.setdefault(dist.get_rank(), FlightRecorder(dist.get_rank()))
+        self._announced = ""
 
     def announce(self, what: str) -> None:
-        """See :meth:`Comm.announce`: ignored; NCCL has its own watchdog and flight recorder."""
+        """See :meth:`Comm.announce`: said with this rank's beats; collectives are compared by NCCL's own watchdog."""
+        self._announced = what
+
+    def _note(self, kind: str, about: torch.Tensor) -> None:
+        """Record a collective for this rank's beats."""
+        self.recorder.issue(kind, about.numel(), about.dtype, self._announced, bound=True)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`."""
+        self._note("all-gather", full)
         return _all_gather_flat(full, shard, group=self.group, async_op=True)  # type: ignore[return-value]
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
         """See :meth:`Comm.reduce_scatter`; if ``shard`` is wider, values are sent narrow and added wide."""
+        self._note("reduce-scatter", full)
         if shard.dtype != full.dtype:
             received = torch.empty_like(full)
             return _SumWork(dist.all_to_all_single(received, full, group=self.group, async_op=True), received, shard)
@@ -57,14 +74,17 @@ class ProcessComm:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Comm.all_reduce`."""
+        self._note("all-reduce", tensor)
         return dist.all_reduce(tensor, _OPS[op], group=self.group, async_op=True)  # type: ignore[return-value]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """See :meth:`Comm.broadcast`."""
+        self._note("broadcast", tensor)
         return dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)  # type: ignore[return-value]
 
     def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
         """See :meth:`Comm.gather`; point to point, so that other ranks allocate nothing."""
+        self._note("gather", shard)
         if full is None:
             return dist.isend(shard, group=self.group, group_dst=target)  # type: ignore[return-value]
         slices = full.view(self.size, -1)
@@ -74,6 +94,7 @@ class ProcessComm:
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
         """See :meth:`Comm.exchange`."""
+        self._note("exchange", sent[self.rank])
         return dist.all_to_all(list(received), list(sent), group=self.group, async_op=True)  # type: ignore[return-value]
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -148,9 +169,6 @@ class TorchComm(ProcessComm):
     wait until the backend gives up.
     """
 
-    def announce(self, what: str) -> None:
-        """See :meth:`Comm.announce`: ignored; there is no watchdog to report it."""
-
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`; copies ``shard`` first: MPI forbids that it is a part of ``full``."""
         sent = shard.clone()
@@ -194,6 +212,19 @@ class _CopyWork:
         self.work, self.sent, self.received = None, None, ()
 
 
+_PULSES: weakref.WeakKeyDictionary[dist.ProcessGroup, Pulse] = weakref.WeakKeyDictionary()
+
+
+def start_pulse(comm: ProcessComm) -> None:
+    """Beat for this process if ``comm`` is that of all ranks; its waits cannot be given up, so a dead rank ends it."""
+    group = comm.group
+    if group is dist.group.WORLD and comm.size > 1 and group not in _PULSES:
+        # A connection of its own, as the watchdog's of a gloo group.
+        board = Board(group.get_group_store().clone(), comm.rank, comm.size)  # type: ignore[attr-defined]
+        _PULSES[group] = Pulse(comm.recorder, board, end_process)
+        WATCHDOG.add(_PULSES[group])
+
+
 _STAGES: weakref.WeakKeyDictionary[dist.ProcessGroup, Stage] = weakref.WeakKeyDictionary()
 """Comms of one group run their collectives in one thread."""
 
@@ -212,7 +243,9 @@ def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm
     device = device or _device_for(backends)
     backend = backends.get(device.type) or next(iter(backends.values()))
     if backend == "nccl":
-        return ProcessComm(group, device)
+        comm = ProcessComm(group, device)
+        start_pulse(comm)
+        return comm
     if backend == "fake":  # a dry run: one process is rank 0 of a large world, nothing is sent
         return FakeComm(group, device)
     if backend != "gloo":

@@ -21,10 +21,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from fullshard.comm.board import Board, Post, RankFailure
 from fullshard.comm.flight_recorder import Collective, FlightRecorder, divergence, divergence_text, named
 from fullshard.comm.line import LINE
+from fullshard.comm.pulse import Pulse
 from fullshard.comm.whereabouts import Place, main_thread_place
 from fullshard.errors import MismatchError, ProcessGroupError, UserError
 
@@ -68,6 +70,7 @@ class GroupWatch:
     Attributes:
         recorder: This rank's collectives, and the one that it waits in.
         broken: Whether the group is unusable, so that every wait must fail, at once.
+        pulse: The process's beats, if the group is that of all ranks; they end with it.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class GroupWatch:
         self._error: UserError | None = None
         self._own: RankFailure | None = None
         self._reported = True
+        self.pulse: Pulse | None = None
 
     @property
     def _me(self) -> int:
@@ -204,6 +208,11 @@ class GroupWatch:
         if self._own is None:
             self._own = RankFailure(issued, origin, why)
             self._reported = self._board.report(self._own)
+
+    def fail(self, error: ProcessGroupError) -> None:
+        """Make every wait on the group fail with ``error``; for any thread."""
+        self._error, self.broken = self._error or error, True
+        self._break_waits()
 
     def leave(self, error: BaseException | None) -> None:
         """Publish that this rank's program is over, because of ``error`` if there is one."""
@@ -396,18 +405,34 @@ def _origin(error: BaseException, me: int) -> tuple[int, str]:
     return me, f"{type(error).__name__}{f': {first}' if first else ''}"[:_WHY_LENGTH]
 
 
+class Watched(Protocol):
+    """What the watchdog's thread checks: a :class:`GroupWatch`, or the process's pulse."""
+
+    def check(self, now: float) -> None:
+        """Look whether anything is wrong, at ``now`` seconds of a monotonic clock."""
+        ...
+
+    def leave(self, error: BaseException | None) -> None:
+        """Publish that this process's program is over."""
+        ...
+
+    def is_cause_of(self, error: BaseException) -> RankFailure | None:
+        """Return what this rank has reported if ``error`` was raised for it, else None."""
+        ...
+
+
 class Watchdog:
-    """The thread that watches every :class:`GroupWatch` of this process."""
+    """The thread that checks every :class:`Watched` of this process."""
 
     def __init__(self) -> None:
         """Start no thread yet."""
-        self._watches: weakref.WeakSet[GroupWatch] = weakref.WeakSet()
+        self._watches: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._left = False
 
-    def add(self, watch: GroupWatch) -> None:
+    def add(self, watch: Watched) -> None:
         """Check ``watch`` while it is referenced elsewhere; starts the thread if there is none."""
         with self._lock:
             self._watches.add(watch)
@@ -417,7 +442,7 @@ class Watchdog:
                 # If the interpreter exits while the thread is inside torch's C++ code, the process aborts.
                 atexit.register(self._end, os.getpid())
 
-    def watches(self) -> list[GroupWatch]:
+    def watches(self) -> list[Watched]:
         """Return those in use."""
         with self._lock:
             return list(self._watches)

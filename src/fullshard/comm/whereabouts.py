@@ -23,6 +23,8 @@ _TORCH_COLLECTIVES = frozenset({
 })  # fmt: skip
 """torch's collectives that end only when every member of the group has joined."""
 
+_SHOWN_FRAMES = 12
+
 _TORCH_FILE = dist.distributed_c10d.__file__
 _LIBRARIES = (
     str(Path(__file__).parents[1]),
@@ -59,6 +61,14 @@ def main_thread_place() -> Place | None:
     if inside is None:
         return Place(line, (), marks)
     return Place(f"torch.distributed.{inside.f_code.co_name}, called at {line}", _members(inside), marks)
+
+
+def main_thread_stack() -> str:
+    """Return the innermost frames of the main thread, as Python prints them without the source, the innermost last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [] if frame is None else _outwards(frame)[:_SHOWN_FRAMES]
+    lines = (f'  File "{one.f_code.co_filename}", line {one.f_lineno}, in {one.f_code.co_name}' for one in frames)
+    return "\n".join(reversed([*lines]))
 
 
 def _outwards(frame: FrameType) -> list[FrameType]:
@@ -125,10 +135,22 @@ def has_ended(pid: int) -> bool:
     return _state(pid) in ("", "Z", "X")
 
 
+def processor_ticks(pid: int) -> int:
+    """Return the processor time that a process of this machine has taken, in the kernel's ticks; -1 without one."""
+    fields = _stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else -1
+
+
 def _state(pid: int) -> str:
     """Return the state of a process as Linux writes it; empty if there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what Linux says of a process, from its state on; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -5,9 +5,9 @@ writes the reason to a file (:mod:`fullshard.launch.failure`); the launcher repo
 caused the others. After one that may pass it starts the ranks again, if it is to (:mod:`fullshard.launch.attempts`):
 without torch's elastic agent, whose import takes as long as the ranks' own.
 
-The first Ctrl-C or SIGTERM is passed to the ranks, which save a checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks
-that do not train yet, or no longer, just end.
-This may take as long as their step and the disk need. A second signal kills them.
+The first Ctrl-C or SIGTERM, SIGUSR1 (Slurm's notice) or a file that appears is passed to the ranks, which save a
+checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks that do not train yet, or no longer, just end.
+This may take as long as their step and the disk need, or the time of notice. A second Ctrl-C or SIGTERM kills them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
 
 from fullshard.errors import RunStopped
-from fullshard.launch.attempts import ATTEMPT_VARIABLE, KEEP_VARIABLE, Restarts, kept_directory
+from fullshard.launch.attempts import ATTEMPT_VARIABLE, KEEP_VARIABLE, Reached, Restarts, kept_directory, last_note
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, say_ending
+from fullshard.launch.interrupts import NO_NOTICE, Interrupts, Notice
 from fullshard.launch.messages import say
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
@@ -67,6 +66,14 @@ class _Rank:
     process: subprocess.Popen[bytes]
     failure_path: Path
 
+    def terminate(self) -> None:
+        """Send SIGTERM, if it still runs."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+        self.process.kill()
+
 
 def launched_elsewhere() -> bool:
     """Return whether torchrun (or another launcher with its variables) started this process as a rank."""
@@ -89,7 +96,9 @@ def choose_nproc(requested: int | None) -> int:
     return requested or gpu_count() or 2
 
 
-def launch(command: Sequence[str], *, nproc: int, saves: bool = True, max_restarts: int = 0) -> Failure | None:
+def launch(
+    command: Sequence[str], *, nproc: int, saves: bool = True, max_restarts: int = 0, notice: Notice = NO_NOTICE
+) -> Failure | None:
     """Run a command as ``nproc`` ranks and wait for them; called once, in the launching process's main thread.
 
     The ranks inherit standard output and error.
@@ -101,6 +110,7 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True, max_restar
         saves: Whether ranks that train save a checkpoint when they are stopped. Only they know whether they train:
             rank 0 says that it stops (:mod:`fullshard.launch.programs.signals`), and ranks that it ends say nothing.
         max_restarts: How often to start all ranks again after one was lost; they go on from their newest checkpoint.
+        notice: How else the ranks are told to stop, and for how long they may then run.
 
     Returns:
         None when every rank ended with exit code 0; rank 0's report when all were stopped and have saved; else the
@@ -111,7 +121,7 @@ def launch(command: Sequence[str], *, nproc: int, saves: bool = True, max_restar
         KeyboardInterrupt: A second Ctrl-C or SIGTERM, or one before the ranks could save; all ranks have ended.
     """
     ranks: list[_Rank] = []
-    with kept_directory() as kept, _Interrupts(ranks) as interrupts:
+    with kept_directory() as kept, Interrupts(ranks, notice) as interrupts:
         restarts = Restarts(max_restarts, kept)
         while True:
             variables = {ATTEMPT_VARIABLE: str(restarts.done), KEEP_VARIABLE: str(kept)}
@@ -129,7 +139,7 @@ def _attempt(
     nproc: int,
     variables: Mapping[str, str],
     ranks: list[_Rank],
-    interrupts: _Interrupts,
+    interrupts: Interrupts,
     *,
     saves: bool,
 ) -> Failure | None:
@@ -143,12 +153,16 @@ def _attempt(
                 rank = _start(command, number, nproc, port, variables, Path(scratch, f"rank{number}.json"))
                 ranks.append(rank)
                 if interrupts.asked:
-                    rank.process.terminate()
+                    rank.terminate()
                 threading.Thread(target=_watch, args=(rank, ended), daemon=True).start()
             for _ in range(nproc):
-                first = _next(ended)
+                first = _next(ended, interrupts)
+                if first is None:
+                    for rank in ranks:
+                        rank.kill()
+                    return _out_of_time(variables[KEEP_VARIABLE])
                 code = first.process.returncode
-                if interrupts.asked and code in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE):
+                if interrupts.asked and code in (-signal.SIGTERM, -signal.SIGUSR1, INTERRUPTED_EXIT_CODE):
                     raise _interrupted(saves=saves)  # the rank was not training yet, or no longer
                 if code == UNREAD_EXIT_CODE:
                     raise BrokenPipeError("nothing reads a rank's output")
@@ -166,14 +180,14 @@ def _interrupted(*, saves: bool) -> KeyboardInterrupt:
     return KeyboardInterrupt()
 
 
-def _pause(seconds: float, interrupts: _Interrupts) -> None:
+def _pause(seconds: float, interrupts: Interrupts) -> None:
     """Wait before the ranks start again.
 
     Raises:
         KeyboardInterrupt: The run is to stop; there are no ranks.
     """
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not interrupts.asked:
+    while time.monotonic() < deadline and not interrupts.out_of_time() and not interrupts.asked:
         time.sleep(min(0.1, seconds))
     if interrupts.asked:
         raise _interrupted(saves=True)
@@ -216,11 +230,27 @@ def _watch(rank: _Rank, ended: queue.SimpleQueue[_Rank]) -> None:
     ended.put(rank)
 
 
-def _next(ended: queue.SimpleQueue[_Rank]) -> _Rank:
-    """Wait for the next rank to end. Wakes every second: a signal just before a wait is handled only after it."""
+def _next(ended: queue.SimpleQueue[_Rank], interrupts: Interrupts) -> _Rank | None:
+    """Wait for the next rank to end; return None when the ranks had to before.
+
+    Wakes twice a second: a signal just before a wait is handled only after it, and a file may have appeared.
+    """
     while True:
         with contextlib.suppress(queue.Empty):
-            return ended.get(timeout=1.0)
+            return ended.get(timeout=0.5)
+        if interrupts.out_of_time():
+            return None
+
+
+def _out_of_time(kept: str) -> Failure:
+    """Return the report of ranks that did not save in time; what they saved before is as it was."""
+    reached = last_note(kept) or Reached(0)
+    where = "where it began" if reached.path is None else f"{reached.path}, saved after step {reached.saved:,}"
+    message = (
+        f"The ranks did not save within the notice of --grace and were ended. The same command resumes from {where}."
+    )
+    stopped = {"stopped": True, "step": reached.saved, "checkpoint": reached.path}
+    return Failure(0, "RunStopped", message, None, STOPPED_EXIT_CODE, time.time(), stopped)
 
 
 def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
@@ -257,12 +287,12 @@ def _stop(ranks: Sequence[_Rank]) -> set[int]:
     running = list(ranks)
     for seconds in (min(AGAIN_SECONDS, STOP_SECONDS), max(0.0, STOP_SECONDS - AGAIN_SECONDS)):
         for rank in running:
-            rank.process.terminate()
+            rank.terminate()
             rank.process.send_signal(signal.SIGCONT)  # one that is stopped would not notice
         deadline = time.monotonic() + seconds
         running = [rank for rank in running if not _ends_by(rank, deadline)]
     for rank in running:
-        rank.process.kill()
+        rank.kill()
         rank.process.wait()
     terminated = {rank.number for rank in ranks if rank.process.returncode in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE)}
     return terminated | {rank.number for rank in running}
@@ -273,39 +303,6 @@ def _ends_by(rank: _Rank, deadline: float) -> bool:
     with contextlib.suppress(subprocess.TimeoutExpired):
         rank.process.wait(max(0.0, deadline - time.monotonic()))
     return rank.process.returncode is not None
-
-
-class _Interrupts:
-    """While entered, passes Ctrl-C and SIGTERM (timeout, Slurm, a service manager) from the launcher to its ranks.
-
-    Attributes:
-        asked: Whether the ranks were asked to save and exit.
-    """
-
-    def __init__(self, ranks: Sequence[_Rank]) -> None:
-        """Pass signals to ``ranks``, which may still grow."""
-        self.asked = False
-        self._ranks = ranks
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        """Install the handlers."""
-        self._before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Restore the previous handlers."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _interrupt(self, _signal: int, _frame: FrameType | None) -> None:
-        if self.asked:
-            for rank in self._ranks:
-                rank.process.kill()
-            raise KeyboardInterrupt
-        self.asked = True
-        for rank in self._ranks:
-            rank.process.terminate()
 
 
 def _free_port() -> int:

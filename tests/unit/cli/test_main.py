@@ -106,7 +106,7 @@ def test_train_starts_the_rank_program_and_passes_on_its_failure(tmp_path, capsy
     path = write_run_file(tmp_path)
     started = []
     failure = Failure(1, "ValueError", "broken", "Traceback: broken", 1, 0.0)
-    monkeypatch.setattr(common, "launch", lambda command, nproc, saves: started.append((command, nproc)) or failure)
+    monkeypatch.setattr(common, "launch", lambda command, nproc, **_: started.append((command, nproc)) or failure)
     assert cli.main(["train", str(path), "seed=4", "--json"]) == 1
     ((command, nproc),) = started
     assert command[1:] == ["-m", "fullshard.launch.programs.train", str(path), "seed=4", "--json"]

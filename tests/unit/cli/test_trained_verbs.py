@@ -21,7 +21,7 @@ def started(monkeypatch):
     """The rank programs' arguments and numbers of ranks, and what a file of rows held meanwhile."""
     calls = []
 
-    def launch(command, *, nproc, saves):
+    def launch(command, *, nproc, saves, **_):
         assert not saves
         held = Path(command[4]).read_text() if command[2].endswith("predict") else None
         calls.append((command[2:], nproc, held))
@@ -63,7 +63,7 @@ def test_a_model_that_is_no_path_here_is_said_at_once(started, name, tmp_path, m
 
 
 def test_predict_into_a_pipe_that_is_closed_ends_silently_with_141(monkeypatch, tmp_path, capsys):
-    def launch(command, *, nproc, saves):
+    def launch(command, *, nproc, saves, **_):
         raise BrokenPipeError
 
     monkeypatch.setattr(predict, "launch", launch)

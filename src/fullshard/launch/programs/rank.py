@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from fullshard.comm import announce_failure
+from fullshard.comm import ENDINGS, announce_failure
 from fullshard.errors import RunStopped
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, end_with_launcher
@@ -38,6 +38,7 @@ def run_as_rank(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     options = parser.parse_args(arguments)
     end_with_launcher()
     rank = int(os.environ["RANK"])
+    ENDINGS[:] = [lambda error: _report_failure(error, rank)]
     if rank != 0:
         # transformers prints the same on every rank.
         logging.disable_progress_bar()

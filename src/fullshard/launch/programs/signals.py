@@ -1,14 +1,20 @@
-"""SIGTERM and Ctrl-C in a rank: the first requests a checkpoint and a stop, a second one ends the process."""
+"""SIGTERM and Ctrl-C in a rank: the first requests a checkpoint and a stop, a second one ends the process.
+
+So do SIGUSR1, Slurm's notice, and a file that appears; neither counts as the first of two.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any, Self
 
 from fullshard.launch.failure import is_ending, report_saving
+from fullshard.launch.interrupts import STOP_SIGNALS
 from fullshard.launch.local import INTERRUPTED_EXIT_CODE
 from fullshard.train import StopRequest
 
@@ -17,7 +23,8 @@ SAME_REQUEST_SECONDS = 1.0
 
 _STOPPING = b"fullshard: stopping after this step with a checkpoint; a second signal exits at once without one\n"
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LOOK_SECONDS = 0.5
+"""Interval of looks for the file that stops a run."""
 
 
 class StopSignals(StopRequest):
@@ -27,12 +34,17 @@ class StopSignals(StopRequest):
     not do while it waits in a collective for ranks that never arrive.
     """
 
+    def __init__(self, file: Path | None = None) -> None:
+        """Request a stop too when ``file`` appears."""
+        super().__init__()
+        self._file = file
+
     def __enter__(self) -> Self:
         """Install the handlers and start the thread."""
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before: dict[int, Any] = {number: signal.signal(number, _nothing) for number in _SIGNALS}
+        self._before: dict[int, Any] = {number: signal.signal(number, _nothing) for number in STOP_SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="fullshard-signals", daemon=True)
         self._thread.start()
         return self
@@ -49,20 +61,32 @@ class StopSignals(StopRequest):
     def _listen(self) -> None:
         """Read one byte for each signal, until the other end is closed."""
         first: float | None = None
-        while received := os.read(self._reader, 1):
-            if received[0] not in _SIGNALS:
+        while True:
+            if self._file is not None and not select.select([self._reader], [], [], _LOOK_SECONDS)[0]:
+                if not self.requested and self._file.exists():
+                    self._request()
+                continue
+            received = os.read(self._reader, 1)
+            if not received:
+                return
+            if received[0] not in STOP_SIGNALS:
                 continue
             if is_ending():
                 os._exit(INTERRUPTED_EXIT_CODE)
             now = time.monotonic()
-            if first is None:
-                first = now
-                self.requested = True
-                if os.environ.get("RANK", "0") == "0":
-                    os.write(2, _STOPPING)  # print() may hold a lock that the main thread has
-                report_saving()
-            elif now - first >= SAME_REQUEST_SECONDS:
+            if not self.requested:
+                self._request()
+            if received[0] == signal.SIGUSR1:  # the notice of a SIGTERM
+                continue
+            first = first or now
+            if now - first >= SAME_REQUEST_SECONDS:
                 os._exit(INTERRUPTED_EXIT_CODE)
+
+    def _request(self) -> None:
+        self.requested = True
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, _STOPPING)  # print() may hold a lock that the main thread has
+        report_saving()
 
 
 def _nothing(_signal: int, _frame: object) -> None:

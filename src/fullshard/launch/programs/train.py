@@ -41,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--no-plan", action="store_true")
+    parser.add_argument("--stop-when-file", type=Path)
     return parser
 
 
@@ -81,7 +82,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
             *([] if push is None else [push]),
         ]
     try:
-        summary = train(config, comm, sinks, StopSignals(), prepared, planned)
+        summary = train(config, comm, sinks, StopSignals(options.stop_when_file), prepared, planned)
     except RunStopped as stopped:
         shutdown()
         if config.resume == asked:

@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.attempts import ATTEMPT_VARIABLE, pause_s
 from fullshard.launch.failure import Failure, brief
+from fullshard.launch.interrupts import STOP_SIGNALS
 from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.network import address_towards
 from fullshard.launch.script.output import Output
@@ -213,16 +214,19 @@ class ScriptAgent(SimpleElasticAgent):
 
 @contextlib.contextmanager
 def raised_signals(workers: Workers) -> Iterator[None]:
-    """While entered, Ctrl-C, SIGTERM and SIGHUP raise torch's SignalException; a second one kills the ranks.
+    """While entered, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 raise torch's SignalException; a second one kills the ranks.
 
+    Not one that follows SIGUSR1, which Slurm sends as a notice of it: the ranks save then.
     While ranks are being started it is raised when all have been.
     """
-    raised = False
+    raised, counted = False, 0
 
     def handle(number: int, _frame: object) -> None:
-        nonlocal raised
+        nonlocal raised, counted
+        counted += number != signal.SIGUSR1
         if raised:
-            workers.kill()
+            if counted > 1:
+                workers.kill()
             return
         raised = True
         error = SignalException(f"received {signal.Signals(number).name}", signal.Signals(number))
@@ -230,7 +234,7 @@ def raised_signals(workers: Workers) -> Iterator[None]:
             raise error
 
     before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (*STOP_SIGNALS, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             before[number] = signal.signal(number, handle)
     try:

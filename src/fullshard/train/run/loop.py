@@ -191,8 +191,8 @@ class TrainingRun:
                 if copies or evaluates:
                     self._checkpoints.snapshot(position.step, self.record, self.train_seconds)
                 self._checkpoints.report()
-        self._read_step()
-        self._checkpoints.report(wait=True)
+            self._read_step()
+            self._checkpoints.report(wait=True)  # a stop must not give up the last checkpoint, which is being written
         return self._finish()
 
     def _begin(self) -> None:

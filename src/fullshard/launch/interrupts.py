@@ -1,0 +1,89 @@
+"""Requests to stop that the launcher passes on to its ranks: signals, and a file that appears."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, Self
+
+from fullshard.launch.messages import say
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a run to save and stop."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """How a run is told to stop, other than by a signal, and how long it has then."""
+
+    file: Path | None = None  # the run stops when it appears
+    grace_s: float | None = None  # ranks that run longer after the first request are killed; None: never
+
+
+NO_NOTICE = Notice()
+
+
+class Stoppable(Protocol):
+    """A rank that was started."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        ...
+
+
+class Interrupts:
+    """While entered, passes on to the ranks that the run is to stop (Ctrl-C, timeout, Slurm, a service manager).
+
+    Attributes:
+        asked: Whether the ranks were asked to save and exit.
+    """
+
+    def __init__(self, ranks: Sequence[Stoppable], notice: Notice) -> None:
+        """Pass signals to ``ranks``, which may still change."""
+        self.asked = False
+        self._ranks = ranks
+        self._notice = notice
+        self._asked_at = 0.0
+        self._signals = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Install the handlers."""
+        self._before = {number: signal.signal(number, self._interrupt) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def out_of_time(self) -> bool:
+        """Look for the file of the notice; return whether the time of the notice is over."""
+        if self._notice.file is not None and not self.asked and self._notice.file.exists():
+            say(f"{self._notice.file} is there: the run stops")
+            self._ask()
+        grace_s = self._notice.grace_s
+        return self.asked and grace_s is not None and time.monotonic() - self._asked_at > grace_s
+
+    def _interrupt(self, number: int, _frame: FrameType | None) -> None:
+        # Slurm's SIGUSR1 announces a SIGTERM, which must not kill ranks that save because of the first one.
+        self._signals += number != signal.SIGUSR1
+        if self._signals > 1:
+            for rank in self._ranks:
+                rank.kill()
+            raise KeyboardInterrupt
+        if not self.asked:
+            self._ask()
+
+    def _ask(self) -> None:
+        self.asked, self._asked_at = True, time.monotonic()
+        for rank in self._ranks:
+            rank.terminate()

@@ -1,0 +1,123 @@
+"""When a rank counts as dead, and when as slow; with a simulated clock."""
+
+import logging
+import os
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from fullshard.comm import pulse
+from fullshard.comm.board import Board
+from fullshard.comm.flight_recorder import FlightRecorder
+from fullshard.comm.line import Line
+from fullshard.comm.pulse import ASLEEP_S, BEAT_S, FAR_S, IDLE_S, NAME_S, SILENT_S, STOPPED_S, Pulse
+
+
+class Ranks:
+    """Two ranks; the processes of both are known to rank 0 unless they are far from each other."""
+
+    def __init__(self, monkeypatch, *, far=False, size=2):
+        store, line = HashStore(), Line()
+        self.boards = [Board(store, rank, size, line) for rank in range(size)]
+        self.recorders = [FlightRecorder(rank) for rank in range(size)]
+        self.failed = []
+        self.pulses = [Pulse(*pair, self.failed.append) for pair in zip(self.recorders, self.boards, strict=True)]
+        self.now, self.ticks, self.stopped = 0.0, 0, set()
+        for board in self.boards:
+            monkeypatch.setattr(board, "look", lambda: None)
+            monkeypatch.setattr(board, "_pids", {} if far else {rank: 1000 + rank for rank in range(size)})
+            monkeypatch.setattr(board, "stopped", lambda ranks: dict.fromkeys(self.stopped & set(ranks), 0))
+        monkeypatch.setattr(pulse, "processor_ticks", lambda pid: self.ticks)
+
+    def issue(self, *ranks):
+        for rank in ranks:
+            self.recorders[rank].issue("all-gather", 8, torch.float32, "unit 3", bound=True)
+
+    def run(self, seconds, *, without=(), computing=False):
+        """Let time pass; without ``computing`` the silent rank takes no processor time."""
+        for _ in range(round(seconds / 0.25)):
+            self.now += 0.25
+            self.ticks += computing
+            for rank, one in enumerate(self.pulses):
+                if rank not in without:
+                    one.check(self.now)
+
+
+@pytest.fixture
+def two(monkeypatch, caplog):
+    ranks = Ranks(monkeypatch)
+    caplog.set_level(logging.WARNING, "fullshard")
+    ranks.issue(0, 1)
+    ranks.run(3)
+    ranks.issue(0)
+    return ranks
+
+
+def test_a_rank_behind_is_named_once_with_its_stack_and_never_given_up(two, caplog):
+    two.run(1000)
+    assert two.failed == []
+    (message,) = caplog.messages
+    first, second, *stack = message.split("\n")[0].split(": ") + message.split("\n")[1:]
+    assert first.startswith("Rank 0 has issued no collective for ")
+    assert second.startswith("rank 1 has issued 1 of 2 collectives, not all-gather of 8 float32 (unit 3)")
+    assert any(line.startswith('  File "') and os.path.basename(__file__) in line for line in stack[1:])
+
+
+def test_it_is_named_within_ten_seconds(two, caplog):
+    two.run(NAME_S + 2 * BEAT_S)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("seconds", [5, STOPPED_S])
+def test_a_process_that_is_stopped_for_a_short_time_is_not_dead(two, seconds):
+    two.stopped = {1}
+    two.run(seconds, without=[1])
+    two.stopped = set()
+    two.run(60)
+    assert two.failed == []
+
+
+def test_a_process_that_stays_stopped_is_dead(two):
+    two.stopped = {1}
+    two.run(STOPPED_S + SILENT_S + 2, without=[1])
+    (error,) = two.failed
+    assert "the process of rank 1 (1001, on this machine) is stopped" in str(error)
+    assert error.transient
+
+
+def test_a_rank_in_one_long_call_is_not_dead_while_it_computes(two, caplog):
+    two.run(10 * IDLE_S, without=[1], computing=True)
+    assert two.failed == []
+    assert "rank 1 has not beaten for " in caplog.text
+
+
+def test_a_rank_that_does_not_beat_and_takes_no_time_is_dead(two):
+    two.run(IDLE_S, without=[1])
+    assert two.failed == []
+    two.run(SILENT_S + 2, without=[1])
+    assert "rank 1 has not beaten for " in str(two.failed[0])
+
+
+def test_a_rank_of_another_machine_is_given_longer(monkeypatch):
+    far = Ranks(monkeypatch, far=True)
+    far.issue(0, 1)
+    far.run(FAR_S, without=[1])
+    assert far.failed == []
+    far.run(SILENT_S + 2, without=[1])
+    assert len(far.failed) == 1
+
+
+def test_a_rank_that_was_stopped_itself_blames_nobody(two):
+    two.run(20, without=[1])
+    two.now += FAR_S + ASLEEP_S  # the machine was frozen
+    two.run(IDLE_S - 5, without=[1])
+    assert two.failed == []
+
+
+def test_of_many_ranks_a_few_look_at_all_and_two_of_a_machine_at_its_own(monkeypatch):
+    many = Ranks(monkeypatch, size=12)
+    for board in many.boards:
+        monkeypatch.setattr(board, "_pids", {rank: rank for rank in (8, 9, 10)})
+    watched = [one._watched() for one in many.pulses]
+    assert [len(ranks) for ranks in watched] == [11, 11, 11, 11, 0, 0, 0, 0, 2, 2, 0, 0]
