@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from support.processes import SOURCE, free_port
 
@@ -38,6 +39,7 @@ class Attempts:
             for rank in range(self.size)
         ]
         self.count += 1
+        self.started = time.time()
 
     def _kept(self, rank):
         """The variable with the directory of a rank's machine."""

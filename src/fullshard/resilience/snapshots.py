@@ -137,8 +137,7 @@ class Snapshots:
         What a rank of a lost machine had comes from its partner's. Damaged ones count as missing. The next snapshot
         overwrites another one.
         """
-        if self._partners.several:
-            self._bring_back()
+        brought = self._partners.several and self._bring_back()
         found = together_in_background(self._ranks, lambda: self._held(self._ranks.rank))
         common = set.intersection(*self._ranks.all_gather_object(set(found)))
         if not common:
@@ -148,7 +147,8 @@ class Snapshots:
         self._serial = described.serial + 1  # the other slot is written next
         if self._measured:
             self.every = described.every
-        self._next = described.step + self.every
+        # A machine that lacked its own lacks its partners' too: they are sent again after the next step.
+        self._next = described.step + (1 if brought else self.every)
         return chosen
 
     def _held(self, rank: int) -> dict[Key, Snapshot]:
@@ -157,8 +157,12 @@ class Snapshots:
         size = self._ranks.size
         return {one.described.key: one for one in read if one is not None and one.described.world_size == size}
 
-    def _bring_back(self) -> None:
-        """Send the newest moment's snapshots to the ranks that lack theirs; every rank calls it."""
+    def _bring_back(self) -> bool:
+        """Send the newest moment's snapshots to the ranks that lack theirs; every rank calls it.
+
+        Returns:
+            Whether a rank lacked its own.
+        """
         rank, size, each = self._ranks.rank, self._ranks.size, self._partners.each
         mine = together_in_background(
             self._ranks, lambda: {owner: self._held(owner) for owner in range(rank % each, size, each)}
@@ -175,6 +179,7 @@ class Snapshots:
             together_in_background(self._ranks, lambda: _as_checkpoint_error(send))
         except CheckpointError as error:
             _log.warning("%s; an older state is used.", error)
+        return bool(holders)
 
     def _join(self) -> None:
         """Wait for the snapshot before, and note what it has cost."""

@@ -33,14 +33,17 @@ def attempts(directory, size, each=None, **changes):
     return Attempts(command, directory / "keep", size=size, each=each)
 
 
-def wait_for_step(directory, step, run):
-    path = directory / "out" / "metrics.jsonl"
+def wait_for_steps(directory, steps, run):
+    """Return when the newest attempt has taken some steps."""
+    start, metrics = directory / "out" / "run.json", directory / "out" / "metrics.jsonl"
     while all(process.poll() is None for process in run.ranks):
         with contextlib.suppress(FileNotFoundError, ValueError):
-            if any(record["kind"] == "step" and record["step"] >= step for record in read_jsonl(path)):
-                return
+            if start.stat().st_mtime > run.started:
+                until = json.loads(start.read_text())["resumed_step"] + steps
+                if any(record["kind"] == "step" and record["step"] >= until for record in read_jsonl(metrics)):
+                    return
         time.sleep(0.005)  # between looks at a file of another process
-    pytest.fail(f"ended before step {step}: {run.finish()} {run.said}")
+    pytest.fail(f"ended before {steps} steps: {run.finish()} {run.said}")
 
 
 def facts(out):
@@ -65,9 +68,9 @@ def calm_and_killed(directory, size, each=None, **changes):
     calm.start()
     assert calm.finish() == [0] * size, calm.said
     killed = attempts(directory / "killed", size, each, **changes)
-    for number, step in enumerate((2, 4)):
+    for number, steps in enumerate((3, 6)):
         killed.start()
-        wait_for_step(directory / "killed", step, killed)
+        wait_for_steps(directory / "killed", steps, killed)
         killed.kill(number % size)
         if size // (each or size) > 1:
             shutil.rmtree(killed.keep / f"machine{number}")  # a whole machine is lost, a different one each time
