@@ -7,12 +7,14 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fullshard.data.examples import Example, SourceSpec
+from fullshard.data.reading.holdout import Sides
 from fullshard.data.reading.opened import OpenedTable
-from fullshard.data.reading.split import open_table
+from fullshard.data.reading.split import open_table, sides_of
 from fullshard.data.reading.tables import CsvFile, JsonLinesFile, LineStarts, Row
 
 ROWS_NAME = "rows.jsonl"
@@ -43,13 +45,13 @@ def index_to(directory: Path, spec: SourceSpec, limit: int | None, most_labels: 
         DataError, ConfigError: See :func:`~fullshard.data.read_split`.
     """
     table = open_table(spec, "train")
-    in_place = reads_in_place(table, spec)
+    in_place, sides = reads_in_place(table, spec), sides_of(spec, table.reader.where)
     targets, rows, conversations = TargetCounts(most_labels), 0, False
     with ExitStack() as stack:
         names = [name for name in _COLUMNS if name != "weights" or spec.weight_column is not None]
         files = {name: stack.enter_context((directory / name).open("wb")) for name in names}
         columns = {name: array(_COLUMNS[name]) for name in names}
-        found = _in_place(table) if in_place else _copied(table, directory / ROWS_NAME)
+        found = _in_place(table, sides) if in_place else _copied(table, sides, directory / ROWS_NAME)
         for start, example in found:
             if rows != limit:
                 rows += 1
@@ -61,10 +63,13 @@ def index_to(directory: Path, spec: SourceSpec, limit: int | None, most_labels: 
             if len(columns["starts"]) == _FLUSHED_ROWS:
                 _flush(columns, files)
         _flush(columns, files)
-    notes = table.notes()
-    if rows < table.num_usable:
-        notes = (*notes, f"training: the first {rows:,} of {table.num_usable:,} rows (data.max_train_samples)")
+    notes, usable = table.notes(), table.num_usable
+    if sides is not None:
+        notes, usable = (*notes, sides.note()), sides.counts["train"]
+    if rows < usable:
+        notes = (*notes, f"training: the first {rows:,} of {usable:,} rows (data.max_train_samples)")
     return {
+        "rows": rows,
         "columns": table.known,
         "notes": notes,
         "skipped": table.bad.beyond_shown,
@@ -107,20 +112,38 @@ class TargetCounts:
         return self._counts.most_common(1)[0][0]
 
 
-def _in_place(table: OpenedTable) -> Iterator[tuple[int, Example]]:
-    """Yield the byte where each usable row starts, and its example."""
+def training_texts(spec: SourceSpec, limit: int | None) -> Iterator[Example]:
+    """Yield the training rows one after another, the first ``limit`` of them, without keeping them; any process.
+
+    Raises:
+        DataError, ConfigError: See :func:`~fullshard.data.read_split`; not that too many rows are unusable.
+    """
+    table = open_table(spec, "train")
+    rows = _training_rows(table, sides_of(spec, table.reader.where))
+    return (example for _, example in islice(rows, limit))
+
+
+def _training_rows(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[Row, Example]]:
+    """Yield every usable row that is not held out, with its example."""
+    for row, example in table.usable_rows():
+        if sides is None or sides.side(example) == "train":
+            yield row, example
+
+
+def _in_place(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[int, Example]]:
+    """Yield the byte where each training row starts, and its example."""
     reader = table.reader
     assert isinstance(reader, CsvFile | JsonLinesFile)
     reader.starts = starts = LineStarts(Path(reader.where))
-    for row, example in table.usable_rows():
+    for row, example in _training_rows(table, sides):
         yield starts.take(row.line), example
 
 
-def _copied(table: OpenedTable, path: Path) -> Iterator[tuple[int, Example]]:
-    """Copy each usable row to a file as JSON, and yield where it starts there, and its example."""
+def _copied(table: OpenedTable, sides: Sides | None, path: Path) -> Iterator[tuple[int, Example]]:
+    """Copy each training row to a file as JSON, and yield where it starts there, and its example."""
     start = 0
     with path.open("wb") as file:
-        for row, example in table.usable_rows():
+        for row, example in _training_rows(table, sides):
             line = _as_line(row, table.wanted)
             file.write(line)
             yield start, example
