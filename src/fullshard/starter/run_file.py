@@ -155,17 +155,15 @@ def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
     steps = max(1, math.ceil(trained / machine.ranks / batch))
     is_new = choice.model == NEW_MODEL
     epochs = max(3, min(20, math.ceil(_NEW_MODEL_STEPS / steps))) if is_new else 3
-    rate, why = (
-        (f"{NEW_MODEL_LEARNING_RATE:.1e}".replace("e-0", "e-"), "a new model")
-        if is_new
-        else ("3.0e-4", "a T5; a causal model needs about 2.0e-5")
-    )
+    rate, why = NEW_MODEL_LEARNING_RATE, "a new model"
+    if not is_new:
+        rate, why = 3e-4, "a T5; a causal model needs about 2.0e-5"
     lines = [
         "training:",
         f"  per_device_train_batch_size: {batch}  # on {machine.ranks} ranks about {steps:,} steps an epoch",
         "  per_device_eval_batch_size: 32",
         f"  num_train_epochs: {epochs}",
-        f"  learning_rate: {f'{rate:.1e}'.replace('e-0', 'e-')}  # for {why}",
+        "  learning_rate: " + f"{rate:.1e}".replace("e-0", "e-") + f"  # for {why}",
         "  warmup_steps: 0.05  # share of all steps",
     ]
     lines += ["  precision: bf16"] if machine.bf16 else []

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from fullshard.data.examples import Example, SourceSpec
 from fullshard.data.reading.bad_rows import UnusableRowError
+from fullshard.data.reading.conversations import answers_as_rows
 from fullshard.data.reading.split import open_table
 from fullshard.data.reading.tables import CsvFile, JsonLinesFile, unreadable
-from fullshard.data.streaming.index import ROWS_NAME
+from fullshard.data.streaming.index import ANSWERS_NAME, ROWS_NAME
 from fullshard.data.tokenizing.on_demand import OnDemand
 from fullshard.data.tokenizing.tokenize import (
     CHUNK_ROWS,
@@ -71,6 +72,8 @@ class StreamedRows:
             DataError: The file cannot be read.
         """
         self.starts = np.memmap(directory / "starts", np.int64, mode="r")
+        answers = directory / ANSWERS_NAME
+        self._answers = np.memmap(answers, np.int32, mode="r") if answers.exists() else None
         self._table = open_table(spec, "train", kept["columns"])
         own = self._table.reader
         if kept["in_place"]:
@@ -99,9 +102,11 @@ class StreamedRows:
         for row in rows:
             self._file.seek(int(self.starts[row]))
             try:
-                read = self._reader.row_at(self._lines())
-                found.append(self._table.example(read))
-            except (UnusableRowError, StopIteration, ValueError) as error:
+                example = self._table.example(self._reader.row_at(self._lines()))
+                if self._answers is not None:
+                    example = answers_as_rows([example])[self._answers[row]]
+                found.append(example)
+            except (UnusableRowError, StopIteration, ValueError, IndexError) as error:
                 raise self._changed() from error
         if self._stamp() != self._state:
             raise self._changed()

@@ -133,19 +133,22 @@ class SetRows:
         _, kept = self.find(self.key("train", "kind"), build, "rows")
         return kept["conversations"]
 
-    def index(self) -> tuple[Path, dict[str, Any]]:
-        """Return the entry with the index of the training rows, and its JSON values; made in one pass over the file."""
+    def index(self, *, by_answer: bool = False) -> tuple[Path, dict[str, Any]]:
+        """Return the entry with the index of the training rows, and its JSON values; made in one pass over the file.
+
+        ``by_answer``: each learned answer of a conversation is a row.
+        """
 
         def build(entry: Path) -> dict[str, Any]:
             spec, what = self.source("train"), "training rows"
             self.say(f"finding the {what} of {spec.train_file or spec.dataset_name}")
             try:
                 # How many there are is known at the end.
-                return index_to(entry, spec, self.limit("train"), MOST_LABELS)
+                return index_to(entry, spec, self.limit("train"), MOST_LABELS, by_answer=by_answer)
             except UnusableRowsError as error:
                 raise DataError("\n".join([str(error), *self.listed("train", error.beyond_shown)])) from error
 
-        return self.find(self.key("train", "index"), build, "index")
+        return self.find(self.key("train", "index", by_answer), build, "index")
 
     def listed(self, split: Split, lines: Sequence[str]) -> tuple[str, ...]:
         """Write a line for each unusable row into the output directory, and return a note that says where; any rank."""
@@ -219,14 +222,11 @@ def streamed_tokens(
     """Return the training rows as a set that reads and tokenizes them on demand, and the JSON values of its index.
 
     Raises:
-        DataError: The data cannot be used, or an encoder-decoder would get conversations.
+        DataError: The data cannot be used.
     """
     entry, kept = work.index()
     if kept["conversations"] and not spec.causal:
-        raise DataError(
-            "data.streaming: an encoder-decoder learns each answer of a conversation as a row of its own, and the "
-            "index has one place for each row of the file. Leave streaming out, or train a causal model."
-        )
+        entry, kept = work.index(by_answer=True)
     rows = StreamedRows(entry, kept, work.source("train"), tokenizer, spec)
     kept["notes"] = [*kept["notes"], *work.listed("train", kept["skipped"])]
     if work.config.training.per_device_train_batch_tokens is None:

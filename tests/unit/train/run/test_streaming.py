@@ -1,13 +1,13 @@
 """A streamed run takes the steps of the run that tokenizes first, and resumes with the same weights, bit for bit."""
 
 import hashlib
+import json
 
 import pytest
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from fullshard.config import RunConfig
-from fullshard.errors import DataError
 from fullshard.train.plan import at_limits, longest_batch
 from fullshard.train.setup.prepare import prepare
 from support.interrupted_run import SMALL, Director, KilledError, kill, run
@@ -137,12 +137,21 @@ def test_json_in_one_piece_is_refused_by_name(model, tmp_path):
         RunConfig.model_validate(settings(tmp_path, **model | RANDOM | {"data__format": "json"}))
 
 
-def test_conversations_of_an_encoder_decoder_are_refused(model, tmp_path):
-    config = RunConfig.model_validate(settings(tmp_path, **model | RANDOM))
+@pytest.mark.parametrize("limit", [None, 7])
+def test_each_answer_of_a_conversation_is_a_row_of_an_encoder_decoder(model, tmp_path, limit):
+    def talk(row):
+        turns = [("user", f"where is {row}"), ("assistant", "here"), ("user", "and"), ("assistant", f"at {row}")]
+        return {"messages": [{"role": role, "content": text} for role, text in turns[: 2 + row % 2 * 2]]}
+
     path = tmp_path / "talks.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    rows = {"train_file": path, "source_column": None, "target_column": None, "validation_file": None}
-    training = config.training.model_copy(update={"eval_strategy": "no"})
-    data = config.data.model_copy(update=rows)
-    with pytest.raises(DataError, match="learns each answer of a conversation as a row of its own"):
-        prepare(config.model_copy(update={"data": data, "training": training}))
+    path.write_text("".join(json.dumps(talk(row)) + "\n" for row in range(20)))
+    rows = {"train_file": str(path), "source_column": None, "target_column": None, "validation_file": None}
+    rows |= {"validation_fraction": 0.3, "max_train_samples": limit}
+    changes = model | NO_LIMIT | {f"data__{name}": value for name, value in rows.items()}
+    first, streamed = folder(tmp_path, "first"), folder(tmp_path, "streamed")
+    theirs = run(first, **changes)
+    assert theirs.begun[0].train_rows > (limit or 14)
+    mine = run(streamed, **changes | {"data__streaming": True})
+    assert mine.begun[0].train_rows == theirs.begun[0].train_rows
+    assert digest(streamed) == digest(first)
+    assert predictions(streamed) == predictions(first)
