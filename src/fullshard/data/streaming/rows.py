@@ -210,8 +210,8 @@ def open_stream(directory: Path, rows: StreamedRows, about: dict[str, Any], exac
         else np.memmap(exact / _LENGTHS.format(name), np.int32, mode="r")
         for name in _SIDES
     }
-    sides = [OnDemand(rows, name, lengths[name]) for name in _SIDES]
-    found = TokenizedSet(*sides, stats["source"], stats["target"], source=rows, estimated=exact is None)
+    source, target = (OnDemand(rows, name, lengths[name]) for name in _SIDES)
+    found = TokenizedSet(source, target, stats["source"], stats["target"], source=rows, estimated=exact is None)
     found = replace(found, spans=OnDemand(rows, "spans", np.zeros(len(found), np.int64)) if about["spans"] else None)
     return replace(found, weights=np.memmap(weights, np.float64, mode="r") if weights.exists() else None)
 

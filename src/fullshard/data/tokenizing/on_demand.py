@@ -26,7 +26,7 @@ class RowSource(Protocol):
 class OnDemand(Ragged):
     """One side of rows that are tokenized one by one; there is no array of ids."""
 
-    def __init__(self, source: RowSource, side: str, lengths: NDArray[np.int64]) -> None:
+    def __init__(self, source: RowSource, side: str, lengths: NDArray[np.integer]) -> None:
         """Give ``lengths`` as those of the rows, exact or estimated; ``side`` is source, target or spans."""
         self._source, self._side = source, side
         self.offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(lengths, dtype=OFFSET_DTYPE)])
