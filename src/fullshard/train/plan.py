@@ -254,9 +254,9 @@ def middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Bat
 
 
 def at_limits(data: Prepared) -> Prepared:
-    """Return the data with training rows at their greatest lengths, if they are streamed: theirs are not known."""
+    """Return the data with training rows at their greatest lengths, if theirs are only estimated."""
     rows = data.train_set
-    if rows.source is None:
+    if not rows.estimated:
         return data
     token = np.int32(0 if data.tokenizer.pad_token_id else 1)
     sources, targets = (
