@@ -106,6 +106,12 @@ def _fullshard_home(model: nn.Module, mesh: Any) -> nn.Module:
     return fullshard.fully_shard(model, mesh, tables="auto")
 
 
+def _fullshard_zero2_home(model: nn.Module, mesh: Any) -> nn.Module:
+    fuse_head(model)
+    strategy = fullshard.ShardingStrategy.SHARD_GRAD_OP
+    return fullshard.fully_shard(model, mesh, strategy=strategy, tables="auto")
+
+
 def _fullshard_replicated(model: nn.Module, mesh: Any) -> nn.Module:
     return fullshard.fully_shard(model, mesh, frozen="replicate")
 
@@ -122,6 +128,7 @@ ENGINES: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
     "fsdp2_no_reshard": _fsdp2_no_reshard,
     "fullshard": _fullshard,
     "fullshard_home": _fullshard_home,
+    "fullshard_zero2_home": _fullshard_zero2_home,
     "fullshard_replicated": _fullshard_replicated,
     "fullshard_sharded": _fullshard_sharded,
 }

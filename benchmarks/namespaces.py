@@ -64,7 +64,11 @@ def start_rank(machine: int, *, rank: int, world: int, per_machine: int = 1) -> 
     return subprocess.Popen([*inside, sys.executable, *sys.argv], env=environment)
 
 
-def on_two_machines(rate: str) -> list[int]:
-    """Run this program as a rank in each of two machines; return their exit codes."""
+def on_two_machines(rate: str, per_machine: int = 1) -> list[int]:
+    """Run this program as ``per_machine`` ranks in each of two machines; return their exit codes."""
+    world = 2 * per_machine
     with link(rate):
-        return [rank.wait() for rank in [start_rank(0, rank=0, world=2), start_rank(1, rank=1, world=2)]]
+        started = [
+            start_rank(rank // per_machine, rank=rank, world=world, per_machine=per_machine) for rank in range(world)
+        ]
+        return [rank.wait() for rank in started]

@@ -1,12 +1,13 @@
 """A step over a network: what it costs to send a table, and what it saves to send tokens.
 
-    sudo python benchmarks/network.py [--rates 2gbit,1gbit,10gbit] [--rounds 8] [--out PATH] [--small]
+    sudo python benchmarks/network.py [--rates 2gbit,1gbit,10gbit,2gbit_4] [--rounds 8] [--out PATH] [--small]
 
 Times steps of two CPU ranks in network and process namespaces of their own, joined by a link of each rate (Linux, root,
-``ip`` and ``tc``; without them it says so and measures no time); then counts memory and bytes of a step of the same T5
-and of a Llama with 128,256 rows, two ranks on this machine, each engine in processes of its own. ``fullshard_home`` is
-``fully_shard(model, tables="auto")`` with the loss computed in the head; the others compute the model's own. Nothing
-else should run meanwhile.
+``ip`` and ``tc``; without them it says so and measures no time); ``2gbit_4`` is four ranks, two in each. Then counts
+memory and bytes of a step of the same T5 and of a Llama with 128,256 rows, two ranks on this machine, each engine in
+processes of its own. ``fullshard_home`` is ``fully_shard(model, tables="auto")`` with the loss computed in the head,
+and ``fullshard_zero2_home`` the same with SHARD_GRAD_OP; the others compute the model's own. Nothing else should run
+meanwhile.
 """
 
 import argparse
@@ -34,8 +35,8 @@ from fullshard.engine import record as recorded
 from fullshard.testing import RecordingComm
 
 LATEST = Path(__file__).parent / "results" / "network.json"
-TIMED = ("floor", "ddp", "fsdp2", "fullshard", "fullshard_home")
-COUNTED = ("floor", "fsdp2", "fullshard", "fullshard_home")
+TIMED = ("floor", "ddp", "fsdp2", "fullshard", "fullshard_home", "fullshard_zero2_home")
+COUNTED = ("floor", "fsdp2", "fullshard", "fullshard_home", "fullshard_zero2_home")
 TIMEOUT_S = 300.0
 
 
@@ -55,30 +56,44 @@ def time_steps(out: Path, rounds: int, *, small: bool) -> None:
     contenders, _, failures = entered(
         TIMED, lambda name: Contender(name, chosen.model(), chosen.inputs(comm.rank), comm), comm, tell
     )
+    spent: dict[str, list[float]] = {one.name: [] for one in contenders}
+
+    def step(contender: Contender) -> float:
+        before = time.process_time()
+        loss = contender.step()
+        spent[contender.name].append(time.process_time() - before)
+        return loss
+
     record = interleaved(
-        contenders, rounds, work=Contender.step, tidy=lambda contender: None, barrier=dist.barrier, progress=tell
+        contenders, rounds, work=step, tidy=lambda contender: None, barrier=dist.barrier, progress=tell
     )
     waits = {one.name: _waits(one) for one in contenders if one.name.startswith("fullshard")}
     records = comm.all_gather_object(record)
     if comm.rank == 0:
         times = {name: summary(slowest(one[name]["seconds"] for one in records)) for name in record}
         losses = {name: record[name]["losses"] for name in record}
-        written = {"contenders": times, "waits_s_rank0": waits, "losses_rank0": losses, "failures": failures}
+        # of all threads of rank 0, those that serve the network too
+        cpu = {name: round(statistics.median(seconds[-rounds:]), 4) for name, seconds in spent.items()}
+        written = {"contenders": times, "cpu_s_rank0": cpu, "waits_s_rank0": waits}
+        written |= {"losses_rank0": losses, "failures": failures}
         out.write_text(json.dumps(written))
     comm.barrier()
     shutdown()
 
 
 def _waits(contender: Contender) -> dict[str, float]:
-    """Return how long the thread that computes waits in a step for gathers and for reduces; medians of four steps."""
+    """Return how long the computing thread waits in a step, by what for and in which pass; medians of four steps."""
     steps: list[dict[str, float]] = []
     for _ in range(4):
         dist.barrier()
         with recorded(contender.model) as trace:
             contender.step()
-        kinds = {event.kind for event in trace.events if event.kind.endswith("_wait")}
-        steps.append({k: sum(e.end_s - e.start_s for e in trace.events if e.kind == k) for k in kinds})
-    return {kind: round(statistics.median(one.get(kind, 0.0) for one in steps), 4) for kind in steps[0]}
+        turn = min(event.start_s for event in trace.events if event.kind == "backward")
+        waits = [event for event in trace.events if event.kind.endswith("_wait")]
+        names = {event: f"{event.kind}_{'forward' if event.start_s < turn else 'backward'}" for event in waits}
+        steps.append({k: sum(e.end_s - e.start_s for e in waits if names[e] == k) for k in set(names.values())})
+    kinds = sorted({kind for one in steps for kind in one})
+    return {kind: round(statistics.median(one.get(kind, 0.0) for one in steps), 4) for kind in kinds}
 
 
 def counted_step(comm: Comm, name: str, chosen: Task) -> dict[str, int]:
@@ -134,7 +149,9 @@ def ratios(result: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     """Measure, or be one of the ranks."""
     parser = argparse.ArgumentParser(description="Measure steps over a network.")
-    parser.add_argument("--rates", default="2gbit,1gbit,10gbit", help="as tc writes them, separated by commas")
+    parser.add_argument(
+        "--rates", default="2gbit,1gbit,10gbit,2gbit_4", help="as tc writes them, separated by commas; _4: four ranks"
+    )
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds (default: 8)")
     parser.add_argument("--out", metavar="PATH", type=Path, default=LATEST)
     parser.add_argument("--small", action="store_true", help="use tiny models, for development only")
@@ -146,7 +163,8 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine(), "torch": torch.__version__, "time": {}}
     for rate in options.rates.split(","):
         try:
-            codes = on_two_machines(rate)
+            speed, _, ranks = rate.partition("_")
+            codes = on_two_machines(speed, int(ranks or 2) // 2)
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"no time is measured: namespaces cannot be made here ({error})", file=sys.stderr)
             break

@@ -1,12 +1,13 @@
 """fullshard's program, Hugging Face's Trainer and a loop on torch's fully_shard, in one run on this machine's CPU.
 
-    python benchmarks/program.py SCITLDR_DIRECTORY [--out PATH] [--steps N] [--small]
+    python benchmarks/program.py SCITLDR_DIRECTORY [--out PATH] [--steps N] [--small] [--rate RATE] [--only NAMES]
 
 SciTLDR's abstracts and summaries (train.jsonl and dev.jsonl of SciTLDR-A), a T5 of t5-small's shapes with the same
 random weights and token ids for all, two gloo ranks, fp32, 8 rows a rank and step, AdamW at one constant learning rate,
 no clipping (the Trainer multiplies T5's loss by the number of ranks, so clipping would differ). Each contender runs in
-its own thread on each rank; the threads take turns, one step each, so that all see the same noise. Without --small and
---out the result goes to benchmarks/results/program.json. Exits with 1 if one failed.
+its own thread on each rank; the threads take turns, one step each, so that all see the same noise. With ``--rate``
+(as root) the ranks are in namespaces of their own, joined by a link that lets through so much each way. Without --small
+and --out the result goes to benchmarks/results/program.json. Exits with 1 if one failed.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any
 import bench
 import torch
 import torch.distributed as dist
+from namespaces import on_two_machines
 from ranks import RankFailed, on_two_ranks, quiet
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -41,7 +43,7 @@ from transformers import (
 )
 from transformers.models.t5.modeling_t5 import T5Block
 
-from fullshard.comm import Comm
+from fullshard.comm import Comm, init_from_env, shutdown
 from fullshard.config import RunConfig
 from fullshard.models import train_tokenizer
 from fullshard.train import train
@@ -261,11 +263,12 @@ def work(comm: Comm, options: dict[str, Any]) -> dict[str, Any]:
     steps = options["steps"]
     config = RunConfig.model_validate(options["config"])
     prepared = prepare(config)
-    contenders = [
-        Contender("fullshard", lambda mine: ours(config, comm, prepared, mine)),
-        Contender("trainer", lambda mine: trainer(options, prepared, mine)),
-        Contender("tutorial", lambda mine: tutorial(options, prepared, mine)),
-    ]
+    loops: dict[str, Callable[[Contender], None]] = {
+        "fullshard": lambda mine: ours(config, comm, prepared, mine),
+        "trainer": lambda mine: trainer(options, prepared, mine),
+        "tutorial": lambda mine: tutorial(options, prepared, mine),
+    }
+    contenders = [Contender(name, loops[name]) for name in options["only"]]
     seconds: dict[str, dict[int, float]] = {one.name: {} for one in contenders}
     for one in contenders:
         one.start()
@@ -355,22 +358,28 @@ def main() -> int:
         "--steps", type=int, default=12, help=f"steps of each contender, {WARM_STEPS} of them untimed (default: 12)"
     )
     parser.add_argument("--small", action="store_true", help="use a tiny model, for development only")
+    parser.add_argument("--rate", help="run the ranks in namespaces joined by a link of this rate, as tc writes it")
+    parser.add_argument("--only", default="fullshard,trainer,tutorial", help="contenders, separated by commas")
     args = parser.parse_args()
     quiet()
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if "RANK" in os.environ:
+        return _rank(Path(os.environ["PROGRAM_OPTIONS"]))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     load = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         _make_model(args.data, directory, SMALL if args.small else SHAPES)
         config = settings(args.data, directory, args.steps)
         options = {"directory": folder, "steps": args.steps, "config": config, "eval_steps": args.steps // EVALUATIONS}
+        options["only"] = args.only.split(",")
         try:
-            ranks = on_two_ranks(work, options, timeout_s=TIMEOUT_S)
+            ranks = _over_a_link(options, args.rate) if args.rate else on_two_ranks(work, options, timeout_s=TIMEOUT_S)
         except RankFailed as error:
             print(error, file=sys.stderr)
             return 1
     result = {
-        "command": f"python benchmarks/program.py SCITLDR_DIRECTORY --steps {args.steps}",
+        "command": " ".join(["python benchmarks/program.py SCITLDR_DIRECTORY", *sys.argv[2:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": bench.machine() | {"load_average_at_start": load},
         "definitions": DEFINITIONS,
@@ -380,6 +389,32 @@ def main() -> int:
     if out:
         out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({key: result[key] for key in ("contenders", "ratios")}, indent=2))
+    return 0
+
+
+def _over_a_link(options: dict[str, Any], rate: str) -> list[dict[str, Any]]:
+    """Run this program again as the ranks of two machines; return what each found.
+
+    Raises:
+        RankFailed: One ended with an error.
+    """
+    path = Path(options["directory"]) / "options.json"
+    path.write_text(json.dumps(options))
+    os.environ["PROGRAM_OPTIONS"] = str(path)
+    codes = on_two_machines(rate)
+    if any(codes):
+        raise RankFailed(f"exit codes {codes}")
+    return json.loads(path.with_suffix(".found").read_text())
+
+
+def _rank(path: Path) -> int:
+    """Be one of the ranks of :func:`_over_a_link`."""
+    comm = init_from_env()
+    found = comm.all_gather_object(work(comm, json.loads(path.read_text())))
+    if comm.rank == 0:
+        path.with_suffix(".found").write_text(json.dumps(found))
+    comm.barrier()
+    shutdown()
     return 0
 
 

@@ -107,9 +107,11 @@ def s3(monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     object_client._file_system.cache_clear()
-    boto3.client("s3").create_bucket(Bucket="bucket")
+    # The server keeps its objects in this process, for the next server too: a lock left by a test was waited for.
+    bucket = f"bucket{uuid.uuid4().hex[:8]}"
+    boto3.client("s3").create_bucket(Bucket=bucket)
     try:
-        yield "s3://bucket/run"
+        yield f"s3://{bucket}/run"
     finally:
         object_client._file_system.cache_clear()
         server.stop()

@@ -133,6 +133,11 @@ class LateComm(ThreadComm):
         super().all_reduce(result, op)
         return LateWork(self.announced, [tensor], [result])
 
+    def exchange(self, received, sent):
+        results = [torch.empty_like(part) for part in received]
+        super().exchange(results, [part.clone() for part in sent])
+        return LateWork(self.announced, received, results)
+
     def gather(self, shard, full, target=0):
         result = None if full is None else torch.empty_like(full)
         super().gather(shard, result, target)

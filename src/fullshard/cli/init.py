@@ -15,6 +15,9 @@ from fullshard.launch import gpu_count
 
 PROGRAM = "fullshard.starter"
 
+_MOST_REASONS = 5
+_MOST_LINES = 3
+
 DESCRIPTION = """\
 Look at a table and at this machine, ask at most four questions, and write a run file with a comment for each choice. It
 is complete: train it as it is, or change it first. Nothing is downloaded.
@@ -65,7 +68,9 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(f"{out} was left unchanged. Name another file with --out.")
     except EOFError:
         raise ConfigError("The input ended before the last question; nothing was written.") from None
-    load_program("fullshard.storage").write_text(out, starter.run_file_text(look, machine, choice, out))
+    rows = starter.read_rows(look, choice)
+    _show_unusable(rows, look.rows)
+    load_program("fullshard.storage").write_text(out, starter.run_file_text(look, machine, choice, rows, out))
     load_run(out)
     print(f"written: {out}\nnext:\n  fullshard config check {out} --dry-run\n  fullshard train {out}")
 
@@ -80,6 +85,19 @@ def _show(look: Any, machine: Any) -> None:
             f"{one.distinct:,}{more} different"
         )
     print(f"this machine: {machine}")
+
+
+def _show_unusable(rows: Any, total: int) -> None:
+    """Print how many rows cannot be used and why, the most frequent reasons first."""
+    if not rows.unusable:
+        return
+    print(f"{rows.unusable:,} of {total:,} rows cannot be used and will be skipped (data.max_bad_rows):")
+    reasons = sorted(rows.reasons.items(), key=lambda one: -len(one[1]))
+    for reason, lines in reasons[:_MOST_REASONS]:
+        first = ", ".join(map(str, lines[:_MOST_LINES])) + (", ..." if len(lines) > _MOST_LINES else "")
+        print(f"  {len(lines):,}: {reason} (line{'s' if len(lines) > 1 else ''} {first})")
+    if len(reasons) > _MOST_REASONS:
+        print(f"  {sum(len(lines) for _, lines in reasons[_MOST_REASONS:]):,}: other reasons")
 
 
 def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:

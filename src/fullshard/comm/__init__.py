@@ -33,7 +33,13 @@ from fullshard.comm.process import (
     join_alone as join_alone,
     shutdown as shutdown,
 )
-from fullshard.comm.protocol import DONE as DONE, Comm as Comm, Work as Work, settle as settle
+from fullshard.comm.protocol import (
+    DONE as DONE,
+    Comm as Comm,
+    Work as Work,
+    hides_messages as hides_messages,
+    settle as settle,
+)
 from fullshard.comm.pulse import ENDINGS as ENDINGS
 from fullshard.comm.rows import add_rows as add_rows
 from fullshard.comm.run_together import (

@@ -39,7 +39,8 @@ class Device(Protocol):
     Attributes:
         device: Where units compute; a CUDA device with its index.
         reduces_behind: Reduce-scatters that may still be under way when the next unit's gradients need memory. Each
-            costs the memory of a unit's gradients. One hides it behind the next unit's backward.
+            costs the memory of a unit's gradients. One hides it behind the next unit's backward. 0 on the CPU, and 1
+            where messages travel meanwhile (:func:`fullshard.comm.hides_messages`).
     """
 
     device: torch.device

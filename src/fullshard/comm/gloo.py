@@ -185,6 +185,13 @@ class GlooComm:
         """See :meth:`Comm.announce`."""
         self._announced = what
 
+    def hides_messages(self) -> bool:
+        """Return whether messages go through sockets, which gloo's threads serve while this rank computes.
+
+        See :func:`fullshard.comm.protocol.hides_messages`.
+        """
+        return self.size > 1 and self._peer_memory() is None
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`: each rank sends its shard to every other, (size - 1) * S elements."""
         memory = self._peer_memory_for(full)
@@ -311,11 +318,15 @@ class GlooComm:
         return add
 
     def _peer_memory_for(self, full: torch.Tensor) -> PeerMemory | None:
-        """Return the access to other ranks' memory, if every rank has it and ``full`` is large enough for it to pay.
+        """Return the access to other ranks' memory, if every rank has it and ``full`` is large enough for it to pay."""
+        return None if full.nbytes < _DIRECT_BYTES or self.size == 1 else self._peer_memory()
+
+    def _peer_memory(self) -> PeerMemory | None:
+        """Return the access to other ranks' memory, if every rank has it.
 
         The first call asks all ranks, which all make it: it is part of a collective.
         """
-        if not self._direct or full.nbytes < _DIRECT_BYTES or self.size == 1:
+        if not self._direct:
             return None
         group = _GROUPS.setdefault(self.group, _Group())
         if not group.asked:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fullshard.comm.protocol import Comm, ReduceOp, Work
+from fullshard.comm.protocol import Comm, ReduceOp, Work, hides_messages
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class RecordingComm:
     def announce(self, what: str) -> None:
         """See :meth:`Comm.announce`."""
         self.inner.announce(what)
+
+    def hides_messages(self) -> bool:
+        """See :func:`fullshard.comm.protocol.hides_messages`."""
+        return hides_messages(self.inner)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`."""

@@ -103,6 +103,15 @@ def settle(work: Work) -> None:
         taken()
 
 
+def hides_messages(comm: Comm) -> bool:
+    """Return whether collectives of ``comm`` go on while this rank computes; False: waiting for one does the work.
+
+    A group that is not asked waits. Every rank calls it, like a collective.
+    """
+    ask = getattr(comm, "hides_messages", None)
+    return ask is not None and ask()
+
+
 class DoneWork:
     """Work that was finished when it was issued."""
 

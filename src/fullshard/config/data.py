@@ -84,7 +84,8 @@ class DataConfig(ConfigSection):
     streaming: bool = False
     """Whether training rows are read and tokenized while training, for data too large to tokenize first. An index
     takes 32 to 48 bytes a row in memory. Steps have the rows of a run without it, except that group_by_length estimates
-    lengths. Needs model.path. Held-out rows are tokenized first."""
+    lengths. Held-out rows are tokenized first; with per_device_train_batch_tokens training rows too, for their lengths
+    alone."""
     sets: Mapping[SetName, SetConfig] = {}
     """The data sets of a mixture by name, instead of train_file and dataset_name. The metrics of an evaluation are of
     all sets' held-out rows together, each row counted once, and of each set; the first decide which model is kept."""
@@ -174,7 +175,7 @@ class DataConfig(ConfigSection):
         """Check that the rows can be streamed.
 
         Raises:
-            ValueError: The format cannot be read row by row, or rows would be held out of the streamed ones.
+            ValueError: The format cannot be read row by row.
         """
         name = "" if self.train_file is None else self.train_file.name.lower().removesuffix(".gz")
         if not self.streaming:
@@ -184,11 +185,6 @@ class DataConfig(ConfigSection):
             raise ValueError(
                 f"streaming reads CSV, TSV, JSON Lines, Parquet and datasets, and {kind} is read as a whole: convert "
                 "the file to JSON Lines, or leave streaming out"
-            )
-        if self.validation_fraction:
-            raise ValueError(
-                "streaming holds no rows out of the streamed ones, which would all be read into memory: write held-out "
-                "rows to a file of their own (validation_file) and remove validation_fraction"
             )
 
     def _no_idle_options(self) -> None:

@@ -128,20 +128,6 @@ class RunConfig(ConfigSection):
             )
         return self
 
-    @model_validator(mode="after")
-    def _fitting_streaming(self) -> Self:
-        if self.data.streaming and self.training.per_device_train_batch_tokens is not None:
-            raise ValueError(
-                "training.per_device_train_batch_tokens needs each row's exact number of tokens before the first step, "
-                "and data.streaming only estimates it: use training.per_device_train_batch_size, or leave streaming out"
-            )
-        if self.data.streaming and self.model.path is None:
-            raise ValueError(
-                "model.tokenizer is trained on all training rows in memory, which data.streaming avoids: give a model "
-                "and its tokenizer in model.path, or leave streaming out"
-            )
-        return self
-
     def of_set(self, name: str | None) -> RunConfig:
         """Return the settings for new rows: a mixture's with the columns and the prefix of one of its sets.
 

@@ -25,6 +25,10 @@ _NOT_OF_OPTIMIZER: Mapping[str, tuple[str, ...]] = {"adafactor": ("adam_beta1", 
 """Options that an optimizer does not use. Setting one is an error, and they are not recorded."""
 
 
+NEW_MODEL_LEARNING_RATE = 2e-3
+"""Peak learning rate to suggest for a small model with random weights."""
+
+
 class PushConfig(ConfigSection):
     """Uploads to the Hugging Face Hub. `push_to_hub: owner/name` is short for `push_to_hub: {repo: owner/name}`."""
 

@@ -41,10 +41,11 @@ from fullshard.data.reading.split import (
     split_lists as split_lists,
     with_rows_of as with_rows_of,
 )
-from fullshard.data.streaming.index import index_to as index_to
+from fullshard.data.streaming.index import index_to as index_to, training_texts as training_texts
 from fullshard.data.streaming.rows import (
     SAMPLED_ROWS as SAMPLED_ROWS,
     StreamedRows as StreamedRows,
+    lengths_to as lengths_to,
     open_stream as open_stream,
     sample_lengths as sample_lengths,
 )

@@ -10,7 +10,7 @@ from fullshard.comm import Work, allocated_bytes, clock_of
 from fullshard.engine.step.buffers import Account
 from fullshard.engine.step.recorder import Kind, SilentRecorder, Transfer
 
-_WAITS: Mapping[Transfer, Kind] = {"gather": "gather_wait", "reduce": "reduce_wait"}
+_WAITS: Mapping[Transfer, Kind] = {"gather": "gather_wait", "reduce": "reduce_wait", "exchange": "exchange_wait"}
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class TraceEvent:
         unit: Name of the unit; empty for events of the entire model.
         kind: ``gather`` and ``reduce``: from issuing the collective to its arrival, or to the end of the wait where
             only the wait shows the arrival. ``gather_wait`` and ``reduce_wait``: the compute thread (on CUDA its
-            stream) was stalled by it. ``forward`` and ``backward``: the unit computed; the root's include everything
-            inside. ``optimizer``: the optimizer's step.
+            stream) was stalled by it; ``exchange_wait``: by tokens that travel to a table. ``forward`` and
+            ``backward``: the unit computed; the root's include everything inside. ``optimizer``: the optimizer's step.
         start_s: Seconds from the start of the record.
         end_s: Seconds from the start of the record.
     """

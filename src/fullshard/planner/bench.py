@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import zip_longest
 
-from fullshard.comm import Comm
+from fullshard.comm import Comm, hides_messages
 from fullshard.comm.device import device_of
 from fullshard.errors import ConfigError
 from fullshard.planner.links import measure_collectives
@@ -61,7 +62,8 @@ def measure_rates(
 
     trials = comm.all_gather_object(try_steps(build, comm.rank, world_size, comm.device, agreed, ready))
     collectives = measure_collectives(comm, trials[0].issued) if comm.size > 1 else {}
-    return rates_of(trials, collectives, queues=device_of(comm.device).queues)
+    found = rates_of(trials, collectives, queues=device_of(comm.device).queues)
+    return replace(found, travels=hides_messages(comm))
 
 
 def rates_of(

@@ -228,13 +228,16 @@ def highest(
     world_size: int,
     device: Hardware | None = None,
     rates: Rates | None = None,
+    *,
+    timed: bool = True,
 ) -> Plan:
     """Return the plan of the one of ``ranks`` that is fullest in any phase, of equal ones in a step.
 
-    See :func:`rehearse`.
+    See :func:`rehearse`; without a time if it is not ``timed``.
     """
-    speed = speed_of(device, rates)
-    found = (planned(rehearse_on(build, rank, world_size, device), rank, world_size, device, speed) for rank in ranks)
+    speed = speed_of(device, rates) if timed else None
+    runs = ((rank, rehearse_on(build, rank, world_size, device, rates)) for rank in ranks)
+    found = (planned(run, rank, world_size, device, speed) for rank, run in runs)
     return max(found, key=lambda plan: (plan.highest_bytes, plan.peak_bytes))
 
 
@@ -256,10 +259,19 @@ def speed_of(device: Hardware | None, rates: Rates | None) -> Speed | None:
 
 
 def rehearse_on(
-    build: Callable[[Comm], Rehearsed], rank: int, world_size: int, device: Hardware | None, *, draws: bool = False
+    build: Callable[[Comm], Rehearsed],
+    rank: int,
+    world_size: int,
+    device: Hardware | None,
+    rates: Rates | None = None,
+    *,
+    draws: bool = False,
 ) -> Rehearsal:
-    """Return the rehearsal of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU."""
-    behind = 0 if device is None else CudaDevice.reduces_behind
+    """Return the rehearsal of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU.
+
+    CPU ranks are on one machine, unless the rates are of ranks whose messages travel.
+    """
+    behind = int(rates is not None and rates.travels) if device is None else CudaDevice.reduces_behind
     return rehearse(build, rank, world_size, reduces_behind=behind, draws=draws)
 
 

@@ -29,6 +29,7 @@ class Rates:
         collectives: By kind, with growing sizes: bytes that a rank sends, seconds alone, and seconds that no
             computation hid.
         queues: Whether operators are queued: False on the CPU.
+        travels: Whether messages travel while CPU ranks compute, so that a unit's reduce is hidden behind the next one.
     """
 
     ranks: int
@@ -36,6 +37,7 @@ class Rates:
     operators: Mapping[str, tuple[Operator, float]]
     collectives: Mapping[str, Sequence[tuple[int, float, float]]]
     queues: bool = False
+    travels: bool = False
 
     def operator_seconds(self, operator: Operator) -> float:
         """Return what an operator took; one that was not measured is in proportion to the nearest that was.
@@ -144,7 +146,8 @@ def _values(rates: Rates) -> dict[str, Any]:
         for key, (operator, seconds) in rates.operators.items()
     }
     collectives = {kind: [list(one) for one in sizes] for kind, sizes in rates.collectives.items()}
-    return {"host_s": rates.host_s, "queues": rates.queues, "collectives": collectives, "operators": operators}
+    kinds = {"queues": rates.queues, "travels": rates.travels}
+    return {"host_s": rates.host_s, **kinds, "collectives": collectives, "operators": operators}
 
 
 def _rates(ranks: int, values: dict[str, Any]) -> Rates:
@@ -156,7 +159,7 @@ def _rates(ranks: int, values: dict[str, Any]) -> Rates:
         kind: [(int(sent), alone, never_hidden) for sent, alone, never_hidden in sizes]
         for kind, sizes in values["collectives"].items()
     }
-    return Rates(ranks, values["host_s"], operators, collectives, values["queues"])
+    return Rates(ranks, values["host_s"], operators, collectives, values["queues"], values.get("travels", False))
 
 
 def _name(operator: Operator) -> str:

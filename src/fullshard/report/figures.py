@@ -25,7 +25,11 @@ MEMORY_PARTS = {
 }
 """Labels and colors of the parts of memory, from the bottom up."""
 
-WAITS = {"gather_wait": "waiting for a gather", "reduce_wait": "waiting for a reduce"}
+WAITS = {
+    "gather_wait": "waiting for a gather",
+    "reduce_wait": "waiting for a reduce",
+    "exchange_wait": "waiting for tokens",
+}
 
 KINDS = {
     "forward": ("forward", "var(--blue)"),
@@ -35,6 +39,7 @@ KINDS = {
     "reduce": ("reduce", "var(--orange)"),
     "gather_wait": ("waiting", "var(--signal)"),
     "reduce_wait": ("waiting", "var(--signal)"),
+    "exchange_wait": ("waiting", "var(--signal)"),
 }
 """Labels and colors of the kinds of events in a step."""
 

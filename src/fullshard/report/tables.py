@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fullshard.report.figures import MEMORY_PARTS
+from fullshard.report.figures import MEMORY_PARTS, WAITS
 from fullshard.report.files import Record
 from fullshard.report.numbers import number, share
 from fullshard.sizes import format_bytes, format_duration
@@ -89,12 +89,12 @@ def schedule_table(ranks: Sequence[RankTrace], root: str) -> str:
     """Return a table of each rank's time in the recorded step."""
     rows = []
     for rank in ranks:
-        sums = {kind: spent(rank, kind) for kind in ("gather_wait", "reduce_wait", "optimizer")}
+        sums = {kind: spent(rank, kind) for kind in (*WAITS, "optimizer")}
         passes = [sum(e.end_s - e.start_s for e in rank.events if (e.unit, e.kind) == (root, kind)) for kind in _PASSES]
-        waited = sums["gather_wait"] + sums["reduce_wait"]
+        waited = sum(sums[kind] for kind in WAITS)
         seconds = [rank.seconds, *passes, *sums.values()]
         rows.append([f"rank {rank.rank}", *(number(value * 1e3) for value in seconds), share(waited / rank.seconds)])
-    head = ["", "step, ms", "forward, ms", "backward, ms", "waiting for gathers, ms", "waiting for reduces, ms"]
+    head = ["", "step, ms", "forward, ms", "backward, ms", *(f"{label}, ms" for label in WAITS.values())]
     caption = "Time of the recorded step; forward and backward include the waiting in them"
     return table(caption, [*head, "optimizer, ms", "waiting"], rows)
 

@@ -2,4 +2,10 @@
 
 from fullshard.starter.look import Look as Look, look_at as look_at
 from fullshard.starter.machine import Machine as Machine, this_machine as this_machine
-from fullshard.starter.run_file import NEW_MODEL as NEW_MODEL, Choice as Choice, run_file_text as run_file_text
+from fullshard.starter.run_file import (
+    NEW_MODEL as NEW_MODEL,
+    Choice as Choice,
+    Rows as Rows,
+    read_rows as read_rows,
+    run_file_text as run_file_text,
+)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fullshard.config.training import NEW_MODEL_LEARNING_RATE
 from fullshard.data import Example, SourceSpec, read_split
+from fullshard.data.reading.split import FORMATS, open_table
 from fullshard.errors import DataError
 from fullshard.starter.look import FEW, Look
 from fullshard.starter.machine import Machine
@@ -48,26 +51,26 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """The rows as the run reads them."""
 
     examples: list[Example]
-    unusable: int
+    reasons: Mapping[str, Sequence[int]]  # why rows cannot be used, each with their lines
     fraction: float | None  # share to hold out; None: the rows are too few or too alike
     held_out: int
 
+    @property
+    def unusable(self) -> int:
+        """Rows that cannot be used."""
+        return sum(map(len, self.reasons.values()))
 
-def run_file_text(look: Look, machine: Machine, choice: Choice, out: Path) -> str:
-    """Return the run file; one process, which reads the rows again.
 
-    Raises:
-        DataError: The columns have no usable row.
-    """
-    rows = _read(look, choice)
+def run_file_text(look: Look, machine: Machine, choice: Choice, rows: Rows, out: Path) -> str:
+    """Return the run file, which is to be written to ``out``; one process."""
     lines = [
         f"# Made by `fullshard init {look.path}`: {look.rows:,} rows, {machine}.",
         f"# Change anything: `fullshard config check {out}` prints every setting and finds mistakes.",
-        f"output_dir: {_quoted('runs/' + look.path.name.partition('.')[0])}",
+        f"output_dir: {_quoted('runs/' + _run_name(look.path))}",
         "model:",
         _model(machine, choice),
         *_data(look, choice, rows, out),
@@ -77,8 +80,12 @@ def run_file_text(look: Look, machine: Machine, choice: Choice, out: Path) -> st
     return "\n".join(lines) + "\n"
 
 
-def _read(look: Look, choice: Choice) -> _Rows:
-    """Read the rows, and find a share to hold out that leaves rows on both sides."""
+def read_rows(look: Look, choice: Choice) -> Rows:
+    """Read the rows, and find a share to hold out that leaves rows on both sides; one process.
+
+    Raises:
+        DataError: The columns have no usable row.
+    """
     source = choice.sources[0] if len(choice.sources) == 1 else None
     spec = SourceSpec(
         train_file=look.path,
@@ -87,14 +94,24 @@ def _read(look: Look, choice: Choice) -> _Rows:
         delimiter=look.delimiter,
         max_bad_rows=look.rows,
     )
-    examples = read_split(spec, "train").examples
+    table = open_table(spec, "train")
+    examples = list(table.usable())
+    table.notes()  # refuses a table without a usable row
     for fraction in _FRACTIONS:
         try:
             held_out = len(read_split(replace(spec, validation_fraction=fraction), "validation").examples)
         except DataError:
             continue
-        return _Rows(examples, look.rows - len(examples), fraction, held_out)
-    return _Rows(examples, look.rows - len(examples), None, 0)
+        return Rows(examples, table.bad.reasons, fraction, held_out)
+    return Rows(examples, table.bad.reasons, None, 0)
+
+
+def _run_name(path: Path) -> str:
+    """Return the name of a table without its suffixes; with them if another table there has the same one."""
+    name = path.name.partition(".")[0]
+    others = (one.name for one in path.parent.iterdir() if FORMATS.keys() & {end.lower() for end in one.suffixes})
+    alike = sum(other.partition(".")[0] == name for other in others)
+    return path.name.replace(".", "-") if alike > 1 else name
 
 
 def _model(machine: Machine, choice: Choice) -> str:
@@ -103,7 +120,7 @@ def _model(machine: Machine, choice: Choice) -> str:
     return f"  path: {_quoted(choice.model)}"
 
 
-def _data(look: Look, choice: Choice, rows: _Rows, out: Path) -> list[str]:
+def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
     lines = ["data:", f"  train_file: {_quoted(os.path.relpath(look.path, out.parent))}"]
     if look.delimiter not in (None, ","):
         lines.append(f"  delimiter: {_quoted(str(look.delimiter))}")
@@ -128,23 +145,25 @@ def _data(look: Look, choice: Choice, rows: _Rows, out: Path) -> list[str]:
     return lines
 
 
-def _texts(rows: _Rows) -> tuple[list[str], list[str]]:
+def _texts(rows: Rows) -> tuple[list[str], list[str]]:
     return [one.source for one in rows.examples], [one.target for one in rows.examples]
 
 
-def _training(machine: Machine, choice: Choice, rows: _Rows) -> list[str]:
+def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
     trained = len(rows.examples) - rows.held_out
     batch = 2 ** max(0, min(6, int(math.log2(max(1, trained / machine.ranks / _STEPS_AN_EPOCH)))))
     steps = max(1, math.ceil(trained / machine.ranks / batch))
     is_new = choice.model == NEW_MODEL
     epochs = max(3, min(20, math.ceil(_NEW_MODEL_STEPS / steps))) if is_new else 3
-    rate, why = ("2.0e-3", "a new model") if is_new else ("3.0e-4", "a T5; a causal model needs about 2.0e-5")
+    rate, why = NEW_MODEL_LEARNING_RATE, "a new model"
+    if not is_new:
+        rate, why = 3e-4, "a T5; a causal model needs about 2.0e-5"
     lines = [
         "training:",
         f"  per_device_train_batch_size: {batch}  # on {machine.ranks} ranks about {steps:,} steps an epoch",
         "  per_device_eval_batch_size: 32",
         f"  num_train_epochs: {epochs}",
-        f"  learning_rate: {rate}  # for {why}",
+        "  learning_rate: " + f"{rate:.1e}".replace("e-0", "e-") + f"  # for {why}",
         "  warmup_steps: 0.05  # share of all steps",
     ]
     lines += ["  precision: bf16"] if machine.bf16 else []
@@ -153,7 +172,7 @@ def _training(machine: Machine, choice: Choice, rows: _Rows) -> list[str]:
     return lines
 
 
-def _evaluation(rows: _Rows) -> list[str]:
+def _evaluation(rows: Rows) -> list[str]:
     if rows.fraction is None:
         return []
     targets = _texts(rows)[1]

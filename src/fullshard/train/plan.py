@@ -162,13 +162,15 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     speed, given = speed_of(device, rates), isinstance(data, RowsOfLength)
     timed = 0 if speed is None else STEPS
     told = _Told(progress, len(ranks) * (STEPS - 1 + len(largest)) + timed)
-    found = highest(partial(_build, config, data, largest, held_out, told), ranks, world_size, device)
+    found = highest(
+        partial(_build, config, data, largest, held_out, told), ranks, world_size, device, rates, timed=False
+    )
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
     if speed is not None and (roughly is None or found.fits()):
         batches = largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
         build = partial(_build, config, data, [batches[:most]], [], told)
-        rehearsal = rehearse_on(build, found.rank, world_size, device)
+        rehearsal = rehearse_on(build, found.rank, world_size, device, rates)
         values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
     return RunPlan(**values, steps=_total_steps(config, data, epoch), step_tokens=round(tokens / epoch.num_steps))
@@ -252,9 +254,9 @@ def middle_step(config: RunConfig, data: Prepared, epoch: BatchPlan) -> list[Bat
 
 
 def at_limits(data: Prepared) -> Prepared:
-    """Return the data with training rows at their greatest lengths, if they are streamed: theirs are not known."""
+    """Return the data with training rows at their greatest lengths, if theirs are only estimated."""
     rows = data.train_set
-    if rows.source is None:
+    if not rows.estimated:
         return data
     token = np.int32(0 if data.tokenizer.pad_token_id else 1)
     sources, targets = (

@@ -10,7 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fullshard
-from fullshard.comm import MemoryMeter, RecordingComm
+from fullshard.comm import GlooComm, MemoryMeter, RecordingComm
 from fullshard.config import load_run
 from fullshard.engine.registry import runtime_of
 from fullshard.train.plan import largest_steps
@@ -73,6 +73,7 @@ def main():
     torch.set_num_threads(1)
     comm = fullshard.init()
     results = {name: library(comm, OPTIONS[name]) for name in options.only if name in OPTIONS}
+    results["sockets"] = library(GlooComm(comm.group, direct=False), {})
     for name in options.only:
         if name in RUNS:
             results[name] = program(comm, options.directory / name / "run.yaml")

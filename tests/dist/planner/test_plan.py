@@ -6,8 +6,10 @@ import pytest
 
 import fullshard
 from fullshard.config import load_run
+from fullshard.planner import Rates
+from fullshard.planner.plan import highest
 from fullshard.train.plan import plan_run
-from support.planned import OPTIONS, RUNS, batch, make_model
+from support.planned import OPTIONS, RUNS, batch, build, make_model
 from support.processes import run_processes
 
 pytestmark = pytest.mark.dist
@@ -42,6 +44,16 @@ def assert_equal(plan, ranks, case):
 @pytest.mark.parametrize("case", OPTIONS)
 def test_a_plan_is_what_ranks_hold_and_send(case, ranks):
     assert_equal(fullshard.plan(make_model, batch, world_size=2, **OPTIONS[case]), ranks, case)
+
+
+def test_where_messages_travel_a_reduce_is_under_way_while_the_next_unit_computes(ranks):
+    apart = Rates(2, 0.0, {}, {}, travels=True)
+    plans = {
+        how: highest(build, [0, 1], 2, None, rates, timed=False)
+        for how, rates in (("on one machine", None), ("sockets", apart))
+    }
+    assert_equal(plans["sockets"], ranks, "sockets")
+    assert plans["sockets"].account["gradients"] > plans["on one machine"].account["gradients"]
 
 
 @pytest.mark.parametrize("case", RUNS)

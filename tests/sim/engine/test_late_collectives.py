@@ -17,6 +17,7 @@ from fullshard import (
     no_all_reduce,
     no_sync,
     unsharded,
+    vocab_parallel_loss,
 )
 from fullshard.engine.setup import wrap
 from fullshard.engine.step import unit
@@ -30,6 +31,7 @@ from support import poison
 from support.models import SkippingLM, TinyLM, batches, lm_loss, lm_with_frozen_parts, t5, two_forwards_loss
 from support.parity import replicas
 from support.poison import LateComm, MisuseError
+from support.tiny_lm import HiddenLM
 
 pytestmark = pytest.mark.parity
 
@@ -74,6 +76,20 @@ def run_in_backward(model, comm):
     return [], weights(model)
 
 
+def run_with_the_loss_at_home(model, comm):
+    optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for tokens in batches(3, 2 * comm.size, length=7):
+        mine = tokens[2 * comm.rank : 2 * comm.rank + 2]
+        with no_sync(model):
+            vocab_parallel_loss(model(mine[:, :-1]), model.head, mine[:, 1:]).backward()
+        loss = vocab_parallel_loss(model(mine[:, :-1]), model.head, mine[:, 1:])
+        loss.backward()
+        seen += [loss.item(), clip_grad_norm_(model, 1.0)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, weights(model)
+
+
 def train(make, *, late, body=run, **options):
     two_axes = options.get("strategy", ShardingStrategy.FULL_SHARD).needs_two_axes
     size = 4 if two_axes else 2
@@ -112,6 +128,14 @@ CASES = {
     "offload": {"offload_policy": CPUOffload(pin_memory=False)},
     "bf16": {"mp_policy": MixedPrecision(param="bf16", reduce="bf16", reduce_sum="fp32")},
     "table": {"table": True},
+    "table at home": {"table": True, "tables": "home"},
+    "table at home, on two axes": {"table": True, "tables": "home", "strategy": ShardingStrategy.HYBRID_SHARD},
+    "table and loss at home": {
+        "table": True,
+        "tables": "home",
+        "make": lambda: small(HiddenLM),
+        "body": run_with_the_loss_at_home,
+    },
     "step in backward": {"body": run_in_backward},
 }
 

@@ -9,6 +9,7 @@ import torch
 
 from fullshard import MixedPrecision, ShardingStrategy, fully_shard, no_sync
 from fullshard.engine import record, units
+from fullshard.engine.setup import wrap
 from fullshard.shards import rows_of
 from fullshard.testing import RecordingComm, run_ranks
 from support.models import KINDS, batches
@@ -159,6 +160,21 @@ def test_no_sync_records_no_reduce():
         return {event.kind for event in trace.events}
 
     assert run_ranks(2, work) == [{"gather", "gather_wait", "forward", "backward"}] * 2
+
+
+def test_waits_for_tokens_that_travel_are_recorded(monkeypatch):
+    monkeypatch.setattr(wrap, "LARGE_NUMEL", 1000)
+    make, loss_of = KINDS["lm"]
+    _, models = replicas(make, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, tables="home")
+        with record(model) as trace:
+            loss_of(model, batches(1, 2)[0]).backward()
+        return [event.unit for event in trace.events if event.kind == "exchange_wait"]
+
+    # counts, ids and rows of the lookup; then the gradients of the rows
+    assert run_ranks(2, work) == [["(root)"] * 4] * 2
 
 
 def test_after_the_record_nothing_is_told():

@@ -6,14 +6,24 @@ import pytest
 import torch
 
 import fullshard
-from fullshard import BackwardPrefetch, MixedPrecision, ShardingStrategy, clip_grad_norm_, fully_shard, no_sync
+from fullshard import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    vocab_parallel_loss,
+)
 from fullshard.engine import no_all_reduce
+from fullshard.engine.setup import wrap
 from fullshard.engine.step import unit
 from fullshard.engine.step.lane import Lane, LaneState
 from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss, lm_with_frozen_parts, two_forwards_loss
 from support.parity import replicas
 from support.streams import CheckedDevice, CheckedWork, ReleasedMemoryError, StreamChecker, install
+from support.tiny_lm import HiddenLM
 
 LAYERS = 3
 STRATEGIES = [
@@ -90,6 +100,30 @@ def test_training_is_ordered(strategy, prefetch, checkpointing):
 )
 def test_training_is_ordered_with(options, strategy):
     assert_ordered(check(train, strategy=strategy, **options))
+
+
+def train_with_tables_at_home(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    for tokens, not_yet in zip(batches(2, 2), (no_sync, no_all_reduce), strict=True):
+        with not_yet(model):
+            vocab_parallel_loss(model(tokens[:, :-1]), model.head, tokens[:, 1:]).backward()
+        lm_loss_of(model, tokens).backward()  # logits, of the gathered table
+        vocab_parallel_loss(model(tokens[:, :-1]), model.head, tokens[:, 1:]).backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def lm_loss_of(model, tokens):
+    return model.head(model(tokens[:, :-1])).square().mean()
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD])
+@pytest.mark.parametrize("mp_policy", [None, MixedPrecision(param="bf16", reduce="bf16", reduce_sum="fp32")])
+def test_tables_that_stay_home_are_ordered(mp_policy, strategy, monkeypatch):
+    monkeypatch.setattr(wrap, "LARGE_NUMEL", 500)
+    options = {"make": lambda: HiddenLM(layers=LAYERS), "strategy": strategy, "tables": "home"}
+    assert_ordered(check(train_with_tables_at_home, mp_policy=mp_policy, **options))
 
 
 class Shortened(TinyLM):

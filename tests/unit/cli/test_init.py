@@ -77,7 +77,37 @@ def test_a_semicolon_and_unusable_rows_are_written_down(tmp_path, monkeypatch, c
     assert (values["train_file"], values["delimiter"], values["max_bad_rows"]) == ("../train.csv", ";", 1)
     assert "# so many have an empty or broken cell" in text
     assert load_run("runs/first.yaml").data.train_file.resolve() == tmp_path / "train.csv"
-    assert "label: 41 filled, mean 11 characters, longest 13, 3 different" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "label: 41 filled, mean 11 characters, longest 13, 3 different" in printed
+    assert "1 of 41 rows cannot be used and will be skipped (data.max_bad_rows):\n  1: " in printed
+    assert "(line 42)\n" in printed
+
+
+def test_unusable_rows_are_counted_by_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"what is {i},{'' if i % 4 == 3 else i % 3}" for i in range(40)]
+    rows[0] += ",one cell more"
+    (tmp_path / "train.csv").write_text("\n".join(["question,answer", *rows]) + "\n")
+    assert cli.main(["init", "train.csv", "--yes"]) == 0
+    printed = capsys.readouterr().out.partition("11 of 40 rows cannot be used")[2].splitlines()
+    assert printed[1].startswith("  10: ")
+    assert printed[1].endswith("(lines 5, 9, 13, ...)")
+    assert printed[2] == "  1: the row has 3 cells, the header 2 (line 2)"
+    assert load_run("run.yaml").data.max_bad_rows == 11
+
+
+def test_tables_of_one_name_have_run_directories_of_their_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pairs(tmp_path / "a.csv")
+    rows = "".join(json.dumps({"question": f"what is {i}", "answer": f"thing {i}"}) + "\n" for i in range(40))
+    (tmp_path / "a.jsonl").write_text(rows)
+    (tmp_path / "b.jsonl").write_text(rows)
+    (tmp_path / "b.yaml").write_text("no table")
+    for name in ("a.csv", "a.jsonl", "b.jsonl"):
+        assert cli.main(["init", name, "--yes", "--out", f"{name}.yaml"]) == 0
+    found = [load_run(f"{name}.yaml").output_dir.name for name in ("a.csv", "a.jsonl", "b.jsonl")]
+    assert found == ["a-csv", "a-jsonl", "b"]
+    assert "cannot be used" not in capsys.readouterr().out
 
 
 def test_a_table_of_another_encoding_is_refused_not_thinned_out(tmp_path, monkeypatch, capsys):

@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.data import SourceSpec, chained, read_split, tokenize
+from fullshard.data import SourceSpec, chained, read_split, tokenize, training_texts
 from fullshard.data.batching import ahead
 from fullshard.data.batching.collate import CollateSpec
 from fullshard.data.batching.stream import EpochPlan, steps
+from fullshard.data.streaming import rows as rows_module
 from fullshard.data.streaming.index import ROWS_NAME, TargetCounts, index_to
-from fullshard.data.streaming.rows import StreamedRows, open_stream, sample_lengths
+from fullshard.data.streaming.rows import StreamedRows, lengths_to, open_stream, sample_lengths
 from fullshard.data.tokenizing.tokenize import TokenizeSpec
 from fullshard.errors import DataError
 from fullshard.train.setup.set_rows import MOST_LABELS
@@ -105,6 +106,38 @@ def test_the_ids_and_weights_are_those_of_the_set_tokenized_first(kind, tmp_path
     copied = kind in ("gzip", "latin-1", "parquet")
     assert kept["in_place"] is not copied
     assert (tmp_path / "entry" / ROWS_NAME).exists() is copied
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_rows_held_out_by_a_hash_are_not_in_the_index(kind, tmp_path, t5_like):
+    spec = spec_of(FILES[kind](tmp_path), validation_fraction=0.4)
+    train, held_out = read_split(spec, "train"), read_split(spec, "validation")
+    assert min(len(train.examples), len(held_out.examples)) > 1
+    streamed, kept = stream(tmp_path / "entry", spec, t5_like)
+    assert everything(streamed) == everything(tokenize(train.examples, t5_like, T5))
+    assert (tuple(kept["notes"]), kept["rows"]) == (train.notes, len(train.examples))
+    assert [row.source for row in training_texts(spec, 3)] == [row.source for row in train.examples[:3]]
+    limited, kept = stream(tmp_path / "limited", spec, t5_like, limit=2)
+    assert kept["notes"][-1].startswith(f"training: the first 2 of {len(train.examples)} rows")
+    assert [row.tolist() for row in limited.source_ids] == [row.tolist() for row in list(streamed.source_ids)[:2]]
+
+
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_the_lengths_of_all_rows_are_found_without_keeping_ids(tmp_path, t5_like, monkeypatch, chunk):
+    monkeypatch.setattr(rows_module, "CHUNK_ROWS", chunk)
+    spec = spec_of(FILES["csv"](tmp_path))
+    first = tokenize(read_split(spec, "train").examples, t5_like, T5)
+    streamed, _ = stream(tmp_path / "entry", spec, t5_like)
+    told, lengths = [], tmp_path / "lengths"
+    lengths.mkdir()
+    about = lengths_to(lengths, streamed.source, T5, lambda *done: told.append(done))
+    exact = open_stream(tmp_path / "entry", streamed.source, json.loads(json.dumps(about)), lengths)
+    assert (streamed.estimated, exact.estimated, exact.taken([1]).estimated) == (True, False, False)
+    assert exact.source_ids.lengths.tolist() == first.source_ids.lengths.tolist()
+    assert exact.target_ids.lengths.tolist() == first.target_ids.lengths.tolist()
+    assert (exact.source_stats, exact.target_stats) == (first.source_stats, first.target_stats)
+    assert (told[0], told[-1]) == ((0, len(first)), (len(first), len(first)))
+    assert {path.stat().st_size for path in lengths.iterdir()} == {4 * len(first)}
 
 
 def same_batches(mine, theirs):

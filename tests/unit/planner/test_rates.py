@@ -71,9 +71,9 @@ def test_what_no_computation_hides_is_waited_for_once():
 def test_the_file_keeps_what_was_measured_for_each_number_of_ranks(tmp_path):
     path = tmp_path / "rates.json"
     write_rates(path, "here", rates(1, host_s=0.125))
-    write_rates(path, "here", rates(2))
+    write_rates(path, "here", rates(2, travels=True))
     assert read_rates(path, 1) == rates(1, host_s=0.125)
-    assert read_rates(path, 2) == read_rates(path, 64) == rates(2)
+    assert read_rates(path, 2) == read_rates(path, 64) == rates(2, travels=True)
 
 
 def test_rates_of_another_machine_are_replaced(tmp_path):

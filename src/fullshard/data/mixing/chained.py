@@ -72,6 +72,7 @@ def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
         weights=_joined_weights(sets),
         set_rows=tuple(map(len, sets)),
         source=None if sources is None else ChainedSource(sources, list(map(len, sets))),
+        estimated=any(one.estimated for one in sets),
     )
 
 

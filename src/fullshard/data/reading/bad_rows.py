@@ -20,17 +20,24 @@ class UnusableRowsError(DataError):
 
 
 class BadRows:
-    """The unusable rows of one table."""
+    """The unusable rows of one table.
+
+    Attributes:
+        count: How many there are.
+        reasons: The lines of the rows of each reason.
+    """
 
     def __init__(self, where: str) -> None:
         """Start with none; ``where`` names the table in messages."""
         self.count = 0
+        self.reasons: dict[str, list[int]] = {}
         self._where = where
         self._found: list[str] = []
 
     def add(self, line: int, problem: str) -> None:
         """Count a row and remember its problem."""
         self.count += 1
+        self.reasons.setdefault(problem, []).append(line)
         self._found.append(f"{self._where}:{line}: {problem}")
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from fullshard.data.examples import Example, Split, Table
+from fullshard.data.examples import Example, Split
 from fullshard.data.reading.conversations import opening
 from fullshard.errors import DataError
 
@@ -15,27 +15,45 @@ def is_held_out(key: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def hold_out(table: Table, fraction: float, split: Split, where: str) -> Table:
-    """Return one split of a table, chosen by the sources of its rows; of conversations by their openings.
+class Sides:
+    """Which rows of a table are held out, by their sources; of conversations by their openings.
 
     A conversation is on one side with all its turns, and so are those that begin with the same turns.
 
-    Raises:
-        DataError: One of the splits would be empty.
+    Attributes:
+        counts: Rows of each split so far.
     """
-    sides: dict[Split, list[Example]] = {"train": [], "validation": []}
-    for example in table.examples:
-        key = example.source if example.conversation is None else opening(example.conversation)
-        sides["validation" if is_held_out(key, fraction) else "train"].append(example)
-    require_both_sides(len(sides["train"]), len(sides["validation"]), fraction, where)
-    share = len(sides["validation"]) / len(table.examples)
-    what = "a row's source" if table.examples[0].conversation is None else "the turns before the first answer"
-    note = (
-        f"{where}: {len(sides['validation'])} of {len(table.examples)} rows are held out, {share:.1%}, by "
-        f"data.validation_fraction {fraction:g}: the hash of {what} decides, whatever other rows there are."
-    )
-    # The unusable rows are those of one file, whichever side is read: listed with the training rows, once.
-    return Table(sides[split], (*table.notes, note), table.skipped if split == "train" else ())
+
+    def __init__(self, fraction: float, where: str) -> None:
+        """Start with no rows; ``where`` names the table in messages."""
+        self.counts: dict[Split, int] = {"train": 0, "validation": 0}
+        self._fraction, self._where = fraction, where
+        self._of_turns: bool | None = None
+
+    def side(self, example: Example) -> Split:
+        """Return the split of a row, and count it."""
+        talk = example.conversation
+        if self._of_turns is None:
+            self._of_turns = talk is not None
+        key = example.source if talk is None else opening(talk)
+        split: Split = "validation" if is_held_out(key, self._fraction) else "train"
+        self.counts[split] += 1
+        return split
+
+    def note(self) -> str:
+        """Return the message about how many rows are held out, after all rows were seen.
+
+        Raises:
+            DataError: One of the splits is empty.
+        """
+        num_train, num_held_out = self.counts["train"], self.counts["validation"]
+        require_both_sides(num_train, num_held_out, self._fraction, self._where)
+        rows = num_train + num_held_out
+        what = "the turns before the first answer" if self._of_turns else "a row's source"
+        return (
+            f"{self._where}: {num_held_out} of {rows} rows are held out, {num_held_out / rows:.1%}, by "
+            f"data.validation_fraction {self._fraction:g}: the hash of {what} decides, whatever other rows there are."
+        )
 
 
 def require_both_sides(num_train: int, num_held_out: int, fraction: float, where: str) -> None:

@@ -61,6 +61,11 @@ class OpenedTable:
         assert self._recipe is not None
         return list(dict.fromkeys([*self._recipe.columns, *([] if self._weights is None else [self._weights])]))
 
+    @property
+    def holds_conversations(self) -> bool:
+        """True if the rows are conversations."""
+        return isinstance(self._recipe, ConversationRecipe)
+
     def example(self, row: Row) -> Example:
         """Return the example of a row.
 

@@ -12,7 +12,7 @@ from fullshard.data.reading.arrow import DatasetRows, ParquetFile, open_dataset
 from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.columns import Recipe, choose, choose_sources
 from fullshard.data.reading.conversations import ConversationRecipe, find_conversations
-from fullshard.data.reading.holdout import hold_out
+from fullshard.data.reading.holdout import Sides
 from fullshard.data.reading.opened import OpenedTable, columns_of, texts_of
 from fullshard.data.reading.phrasebank import open_phrasebank
 from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, unreadable
@@ -49,9 +49,18 @@ def read_split(spec: SourceSpec, split: Split) -> Table:
     if spec.format == "wikihow" and spec.dataset_name is None:
         return read_wikihow(_file(spec, split), spec, split if by_hash else None)
     opened = open_table(spec, split)
-    examples = list(opened.usable())
-    table = Table(examples, opened.notes(), opened.bad.beyond_shown)
-    return hold_out(table, spec.validation_fraction, split, opened.reader.where) if by_hash else table
+    sides = sides_of(spec, opened.reader.where)
+    rows = [row for row in opened.usable() if sides is None or sides.side(row) == split]
+    table = Table(rows, opened.notes(), opened.bad.beyond_shown)
+    if sides is None:
+        return table
+    # The unusable rows are those of one file, whichever side is read: listed with the training rows, once.
+    return Table(table.examples, (*table.notes, sides.note()), table.skipped if split == "train" else ())
+
+
+def sides_of(spec: SourceSpec, where: str) -> Sides | None:
+    """Return which rows of the table ``where`` are held out by a hash; None: the splits are separate tables."""
+    return Sides(spec.validation_fraction, where) if _split_by_hash(spec) else None
 
 
 def open_table(spec: SourceSpec, split: Split, columns: list[str] | None = None) -> OpenedTable:

@@ -7,23 +7,31 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fullshard.data.examples import Example, SourceSpec
+from fullshard.data.reading.conversations import answers_as_rows
+from fullshard.data.reading.holdout import Sides
 from fullshard.data.reading.opened import OpenedTable
-from fullshard.data.reading.split import open_table
+from fullshard.data.reading.split import open_table, sides_of
 from fullshard.data.reading.tables import CsvFile, JsonLinesFile, LineStarts, Row
 
 ROWS_NAME = "rows.jsonl"
 """Name of an entry's copy of the rows, for a table without access to single rows."""
 
+ANSWERS_NAME = "answers"
+"""Name of an index's file with the answer, counted from 0, that each row is of its conversation."""
+
 _FLUSHED_ROWS = 1 << 16
-_COLUMNS = {"starts": "q", "source_characters": "i", "target_characters": "i", "weights": "d"}
+_COLUMNS = {"starts": "q", "source_characters": "i", "target_characters": "i", "weights": "d", ANSWERS_NAME: "i"}
 """Name of each of an index's files, and what :mod:`array` calls its type."""
 
 
-def index_to(directory: Path, spec: SourceSpec, limit: int | None, most_labels: int) -> dict[str, Any]:
+def index_to(
+    directory: Path, spec: SourceSpec, limit: int | None, most_labels: int, *, by_answer: bool = False
+) -> dict[str, Any]:
     """Write where each usable training row starts, and its lengths in characters; for ``build`` of ``cached``.
 
     Memory does not grow with the file. A CSV, TSV or JSON Lines file in UTF-8 is read in place later. A row of any
@@ -33,8 +41,9 @@ def index_to(directory: Path, spec: SourceSpec, limit: int | None, most_labels: 
     Args:
         directory: Directory of the files.
         spec: Where the rows come from.
-        limit: Maximum rows of the index, from the first; None: all.
+        limit: Maximum rows of the table, from the first; None: all.
         most_labels: Maximum distinct targets of a label set.
+        by_answer: Whether each learned answer of a conversation is a row, with the history before it.
 
     Returns:
         Columns, notes, skipped rows, labels, and what else :func:`~fullshard.data.streaming.rows.open_stream` needs.
@@ -43,32 +52,38 @@ def index_to(directory: Path, spec: SourceSpec, limit: int | None, most_labels: 
         DataError, ConfigError: See :func:`~fullshard.data.read_split`.
     """
     table = open_table(spec, "train")
-    in_place = reads_in_place(table, spec)
-    targets, rows, conversations = TargetCounts(most_labels), 0, False
+    in_place, sides = reads_in_place(table, spec), sides_of(spec, table.reader.where)
+    targets, rows, used = TargetCounts(most_labels), 0, 0
     with ExitStack() as stack:
-        names = [name for name in _COLUMNS if name != "weights" or spec.weight_column is not None]
-        files = {name: stack.enter_context((directory / name).open("wb")) for name in names}
-        columns = {name: array(_COLUMNS[name]) for name in names}
-        found = _in_place(table) if in_place else _copied(table, directory / ROWS_NAME)
+        idle = {name for name, wanted in (("weights", spec.weight_column), (ANSWERS_NAME, by_answer)) if not wanted}
+        files = {name: stack.enter_context((directory / name).open("wb")) for name in _COLUMNS if name not in idle}
+        columns = {name: array(_COLUMNS[name]) for name in files}
+        found = _in_place(table, sides) if in_place else _copied(table, sides, directory / ROWS_NAME)
         for start, example in found:
-            if rows != limit:
+            if used == limit:
+                continue  # the rest is only counted
+            used += 1
+            for answer, row in enumerate(answers_as_rows([example]) if by_answer else [example]):
                 rows += 1
-                conversations = conversations or example.conversation is not None
-                targets.add(example.target)
-                values = start, len(example.source), len(example.target), example.weight
-                for column, value in zip(columns.values(), values, strict=False):
-                    column.append(value)
-            if len(columns["starts"]) == _FLUSHED_ROWS:
+                targets.add(row.target)
+                values = (start, len(row.source), len(row.target), row.weight, answer)
+                for name, value in zip(_COLUMNS, values, strict=True):
+                    if name in columns:
+                        columns[name].append(value)
+            if len(columns["starts"]) >= _FLUSHED_ROWS:
                 _flush(columns, files)
         _flush(columns, files)
-    notes = table.notes()
-    if rows < table.num_usable:
-        notes = (*notes, f"training: the first {rows:,} of {table.num_usable:,} rows (data.max_train_samples)")
+    notes, usable = table.notes(), table.num_usable
+    if sides is not None:
+        notes, usable = (*notes, sides.note()), sides.counts["train"]
+    if used < usable:
+        notes = (*notes, f"training: the first {used:,} of {usable:,} rows (data.max_train_samples)")
     return {
+        "rows": rows,
         "columns": table.known,
         "notes": notes,
         "skipped": table.bad.beyond_shown,
-        "conversations": conversations,
+        "conversations": table.holds_conversations,
         "in_place": in_place,
         "labels": targets.labels,
         "majority": targets.majority,
@@ -107,20 +122,38 @@ class TargetCounts:
         return self._counts.most_common(1)[0][0]
 
 
-def _in_place(table: OpenedTable) -> Iterator[tuple[int, Example]]:
-    """Yield the byte where each usable row starts, and its example."""
+def training_texts(spec: SourceSpec, limit: int | None) -> Iterator[Example]:
+    """Yield the training rows one after another, the first ``limit`` of them, without keeping them; any process.
+
+    Raises:
+        DataError, ConfigError: See :func:`~fullshard.data.read_split`; not that too many rows are unusable.
+    """
+    table = open_table(spec, "train")
+    rows = _training_rows(table, sides_of(spec, table.reader.where))
+    return (example for _, example in islice(rows, limit))
+
+
+def _training_rows(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[Row, Example]]:
+    """Yield every usable row that is not held out, with its example."""
+    for row, example in table.usable_rows():
+        if sides is None or sides.side(example) == "train":
+            yield row, example
+
+
+def _in_place(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[int, Example]]:
+    """Yield the byte where each training row starts, and its example."""
     reader = table.reader
     assert isinstance(reader, CsvFile | JsonLinesFile)
     reader.starts = starts = LineStarts(Path(reader.where))
-    for row, example in table.usable_rows():
+    for row, example in _training_rows(table, sides):
         yield starts.take(row.line), example
 
 
-def _copied(table: OpenedTable, path: Path) -> Iterator[tuple[int, Example]]:
-    """Copy each usable row to a file as JSON, and yield where it starts there, and its example."""
+def _copied(table: OpenedTable, sides: Sides | None, path: Path) -> Iterator[tuple[int, Example]]:
+    """Copy each training row to a file as JSON, and yield where it starts there, and its example."""
     start = 0
     with path.open("wb") as file:
-        for row, example in table.usable_rows():
+        for row, example in _training_rows(table, sides):
             line = _as_line(row, table.wanted)
             file.write(line)
             yield start, example

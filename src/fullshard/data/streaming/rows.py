@@ -6,7 +6,8 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 
 from fullshard.data.examples import Example, SourceSpec
 from fullshard.data.reading.bad_rows import UnusableRowError
+from fullshard.data.reading.conversations import answers_as_rows
 from fullshard.data.reading.split import open_table
 from fullshard.data.reading.tables import CsvFile, JsonLinesFile, unreadable
-from fullshard.data.streaming.index import ROWS_NAME
+from fullshard.data.streaming.index import ANSWERS_NAME, ROWS_NAME
 from fullshard.data.tokenizing.on_demand import OnDemand
 from fullshard.data.tokenizing.tokenize import (
+    CHUNK_ROWS,
     Counters,
     EncodedRows,
     LengthStats,
@@ -33,6 +36,10 @@ from fullshard.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SIDES = ("source", "target")
+_LENGTHS = "{}_lengths"
+"""Name of the file with the exact lengths of one side."""
 
 SAMPLED_ROWS = 1000
 """Evenly spaced rows that are tokenized beforehand for the statistics of lengths."""
@@ -65,6 +72,8 @@ class StreamedRows:
             DataError: The file cannot be read.
         """
         self.starts = np.memmap(directory / "starts", np.int64, mode="r")
+        answers = directory / ANSWERS_NAME
+        self._answers = np.memmap(answers, np.int32, mode="r") if answers.exists() else None
         self._table = open_table(spec, "train", kept["columns"])
         own = self._table.reader
         if kept["in_place"]:
@@ -93,9 +102,11 @@ class StreamedRows:
         for row in rows:
             self._file.seek(int(self.starts[row]))
             try:
-                read = self._reader.row_at(self._lines())
-                found.append(self._table.example(read))
-            except (UnusableRowError, StopIteration, ValueError) as error:
+                example = self._table.example(self._reader.row_at(self._lines()))
+                if self._answers is not None:
+                    example = answers_as_rows([example])[self._answers[row]]
+                found.append(example)
+            except (UnusableRowError, StopIteration, ValueError, IndexError) as error:
                 raise self._changed() from error
         if self._stamp() != self._state:
             raise self._changed()
@@ -150,22 +161,58 @@ def sample_lengths(rows: StreamedRows, how: TokenizeSpec) -> dict[str, Any]:
     }
 
 
-def open_stream(directory: Path, rows: StreamedRows, sample: dict[str, Any]) -> TokenizedSet:
+def lengths_to(
+    directory: Path, rows: StreamedRows, how: TokenizeSpec, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Tokenize all rows once and write the lengths of their two sides, not their ids; for ``build`` of ``cached``.
+
+    Args:
+        directory: Directory of the files.
+        rows: The rows of an index.
+        how: How text becomes ids.
+        progress: Called with rows done and in total.
+
+    Returns:
+        The statistics of all rows, for :func:`open_stream`.
+
+    Raises:
+        DataError: See :func:`~fullshard.data.tokenize`.
+    """
+    counters, total, spans = Counters(how), len(rows.starts), False
+    with ExitStack() as stack:
+        files = [stack.enter_context((directory / _LENGTHS.format(name)).open("wb")) for name in _SIDES]
+        for start in range(0, total, CHUNK_ROWS):
+            progress(start, total)
+            encoded = rows.encode(range(start, min(start + CHUNK_ROWS, total)))
+            counters.add(encoded)
+            for file, side in zip(files, (encoded.source, encoded.target), strict=True):
+                side.ids.lengths.astype(np.int32).tofile(file)
+            spans = encoded.spans is not None
+    progress(total, total)
+    stats = {"source": asdict(counters.source.stats()), "target": asdict(counters.target.stats())}
+    return {"stats": stats, "spans": spans}
+
+
+def open_stream(directory: Path, rows: StreamedRows, about: dict[str, Any], exact: Path | None = None) -> TokenizedSet:
     """Return the rows of an index as a set whose ids are made when they are asked for.
 
     Args:
         directory: The entry with the index.
         rows: Its rows.
-        sample: What :func:`sample_lengths` returned.
+        about: What :func:`sample_lengths` returned; with ``exact`` what :func:`lengths_to` did.
+        exact: The entry with the rows' lengths; None: they are estimated.
     """
     weights = directory / "weights"
-    stats = {name: LengthStats(**sample["stats"][name]) for name in ("source", "target")}
-    sides = {
-        name: OnDemand(rows, name, _estimated(directory / f"{name}_characters", sample["rates"][name], stats[name]))
-        for name in ("source", "target")
+    stats = {name: LengthStats(**about["stats"][name]) for name in _SIDES}
+    lengths = {
+        name: _estimated(directory / f"{name}_characters", about["rates"][name], stats[name])
+        if exact is None
+        else np.memmap(exact / _LENGTHS.format(name), np.int32, mode="r")
+        for name in _SIDES
     }
-    found = TokenizedSet(sides["source"], sides["target"], stats["source"], stats["target"], source=rows)
-    found = replace(found, spans=OnDemand(rows, "spans", np.zeros(len(found), np.int64)) if sample["spans"] else None)
+    source, target = (OnDemand(rows, name, lengths[name]) for name in _SIDES)
+    found = TokenizedSet(source, target, stats["source"], stats["target"], source=rows, estimated=exact is None)
+    found = replace(found, spans=OnDemand(rows, "spans", np.zeros(len(found), np.int64)) if about["spans"] else None)
     return replace(found, weights=np.memmap(weights, np.float64, mode="r") if weights.exists() else None)
 
 

@@ -24,10 +24,10 @@ class RowSource(Protocol):
 
 
 class OnDemand(Ragged):
-    """One side of rows that are tokenized one by one; their lengths are estimates, and there is no array of ids."""
+    """One side of rows that are tokenized one by one; there is no array of ids."""
 
-    def __init__(self, source: RowSource, side: str, lengths: NDArray[np.int64]) -> None:
-        """Give ``lengths`` as those of the rows; ``side`` is source, target or spans."""
+    def __init__(self, source: RowSource, side: str, lengths: NDArray[np.integer]) -> None:
+        """Give ``lengths`` as those of the rows, exact or estimated; ``side`` is source, target or spans."""
         self._source, self._side = source, side
         self.offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(lengths, dtype=OFFSET_DTYPE)])
 
@@ -42,7 +42,7 @@ class OnDemand(Ragged):
         return (encoded.source if self._side == "source" else encoded.target).ids[0]
 
     def checksum(self) -> int:
-        """Return a CRC-32 of the estimated lengths."""
+        """Return a CRC-32 of the lengths."""
         return zlib.crc32(np.ascontiguousarray(self.offsets).data)
 
 

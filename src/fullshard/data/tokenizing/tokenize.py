@@ -60,9 +60,9 @@ class TokenizedSet:
     spans: Ragged | None = None
     weights: NDArray[np.float64] | None = None  # factor on the loss of each row's tokens; None: all are 1
     set_rows: tuple[int, ...] = ()  # rows of each set of a mixture, which follow one another; empty: one set
-    # what makes the ids when they are asked for; the lengths of rows and their statistics are then estimates. None: the
-    # ids are there
+    # what makes the ids when they are asked for; None: the ids are there
     source: RowSource | None = None
+    estimated: bool = False  # whether the lengths of rows are estimates, and their statistics those of a sample
 
     def __post_init__(self) -> None:
         """Copy lists of rows into arrays."""
@@ -95,6 +95,7 @@ class TokenizedSet:
             target_ids=Picked(found.target.ids, rows),
             spans=None if found.spans is None else Picked(found.spans, rows),
             source=None,
+            estimated=False,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, same_group, same_ranks
+from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, hides_messages, same_group, same_ranks
 from fullshard.engine.full.eval_precision import follow_mode, remember_buffers
 from fullshard.engine.full.model_class import plain_class, sharded_class
 from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
@@ -125,7 +125,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     """
     strategy = _reshard(strategy, after_forward=reshard_after_forward)
     ranks = as_mesh(mesh, strategy, device)
-    runtime_device = device_of(device or ranks.device)
+    runtime_device = _device_for(ranks, device)
     policy = UnitPolicy(strategy, mp_policy or MixedPrecision(), offload_policy, frozen, tables)
     _check_policy(policy, runtime_device)
     root, wrap = (model, wrap) if isinstance(model, nn.Module) else (nn.ModuleList(model), None)
@@ -172,6 +172,14 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     if reader is not None:
         fill(root, reader)
     return model
+
+
+def _device_for(ranks: Mesh, device: torch.device | None) -> Device:
+    """Return the device that units compute on, with as many reduces under way as its collectives can hide."""
+    runtime_device = device_of(device or ranks.device)
+    if hides_messages(ranks.shard_group):
+        runtime_device.reduces_behind = max(1, runtime_device.reduces_behind)
+    return runtime_device
 
 
 def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingStrategy:

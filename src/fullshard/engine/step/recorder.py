@@ -7,8 +7,10 @@ from typing import Literal
 
 from fullshard.comm import Work
 
-Kind = Literal["gather", "gather_wait", "forward", "backward", "reduce", "reduce_wait", "optimizer"]
-Transfer = Literal["gather", "reduce"]
+Kind = Literal[
+    "gather", "gather_wait", "forward", "backward", "reduce", "reduce_wait", "optimizer", "exchange", "exchange_wait"
+]
+Transfer = Literal["gather", "reduce", "exchange"]
 
 
 class SilentRecorder:

@@ -119,18 +119,15 @@ class Runtime:
 
     def release(self, unit: Unit) -> None:
         """Free the unit's full parameters, unless there is a reason to keep them; the only place that decides."""
-        if unit.stays_shown:
-            return
-        if unit.keep:
-            unit.hide()
-        else:
+        if not unit.keep:
             unit.reshard()
+        elif not unit.stays_shown:
+            unit.hide()
 
     def refresh(self, unit: Unit) -> None:
         """Free what is gathered, which may be older than the shards, unless a context keeps it shown.
 
-        All ranks call it at the same events. Whether a unit is stale cannot be decided from its shards here: a rank
-        without rows sees no change and would gather less than the others.
+        All ranks call it at the same events, stale or not: a rank without rows sees no change and would gather less.
         """
         unit.keep.discard(Keep.NEXT_PASS)
         self.release(unit)

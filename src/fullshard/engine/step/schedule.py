@@ -200,9 +200,7 @@ class Schedule:
         """Return the units that followed ``unit`` in the last forward, as many as are prefetched."""
         guess: list[int] = []
         following = self.following.get(unit) if self.prefetch.forward and unit != self.root else None
-        while following is not None and following != unit and len(guess) < self.prefetch.ahead:
-            if following in guess:
-                break
+        while following is not None and following not in (unit, *guess) and len(guess) < self.prefetch.ahead:
             guess.append(following)
             following = self.following.get(following)
         return guess
@@ -277,9 +275,8 @@ class Schedule:
         if unit in self.queue:
             self.ready.add(unit)
             return self._pop_ready()
-        if unit in self.final:  # reduced already: a late gradient is reduced in the sweep
-            return []
-        return [(Verb.FLUSH, unit)]
+        # One that was reduced already: a late gradient is reduced in the sweep.
+        return [] if unit in self.final else [(Verb.FLUSH, unit)]
 
     def backward_ends(self, call: Call) -> list[Action]:
         """Record that the input node of ``call`` ran: nothing in this call needs the parameters any more."""

@@ -7,10 +7,12 @@ counts, 8 L (N-1)/N for the ids, and L d b (N-1)/N for the rows, on average; bac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from fullshard.comm import Comm, settle
+if TYPE_CHECKING:
+    from fullshard.engine.tables.param import TableParam
 
 
 @dataclass(frozen=True)
@@ -30,41 +32,39 @@ class Trip:
     wanted: torch.Tensor
 
 
-def ask(comm: Comm, bounds: torch.Tensor, ids: torch.Tensor) -> Trip:
-    """Send ids to the ranks that own their rows. Every rank of ``comm`` calls it.
+def ask(table: TableParam, ids: torch.Tensor) -> Trip:
+    """Send ids to the ranks that own their rows. Every rank that shares the table calls it.
 
     Args:
-        comm: The ranks that share the table.
-        bounds: Rank r owns rows ``bounds[r]`` to ``bounds[r + 1]``; (N + 1,), int64.
-        ids: Rows to look up, any shape, int32 or int64; each is below the last bound.
+        table: The table.
+        ids: Rows to look up, any shape, int32 or int64; each is a row of the table.
     """
     rows, places = torch.unique(ids.long(), return_inverse=True)  # ascending: grouped by owner
-    ends = torch.searchsorted(rows, bounds[1:])
+    ends = torch.searchsorted(rows, table.bounds[1:])
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     replies = torch.empty_like(counts)
-    _run(comm, replies.split(1), counts.split(1))
+    _run(table, replies.split(1), counts.split(1))
     asked, answered = counts.tolist(), replies.tolist()
     wanted = rows.new_empty(sum(answered))
-    _run(comm, wanted.split(answered), rows.split(asked))
-    return Trip(places, asked, answered, wanted - bounds[comm.rank])
+    _run(table, wanted.split(answered), rows.split(asked))
+    return Trip(places, asked, answered, wanted - table.bounds[table.comm.rank])
 
 
-def fetch(comm: Comm, trip: Trip, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rows that this rank asked for, (sum(asked), d), in ``dtype``; ``rows`` are those it owns, (R, d)."""
-    sent = rows.index_select(0, trip.wanted.to(rows.device)).to(trip.wanted.device, dtype)
+def fetch(table: TableParam, trip: Trip) -> torch.Tensor:
+    """Return the rows that this rank asked for, (sum(asked), d), in the compute dtype."""
+    rows = table.rows
+    sent = rows.index_select(0, trip.wanted.to(rows.device)).to(trip.wanted.device)
     received = sent.new_empty(sum(trip.asked), rows.shape[1])
-    _run(comm, received.split(trip.asked), sent.split(trip.answered))
+    _run(table, received.split(trip.asked), sent.split(trip.answered))
     return received
 
 
-def give_back(comm: Comm, trip: Trip, gradients: torch.Tensor) -> torch.Tensor:
+def give_back(table: TableParam, trip: Trip, gradients: torch.Tensor) -> torch.Tensor:
     """Send gradients of rows, (sum(asked), d), to their owners; return those that arrive for ``trip.wanted``."""
     received = gradients.new_empty(sum(trip.answered), gradients.shape[1])
-    _run(comm, received.split(trip.answered), gradients.split(trip.asked))
+    _run(table, received.split(trip.answered), gradients.split(trip.asked))
     return received
 
 
-def _run(comm: Comm, received: tuple[torch.Tensor, ...], sent: tuple[torch.Tensor, ...]) -> None:
-    work = comm.exchange(received, sent)
-    work.wait()
-    settle(work)  # what was sent is freed by the caller
+def _run(table: TableParam, received: tuple[torch.Tensor, ...], sent: tuple[torch.Tensor, ...]) -> None:
+    table.wait(table.comm.exchange(received, sent))

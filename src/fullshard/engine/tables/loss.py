@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.comm import Comm, settle
 from fullshard.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -63,12 +62,11 @@ def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, ter
     Returns:
         0-d, float32 or wider.
     """
-    comm = table.lane.mesh.shard_group
     table.announce("loss")
     counts = _counts(table, labels)
     hidden = hidden.to(table.lane.dtypes.compute)
     records = torch.is_grad_enabled() and (hidden.requires_grad or table.trainable)
-    tokens = _Tokens(comm, counts, records=records)
+    tokens = _Tokens(table, counts, records=records)
     with torch._C.DisableTorchFunctionSubclass():
         return _HomeLoss.apply(hidden, table.full, table, labels, terms, tokens)  # type: ignore[return-value]
 
@@ -79,10 +77,10 @@ def _counts(table: TableParam, labels: torch.Tensor) -> list[int]:
     Raises:
         IndexError: A label of any rank is no row of the table; on every rank.
     """
-    comm, rows = table.lane.mesh.shard_group, table.meta.global_shape[0]
+    rows = table.meta.global_shape[0]
     low, high = (labels.amin(), labels.amax()) if len(labels) else labels.new_tensor([0, 0])
     mine = torch.stack([torch.full_like(low, len(labels)), low, high])
-    by_rank = _all_gather(comm, mine).tolist()
+    by_rank = _all_gather(table, mine).tolist()
     for rank, (_, first, last) in enumerate(by_rank):
         if first < 0 or last >= rows:
             raise IndexError(f"{table.meta.name} has {rows} rows; labels of rank {rank} are from {first} to {last}.")
@@ -94,12 +92,12 @@ class _Tokens:
     """The tokens of all ranks.
 
     Attributes:
-        comm: The ranks that share the table.
+        table: The table that they are multiplied with.
         counts: How many tokens each rank has.
         records: Whether gradients are wanted.
     """
 
-    comm: Comm
+    table: TableParam
     counts: list[int]
     records: bool
 
@@ -112,17 +110,16 @@ class _Tokens:
         """Return (N * most, ...): each rank's (T, ...), filled up with zeros."""
         padded = mine.new_zeros(self.most, *mine.shape[1:])
         padded[: len(mine)] = mine
-        return _all_gather(self.comm, padded).flatten(0, 1)
+        return _all_gather(self.table, padded).flatten(0, 1)
 
 
-def _all_gather(comm: Comm, mine: torch.Tensor) -> torch.Tensor:
+def _all_gather(table: TableParam, mine: torch.Tensor) -> torch.Tensor:
     """Return (N, ...): every rank's tensor."""
+    comm = table.comm
     full = mine.new_empty(comm.size * mine.numel())
     if not mine.numel():  # on every rank
         return full.view(comm.size, *mine.shape)
-    work = comm.all_gather(full, mine.reshape(-1))
-    work.wait()
-    settle(work)
+    table.wait(comm.all_gather(full, mine.reshape(-1)))
     return full.view(comm.size, *mine.shape)
 
 
@@ -151,7 +148,7 @@ class _HomeLoss(torch.autograd.Function):
             raise RuntimeError("Backward through a fused loss runs once: its gradients are not kept.")
         left = (gradient / ctx.factor).reshape(1)  # 1-d: a 0-d tensor would be rounded to the gradient's dtype
         if rows is not None:
-            _require_equal(ctx.tokens.comm, table, left)
+            _require_equal(table, left)
 
             def add(total: torch.Tensor) -> None:
                 total.addcmul_(rows.to(total.dtype), (left * ctx.unit).to(total.dtype))
@@ -160,7 +157,7 @@ class _HomeLoss(torch.autograd.Function):
         return (None if hidden is None else hidden.mul_(left * ctx.unit), None, None, None, None, None)
 
 
-def _require_equal(comm: Comm, table: TableParam, left: torch.Tensor) -> None:
+def _require_equal(table: TableParam, left: torch.Tensor) -> None:
     """Refuse factors that differ between ranks: rows of one rank have gradients of every rank's tokens.
 
     Raises:
@@ -168,7 +165,7 @@ def _require_equal(comm: Comm, table: TableParam, left: torch.Tensor) -> None:
     """
     table.announce("loss")
     extremes = torch.cat([left, -left]).double()
-    comm.all_reduce(extremes, "max").wait()
+    table.wait(table.comm.all_reduce(extremes, "max"))
     high, low = extremes[0].item(), -extremes[1].item()
     if high - low > 1e-5 * max(abs(high), abs(low)):
         raise MismatchError(_UNEQUAL.format(low=low, high=high))
@@ -189,7 +186,7 @@ class _Parts:
     ) -> None:
         self.table, self.terms, self.tokens = table, terms, tokens
         self.rows = table.rows
-        self.rank, self.count = tokens.comm.rank, len(hidden)
+        self.rank, self.count = table.comm.rank, len(hidden)
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         self.hidden = tokens.gather(hidden.detach())
         first = table.bounds[self.rank].item()
@@ -241,9 +238,7 @@ class _Parts:
         own = partial.new_empty(self.tokens.most, partial.shape[1], dtype=self.table.lane.dtypes.reduce_sum)
         if not self.tokens.most:
             return own
-        work = self.tokens.comm.reduce_scatter(own.view(-1), partial.view(-1))
-        work.wait()
-        settle(work)
+        self.table.wait(self.table.comm.reduce_scatter(own.view(-1), partial.view(-1)))
         return own[: self.count]
 
     def _chunk(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,7 +246,7 @@ class _Parts:
         share, vocabulary = self.terms.label_smoothing, self.table.meta.global_shape[0]
         logits = (self.hidden[part] @ self.rows.t()).to(self.wide)
         here, targets = self.is_here[part], self.targets[part, None]
-        everywhere = _all_gather(self.tokens.comm, self._statistics(logits, here, targets))
+        everywhere = _all_gather(self.table, self._statistics(logits, here, targets))
         top = everywhere[:, 0].amax(0)
         lse = top + (everywhere[:, 1] * (everywhere[:, 0] - top).exp()).sum(0).log()
         mean = everywhere[:, 3].sum(0) / vocabulary if share else 0.0

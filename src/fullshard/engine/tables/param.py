@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from fullshard.comm import add_rows
+from fullshard.comm import Comm, Work, add_rows, settle
 from fullshard.engine.step.fused import EmbeddingSite, LinearSite
 from fullshard.engine.step.lane import LaneState
 from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
@@ -71,6 +71,15 @@ class TableParam(ShardedParam):
     def unit(self) -> Unit:
         """The unit that the table belongs to."""
         return cast("Unit", self.sharded.shard_unit())  # type: ignore[attr-defined]
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that share the table."""
+        return self.lane.mesh.shard_group
+
+    def wait(self, work: Work) -> None:
+        """Wait for a collective of tokens, until what it sends may be freed; the wait is recorded."""
+        self.unit.recorder.wait(self.unit.name, "exchange", [work], _finish)
 
     @property
     def is_home(self) -> bool:
@@ -141,7 +150,7 @@ class TableParam(ShardedParam):
         Args:
             tokens: How many tokens this rank multiplies with the table, as a head.
         """
-        mesh, comm = self.lane.mesh, self.lane.mesh.shard_group
+        mesh, comm = self.lane.mesh, self.comm
         most = torch.tensor([tokens], dtype=torch.int64, device=mesh.device)
         mesh.announce(f"tokens of {self.meta.name}")
         mesh.all_reduce(most, "max").wait()  # also over replicas: all ranks do the same
@@ -162,10 +171,9 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, ids: torch.Tensor, _full: torch.Tensor, table: TableParam, padding_index: int | None
     ) -> torch.Tensor:
-        comm = table.lane.mesh.shard_group
         table.announce("lookup")
-        trip = ask(comm, table.bounds, ids)
-        rows = fetch(comm, trip, table.rows, table.lane.dtypes.compute)
+        trip = ask(table, ids)
+        rows = fetch(table, trip)
         ctx.table, ctx.trip = table, trip
         ctx.padding = None if padding_index is None else ids == padding_index
         return F.embedding(trip.places, rows)
@@ -174,7 +182,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         table: TableParam = ctx.table
         trip: Trip = ctx.trip
-        comm, dtypes = table.lane.mesh.shard_group, table.lane.dtypes
+        dtypes = table.lane.dtypes
         sums = gradient.new_zeros(sum(trip.asked), gradient.shape[-1], dtype=dtypes.reduce)
         rows = gradient.to(dtypes.reduce)
         if ctx.padding is not None:
@@ -183,11 +191,16 @@ class _Lookup(torch.autograd.Function):
 
         def add(total: torch.Tensor) -> None:
             table.announce("lookup's gradient")
-            arrived = give_back(comm, trip, sums).to(total.dtype)
+            arrived = give_back(table, trip, sums).to(total.dtype)
             add_rows(total, trip.wanted, arrived)
 
         table.receive(add)
         return None, None, None, None
+
+
+def _finish(work: Work) -> None:
+    work.wait()
+    settle(work)
 
 
 class TableEmbeddingSite(EmbeddingSite):

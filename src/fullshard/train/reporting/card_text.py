@@ -12,7 +12,7 @@ import yaml
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.train.reporting.card_facts import Run, metadata
 from fullshard.train.reporting.reports import Prediction
-from fullshard.train.reporting.scores import RESAMPLES, format_metric
+from fullshard.train.reporting.scores import LEAST_OTHERS, RESAMPLES, format_metric
 
 WRONG_SAMPLES, RIGHT_SAMPLES = 5, 3
 """Most samples of each kind."""
@@ -85,7 +85,11 @@ def _result(run: Run) -> list[str]:
         name = end.baseline_name if run.texts or not end.baseline_name.startswith("always ") else "one target for all"
         text = f"Baseline: {_cell(name)}, which needs no model. "
     if end.intervals:
-        text += f"Interval: bootstrap over the held-out rows, {RESAMPLES:,} resamples with a fixed seed. "
+        text += (
+            "Interval: Wilson's where each row is right or wrong, or where fewer than "
+            f"{LEAST_OTHERS} rows have another score than most; else the bootstrap over the held-out rows, "
+            f"{RESAMPLES:,} resamples with a fixed seed. "
+        )
     if len(end.intervals) < len(end.metrics):
         text += "A metric that is not a mean over rows has no interval. "
     text += (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,14 @@ LOSS_METRICS = ("perplexity",)
 OTHER = "(other)"
 """Name of text that is not a label in a confusion matrix."""
 
-
 RESAMPLES = 2_000
 """Resamples of the bootstrap."""
+
+LEAST_OTHERS = 10
+"""Fewest rows with another score than the most frequent one of which the bootstrap is taken."""
+
+_NORMAL = 1.959963984540054
+"""97.5th percentile of the normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +58,31 @@ class Scores:
     confusion: Confusion | None = None  # the confusion matrix if a metric is accuracy, else None
 
 
-def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of row scores, by the bootstrap with a fixed seed; any rank, alone.
+def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of row scores from 0 to 1, at least one; any rank, alone.
 
-    Each of :data:`RESAMPLES` resamples draws as many rows as there are, with replacement; the interval is from the
-    2.5th to the 97.5th percentile of their means. ``scores`` has at least one row.
+    Where each row is right (1) or wrong (0) it is Wilson's interval of a share, which is true for few rows and near 0
+    and 1. Elsewhere it is the bootstrap's with a fixed seed: each of :data:`RESAMPLES` resamples draws as many rows as
+    there are, with replacement, and the interval is from the 2.5th to the 97.5th percentile of their means. Where fewer
+    than :data:`LEAST_OTHERS` rows have another score than most, resamples hardly differ, and Wilson's is taken too: it
+    is wider than needed, as scores between 0 and 1 vary no more than a share with their mean.
     """
-    # Rows of equal score are drawn together: label metrics have two scores, however many rows there are.
+    # Rows of equal score are drawn together.
     values, counts = np.unique(np.asarray(scores, dtype=np.float64), return_counts=True)
+    if set(values.tolist()) <= {0.0, 1.0} or len(scores) - counts.max() < LEAST_OTHERS:
+        return _wilson(float(np.mean(scores)), len(scores))
     drawn = np.random.default_rng(0).multinomial(len(scores), counts / len(scores), size=RESAMPLES)
     low, high = np.percentile(drawn @ values / len(scores), (2.5, 97.5))
     return float(low), float(high)
+
+
+def _wilson(share: float, rows: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share of rows."""
+    square = _NORMAL**2 / rows
+    middle = (share + square / 2) / (1 + square)
+    half = _NORMAL / (1 + square) * math.sqrt(share * (1 - share) / rows + square / (4 * rows))
+    # At 0 and 1 a bound is the share itself, but for rounding.
+    return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 
 def format_metric(metric: str, value: float) -> str:

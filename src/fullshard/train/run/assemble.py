@@ -81,7 +81,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
     peak = peak_flops(comm.device, config.training.precision)
     shard_model(model, config, comm, weights=ready.weights)
     share = padding_share(plan, train_set, causal=causal, packed=config.training.packing)
-    about = "" if train_set.source is None else "by estimated lengths, "
+    about = "by estimated lengths, " if train_set.estimated else ""
     return Assembly(
         config=config,
         comm=comm,

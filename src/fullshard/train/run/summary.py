@@ -16,7 +16,7 @@ from fullshard.models import base_of, stated_license
 from fullshard.storage import holds_model
 from fullshard.train.evaluation.metrics import row_scores
 from fullshard.train.reporting.reports import EndedBy, EvaluationReport, RankMemory, RunStart, RunSummary
-from fullshard.train.reporting.scores import bootstrap_interval
+from fullshard.train.reporting.scores import mean_interval
 from fullshard.train.run.assemble import Assembly
 from fullshard.train.run.record import Record
 from fullshard.train.setup.optimizers import held_state_bytes, optimizer_title
@@ -115,7 +115,7 @@ def _intervals(best: EvaluationReport) -> dict[str, tuple[float, float]]:
         return {}
     texts = [one.prediction for one in best.predictions]
     rows = row_scores(tuple(best.metrics), texts, [one.references for one in best.predictions])  # type: ignore[arg-type]
-    return {name: bootstrap_interval(scores) for name, scores in rows.items()}
+    return {name: mean_interval(scores) for name, scores in rows.items()}
 
 
 def _shown_rows(parts: Assembly) -> tuple[tuple[tuple[str, str], ...], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fullshard.config import RunConfig
+from fullshard.config.training import NEW_MODEL_LEARNING_RATE
 from fullshard.data import BatchPlan, TokenizedSet
 from fullshard.train.reporting.scores import LOSS_METRICS
 from fullshard.train.setup.prepare import Prepared
@@ -16,6 +17,9 @@ _STEPS_AN_EPOCH = 10
 _FAR = 4
 """Factor from which a limit is far above the longest target."""
 
+_LOW = 10
+"""Factor by which a learning rate is too low for a new model."""
+
 _LEAST_SAVED = 32
 """Tokens a row that a lower limit must save to be worth a line."""
 
@@ -23,9 +27,20 @@ _LEAST_SAVED = 32
 def advice(config: RunConfig, prepared: Prepared, plan: BatchPlan, world_size: int) -> tuple[str, ...]:
     """Return the lines for a run's user, none if all is as one would expect; any rank, alone."""
     return (
+        *_on_learning_rate(config),
         *_on_batch(config, len(prepared.train_set), plan.num_steps, world_size),
         *_on_shared_rows(prepared.train_set, prepared.held_out_set),
         *_on_limit(config, prepared),
+    )
+
+
+def _on_learning_rate(config: RunConfig) -> Iterator[str]:
+    rate = config.training.learning_rate
+    if config.model.config is None or rate is None or rate * _LOW >= NEW_MODEL_LEARNING_RATE:
+        return
+    yield (
+        f"the model starts from random weights, and training.learning_rate={rate:g} is for pretrained ones: a new "
+        f"small model learns little with less than about training.learning_rate={NEW_MODEL_LEARNING_RATE:g}"
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -275,13 +276,8 @@ def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrain
     assert settings is not None, "the schema requires model.tokenizer with model.config"
 
     def build(entry: Path) -> dict[str, Any]:
-        rows = [(work.config.data, row) for work in works for row in work.rows("train")[0]]
-        works[0].say(f"training a tokenizer on {len(rows):,} rows")
-        # A history is followed by the beginning of the answer, whose letters may be in no other text.
-        ends = [(data.separator or "") if row.conversation is None else "\nassistant:" for data, row in rows]
-        texts = [data.source_prefix + row.source + end for (data, row), end in zip(rows, ends, strict=True)]
-        texts += [row.target for _, row in rows]
-        train_tokenizer(texts, settings.vocab_size).save_pretrained(entry)
+        works[0].say(f"training a tokenizer on {sum(work.num_training_rows() for work in works):,} rows")
+        train_tokenizer(chain(_sources(works), _targets(works)), settings.vocab_size).save_pretrained(entry)
         return {}
 
     around = [(work.config.data.source_prefix, work.config.data.separator or "") for work in works]
@@ -289,6 +285,21 @@ def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrain
     key = works[0].key("train", "tokenizer", around, others, settings.vocab_size)
     entry, _ = works[0].find(key, build, "tokenizer")
     return _without_padding(load_tokenizer(entry))
+
+
+def _sources(works: Sequence[SetRows]) -> Iterator[str]:
+    """Yield the source of each training row as a model reads it, without keeping streamed rows."""
+    for work in works:
+        data = work.config.data
+        for row in work.training_rows():
+            # A history is followed by the beginning of the answer, whose letters may be in no other text.
+            end = (data.separator or "") if row.conversation is None else "\nassistant:"
+            yield data.source_prefix + row.source + end
+
+
+def _targets(works: Sequence[SetRows]) -> Iterator[str]:
+    """Yield the target of each training row; streamed rows are read a second time."""
+    return (row.target for work in works for row in work.training_rows())
 
 
 def _without_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -350,7 +361,9 @@ def _length_notes(name: str, tokenized: TokenizedSet) -> list[str]:
     sides = (("source", tokenized.source_stats), ("target", tokenized.target_stats))
     rows = f"{name}: {len(tokenized):,} rows"
     if tokenized.source is not None:
-        rows += f", tokenized when a step needs them; in {min(SAMPLED_ROWS, len(tokenized)):,} of them"
+        rows += ", tokenized when a step needs them"
+    if tokenized.estimated:
+        rows += f"; in {min(SAMPLED_ROWS, len(tokenized)):,} of them"
         name = f"sampled {name}"
     means = ", ".join(f"{side} {stats.mean:.1f} tokens (longest {stats.longest})" for side, stats in sides)
     cut = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from importlib.metadata import version
@@ -26,11 +26,13 @@ from fullshard.data import (
     default_directory,
     fingerprint,
     index_to,
+    lengths_to,
     open_stream,
     open_tokens,
     read_split,
     sample_lengths,
     tokenize_to,
+    training_texts,
     with_rows_of,
 )
 from fullshard.errors import DataError
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 MOST_LABELS = 1000
 """Maximum number of distinct targets of a label set."""
 
-_FORMAT = 4
+_FORMAT = 5
 """Version of the cache entries; to be increased when the same inputs give other entries."""
 
 EXAMPLES_NAME = "examples.json"
@@ -108,6 +110,16 @@ class SetRows:
             self.read[split] = (used, notes, table.skipped)
         return self.read[split]
 
+    def training_rows(self) -> Iterable[Example]:
+        """Return the training rows as text; streamed ones are read again at each call and not kept."""
+        if self.config.data.streaming:
+            return training_texts(self.source("train"), self.limit("train"))
+        return self.rows("train")[0]
+
+    def num_training_rows(self) -> int:
+        """Return the number of training rows."""
+        return self.index()[1]["rows"] if self.config.data.streaming else len(self.rows("train")[0])
+
     def holds_conversations(self) -> bool:
         """Return whether the training rows are conversations; the cache knows it of rows that were read before."""
         if self.config.data.streaming:
@@ -121,19 +133,22 @@ class SetRows:
         _, kept = self.find(self.key("train", "kind"), build, "rows")
         return kept["conversations"]
 
-    def index(self) -> tuple[Path, dict[str, Any]]:
-        """Return the entry with the index of the training rows, and its JSON values; made in one pass over the file."""
+    def index(self, *, by_answer: bool = False) -> tuple[Path, dict[str, Any]]:
+        """Return the entry with the index of the training rows, and its JSON values; made in one pass over the file.
+
+        ``by_answer``: each learned answer of a conversation is a row.
+        """
 
         def build(entry: Path) -> dict[str, Any]:
             spec, what = self.source("train"), "training rows"
             self.say(f"finding the {what} of {spec.train_file or spec.dataset_name}")
             try:
                 # How many there are is known at the end.
-                return index_to(entry, spec, self.limit("train"), MOST_LABELS)
+                return index_to(entry, spec, self.limit("train"), MOST_LABELS, by_answer=by_answer)
             except UnusableRowsError as error:
                 raise DataError("\n".join([str(error), *self.listed("train", error.beyond_shown)])) from error
 
-        return self.find(self.key("train", "index"), build, "index")
+        return self.find(self.key("train", "index", by_answer), build, "index")
 
     def listed(self, split: Split, lines: Sequence[str]) -> tuple[str, ...]:
         """Write a line for each unusable row into the output directory, and return a note that says where; any rank."""
@@ -207,19 +222,25 @@ def streamed_tokens(
     """Return the training rows as a set that reads and tokenizes them on demand, and the JSON values of its index.
 
     Raises:
-        DataError: The data cannot be used, or an encoder-decoder would get conversations.
+        DataError: The data cannot be used.
     """
     entry, kept = work.index()
     if kept["conversations"] and not spec.causal:
-        raise DataError(
-            "data.streaming: an encoder-decoder learns each answer of a conversation as a row of its own, and the "
-            "index has one place for each row of the file. Leave streaming out, or train a causal model."
-        )
+        entry, kept = work.index(by_answer=True)
     rows = StreamedRows(entry, kept, work.source("train"), tokenizer, spec)
-    key = work.key("train", "sample", content, asdict(spec))
-    _, sample = work.find(key, lambda entry: sample_lengths(rows, spec), "sample of lengths")
     kept["notes"] = [*kept["notes"], *work.listed("train", kept["skipped"])]
-    return open_stream(entry, rows, sample), kept
+    if work.config.training.per_device_train_batch_tokens is None:
+        key = work.key("train", "sample", content, asdict(spec))
+        _, sample = work.find(key, lambda entry: sample_lengths(rows, spec), "sample of lengths")
+        return open_stream(entry, rows, sample), kept
+
+    def build(lengths: Path) -> dict[str, Any]:
+        work.say(f"measuring {len(rows.starts):,} training rows in tokens, for the budget of a batch")
+        return lengths_to(lengths, rows, spec, lambda done, total: work.progress("training rows", done, total))
+
+    key = work.key("train", "lengths", content, asdict(spec))
+    exact, about = work.find(key, build, "lengths")
+    return open_stream(entry, rows, about, exact), kept
 
 
 def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fullshard.train import FileSink, StopRequest, train
 from fullshard.train.reporting.card import CardSink
 from fullshard.train.reporting.card_curves import draw_curves
 from fullshard.train.reporting.card_text import card_text
-from fullshard.train.reporting.scores import bootstrap_interval
+from fullshard.train.reporting.scores import mean_interval
 from support.tiny_run import MODEL, settings
 
 BLANK = re.compile(r"\bNone\b|\[\]\(|\bnan\b|\|[ \t]*\||: *$", re.MULTILINE)
@@ -288,13 +288,39 @@ def test_pefts_unfilled_card_is_replaced(tmp_path):
     card_of(out)
 
 
-@pytest.mark.parametrize("scores", [[1.0] * 30 + [0.0] * 70, list(np.linspace(0, 1, 57) ** 2)], ids=["label", "rouge"])
-def test_the_interval_is_that_of_a_plain_bootstrap(scores):
+def test_the_interval_of_scores_is_that_of_a_plain_bootstrap():
     """Against 20,000 resamples by index: both bounds within 6 % of the interval's width."""
-    draw, values = np.random.default_rng(1), np.array(scores)
+    values = np.linspace(0, 1, 57) ** 2
+    draw = np.random.default_rng(1)
     means = values[draw.integers(0, len(values), (20_000, len(values)))].mean(axis=1)
     plain = np.percentile(means, (2.5, 97.5))
-    found = bootstrap_interval(scores)
-    assert found == bootstrap_interval(scores)
+    found = mean_interval(list(values))
+    assert found == mean_interval(list(values))
     assert np.abs(np.array(found) - plain).max() < 0.06 * (plain[1] - plain[0])
-    assert bootstrap_interval([0.25] * 9) == (0.25, 0.25)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 59, 3080])
+def test_the_interval_of_a_share_has_the_shares_that_a_test_would_not_refuse(rows):
+    """Wilson's bounds are where the share is 1.96 standard deviations away, of counts at both ends and between."""
+    for right in {0, 1, rows // 3, rows - 1, rows}:
+        low, high = mean_interval([1.0] * right + [0.0] * (rows - right))
+        share = right / rows
+        assert 0 <= low <= share <= high <= 1
+        assert (low == 0, high == 1) == (right == 0, right == rows)
+        for bound in {low, high} - {0.0, 1.0}:
+            assert abs(bound - share) == pytest.approx(1.959963984540054 * (bound * (1 - bound) / rows) ** 0.5)
+
+
+def test_the_interval_of_none_right_of_59_is_not_a_point():
+    low, high = mean_interval([0.0] * 59)
+    assert (low, f"{high:.2%}") == (0.0, "6.11%")
+    assert mean_interval([1.0] * 59) == pytest.approx((1 - high, 1))
+
+
+@pytest.mark.parametrize("scores", [[0.25] * 9, [0.0] * 58 + [0.3], [0.5, 0.6, 0.7]])
+def test_the_interval_of_scores_that_hardly_differ_is_that_of_a_share(scores):
+    mean, rows = float(np.mean(scores)), len(scores)
+    low, high = mean_interval(scores)
+    assert low < mean < high
+    for bound in (low, high):
+        assert abs(bound - mean) == pytest.approx(1.959963984540054 * (bound * (1 - bound) / rows) ** 0.5)

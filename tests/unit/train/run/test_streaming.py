@@ -1,14 +1,16 @@
 """A streamed run takes the steps of the run that tokenizes first, and resumes with the same weights, bit for bit."""
 
+import hashlib
+import json
+
 import pytest
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from fullshard.config import RunConfig
-from fullshard.errors import DataError
 from fullshard.train.plan import at_limits, longest_batch
 from fullshard.train.setup.prepare import prepare
-from support.interrupted_run import Director, KilledError, kill, run
+from support.interrupted_run import SMALL, Director, KilledError, kill, run
 from support.t5_directory import write_t5
 from support.tiny_run import WORDS, settings
 
@@ -28,6 +30,15 @@ def losses(memory):
 
 def weights(directory):
     return load_file(directory / "out" / "model.safetensors")
+
+
+def digest(directory):
+    return hashlib.sha256((directory / "out" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def predictions(directory):
+    """The written texts of the held-out rows."""
+    return (directory / "out" / "predictions.jsonl").read_text()
 
 
 def folder(parent, name):
@@ -57,6 +68,61 @@ def test_a_killed_run_resumes_with_the_same_weights(model, tmp_path, after):
     assert all(value.equal(weights(straight)[name]) for name, value in weights(killed).items())
 
 
+OTHERS = {
+    "a budget of tokens": {
+        "training__per_device_train_batch_tokens": 40,
+        "training__per_device_train_batch_size": 8,
+        "training__train_sampling_strategy": "group_by_length",
+    },
+    "held out by a hash": {"data__validation_file": None, "data__validation_fraction": 0.3},
+    "a tokenizer of the rows": {"model": SMALL["model"]},
+}
+OTHERS["all of them"] = {name: value for changes in OTHERS.values() for name, value in changes.items()}
+NO_LIMIT = {"data__max_train_samples": None, "training__train_sampling_strategy": "random", "training__max_steps": 6}
+
+
+def tokenized_when_needed(directory):
+    """Whether the cache of a run has no ids of training rows, but an index."""
+    names = {path.name for path in (directory / "cache").rglob("*")}
+    return "starts" in names
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_whatever_rows_a_step_has_the_weights_are_those_of_the_run_that_tokenizes_first(model, tmp_path, what):
+    changes = model | NO_LIMIT | OTHERS[what]
+    first, streamed = folder(tmp_path, "first"), folder(tmp_path, "streamed")
+    theirs = run(first, **changes)
+    mine = run(streamed, **changes | {"data__streaming": True})
+    assert (tokenized_when_needed(first), tokenized_when_needed(streamed)) == (False, True)
+    assert losses(mine) == losses(theirs)
+    assert digest(streamed) == digest(first)
+    assert predictions(streamed) == predictions(first)
+
+
+@pytest.mark.parametrize("after", [2, 5])
+def test_a_killed_run_with_all_of_them_resumes_with_the_same_weights(model, tmp_path, after):
+    changes = model | NO_LIMIT | OTHERS["all of them"] | {"data__streaming": True}
+    changes |= {"training__save_strategy": "steps", "training__save_steps": 1}
+    straight, killed = folder(tmp_path, "straight"), folder(tmp_path, "killed")
+    run(straight, **changes)
+    with pytest.raises(KilledError):
+        run(killed, Director(("step", after), kill), **changes)
+    assert 0 < len(run(killed, **changes).steps) < 6
+    assert digest(killed) == digest(straight)
+
+
+def test_a_budget_is_planned_by_exact_lengths_without_ids_in_the_cache(model, tmp_path):
+    changes = model | NO_LIMIT | OTHERS["a budget of tokens"]
+    config = RunConfig.model_validate(settings(tmp_path, **changes | {"data__streaming": True}))
+    first = prepare(RunConfig.model_validate(settings(tmp_path, **changes)))
+    mine = prepare(config)
+    assert at_limits(mine) is mine
+    for name in ("source_ids", "target_ids"):
+        assert getattr(mine.train_set, name).lengths.tolist() == getattr(first.train_set, name).lengths.tolist()
+    assert mine.train_set.source_stats == first.train_set.source_stats
+    assert any("25 rows, tokenized when a step needs them, mean source" in note for note in mine.notes)
+
+
 def test_a_plan_takes_each_row_at_its_limit(model, tmp_path):
     config = RunConfig.model_validate(settings(tmp_path, **model | RANDOM))
     prepared = prepare(config)
@@ -66,33 +132,26 @@ def test_a_plan_takes_each_row_at_its_limit(model, tmp_path):
     assert len(at_limits(prepared).train_set) == len(prepared.train_set) == 25
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"training__per_device_train_batch_tokens": 64}, "needs each row's exact number of tokens"),
-        ({"data__validation_file": None, "data__validation_fraction": 0.1}, "streaming holds no rows out"),
-        ({"data__format": "json"}, "json is read as a whole"),
-        (
-            {"model": {"config": {"model_type": "t5"}, "tokenizer": {"vocab_size": 60}}},
-            "give a model and its tokenizer",
-        ),
-    ],
-)
-def test_what_needs_all_rows_first_is_refused_by_name(model, tmp_path, changes, said):
-    values = settings(tmp_path, **model | RANDOM | changes)
-    if "training__per_device_train_batch_tokens" in changes:
-        del values["training"]["per_device_train_batch_size"]
-        values["training"]["train_sampling_strategy"] = "group_by_length"
-    with pytest.raises(ValidationError, match=said):
-        RunConfig.model_validate(values)
+def test_json_in_one_piece_is_refused_by_name(model, tmp_path):
+    with pytest.raises(ValidationError, match="json is read as a whole"):
+        RunConfig.model_validate(settings(tmp_path, **model | RANDOM | {"data__format": "json"}))
 
 
-def test_conversations_of_an_encoder_decoder_are_refused(model, tmp_path):
-    config = RunConfig.model_validate(settings(tmp_path, **model | RANDOM))
+@pytest.mark.parametrize("limit", [None, 7])
+def test_each_answer_of_a_conversation_is_a_row_of_an_encoder_decoder(model, tmp_path, limit):
+    def talk(row):
+        turns = [("user", f"where is {row}"), ("assistant", "here"), ("user", "and"), ("assistant", f"at {row}")]
+        return {"messages": [{"role": role, "content": text} for role, text in turns[: 2 + row % 2 * 2]]}
+
     path = tmp_path / "talks.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    rows = {"train_file": path, "source_column": None, "target_column": None, "validation_file": None}
-    training = config.training.model_copy(update={"eval_strategy": "no"})
-    data = config.data.model_copy(update=rows)
-    with pytest.raises(DataError, match="learns each answer of a conversation as a row of its own"):
-        prepare(config.model_copy(update={"data": data, "training": training}))
+    path.write_text("".join(json.dumps(talk(row)) + "\n" for row in range(20)))
+    rows = {"train_file": str(path), "source_column": None, "target_column": None, "validation_file": None}
+    rows |= {"validation_fraction": 0.3, "max_train_samples": limit}
+    changes = model | NO_LIMIT | {f"data__{name}": value for name, value in rows.items()}
+    first, streamed = folder(tmp_path, "first"), folder(tmp_path, "streamed")
+    theirs = run(first, **changes)
+    assert theirs.begun[0].train_rows > (limit or 14)
+    mine = run(streamed, **changes | {"data__streaming": True})
+    assert mine.begun[0].train_rows == theirs.begun[0].train_rows
+    assert digest(streamed) == digest(first)
+    assert predictions(streamed) == predictions(first)

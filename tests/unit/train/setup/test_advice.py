@@ -9,7 +9,8 @@ from fullshard.train.dry_run import dry_run
 from fullshard.train.setup.advice import advice
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.prepare import prepare
-from support.tiny_run import Memory, settings
+from support.t5_directory import write_t5
+from support.tiny_run import WORDS, Memory, settings
 
 
 def said(directory, world_size=1, **changes):
@@ -43,9 +44,25 @@ def test_one_step_an_epoch(tmp_path):
     (line,) = said(tmp_path, **changes)
     assert line.startswith("the batch of 25 rows is as large as all 25 training rows, so an epoch is one step: ")
     assert "training.per_device_train_batch_size=2 gives" in line
-    training = {"per_device_train_batch_tokens": 4000, "eval_strategy": "epoch"}
+    training = {"per_device_train_batch_tokens": 4000, "eval_strategy": "epoch", "learning_rate": 1e-2}
     (line,) = said(tmp_path, training=training)
     assert "is one step of up to 4,000 tokens: lower training.per_device_train_batch_tokens" in line
+
+
+def test_a_learning_rate_for_fine_tuning_with_a_new_model(tmp_path):
+    (line,) = said(tmp_path, training__learning_rate=5e-5)
+    assert line.startswith(
+        "the model starts from random weights, and training.learning_rate=5e-05 is for pretrained ones"
+    )
+    assert line.endswith("training.learning_rate=0.002")
+    assert said(tmp_path, training__learning_rate=2e-4) == ()
+    relative = {"training__lr_scheduler_type": "constant", "training__warmup_steps": 0}
+    assert said(tmp_path, training__learning_rate=None, training__optimizer="adafactor", **relative) == ()
+
+
+def test_a_learning_rate_for_fine_tuning_with_pretrained_weights(tmp_path):
+    write_t5(tmp_path / "t5", [*WORDS, *WORDS.values(), "0123456789"])
+    assert said(tmp_path, model={"path": str(tmp_path / "t5")}, training__learning_rate=5e-5) == ()
 
 
 def test_held_out_rows_that_are_training_rows(tmp_path):
