@@ -119,7 +119,9 @@ class Snapshots:
         except OSError as error:
             self._problem = f"rank {rank} could not write to {slot.directory}: {error}"
         else:
-            self._thread = threading.Thread(target=self._complete, args=(complete, described), daemon=True)
+            self._thread = threading.Thread(
+                target=self._complete, args=(complete, described), daemon=True, name="fullshard-snapshot"
+            )
             self._thread.start()
         self._ticked = time.monotonic()
         self._stall_s = self._ticked - started
