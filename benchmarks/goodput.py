@@ -41,6 +41,7 @@ def rank(mode: str, directory: Path, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     draw = torch.Generator().manual_seed(number)
     tokens = torch.randint(4, 30_000, (4, 96), generator=draw)
+    labels = tokens[:, :48].contiguous()
     with (directory / f"rank{number}.jsonl").open("a") as log:
 
         def tell(**what):
@@ -53,7 +54,7 @@ def rank(mode: str, directory: Path, steps: int) -> None:
             tell(event="loaded", step=restored.step if restored else 0)
             for step in range(restored.step + 1 if restored else 1, steps + 1):
                 started = time.perf_counter()
-                model(input_ids=tokens, labels=tokens[:, :48]).loss.backward()
+                model(input_ids=tokens, labels=labels).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 seconds = time.perf_counter() - started
