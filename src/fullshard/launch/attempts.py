@@ -140,8 +140,9 @@ class Restarts:
         self._farthest = max(self._farthest, -1 if step is None else step)
         self.done += 1
         seconds = pause_s(self._in_vain)
-        begin = f"step {reached.saved:,}" if reached.saved else "the start"
-        say(f"{what}; restart {self.done} of {self._most} in {seconds:g} s, from {begin}")
+        # A later checkpoint may be complete without a note of it; the ranks say from which they resume.
+        from_step = f"from step {reached.saved:,} or later"
+        say(f"{what}; restart {self.done} of {self._most} in {seconds:g} s, {from_step}")
         return seconds
 
 

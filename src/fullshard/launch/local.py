@@ -246,9 +246,7 @@ def _out_of_time(kept: str) -> Failure:
     """Return the report of ranks that did not save in time; what they saved before is as it was."""
     reached = last_note(kept) or Reached(0)
     where = "where it began" if reached.path is None else f"{reached.path}, saved after step {reached.saved:,}"
-    message = (
-        f"The ranks did not save within the notice of --grace and were ended. The same command resumes from {where}."
-    )
+    message = f"The ranks did not save in the time of --grace and were ended. The same command resumes from {where}."
     stopped = {"stopped": True, "step": reached.saved, "checkpoint": reached.path}
     return Failure(0, "RunStopped", message, None, STOPPED_EXIT_CODE, time.time(), stopped)
 

@@ -51,6 +51,9 @@ from fullshard.storage import (
 
 _log = logging.getLogger("fullshard")
 
+_LOST_SECONDS = 1.0
+"""Time for a background save to end after a rank was lost, which may have written its part before."""
+
 _REPORT_SECONDS = 10.0
 """How often a wait for a save reports its progress."""
 
@@ -171,7 +174,8 @@ class Checkpoints:
                 stack.callback(save.poll, JOIN_SECONDS)
                 stack.callback(save.cancel)
                 if isinstance(error, Exception):
-                    save.poll(JOIN_SECONDS)  # the other ranks' writers go on too: most often it ends
+                    # The other ranks' writers go on too: most often it ends. Not if one of them is lost.
+                    save.poll(_LOST_SECONDS if getattr(error, "transient", False) else JOIN_SECONDS)
 
     def save(  # noqa: PLR0913 (what is saved, and its description)
         self,

@@ -368,6 +368,59 @@ def test_ranks_are_started_anew_as_often_as_asked_for(launch):
     ]
 
 
+def test_ranks_find_their_attempt_and_what_the_one_before_kept(launch):
+    text = """
+        import os
+        attempt, kept = os.environ["FULLSHARD_ATTEMPT"], os.environ["FULLSHARD_KEEP_DIR"] + "/kept"
+        if attempt == "0":
+            open(kept, "w").write("by the first")
+            raise ValueError("once")
+        print(attempt, open(kept).read(), kept)
+    """
+    code, out, _ = launch(text, options=["--nproc_per_node", "1", "--max_restarts", "1"])
+    assert code == 0
+    (line,) = out
+    assert "1 by the first " in line
+    assert not Path(line.split()[-1]).parent.exists()
+
+
+def test_an_error_of_the_users_in_a_program_of_ours_is_not_tried_again(launch):
+    text = """
+        import os, sys
+        from pathlib import Path
+        from fullshard.errors import DataError
+        from fullshard.launch.failure import Failure
+        print("started")
+        Failure.of(DataError("no rows"), 0).write(Path(os.environ["FULLSHARD_FAILURE_FILE"]))
+        sys.exit(3)
+    """
+    code, out, err = launch(text, options=["--nproc_per_node", "1", "--max_restarts", "2"])
+    assert code == 3
+    assert len(out) == 1
+    assert not any("restart" in line for line in err)
+
+
+def test_slurms_notice_lets_ranks_save_and_the_signal_after_it_does_not_kill_them(launch):
+    text = """
+        import os, signal, sys
+        from pathlib import Path
+        from fullshard.errors import RunStopped
+        from fullshard.launch.failure import Failure, report_saving
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        os.kill(os.getppid(), signal.SIGUSR1)
+        signal.sigwait([signal.SIGUSR1])
+        report_saving()
+        os.kill(os.getppid(), signal.SIGTERM)
+        Failure.of(RunStopped("Stopped.", step=3, checkpoint="here"), 0).write(
+            Path(os.environ["FULLSHARD_FAILURE_FILE"])
+        )
+        sys.exit(75)
+    """
+    code, _, err = launch(text, options=["--nproc_per_node", "1"])
+    assert code == 75
+    assert err[0] == "fullshard: stopped by SIGUSR1; nothing is left running."
+
+
 def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path):
     (tmp_path / "script.py").write_text(
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(os.getpid())\ntime.sleep(100)"
