@@ -13,16 +13,6 @@ from support.parity import ROWS_PER_RANK, steps_for, train_sharded, train_unshar
 pytestmark = pytest.mark.parity
 
 
-def assert_same(run, plain, tolerance=1e-5):
-    """Losses, norms and adapters agree; quantised weights have other names in the two models."""
-    for ours, theirs in zip(run[:2], plain[:2], strict=True):
-        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
-    trained = [name for name in plain[2] if "lora_" in name or "ia3_" in name]
-    assert trained
-    for name in trained:
-        assert (run[2][name] - plain[2][name]).abs().max().item() <= tolerance, name
-
-
 @pytest.mark.parametrize(
     ("kind", "type", "double", "size"),
     [
@@ -45,11 +35,11 @@ def test_lora_from_files_and_from_bitsandbytes_layers_equals_peft(kind, type, do
     data = batches(steps_for(size), size * ROWS_PER_RANK)
     plain = train_unsharded(plain_model, loss_of, data)
     for run in run_ranks(size, lambda comm: train_sharded(copies[comm.rank], comm, loss_of, data)):
-        assert_same(run, plain)
+        quantized.assert_same(run, plain)
 
     def from_files(comm):
         sharded = quantized.sharded_from_files(make, path, comm, quantize)
         return train_sharded(sharded, comm, loss_of, data, sharded=True)
 
     for run in run_ranks(size, from_files):
-        assert_same(run, plain)
+        quantized.assert_same(run, plain)
