@@ -7,6 +7,8 @@ Both tensors are stored as bytes: no mixed precision casts them, and one lane of
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import Any, Protocol
@@ -48,7 +50,7 @@ class Format(Protocol):
         ...
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
-        """Return the shape of the codes, in bytes; a row is a block wherever the weight has complete blocks only."""
+        """Return the shape of the codes, in bytes: with the weight's rows, if a byte belongs to one row only."""
         ...
 
     def scales_bytes(self, shape: Shape) -> int:
@@ -88,6 +90,16 @@ class Format(Protocol):
         ...
 
 
+SCALES = re.compile(r"(?P<layer>.+)\.(?P<type>nf4|fp4|int8|fp8)(?P<double>_double)?_scales")
+"""Full name of a parameter of scales; it says the quantisation of its layer."""
+
+
+def quantisations(names: Iterable[str]) -> list[str]:
+    """Return the quantisations that a model's or checkpoint's tensors have, by their names: ``nf4 (double)``."""
+    matches = (SCALES.fullmatch(name) for name in names)
+    return sorted({f"{m['type']} (double)" if m["double"] else m["type"] for m in matches if m is not None})
+
+
 def format_of(quantize: Quantize) -> Format:
     """Return the format that a policy names.
 
@@ -124,8 +136,8 @@ class FourBit:
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
         """See :meth:`Format.codes_shape`."""
-        numel = prod(shape)
-        return (self.code_bytes(numel),) if numel % BLOCK else (numel // BLOCK, BLOCK // 2)
+        rows, width = shape
+        return (self.code_bytes(rows * width),) if width % 2 else (rows, width // 2)
 
     def _outer(self, shape: Shape) -> tuple[int, int]:
         """Return the number of blocks, and of float32 numbers before their bytes."""

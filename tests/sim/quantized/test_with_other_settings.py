@@ -25,7 +25,7 @@ from fullshard.quantized import QuantizedLinear
 from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 from support import quantized
-from support.models import batches, bart, causal_loss, llama, seq2seq_loss, t5
+from support.models import bart, batches, causal_loss, llama, seq2seq_loss, t5
 from support.parity import ROWS_PER_RANK, steps_for, train_sharded, train_unsharded
 from support.quantized import NF4
 
