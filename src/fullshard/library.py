@@ -26,6 +26,7 @@ from fullshard.policy import (
     MixedPrecision,
     Named,
     Prefetch,
+    Quantize,
     ShardingStrategy,
     TransformerBlocks,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Plan",
     "Prefetch",
     "Pretrained",
+    "Quantize",
     "Restored",
     "Shard",
     "ShardedGradScaler",

@@ -265,5 +265,41 @@ class Named:
         object.__setattr__(self, "units", tuple((u,) if isinstance(u, str) else tuple(u) for u in units))
 
 
+QUANTIZED_TYPES = ("nf4", "fp4", "int8", "fp8")
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """How frozen linear layers are quantised while their weights are read: ``Pretrained(path, quantize=Quantize())``.
+
+    Layers stay as they are if they are trainable, an adapter's, tied to another module, or no plain ``nn.Linear``.
+
+    Attributes:
+        type: ``"nf4"`` or ``"fp4"`` (4 bits, blocks of 64 weights), ``"int8"`` (a scale for each row), all three in
+            bitsandbytes' formats, or ``"fp8"`` (float8_e4m3fn, a scale for each row).
+        double_quant: Whether the scales of nf4 and fp4 are quantised too, in blocks of 256: 4.13 bits a weight and not
+            4.5. The 8-bit types have one scale for each row and ignore it.
+        compute_dtype: Dtype that quantised layers compute in, whatever their input has; None: the input's.
+        skip: Names of modules that are not quantised: a name's last part, or some successive parts of it, such as
+            ``"lm_head"``, ``"wo"`` or ``"decoder.block.0"``.
+    """
+
+    type: str = "nf4"
+    double_quant: bool = True
+    compute_dtype: Any = None
+    skip: Any = ("lm_head",)
+
+    def __post_init__(self) -> None:
+        """Convert the dtype to its name.
+
+        Raises:
+            ConfigError: The type is unknown, or the dtype is not a floating dtype.
+        """
+        if self.type not in QUANTIZED_TYPES:
+            raise ConfigError(f"Quantize(type=…) must be one of {', '.join(QUANTIZED_TYPES)}; got {self.type!r}.")
+        object.__setattr__(self, "compute_dtype", dtype_name(self.compute_dtype))
+        object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
+
+
 WrapPolicy = TransformerBlocks | MinNumel | Named | Callable[[Any], bool] | str | None
 """``"auto"``, :class:`TransformerBlocks`, :class:`MinNumel`, :class:`Named`, a predicate over modules, or None."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fullshard.errors import ModelError
 from fullshard.models.build import ONE_AT_A_TIME
+from fullshard.quantized import keep_quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,6 +167,7 @@ class _StandIns:
 
 
 def _import_peft(what: str) -> Any:
+    keep_quiet()
     try:
         return importlib.import_module("peft")
     except ImportError as error:

@@ -10,6 +10,7 @@ import torch
 
 from fullshard.engine import WantedTensor, WeightReader
 from fullshard.errors import InvariantError
+from fullshard.policy import Quantize
 from fullshard.saving.weights import Pretrained
 
 
@@ -24,6 +25,11 @@ class AdaptedWeights:
         """
         self._base = base
         self._values = values
+
+    @property
+    def quantize(self) -> Quantize | None:
+        """How the base model's linear layers are quantised."""
+        return self._base.quantize
 
     def open(self, model: Any, wanted: list[WantedTensor]) -> WeightReader:
         """See :meth:`fullshard.engine.WeightSource.open`.

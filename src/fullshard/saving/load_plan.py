@@ -12,6 +12,7 @@ from fullshard.engine import LocalTensor
 from fullshard.errors import CheckpointError
 from fullshard.optim.shards import holds_rows
 from fullshard.optim.walk import require_same_values
+from fullshard.quantized import quantisations
 from fullshard.saving.stepped import Stepped
 from fullshard.shards import rows_of
 from fullshard.storage import Piece, TensorSpec
@@ -48,6 +49,13 @@ class LoadPlan:
         Raises:
             CheckpointError: Names or shapes do not match the model's.
         """
+        ours, theirs = quantisations(local.name for local in held), quantisations(stored)
+        if ours != theirs:
+            ours, theirs = (", ".join(one) or "none" for one in (ours, theirs))
+            raise CheckpointError(
+                f"{source} does not fit the model: its weights' quantisation is {theirs}, the model's {ours}. Build "
+                "the model with the same Quantize(…) as before."
+            )
         left = set(stored)
         missing, misshaped = [], []
         for local in held:

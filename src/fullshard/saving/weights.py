@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.engine import WantedTensor, load_weights, wanted_tensors
 from fullshard.errors import CheckpointError
+from fullshard.policy import Quantize
 from fullshard.storage import WeightFiles
 
 _SHOWN = 5
@@ -31,16 +32,19 @@ class Pretrained:
 
     Attributes:
         path: The directory or file of the weights.
+        quantize: How frozen linear layers are quantised, or None.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, quantize: Quantize | None = None) -> None:
         """Set the path; nothing is read yet.
 
         Args:
             path: A local Hugging Face directory (safetensors first, then ``.bin``, one file or several with an index),
                 or one ``.safetensors``, ``.bin``, ``.pt`` or ``.pth`` file.
+            quantize: Quantise frozen linear layers of a model on the meta device, each rank the blocks of its shards.
         """
         self.path = Path(path)
+        self.quantize = quantize
         self._files: WeightFiles | None = None
 
     @property

@@ -142,6 +142,22 @@ def about(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Freeze or unfreeze.
+
+    Raises:
+        ShardingError: A parameter of bytes would require gradients.
+    """
+    param, *given = args
+    wanted = given[0] if given else kwargs.get("requires_grad", True)
+    if wanted and not param.dtype.is_floating_point and not param.dtype.is_complex:
+        raise ShardingError(
+            f"{param.cut.name} cannot require gradients: it has {param.dtype} numbers, such as the codes and scales of "
+            "a quantised weight, which is frozen. Leave it out (param.is_floating_point()) and train an adapter."
+        )
+    return func(*args, **kwargs)
+
+
 def refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse by name.
 

@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from fullshard.shards import draws, reductions, views
-from fullshard.shards.elementwise import about, item, local, local_lists, numel, read_data, refused, where, write_data
+from fullshard.shards.elementwise import (
+    about,
+    item,
+    local,
+    local_lists,
+    numel,
+    read_data,
+    refused,
+    set_requires_grad,
+    where,
+    write_data,
+)
 from fullshard.shards.names import ABOUT, ELEMENTWISE
 from fullshard.shards.shard import Rule, Shard
 
@@ -78,6 +89,8 @@ def _of_attribute(func: Any) -> Rule:
         return write_data if func.__name__ == "__set__" else read_data
     if attribute == "real":
         return local
+    if attribute == "requires_grad" and func.__name__ == "__set__":
+        return set_requires_grad
     return refused if attribute in TENSOR_ATTRIBUTES else about
 
 
@@ -94,6 +107,8 @@ def _of_function(name: str) -> Rule:
         return item
     if short in ("numel", "nelement"):
         return numel
+    if name == "requires_grad_":
+        return set_requires_grad
     if name in ABOUT or name.startswith("_fused_"):
         return about
     if name.startswith("_foreach_"):

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, hides_messages, same_group, same_ranks
+from fullshard.comm import (
+    Device,
+    Mesh,
+    as_mesh,
+    device_memory_bytes,
+    device_of,
+    hides_messages,
+    same_group,
+    same_ranks,
+    together,
+)
 from fullshard.engine.full.eval_precision import follow_mode, remember_buffers
 from fullshard.engine.full.model_class import plain_class, sharded_class
 from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
@@ -21,7 +31,7 @@ from fullshard.engine.setup.fill import fill, give_memory, open_weights
 from fullshard.engine.setup.fuse import fuse
 from fullshard.engine.setup.identity import Differing, check_same_model, different_values, refuse_different_values
 from fullshard.engine.setup.initial import FirstValues, Initializer
-from fullshard.engine.setup.source import WeightSource
+from fullshard.engine.setup.source import WeightSource, quantize_of
 from fullshard.engine.setup.wrap import (
     NoRepeatedBlocksError,
     UnitSpec,
@@ -49,6 +59,7 @@ from fullshard.policy import (
     UnitPolicy,
     WrapPolicy,
 )
+from fullshard.quantized import QuantizedLayers
 from fullshard.version import __version__
 
 _REPLICATED_SHARE = 0.25
@@ -128,22 +139,22 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     runtime_device = _device_for(ranks, device)
     policy = UnitPolicy(strategy, mp_policy or MixedPrecision(), offload_policy, frozen, tables)
     _check_policy(policy, runtime_device)
-    root, wrap = (model, wrap) if isinstance(model, nn.Module) else (nn.ModuleList(model), None)
-    members = (root,) if isinstance(model, nn.Module) else tuple(model)
+    root, members, wrap = _root_of(model, wrap)
     first = first_values or FirstValues()
     _check_weights(weights, first_values, is_model=root is model)
-    if len(set(members)) < len(members):
-        raise ShardingError("A list of modules that become one unit contains a module twice.")
     inner = _sharded_inside(root, ranks)
     ignored = frozenset(ignored_params)
-    policy = _place_frozen(policy, root, ranks)
-    specs, unwrapped = _specs(root, wrap, ignored, inner, policy)
-    specs[0].modules = members
-    check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
-    inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
-    own = [module for module in root.modules() if id(module) not in inside]
-    differing = _compare_ranks(root, ranks, specs, (policy, prefetch, weights, first), own)
-    reader = None if weights is None else open_weights(root, ranks, weights, ignored)
+    quantize = quantize_of(weights)
+    quantised = together(ranks, lambda: QuantizedLayers(root, quantize))
+    with quantised.undone_on_error():
+        policy = _place_frozen(policy, root, ranks)
+        specs, unwrapped = _specs(root, wrap, ignored, inner, policy)
+        specs[0].modules = members
+        check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
+        inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
+        own = [module for module in root.modules() if id(module) not in inside]
+        differing = _compare_ranks(root, ranks, specs, (policy, prefetch, quantize, weights, first), own)
+        reader = None if weights is None else open_weights(root, ranks, weights, ignored)
     kept = [module for module in modules_kept(root, policy.precision.keep_fp32) if id(module) not in inside]
     kept_ids = frozenset(id(part) for module in kept for part in module.modules())
     account = Account()
@@ -180,6 +191,18 @@ def _device_for(ranks: Mesh, device: torch.device | None) -> Device:
     if hides_messages(ranks.shard_group):
         runtime_device.reduces_behind = max(1, runtime_device.reduces_behind)
     return runtime_device
+
+
+def _root_of(
+    model: nn.Module | Sequence[nn.Module], wrap: WrapPolicy
+) -> tuple[nn.Module, tuple[nn.Module, ...], WrapPolicy]:
+    """Return the root, the modules that the caller passed, and the wrap policy: a list of modules is one unit."""
+    if isinstance(model, nn.Module):
+        return model, (model,), wrap
+    members = tuple(model)
+    if len(set(members)) < len(members):
+        raise ShardingError("A list of modules that become one unit contains a module twice.")
+    return nn.ModuleList(members), members, None
 
 
 def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingStrategy:

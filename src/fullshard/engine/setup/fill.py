@@ -8,6 +8,7 @@ from torch import nn
 from fullshard.comm import Mesh, together_in_background
 from fullshard.engine.full.state import left_out, local_tensors
 from fullshard.engine.registry import runtime_of
+from fullshard.engine.setup.quantise import QuantisedPart, quantise_parts, share_scales
 from fullshard.engine.setup.source import WeightReader, WeightSource, wanted_tensors
 from fullshard.engine.step.unit import Keep
 from fullshard.layout.names import plain_name
@@ -60,7 +61,7 @@ def fill(model: nn.Module, reader: WeightReader) -> None:
     for unit in runtime.units:
         unit.keep.discard(Keep.NEXT_PASS)
 
-    def read() -> None:
+    def read() -> list[QuantisedPart]:
         for local in local_tensors(model):
             if not reader.has(local.name):
                 continue
@@ -68,8 +69,9 @@ def fill(model: nn.Module, reader: WeightReader) -> None:
             if local.tensor.data_ptr() != local.home.data_ptr():
                 with torch.no_grad():
                     local.home.copy_(local.tensor.view(local.home.shape))
+        return quantise_parts(model, reader, runtime.device.device)
 
-    together_in_background(runtime.mesh, runtime.device.for_thread(read))
+    share_scales(together_in_background(runtime.mesh, runtime.device.for_thread(read)))
 
 
 def load_weights(model: nn.Module, source: WeightSource) -> None:

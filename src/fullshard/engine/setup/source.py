@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from fullshard.layout.names import plain_name
+from fullshard.policy import Quantize
+from fullshard.quantized import QuantizedLinear
 
 
 @dataclass
@@ -48,7 +50,11 @@ class WeightReader(Protocol):
 
 
 class WeightSource(Protocol):
-    """Weights of a model by name, such as :class:`fullshard.Pretrained`; every rank has its own source."""
+    """Weights of a model by name, such as :class:`fullshard.Pretrained`; every rank has its own source.
+
+    A source may have an attribute ``quantize``, a :class:`fullshard.Quantize`: how the model's frozen linear layers are
+    quantised while they are read. The source itself names and reads their weights as they were before.
+    """
 
     def open(self, model: nn.Module, wanted: list[WantedTensor]) -> WeightReader:
         """Check names, shapes and dtypes without reading values; no communication.
@@ -78,14 +84,24 @@ def wanted_tensors(model: nn.Module, left_out: frozenset[nn.Parameter] = frozens
     return list(found.values())
 
 
+def quantize_of(source: WeightSource | None) -> Quantize | None:
+    """Return how a source's weights are to be quantised, or None."""
+    return getattr(source, "quantize", None)
+
+
 def _named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield every name of each parameter and persistent buffer, the tensor, and whether it is a buffer."""
+    """Yield every name of each parameter and persistent buffer, the tensor, and whether it is a buffer.
+
+    A quantised layer has its weight, as it was before it was quantised, in place of codes and scales.
+    """
     for path, module in model.named_modules(remove_duplicate=False):
         path = plain_name(path)
         prefix = f"{path}." if path else ""
         for key, param in module._parameters.items():
-            if param is not None:
+            if param is not None and not (isinstance(module, QuantizedLinear) and key != "bias"):
                 yield prefix + key, param, False
+        if isinstance(module, QuantizedLinear):
+            yield prefix + "weight", module.before, False
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield prefix + key, buffer, True

@@ -1,0 +1,6 @@
+"""Linear layers with frozen 4-bit and 8-bit weights: formats, the module, and which layers of a model become one."""
+
+from fullshard.quantized.bitsandbytes_door import keep_quiet as keep_quiet
+from fullshard.quantized.formats import Format as Format, format_of as format_of, quantisations as quantisations
+from fullshard.quantized.layers import QuantizedLayers as QuantizedLayers
+from fullshard.quantized.linear import QuantizedLinear as QuantizedLinear

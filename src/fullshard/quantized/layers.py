@@ -1,0 +1,187 @@
+"""Which linear layers of a model are quantised, and their change into quantised ones, which can be undone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.errors import ConfigError
+from fullshard.layout.names import plain_name
+from fullshard.policy import Quantize
+from fullshard.quantized.bitsandbytes_door import bitsandbytes, loaded
+from fullshard.quantized.formats import BLOCK, OUTER_BLOCK, Format, FourBit, Int8, format_of
+from fullshard.quantized.linear import QuantizedLinear
+
+_WRAPPED = ("base_layer", "original_module")
+"""Where peft keeps the layer that it wraps; its other children are the adapter's."""
+
+
+class QuantizedLayers:
+    """The quantised layers of one model; made before the model is sharded."""
+
+    def __init__(self, model: nn.Module, quantize: Quantize | None) -> None:
+        """Turn layers of bitsandbytes, and those that ``quantize`` chooses, into quantised ones; any rank, alone.
+
+        Layers that ``quantize`` chooses must be on the meta device: their codes come with the weights.
+
+        Raises:
+            ConfigError: There is nothing to quantise, bitsandbytes is missing, or a layer is in a format that is not
+                supported. Nothing has changed.
+        """
+        self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
+        with self.undone_on_error():
+            self._adopt(model)
+            if quantize is not None:
+                self._quantise(model, quantize)
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Context that leaves the model as it was if it raises."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Give every layer its class and parameters back."""
+        while self._before:
+            layer, kind, state = self._before.pop()
+            layer.__class__ = kind
+            layer.__dict__.clear()
+            layer.__dict__.update(state)
+
+    def _take_over(self, layer: Any, format: Format, stored: tuple[Any, Any], dtypes: tuple[Any, Any]) -> None:
+        self._before.append((layer, type(layer), dict(layer.__dict__)))
+        QuantizedLinear.take_over(layer, format, *stored, dtypes)
+
+    def _quantise(self, model: nn.Module, quantize: Quantize) -> None:
+        """Turn the chosen layers into layers on the meta device."""
+        format = format_of(quantize)
+        compute = None if quantize.compute_dtype is None else getattr(torch, quantize.compute_dtype)
+        for layer in _chosen(model, quantize):
+            with torch.device("meta"):
+                codes = torch.empty(format.codes_shape(_shape(layer)), dtype=torch.uint8)
+                scales = torch.empty(format.scales_bytes(_shape(layer)), dtype=torch.uint8)
+            self._take_over(layer, format, (codes, scales), (layer.weight.dtype, compute))
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Turn layers of bitsandbytes into ours, with the codes and scales they have."""
+        library = loaded()
+        if library is None:
+            return
+        for path, layer in model.named_modules():
+            if isinstance(layer, library.nn.Linear4bit):
+                self._take_over(layer, *_from_4bit(plain_name(path), layer))
+            elif isinstance(layer, library.nn.Linear8bitLt):
+                self._take_over(layer, *_from_8bit(plain_name(path), layer))
+
+
+def _shape(layer: nn.Linear) -> tuple[int, int]:
+    return layer.out_features, layer.in_features
+
+
+def _chosen(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
+    """Return the layers to quantise: plain, frozen, not tied, not the adapter's, not skipped.
+
+    Raises:
+        ConfigError: There are none, or one has values already.
+    """
+    uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    adapters = {
+        id(inside)
+        for module in model.modules()
+        if any(key in module._modules for key in _WRAPPED)
+        for key, child in module._modules.items()
+        if key not in _WRAPPED and child is not None
+        for inside in child.modules()
+    }
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in adapters}
+    open_ones = {
+        name: layer
+        for name, layer in linear.items()
+        if uses[id(layer.weight)] == 1 and not _is_skipped(name, quantize.skip) and "forward" not in vars(layer)
+    }
+    frozen = {name: layer for name, layer in open_ones.items() if not layer.weight.requires_grad}
+    if open_ones and not frozen:
+        raise ConfigError(
+            f"Quantised weights are frozen, and all {len(open_ones)} linear layers that Quantize({quantize.type!r}) "
+            f"would quantise are trainable (first: {plain_name(next(iter(open_ones)))}). Add an adapter first "
+            "(peft.get_peft_model, which freezes the model), or train without quantize=."
+        )
+    if not frozen:
+        raise ConfigError(
+            f"Quantize({quantize.type!r}) has nothing to quantise: {type(model).__name__} has {len(linear)} plain "
+            f"nn.Linear layers, and all are tied to other modules or in skip={quantize.skip}."
+        )
+    full = [plain_name(name) for name, layer in frozen.items() if not layer.weight.is_meta]
+    if full:
+        raise ConfigError(
+            f"Pretrained(…, quantize=…) quantises while it reads, and {len(full)} layers have memory already (first: "
+            f"{full[0]}). Build the model on the meta device: with torch.device('meta')."
+        )
+    return list(frozen.values())
+
+
+def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:
+    """Return whether one of ``skip`` is a part of the name or successive parts: ``lm_head``, ``decoder.block.0``."""
+    return any(f".{one}." in f".{plain_name(name)}." for one in skip)
+
+
+_Adopted = tuple[Format, tuple[torch.Tensor, torch.Tensor], tuple[torch.dtype, torch.dtype | None]]
+
+
+def _from_4bit(name: str, layer: Any) -> _Adopted:
+    """Return format, codes and scales, and dtypes of a ``Linear4bit``.
+
+    Raises:
+        ConfigError: It has other blocks than bitsandbytes' default, or is not quantised.
+    """
+    weight, state = layer.weight, getattr(layer.weight, "quant_state", None) or layer.quant_state
+    if state is None:
+        raise ConfigError(
+            f"{name} is a Linear4bit that is not quantised yet. Move the model to its device before fully_shard "
+            "(model.to('cpu') quantises too), or build it of nn.Linear and pass weights=Pretrained(…, quantize=…)."
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        data, state = bitsandbytes().functional._convert_weight_packed_for_cpu_inverse(weight.data, state)
+    else:
+        data = weight.data
+    if state.blocksize != BLOCK or (state.nested and state.state2.blocksize != OUTER_BLOCK):
+        raise ConfigError(
+            f"{name} has blocks of {state.blocksize} weights; fullshard shards bitsandbytes' default, {BLOCK} (and "
+            f"{OUTER_BLOCK} scales with double quantisation). Quantise the model with that."
+        )
+    format = FourBit(state.quant_type, double=state.nested)
+    codes = data.contiguous().view(torch.uint8).reshape(format.codes_shape(_shape(layer)))
+    if state.nested:
+        offset = state.offset.to(state.state2.absmax).reshape(1)
+        parts = [state.state2.absmax.view(torch.uint8), offset.view(torch.uint8), state.absmax]
+        scales = torch.cat([part.reshape(-1) for part in parts])
+    else:
+        scales = state.absmax.float().contiguous().view(torch.uint8)
+    return format, (codes, scales), (state.dtype, layer.compute_dtype)
+
+
+def _from_8bit(name: str, layer: Any) -> _Adopted:
+    """Return format, codes and scales, and dtypes of a ``Linear8bitLt``.
+
+    Raises:
+        ConfigError: It keeps float16 weights, has an outlier threshold, or is not quantised.
+    """
+    weight, state = layer.weight, layer.state
+    codes = weight.data if weight.CB is None else weight.CB
+    largest = state.SCB if weight.SCB is None else weight.SCB
+    if state.has_fp16_weights or codes.dtype != torch.int8 or largest is None:
+        raise ConfigError(
+            f"{name} is a Linear8bitLt without int8 weights. Make it with has_fp16_weights=False and move the model to "
+            "its device before fully_shard (model.to('cpu') quantises too)."
+        )
+    scales = largest.float().contiguous().view(torch.uint8)
+    # float32: bitsandbytes does not keep the dtype that the weight had, and dequantises to it.
+    return Int8(), (codes.contiguous().view(torch.uint8), scales), (torch.float32, None)

@@ -1,0 +1,168 @@
+"""A linear layer whose frozen weight is codes and scales, dequantised when the layer runs and freed after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
+
+from fullshard.errors import ShardingError
+from fullshard.quantized.formats import Format
+
+
+class QuantizedLinear(nn.Linear):
+    """An ``nn.Linear`` with a quantised, frozen weight: two parameters of bytes instead of ``weight``.
+
+    A model's layers are turned into it in place (:class:`fullshard.quantized.QuantizedLayers`), so that hooks on them
+    and references to them stay. The engine shards the two parameters like any frozen ones.
+
+    Attributes:
+        format: How codes and scales are read.
+        before: The weight before it was quantised, without memory: its shape and dtype.
+        compute_dtype: Dtype that inputs are cast to; None: their own.
+    """
+
+    format: Format
+    before: torch.Tensor
+    compute_dtype: torch.dtype | None
+
+    @classmethod
+    def take_over(
+        cls, layer: nn.Linear, format: Format, codes: torch.Tensor, scales: torch.Tensor, dtypes: tuple[Any, Any]
+    ) -> None:
+        """Turn a linear layer into a quantised one, in place.
+
+        Args:
+            layer: Its bias stays.
+            format: The format.
+            codes: Bytes, ``format.codes_shape``, perhaps on the meta device.
+            scales: Bytes, (``format.scales_bytes``,).
+            dtypes: The weight's own dtype, and the compute dtype or None.
+        """
+        bias = layer._parameters.get("bias")
+        layer.__class__ = cls
+        layer._parameters = {
+            format.codes: nn.Parameter(codes, requires_grad=False),
+            format.scales: nn.Parameter(scales, requires_grad=False),
+            "bias": bias,
+        }
+        before = torch.empty(layer.out_features, layer.in_features, dtype=dtypes[0], device="meta")
+        vars(layer).update(format=format, before=before, compute_dtype=dtypes[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight: (out_features, in_features)."""
+        return self.out_features, self.in_features
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the weight before it was quantised, and of ``weight``."""
+        return self.before.dtype
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales as they are registered: complete while the layer's unit is gathered."""
+        held: dict[str, Any] = self._parameters
+        return held[self.format.codes], held[self.format.scales]
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The weight as a tensor that is dequantised by what reads its values; its shape and dtype cost nothing."""
+        return _Weight(self)
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the weight, (out_features, in_features), in its own dtype, while the layer's unit is gathered.
+
+        Raises:
+            ShardingError: It is not gathered.
+        """
+        codes, scales = self.stored
+        if tuple(codes.shape) != self.format.codes_shape(self.shape):
+            raise ShardingError(
+                f"A quantised weight {self.shape} is read where this rank has a part of it, {tuple(codes.shape)} of "
+                f"{self.format.codes_shape(self.shape)} bytes. Read it inside `with fullshard.unsharded(model):`."
+            )
+        return self.format.dequantise(codes.detach(), scales.detach(), self.shape, self.weight_dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias`` in the input's dtype; (..., in_features) to (..., out_features)."""
+        x = input if self.compute_dtype is None else input.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _Linear.apply(x, *self.stored, bias, self).to(input.dtype)  # type: ignore[union-attr]
+
+    def extra_repr(self) -> str:
+        """Describe the layer in ``repr(model)``."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format.type}"
+
+
+class _Linear(torch.autograd.Function):
+    """Dequantises in forward and again in backward: between them codes and scales are kept, which the unit owns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: QuantizedLinear,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.layer, ctx.dtype = layer, x.dtype
+        return layer.format.linear(x, codes, scales, layer.shape, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        codes, scales = ctx.saved_tensors
+        layer: QuantizedLinear = ctx.layer
+        x_gradient = bias_gradient = None
+        if ctx.needs_input_grad[0]:
+            dtype = gradient.dtype
+            weight = layer.format.weight_in_backward(codes, scales, layer.shape, layer.weight_dtype, dtype)
+            x_gradient = torch.matmul(gradient, weight).to(ctx.dtype)
+        if ctx.needs_input_grad[3]:
+            bias_gradient = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        return x_gradient, None, None, bias_gradient, None
+
+
+class _Weight(torch.Tensor):
+    """The weight of a quantised layer: a tensor of known shape and dtype that dequantises for each operation.
+
+    For code that asks for the dtype of a weight, as T5 does in each feed-forward, or reads it, as DoRA does.
+    """
+
+    @staticmethod
+    def __new__(cls: type[_Weight], layer: QuantizedLinear) -> _Weight:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, layer.shape, dtype=layer.weight_dtype, device=layer.stored[0].device
+        )
+        made.layer = layer
+        return made
+
+    layer: QuantizedLinear
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` on the dequantised weight.
+
+        Raises:
+            ShardingError: It would be written to, or its unit is not gathered.
+        """
+        kwargs = kwargs or {}
+        for given, value in zip(func._schema.arguments, args, strict=False):
+            if isinstance(value, _Weight) and given.alias_info is not None and given.alias_info.is_write:
+                raise ShardingError(
+                    f"{func} would write to a quantised weight, which is frozen. To merge an adapter into it, save the "
+                    "model with fullshard.save(model, path, merge=True) or export the run with --merge."
+                )
+        return func(*tree_map(_read, args), **tree_map(_read, kwargs))
+
+
+def _read(value: Any) -> Any:
+    return value.layer.dequantised() if isinstance(value, _Weight) else value

@@ -1,0 +1,162 @@
+"""What cannot be right is refused with one clear error, before memory is taken, and leaves the model as it was."""
+
+import copy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import Checkpoints, Pretrained, Quantize, fully_shard, load_checkpoint
+from fullshard.errors import CheckpointError, ConfigError, MismatchError, ShardingError
+from fullshard.quantized import QuantizedLinear, bitsandbytes_door
+from fullshard.testing import run_ranks
+from support import quantized
+from support.quantized import NF4, t5
+
+
+def skeleton(*, frozen=True):
+    with torch.device("meta"):
+        model = t5()
+    model.tie_weights()
+    return model.requires_grad_(requires_grad=not frozen)
+
+
+def refused(model, match, weights=None, error=ConfigError):
+    """Shard on two ranks, and expect an error on both and no change."""
+    models = [model, copy.deepcopy(model)]
+    before = [(name, type(one)) for name, one in model.named_modules()]
+
+    def rank(comm):
+        mine = models[comm.rank]
+        with pytest.raises(error, match=match):
+            fully_shard(mine, comm, weights=weights)
+        assert [(name, type(one)) for name, one in mine.named_modules()] == before
+        assert all(name.rpartition(".")[2] in ("weight", "bias") for name, _ in mine.named_parameters())
+
+    run_ranks(2, rank)
+
+
+def test_full_fine_tuning_is_refused(tmp_path):
+    quantized.saved(t5, tmp_path)
+    refused(skeleton(frozen=False), "Quantised weights are frozen.*are trainable", Pretrained(tmp_path, quantize=NF4))
+
+
+def test_a_model_in_memory_is_refused(tmp_path):
+    model, _ = quantized.saved(t5, tmp_path)
+    model.requires_grad_(requires_grad=False)
+    refused(model, "on the meta device", Pretrained(tmp_path, quantize=NF4))
+
+
+def test_nothing_to_quantise_is_refused(tmp_path):
+    quantized.saved(t5, tmp_path)
+    everything = Quantize("nf4", skip=("encoder", "decoder", "lm_head"))
+    refused(skeleton(), "nothing to quantise", Pretrained(tmp_path, quantize=everything))
+
+
+def test_weights_that_do_not_fit_leave_the_layers_as_they_were(tmp_path):
+    quantized.saved(quantized.gpt2, tmp_path)
+    refused(skeleton(), "do not fit", Pretrained(tmp_path, quantize=NF4), error=CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [(None, "bitsandbytes, which is missing"), (SimpleNamespace(__version__="0.49.2"), "0.50 or newer; found 0.49.2")],
+)
+def test_bitsandbytes_missing_or_too_old(found, match, tmp_path, monkeypatch):
+    quantized.saved(t5, tmp_path)
+    bitsandbytes_door.bitsandbytes.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "bitsandbytes", found)
+        patched.delitem(sys.modules, "bitsandbytes.nn", raising=False)
+        refused(skeleton(), f"{match}.*fullshard\\[quantization\\]", Pretrained(tmp_path, quantize=NF4))
+        fp8 = Pretrained(tmp_path, quantize=Quantize("fp8"))
+        run_ranks(2, lambda comm: fully_shard(skeleton(), comm, weights=fp8))  # needs no bitsandbytes
+    bitsandbytes_door.bitsandbytes.cache_clear()
+
+
+def test_blocks_of_another_size_are_refused():
+    library = bitsandbytes_door.bitsandbytes()
+    layer = library.nn.Linear4bit(64, 64, bias=False, quant_type="nf4")
+    layer.weight = library.nn.Params4bit(layer.weight.data, blocksize=128, quant_type="nf4", module=layer)
+    model = nn.Sequential(layer.to("cpu"), nn.Linear(64, 64))
+
+    def rank(comm):
+        mine = copy.deepcopy(model)
+        with pytest.raises(ConfigError, match="0 has blocks of 128 weights"):
+            fully_shard(mine, comm, wrap=None)
+
+    run_ranks(2, rank)
+
+
+def test_a_layer_that_is_not_quantised_yet_is_refused():
+    library = bitsandbytes_door.bitsandbytes()
+    model = nn.Sequential(library.nn.Linear4bit(64, 64, quant_type="nf4"), nn.Linear(64, 64))
+    refused_layer = "not quantised yet"
+
+    def rank(comm):
+        with pytest.raises(ConfigError, match=refused_layer):
+            fully_shard(copy.deepcopy(model), comm, wrap=None)
+
+    run_ranks(2, rank)
+
+
+def test_ranks_that_quantise_differently_are_told(tmp_path):
+    quantized.saved(t5, tmp_path)
+    types = ("nf4", "fp4")
+
+    def rank(comm):
+        weights = Pretrained(tmp_path, quantize=Quantize(types[comm.rank]))
+        with pytest.raises(MismatchError, match="Ranks hold different models or policies"):
+            fully_shard(skeleton(), comm, weights=weights)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"type": "int4"}, {"type": "nf4", "compute_dtype": "int8"}], ids=["type", "compute dtype"]
+)
+def test_settings_are_checked_when_they_are_made(settings):
+    with pytest.raises(ConfigError, match="must be one of"):
+        Quantize(**settings)
+
+
+def test_codes_cannot_require_gradients(tmp_path):
+    quantized.saved(t5, tmp_path)
+
+    def rank(comm):
+        model = fully_shard(skeleton(), comm, weights=Pretrained(tmp_path, quantize=NF4))
+        layer = next(one for one in model.modules() if isinstance(one, QuantizedLinear))
+        codes, scales = layer.stored
+        with pytest.raises(ShardingError, match=r"nf4 cannot require gradients.*quantised"):
+            codes.requires_grad_()
+        with pytest.raises(ShardingError, match=r"nf4_double_scales cannot require gradients.*quantised"):
+            scales.requires_grad = True
+        with pytest.raises(ShardingError, match="quantised weight, which is frozen"):
+            model.requires_grad_()
+        model.requires_grad_(requires_grad=False)
+
+    run_ranks(2, rank)
+
+
+def test_a_checkpoint_of_another_quantisation_is_refused(tmp_path):
+    _, path = quantized.saved(t5, tmp_path / "model")
+    folder = tmp_path / "checkpoints"
+
+    def save(comm):
+        model = quantized.sharded_from_files(t5, path, comm, NF4)
+        with Checkpoints(folder, ranks=comm) as checkpoints:
+            checkpoints.save(model, None, step=1)
+
+    run_ranks(2, save)
+
+    def load(comm, quantize):
+        model = quantized.sharded_from_files(t5, path, comm, quantize)
+        load_checkpoint(model, None, folder / "step-00000001")
+
+    for other in (Quantize("fp4", skip=quantized.SKIP), Quantize("nf4", double_quant=False, skip=quantized.SKIP)):
+        with pytest.raises(
+            CheckpointError, match=r"quantisation is nf4 \(double\), the model's (fp4|nf4).*the same Quantize"
+        ):
+            run_ranks(2, lambda comm, other=other: load(comm, other))
