@@ -1,0 +1,153 @@
+"""LoRA over an nf4 base: bytes at rest, peak, bytes sent and step time, against a bf16 base and bitsandbytes unsharded.
+
+``python benchmarks/qlora.py`` writes ``benchmarks/results/qlora.json``.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from measure import TensorMeter
+from ranks import on_two_ranks, quiet
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+import fullshard
+from fullshard.comm import Comm, RecordingComm
+from fullshard.models import AdapterSpec, add_adapter, enable_activation_checkpointing
+from fullshard.quantized import QuantizedLinear, format_of
+from fullshard.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.saving import AdaptedWeights, Pretrained
+from fullshard.shards import rows_of
+
+RESULT = Path(__file__).parent / "results" / "qlora.json"
+SHAPE = {"d_model": 1024, "d_kv": 64, "num_heads": 16, "d_ff": 4096, "num_layers": 6, "vocab_size": 4096}
+QUANTIZE = fullshard.Quantize("nf4", skip=("lm_head", "wo"))
+STEPS = 5
+TOKENS = 128
+
+
+def config() -> T5Config:
+    """Return the benchmark's T5: blocks of T5-3B's kind, few rows of vocabulary."""
+    return T5Config(**SHAPE, dropout_rate=0.0, decoder_start_token_id=0)
+
+
+def batch(rank: int) -> dict[str, torch.Tensor]:
+    """Return a rank's row."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(2, SHAPE["vocab_size"], (1, TOKENS), generator=generator)
+    return {"input_ids": tokens, "labels": tokens[:, : TOKENS // 4].contiguous()}
+
+
+def sharded(comm: Comm, path: str, quantize: fullshard.Quantize | None) -> Any:
+    """Return the sharded model in bfloat16, with LoRA of rank 8 on queries and values."""
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config()).to(torch.bfloat16)
+    model.tie_weights()
+    adapted = add_adapter(model, AdapterSpec("lora", path), seed=0)
+    enable_activation_checkpointing(adapted.model)
+    weights = AdaptedWeights(Pretrained(path, quantize=quantize), adapted.values)
+    return fullshard.fully_shard(adapted.model, comm, weights=weights)
+
+
+def unsharded(path: str) -> Any:
+    """Return the same model of bitsandbytes' layers."""
+    library = bitsandbytes()
+    model = T5ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16)
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and not name.endswith(QUANTIZE.skip):
+            kind = {"quant_type": "nf4", "compress_statistics": True}
+            made = library.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, **kind)
+            made.weight = library.nn.Params4bit(layer.weight.data, requires_grad=False, module=made, **kind)
+            model.set_submodule(name, made.to("cpu"))
+    lora = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=8, lora_alpha=16, target_modules=["q", "v"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, lora)
+    enable_activation_checkpointing(adapted)
+    return adapted.train()
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, rows: dict[str, torch.Tensor]) -> None:
+    """Take one step."""
+    model(**rows).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def timed(model: Any, optimizer: torch.optim.Optimizer, comm: Comm, rows: dict[str, torch.Tensor]) -> float:
+    """Return the median seconds of a step; ranks start each together."""
+    seconds = []
+    for _ in range(STEPS):
+        comm.barrier()
+        started = time.perf_counter()
+        step(model, optimizer, rows)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def of_ours(comm: Comm, path: str, quantized: bool) -> dict[str, float]:
+    """Return one rank's figures of the sharded run."""
+    ledger = RecordingComm(comm)
+    with TensorMeter() as meter:
+        model = sharded(ledger, path, QUANTIZE if quantized else None)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        rows = batch(comm.rank)
+        step(model, optimizer, rows)
+        ledger.entries.clear()
+        with meter.stretch("step"):
+            step(model, optimizer, rows)
+        sent = ledger.sent_bytes
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    format = format_of(QUANTIZE)
+    return {
+        "held_bytes": sum(rows_of(part).nbytes for layer in layers for part in layer.stored),
+        "full_bytes": sum(
+            format.code_bytes(layer.before.numel()) + format.scales_bytes(layer.shape) for layer in layers
+        ),
+        "weights": sum(layer.before.numel() for layer in layers),
+        "peak_bytes": meter.stretches["step"]["peak"],
+        "sent_bytes": sent,
+        "seconds": timed(model, optimizer, comm, rows),
+    }
+
+
+def of_bitsandbytes(comm: Comm, path: str) -> float:
+    """Return the seconds of a step of two ranks that train alone, at the same time."""
+    model = unsharded(path)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    rows = batch(comm.rank)
+    step(model, optimizer, rows)
+    return timed(model, optimizer, comm, rows)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    quiet()
+    with tempfile.TemporaryDirectory() as path:
+        torch.manual_seed(0)
+        T5ForConditionalGeneration(config()).to(torch.bfloat16).save_pretrained(path)
+        nf4 = on_two_ranks(of_ours, path, True, timeout_s=240)
+        bf16 = on_two_ranks(of_ours, path, False, timeout_s=240)
+        alone = max(on_two_ranks(of_bitsandbytes, path, timeout_s=240))
+    worst = {name: max(rank[name] for rank in nf4) for name in nf4[0]}
+    base = {name: max(rank[name] for rank in bf16) for name in bf16[0]}
+    ratios = {
+        "base_bytes_over_codes_and_scales": worst["held_bytes"] / (worst["full_bytes"] / 2),
+        "step_peak_over_bf16_base": worst["peak_bytes"] / base["peak_bytes"],
+        "wire_over_bf16_base": worst["sent_bytes"] / base["sent_bytes"],
+        "step_time_over_unsharded": worst["seconds"] / alone,
+    }
+    result = {"shape": SHAPE, "ratios": ratios, "nf4": worst, "bf16": base, "bitsandbytes_seconds": alone}
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
