@@ -7,6 +7,9 @@ from typing import Any
 
 _RENAMED: Mapping[str, str] = {
     "adapter": "model.adapter",
+    "bnb_4bit_compute_dtype": "model.quantization.compute_dtype",
+    "bnb_4bit_quant_type": "model.quantization.type",
+    "bnb_4bit_use_double_quant": "model.quantization.double_quant",
     "batch_size": "training.per_device_train_batch_size",
     "config_name": "model.config",
     "epochs": "training.num_train_epochs",
@@ -14,6 +17,7 @@ _RENAMED: Mapping[str, str] = {
     "generation_max_length": "evaluation.max_new_tokens",
     "generation_num_beams": "evaluation.num_beams",
     "label_smoothing": "training.label_smoothing_factor",
+    "llm_int8_skip_modules": "model.quantization.skip",
     "lora_r": "model.adapter.r",
     "lr": "training.learning_rate",
     "max_input_length": "data.max_source_length",
@@ -58,6 +62,8 @@ _REPLACED: Mapping[str, str] = {
     "hub_private_repo": "write training.push_to_hub: {repo: owner/name, private: true}",
     "hub_token": "leave it out: the token is taken from HF_TOKEN or from hf auth login",
     "load_best_model_at_end": "leave it out: the best model by evaluation.metric is always kept",
+    "load_in_4bit": "write model.quantization: nf4",
+    "load_in_8bit": "write model.quantization: int8",
     "logging_dir": "leave it out: everything is written to output_dir",
     "no_cuda": "leave it out: without a GPU the run uses the CPU",
     "optim_args": "set the optimizer's options in training, such as training.adam_beta2",

@@ -28,7 +28,6 @@ from fullshard.data import (
     step_shapes,
     steps,
 )
-from fullshard.engine.setup.source import WantedTensor
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ConfigError
 from fullshard.models import Objective
@@ -55,7 +54,14 @@ from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.given_length import RowsOfLength
 from fullshard.train.setup.learning_rate import learning_rate_schedule
-from fullshard.train.setup.model import for_device, outline_model, own_loss, prepare_model, shard_model
+from fullshard.train.setup.model import (
+    UnreadWeights,
+    for_device,
+    outline_model,
+    own_loss,
+    prepare_model,
+    shard_model,
+)
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, Progress, collate_spec, prepare
 
@@ -209,7 +215,7 @@ def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
         model, weights = prepare_model(config, data.tokenizer).model, None
     else:
         with real_tensors():  # whether peft computes an adapter's values from weights is read from them
-            model, weights = outline_model(config, data.tokenizer), _UnreadWeights()
+            model, weights = outline_model(config, data.tokenizer), UnreadWeights()
     shard_model(model, config, comm, weights=weights)
     return model.train()
 
@@ -405,19 +411,3 @@ def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
         router_loss=own_loss(model, config)[0],
         precision=settings.precision,
     )
-
-
-class _UnreadWeights:
-    """Weights of a model's directory that are not read: shards get their memory as if they were."""
-
-    def open(self, model: torch.nn.Module, wanted: list[WantedTensor]) -> _UnreadWeights:
-        """See :meth:`WeightSource.open`: every tensor is said to fit."""
-        self._buffers = {name for one in wanted if one.buffer for name in one.names}
-        return self
-
-    def has(self, name: str) -> bool:
-        """See :meth:`WeightReader.has`: buffers need memory of their own, parameters have it in the shards."""
-        return name in self._buffers
-
-    def read(self, name: str, start: int, out: torch.Tensor) -> None:
-        """See :meth:`WeightReader.read`: nothing."""
