@@ -53,8 +53,8 @@ class LoadPlan:
         if ours != theirs:
             ours, theirs = (", ".join(one) or "none" for one in (ours, theirs))
             raise CheckpointError(
-                f"{source} does not fit the model: its weights' quantisation is {theirs}, the model's {ours}. Build the "
-                "model with the same Quantize(…) as before."
+                f"{source} does not fit the model: its weights' quantisation is {theirs}, the model's {ours}. Build "
+                "the model with the same Quantize(…) as before."
             )
         left = set(stored)
         missing, misshaped = [], []

@@ -148,11 +148,12 @@ def set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     Raises:
         ShardingError: A parameter of bytes would require gradients.
     """
-    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    if wanted and not args[0].dtype.is_floating_point and not args[0].dtype.is_complex:
+    param, *given = args
+    wanted = given[0] if given else kwargs.get("requires_grad", True)
+    if wanted and not param.dtype.is_floating_point and not param.dtype.is_complex:
         raise ShardingError(
-            f"{args[0].cut.name} cannot require gradients: it has {args[0].dtype} numbers, such as the codes and scales "
-            "of a quantised weight, which is frozen. Leave it out (param.is_floating_point()) and train an adapter."
+            f"{param.cut.name} cannot require gradients: it has {param.dtype} numbers, such as the codes and scales of "
+            "a quantised weight, which is frozen. Leave it out (param.is_floating_point()) and train an adapter."
         )
     return func(*args, **kwargs)
 
