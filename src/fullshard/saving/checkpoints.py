@@ -31,6 +31,7 @@ from fullshard.saving.rng import rng_bytes, rng_name
 from fullshard.saving.stepped import Stepping
 from fullshard.storage import (
     GIVEN_UP,
+    Base,
     Index,
     Keep,
     Lock,
@@ -182,6 +183,7 @@ class Checkpoints:
         gradients: bool = False,
         average: ExponentialMovingAverage | None = None,
         assets: Callable[[Path], None] | None = None,
+        base: Base | None = None,
     ) -> Place:
         """Save the complete training state as ``step-…``; every rank calls it, after the optimizer's step.
 
@@ -202,6 +204,8 @@ class Checkpoints:
             average: The moving average of the model's weights to save too; None: none is.
             assets: Called on rank 0 with a directory inside the checkpoint, to write small files into; None: a Hugging
                 Face model's configuration is written, which ``fullshard export`` needs in addition to the tensors.
+            base: The model that frozen parameters were read from: they are not saved, and a model that is to load the
+                checkpoint must have read them from there too; None: they are saved.
 
         Returns:
             Where the checkpoint is once it is complete, which in the background is later.
@@ -212,8 +216,8 @@ class Checkpoints:
         """
         started = time.monotonic()
         self.wait()
-        plan = partial(plan_save, model, optimizer, gradients=gradients, average=average)
-        job = together(self.ranks, lambda: self._job(model, plan, step, values, metric))
+        plan = partial(plan_save, model, optimizer, gradients=gradients, average=average, frozen=base is None)
+        job = together(self.ranks, lambda: self._job(model, plan, step, values, metric, base))
         together_in_background(self.ranks, lambda: self._begin(job, assets or partial(write_assets, model)))
         together_in_background(self.ranks, lambda: _require_shared(job))
         save = self._save = Save(self._with_host_copies(job) if background else job)
@@ -390,6 +394,7 @@ class Checkpoints:
         step: int,
         values: Mapping[str, Any],
         metric: float | None,
+        base: Base | None,
     ) -> SaveJob:
         """Check and describe what this rank writes.
 
@@ -417,7 +422,9 @@ class Checkpoints:
         versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
         table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
         greater = None if metric is None else self.keep.greater_is_better
-        index = Index(step, self.ranks.size, metric, plain, (), {}, versions, table, greater_is_better=greater)
+        index = Index(
+            step, self.ranks.size, metric, plain, (), {}, versions, table, greater_is_better=greater, base=base
+        )
         # Not in the background, the writer thread reads the shards themselves: wait for the streams that write them.
         ready = device_of(self.ranks.device).copy_to_host([])
         self._saves += 1

@@ -54,14 +54,7 @@ from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.given_length import RowsOfLength
 from fullshard.train.setup.learning_rate import learning_rate_schedule
-from fullshard.train.setup.model import (
-    UnreadWeights,
-    for_device,
-    outline_model,
-    own_loss,
-    prepare_model,
-    shard_model,
-)
+from fullshard.train.setup.model import UnreadWeights, for_device, outline_model, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, Progress, collate_spec, prepare
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 
+from fullshard.comm import Comm, together
 from fullshard.config import RunConfig
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, ModelError
+from fullshard.layout.names import plain_name
+from fullshard.models import base_of
 from fullshard.policy import Quantize
-from fullshard.quantized import QuantizedLayers, format_of
+from fullshard.quantized import QuantizedLayers, QuantizedLinear, format_of
+from fullshard.storage import Base, content_of
 
 _USUAL_SKIP = "lm_head"
 """The default of ``skip``, which not every model has."""
@@ -87,3 +93,38 @@ def quantise_outline(model: nn.Module, config: RunConfig) -> None:
     quantize = quantize_of(config)
     if quantize is not None:
         QuantizedLayers(model, quantize)
+
+
+def quantised_base(model: nn.Module, config: RunConfig, directory: Path | None, comm: Comm) -> Base | None:
+    """Return the base that the run's checkpoints name instead of holding it; None: it is not quantised.
+
+    Every rank calls it.
+
+    Args:
+        model: The run's sharded model, with its adapter.
+        config: The run's settings.
+        directory: ``model.path`` resolved.
+        comm: The run's ranks; rank 0 reads the files for their digest.
+
+    Raises:
+        ModelError: The files cannot be read.
+    """
+    quantize = quantize_of(config)
+    if quantize is None:
+        return None
+    assert directory is not None, "the schema requires model.path"
+    layers = [
+        plain_name(name).replace(".base_layer", "") + ".weight"
+        for name, module in base_of(model).named_modules()
+        if isinstance(module, QuantizedLinear)
+    ]
+
+    def read() -> str:
+        try:
+            return content_of(directory) if comm.rank == 0 else ""
+        except OSError as error:
+            raise ModelError(f"{directory} cannot be read: {error}.") from error
+
+    content = comm.all_gather_object(together(comm, read))[0]
+    name = str(config.model.path)
+    return Base(name, str(directory), content, quantize.type, quantize.double_quant, tuple(layers))
