@@ -18,6 +18,7 @@ from fullshard.engine import RUNS_BYTES, Run, SavedTensor, full_runs, mesh_of, s
 from fullshard.errors import CheckpointError
 from fullshard.policy import dtype_name
 from fullshard.saving.background import BackgroundWriter
+from fullshard.saving.dequantised import Dequantised
 from fullshard.saving.lora import adapter_names
 from fullshard.storage import ADAPTER_NAME, SafetensorsWriter, TensorSpec, WeightsWriter, atomic_directory, parse_size
 
@@ -42,7 +43,7 @@ def save(
     The files are those of ``save_pretrained``: ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
     ``model.safetensors.index.json``, with each parameter once, under its first name, and the persistent buffers; and
     the configuration of a Hugging Face model. Of a model with a peft adapter only the adapter is written, for
-    ``PeftModel.from_pretrained(base, directory)``.
+    ``PeftModel.from_pretrained(base, directory)``. Quantised weights are written dequantised, without an adapter's.
 
     Rank 0 writes in a thread, with 64 MB in addition to its shards, whatever the size of the model. The directory
     appears, or is replaced, atomically at the end. No collective lasts as long as the disk takes.
@@ -63,6 +64,8 @@ def save(
     """
     mesh = mesh_of(model)
     content = _content(model, dtype, parse_size(max_shard_size))
+    if not content.adapter:
+        content.dequantised.collect(model, _STREAM_BYTES)
     if mesh.rank != 0:
         problem = _stream(model, mesh, content, None, None)
         if problem:
@@ -126,6 +129,7 @@ def _adapters(model: Any) -> list[str]:
 class _Content:
     """Full tensors that a save writes to files, unlike the pieces of a checkpoint."""
 
+    dequantised: Dequantised  # quantised layers, which are written as plain ones
     specs: dict[str, TensorSpec]  # the stored tensor by its first name in the model, a tied one once
     adapter: bool  # whether only an adapter is written
     dtype: torch.dtype | None  # dtype of floating tensors in the files; None: each one's own
@@ -142,20 +146,21 @@ def _content(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -
     name = dtype_name(dtype)
     wanted: torch.dtype | None = None if name is None else getattr(torch, name)
 
-    saved = saved_tensors(model)
-    names = {tensor.names[0]: tensor.names[0] for tensor in saved}
+    dequantised = Dequantised(model)
+    saved = dequantised.tensors(saved_tensors(model))  # by the name that is streamed
+    names = {name: tensor.names[0] for name, tensor in saved.items()}
     adapters = _adapters(model)
     if adapters:
         names = adapter_names(names, model.peft_config[adapters[0]].to_dict())
-    saved = [tensor for tensor in saved if tensor.names[0] in names]
+    saved = {name: tensor for name, tensor in saved.items() if name in names}
 
-    def spec(tensor: SavedTensor) -> TensorSpec:
+    def spec(name: str, tensor: SavedTensor) -> TensorSpec:
         cast = wanted if tensor.dtype.is_floating_point else None
-        return TensorSpec(names[tensor.names[0]], tensor.shape, cast or tensor.dtype)
+        return TensorSpec(names[name], tensor.shape, cast or tensor.dtype)
 
-    parameters = sum(prod(tensor.shape) for tensor in saved if tensor.is_parameter)
-    specs = {tensor.names[0]: spec(tensor) for tensor in saved}
-    return _Content(specs, bool(adapters), wanted, max_file_bytes, parameters)
+    parameters = sum(prod(tensor.shape) for tensor in saved.values() if tensor.is_parameter)
+    specs = {name: spec(name, tensor) for name, tensor in saved.items()}
+    return _Content(dequantised, specs, bool(adapters), wanted, max_file_bytes, parameters)
 
 
 @contextmanager
@@ -178,7 +183,7 @@ def _open_directory(
         with files:
 
             def write(runs: list[Run]) -> int:
-                wanted = [run for run in runs if run[0] in specs]
+                wanted = [content.dequantised.run(run) for run in runs if run[0] in specs]
                 for name, start, flat in wanted:
                     files.write_run(specs[name].name, start, flat)
                 return sum(flat.numel() * specs[name].dtype.itemsize for name, _, flat in wanted)

@@ -11,8 +11,9 @@ import torch
 
 import fullshard
 from support import quantized
-from support.models import batches, seq2seq_loss, t5
+from support.models import batches, seq2seq_loss
 from support.parity import ROWS_PER_RANK, train_sharded
+from support.quantized import t5
 
 
 def main():

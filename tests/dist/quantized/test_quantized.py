@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from support import quantized
-from support.models import batches, seq2seq_loss, t5
+from support.models import batches, seq2seq_loss
 from support.parity import ROWS_PER_RANK, train_unsharded
 from support.processes import run_processes
+from support.quantized import t5
 
 pytestmark = [pytest.mark.dist, pytest.mark.parity]
 

@@ -10,9 +10,9 @@ from transformers import BitsAndBytesConfig
 
 from fullshard.testing import run_ranks
 from support import quantized
-from support.models import batches, causal_loss, seq2seq_loss, t5
+from support.models import batches, causal_loss, seq2seq_loss
 from support.parity import ROWS_PER_RANK, train_sharded, train_unsharded
-from support.quantized import NF4
+from support.quantized import NF4, t5
 
 pytestmark = pytest.mark.parity
 

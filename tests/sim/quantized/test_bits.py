@@ -8,13 +8,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fullshard import Pretrained, Quantize, fully_shard
+from fullshard.quantized.bitsandbytes_door import bitsandbytes
 from fullshard.testing import run_ranks
 from support import quantized
-from support.models import t5
+from support.quantized import t5
 
 TYPES = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False), ("int8", False)]
 SIZES = [1, 2, 3, 4, 8]
-SHAPES = [(64, 64), (320, 640), (48, 40), (7, 10), (5, 33), (1, 100), (130, 2)]
+SHAPES = [(64, 64), (320, 640), (48, 40), (33, 96), (3, 32), (7, 10), (5, 33), (1, 100), (130, 2)]
 """(out, in): whole blocks; more than 256 blocks; blocks across rows; a short last block; an odd number; one row."""
 
 
@@ -34,10 +35,44 @@ def expected(model, quantize, names):
         else:
             parts = [state.absmax]
         scales = torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in parts])
+        if quantize.type != "int8" and weight.shape[1] % 64:
+            # Of a short last block the kernel rounds fp4 otherwise than the table does.
+            weight = by_hand(codes, state, weight.shape) if weight.numel() % 64 == 0 else as_one_row(codes, state)
         # int8 is dequantised to float32, which then takes the dtype of the weight.
         weight = weight.to(model.get_submodule(name).weight.dtype)
         found[name] = [codes.reshape(-1).view(torch.uint8), scales, weight.reshape(-1).view(torch.uint8)]
     return found
+
+
+def largest(state):
+    """The largest absolute value of each block, as bitsandbytes dequantises it."""
+    functional = bitsandbytes().functional
+    return functional.dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+
+
+def as_one_row(codes, state):
+    """Dequantise by bitsandbytes, with the flattened weight's shape."""
+    state = copy.copy(state)
+    state.shape = torch.Size((1, state.shape.numel()))
+    return bitsandbytes().functional.dequantize_4bit(codes, state)
+
+
+def by_hand(codes, state, shape):
+    """Dequantise by the format: a number of the table times the scale of its block of 64."""
+    scales = largest(state)
+    table = bitsandbytes().functional.get_4bit_type(state.quant_type, device="cpu")
+    numbers = torch.stack([codes.reshape(-1) >> 4, codes.reshape(-1) & 15], 1).reshape(-1)
+    numel = shape[0] * shape[1]
+    return (table[numbers[:numel].long()] * scales.repeat_interleave(64)[:numel]).reshape(shape)
+
+
+def test_bitsandbytes_takes_wrong_scales_on_cpus_where_blocks_end_inside_rows():
+    # Once this fails, bitsandbytes has mended its kernel, and by_hand is not needed any more.
+    torch.manual_seed(0)
+    weight = torch.randn(32, 96)
+    codes, state, theirs = quantized.bitsandbytes_stored(weight, Quantize("nf4", double_quant=False))
+    ours = by_hand(codes, state, weight.shape)
+    assert (ours - weight).abs().max() < 0.6 < (theirs - weight).abs().max()
 
 
 def assert_bits(ours, theirs):

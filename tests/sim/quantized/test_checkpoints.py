@@ -8,9 +8,9 @@ from fullshard import Checkpoints, load_checkpoint, save
 from fullshard.shards import rows_of
 from fullshard.testing import run_ranks
 from support import quantized
-from support.models import batches, seq2seq_loss, t5
+from support.models import batches, seq2seq_loss
 from support.parity import ROWS_PER_RANK, optimizer_for
-from support.quantized import NF4
+from support.quantized import NF4, t5
 
 
 def train(model, comm, data):

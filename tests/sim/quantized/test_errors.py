@@ -13,8 +13,7 @@ from fullshard.errors import CheckpointError, ConfigError, MismatchError, Shardi
 from fullshard.quantized import QuantizedLinear, bitsandbytes_door
 from fullshard.testing import run_ranks
 from support import quantized
-from support.models import t5
-from support.quantized import NF4
+from support.quantized import NF4, t5
 
 
 def skeleton(*, frozen=True):
