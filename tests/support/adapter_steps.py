@@ -36,12 +36,12 @@ ROWS = TokenizedSet(
 )
 
 
-def write_base(directory, config, tokenizer):
-    """Save a model with larger weights than a new one's, whose logits hardly depend on anything."""
+def write_base(directory, config, tokenizer, scale=3):
+    """Save a model; by default with larger weights than a new one's, whose logits hardly depend on anything."""
     model = build_model(config, tokenizer, seed=7)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(3 if p.dim() > 1 else 1)
+            p.mul_(scale if p.dim() > 1 else 1)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

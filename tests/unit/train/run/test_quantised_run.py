@@ -99,7 +99,9 @@ def merged_by_peft(base, adapter):
     with torch.no_grad():
         for name, layer in model.named_modules():
             if type(layer) is torch.nn.Linear and name != "lm_head":
-                layer.weight.copy_(bitsandbytes_stored(layer.weight, Quantize("nf4"))[2])
+                # As one row: of these widths bitsandbytes' kernel for CPUs takes wrong scales.
+                made = bitsandbytes_stored(layer.weight.reshape(1, -1), Quantize("nf4"))[2]
+                layer.weight.copy_(made.reshape(layer.weight.shape))
     return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
 
 
