@@ -7,10 +7,10 @@ from typing import Any
 
 _RENAMED: Mapping[str, str] = {
     "adapter": "model.adapter",
+    "batch_size": "training.per_device_train_batch_size",
     "bnb_4bit_compute_dtype": "model.quantization.compute_dtype",
     "bnb_4bit_quant_type": "model.quantization.type",
     "bnb_4bit_use_double_quant": "model.quantization.double_quant",
-    "batch_size": "training.per_device_train_batch_size",
     "config_name": "model.config",
     "epochs": "training.num_train_epochs",
     "evaluation_strategy": "training.eval_strategy",

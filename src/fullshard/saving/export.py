@@ -278,6 +278,8 @@ def export(
     notes: tuple[str, ...] = ()
     if options.lora != "adapter" and CONFIG_NAME not in files:
         notes = (f"{assets} has no {CONFIG_NAME}, which from_pretrained needs: only weights were written",)
+    if isinstance(parts, _OfBase) and index.base is not None:
+        notes = (*notes, f"the base {index.base.name} was dequantised ({index.base.quantisation})")
     return ExportReport(checkpoint, index.step, directory, len(specs), total, files, notes)
 
 

@@ -57,6 +57,7 @@ from fullshard.train.setup.learning_rate import learning_rate_schedule
 from fullshard.train.setup.model import UnreadWeights, for_device, outline_model, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, Progress, collate_spec, prepare
+from fullshard.train.setup.quantization import describe_quantization
 
 T = TypeVar("T")
 
@@ -68,10 +69,12 @@ class RunPlan(Plan):
     Attributes:
         steps: Optimizer steps of the run; 0: not known, as rows of a given length are no data.
         step_tokens: Source and target tokens of a step, all ranks together, without padding; the mean of an epoch.
+        quantization: Format of the frozen linear layers, such as ``nf4 (double)``; None: they are not quantised.
     """
 
     steps: int = 0
     step_tokens: int = 0
+    quantization: str | None = None
 
     @property
     def run_s(self) -> float | None:
@@ -80,14 +83,17 @@ class RunPlan(Plan):
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        return {**super().as_dict(), "run_s": self.run_s}
+        return {**super().as_dict(), "run_s": self.run_s, "quantization": self.quantization}
 
     def __str__(self) -> str:
         """Return the plan as a table."""
+        table = super().__str__()
+        if self.quantization is not None:
+            table += f"\nfrozen linear layers are quantised: {self.quantization}"
         if self.timing is None:
-            return super().__str__()
+            return table
         run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
-        return f"{super().__str__()}\n{run}{self.step_tokens / self.timing.step_s:,.0f} tokens a second"
+        return f"{table}\n{run}{self.step_tokens / self.timing.step_s:,.0f} tokens a second"
 
 
 def plan_run(
@@ -170,7 +176,12 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         rehearsal = rehearse_on(build, found.rank, world_size, device)
         values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
-    return RunPlan(**values, steps=_total_steps(config, data, epoch), step_tokens=round(tokens / epoch.num_steps))
+    return RunPlan(
+        **values,
+        steps=_total_steps(config, data, epoch),
+        step_tokens=round(tokens / epoch.num_steps),
+        quantization=describe_quantization(config),
+    )
 
 
 def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
