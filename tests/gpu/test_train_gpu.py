@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
+from support.planned import write_quantised_run
 from support.processes import environment
 from support.tiny_run import settings
 
@@ -39,3 +40,23 @@ def test_a_run_uses_every_device_and_its_model_loads(changes, tmp_path):
     assert summary["world_size"] == torch.cuda.device_count()
     assert json.loads((tmp_path / "out" / "trace.json").read_text())["device"] == "cuda"
     AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+
+
+def test_quantised_weights_under_an_adapter_train_on_every_device(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    path = write_quantised_run(tmp_path)
+    command = [sys.executable, "-m", "fullshard.cli.main"]
+    precision = ["nproc=null", "training.precision=bf16"]
+    done = subprocess.run(
+        [*command, "train", str(path), *precision], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["device"] == "cuda"
+    merged = [*command, "export", str(tmp_path / "out"), "--merge", "-o", str(tmp_path / "merged")]
+    done = subprocess.run(merged, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged")

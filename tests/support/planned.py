@@ -70,6 +70,12 @@ def write_adapter_run(directory):
     return write_directory_run(directory, model=model, sharding={"frozen": "replicate"})
 
 
+def write_quantised_run(directory, quantization="nf4"):
+    """Write a run file that trains a LoRA adapter over quantised weights, and return its path."""
+    model = {"path": str(directory / "model"), "adapter": {"type": "lora", "r": 4}, "quantization": quantization}
+    return write_directory_run(directory, model=model)
+
+
 def write_packed_run(directory):
     """Write a run file with packed batches of a budget of tokens and a fused loss, and return its path."""
     options = {"packing": True, "per_device_train_batch_tokens": 60, "fused_cross_entropy": True}
@@ -86,6 +92,8 @@ RUNS = {
     "run": write_run,
     "directory": partial(write_directory_run, training__gradient_checkpointing=True),
     "adapter": write_adapter_run,
+    "nf4": write_quantised_run,
+    "int8": partial(write_quantised_run, quantization="int8"),
     "packed": write_packed_run,
     "table": write_table_run,
 }

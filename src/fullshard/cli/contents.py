@@ -84,6 +84,7 @@ def _short(facts: Mapping[str, Any]) -> dict[str, str]:
         "step": lambda value: f"{value:,}",
         "world_size": str,
         "metric": lambda value: "none" if value is None else f"{value:.6g}",
+        "base": lambda value: "" if value is None else _base(value),
         "versions": lambda value: ", ".join(f"{name} {version}" for name, version in value.items()),
         "values": lambda value: ", ".join(value) or "none",
         "model_type": str,
@@ -91,9 +92,16 @@ def _short(facts: Mapping[str, Any]) -> dict[str, str]:
         "dtype": str,
     }
     short = {name.replace("_", " "): shown[name](facts[name]) for name in shown if name in facts}
+    if facts.get("base") is None:
+        short.pop("base", None)
     if facts.get("metric") is not None:
         short["metric"] += f", {_DIRECTIONS[facts['greater_is_better']]}"
     return short
+
+
+def _base(base: Mapping[str, Any]) -> str:
+    """Describe the base model that a checkpoint names instead of holding it."""
+    return f"{base['name']} ({base['content']}), not in the checkpoint, quantised: {base['quantisation']}"
 
 
 def _group_rows(found: Any) -> list[tuple[str, ...]]:

@@ -48,7 +48,10 @@ def add_parser(verbs: Any) -> None:
         "evaluated the best, which is its own model; else latest)",
     )
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of floating-point weights (default: unchanged)"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="dtype of floating-point weights (default: unchanged; "
+        "merged into a quantised base, which is read from its own files: bf16)",
     )
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", default="50GB", help="maximum size of a file, such as 5GB (default: 50GB)"

@@ -6,6 +6,7 @@ from fullshard.config.load import check_run as check_run, load_run as load_run, 
 from fullshard.config.model import (
     AdapterConfig as AdapterConfig,
     ModelConfig as ModelConfig,
+    QuantizationConfig as QuantizationConfig,
     TokenizerConfig as TokenizerConfig,
 )
 from fullshard.config.recorded import (

@@ -58,6 +58,24 @@ class AdapterConfig(ConfigSection):
         return self
 
 
+class QuantizationConfig(ConfigSection):
+    """Quantised weights of the linear layers under an adapter; the name of a type alone is a short form."""
+
+    type: Literal["nf4", "fp4", "int8", "fp8"] = "nf4"
+    """nf4 and fp4: 4 bits, in blocks of 64 weights; int8 and fp8: 8 bits, with a scale for each row."""
+    double_quant: bool = True
+    """Quantise the scales of nf4 and fp4 too: 4.13 bits a weight and not 4.5."""
+    compute_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Dtype that quantised layers compute in; null: that of training.precision."""
+    skip: tuple[str, ...] = ("lm_head",)
+    """Modules that are not quantised: the last part of a name, or successive parts, such as decoder.block.0."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: object) -> object:
+        return {"type": value} if isinstance(value, str) else value
+
+
 class ModelConfig(ConfigSection):
     """The model: an existing one or a new one."""
 
@@ -81,6 +99,8 @@ class ModelConfig(ConfigSection):
     configuration, as transformers does; null: as the model's configuration says."""
     adapter: AdapterConfig | None = None
     """Train an adapter and freeze the model; null: train all parameters."""
+    quantization: QuantizationConfig | None = None
+    """Quantise the frozen weights under the adapter; null: they are kept as the run's precision has them."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -91,4 +111,19 @@ class ModelConfig(ConfigSection):
             raise ValueError("config needs a tokenizer section too, such as tokenizer: {vocab_size: 2000}")
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("tokenizer needs config: a model loaded from path has its own tokenizer")
+        return self
+
+    @model_validator(mode="after")
+    def _frozen_quantization(self) -> Self:
+        if self.quantization is None:
+            return self
+        if self.config is not None:
+            raise ValueError(
+                "quantization needs path: a model from config has random weights, which would be quantised and lost"
+            )
+        if self.adapter is None:
+            raise ValueError(
+                f"quantization: {self.quantization.type} needs an adapter, because quantised weights are frozen; add "
+                "adapter: {type: lora}, or leave quantization out to train all parameters"
+            )
         return self

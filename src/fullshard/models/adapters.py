@@ -95,20 +95,28 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
     return Adapted(adapted.train(), values, lacking, trainable, sum(numel for numel, _ in counts))
 
 
-def load_adapter(model: PreTrainedModel, directory: Path) -> Any:
-    """Load the adapter that peft saved in a directory, around the base model with its weights; any rank, alone.
+def load_adapter(model: PreTrainedModel, directory: Path) -> tuple[Any, Mapping[str, Tensor]]:
+    """Load the adapter that peft saved in a directory, around the base model; any rank, alone.
+
+    Args:
+        model: On the CPU with its weights, or on the meta device.
+        directory: The adapter's.
+
+    Returns:
+        peft's model, and if the base model is on the meta device the adapter's values by their names in it.
 
     Raises:
         ModelError: peft is not installed, or the adapter does not match the model.
     """
     peft = _import_peft(f"{directory} is an adapter, which")
+    stand_ins = _StandIns(model)
     try:
         with _peft_context():
             adapted = peft.PeftModel.from_pretrained(model, str(directory), local_files_only=True)
     except (OSError, *_MISUSE) as error:
         raise ModelError(f"The adapter in {directory} cannot be loaded: {error}") from error
     _ignore_position_warning()
-    return adapted
+    return adapted, stand_ins.replace(adapted)
 
 
 def _ignore_position_warning() -> None:

@@ -330,7 +330,8 @@ def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
     made = [leaf for leaf in shapes.leaves if isinstance(leaf, torch.Tensor)]
     if any(tensor.numel() > KNOWN_NUMEL or tensor.is_meta for tensor in (*made, *given)):
         return False
-    if given or not any(tensor.is_floating_point() for tensor in made):
+    # Bytes are codes of quantised weights, whose buffers the engine fills and frees like those of numbers.
+    if given or not any(tensor.is_floating_point() or tensor.dtype == torch.uint8 for tensor in made):
         return True
     return func._schema.name in _CONSTANTS | _CONSTANTS_LIKE and all(
         tensor.numel() <= _CONSTANT_NUMEL for tensor in made

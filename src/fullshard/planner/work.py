@@ -17,6 +17,9 @@ _MOVES_NOTHING = {
     "aten::_unsafe_view",  # a view that says it is none
 }
 
+_QUANTISED_PRODUCT = "bitsandbytes::gemm_4bit"
+"""Operator of bitsandbytes: input, codes, the weight's shape (outputs, inputs). By name: it may not be installed."""
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -115,6 +118,8 @@ def _dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the floating-point operations of a product, by torch's own formulas."""
+    if func._schema.name == _QUANTISED_PRODUCT:
+        return 2 * args[0].numel() * args[2][0]
     formula = _FORMULAS.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 

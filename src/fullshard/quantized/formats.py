@@ -142,6 +142,8 @@ class FourBit:
         self.double = double
         self.codes = type
         self.scales = f"{type}_double_scales" if double else f"{type}_scales"
+        if double:
+            _dynamic_map(torch.device("cpu"))  # now: while a step is planned, operators give no values
 
     def block(self, shape: Shape) -> int:
         """See :meth:`Format.block`."""
@@ -359,4 +361,5 @@ class Float8(_Rows):
 @lru_cache(maxsize=16)
 def _dynamic_map(device: torch.device) -> torch.Tensor:
     """Return the 256 values of bitsandbytes' 8-bit codes, float32."""
-    return bitsandbytes().functional.create_dynamic_map().to(device)
+    with torch.device("cpu"):  # its numbers are read; the model may be built on the meta device meanwhile
+        return bitsandbytes().functional.create_dynamic_map().to(device)

@@ -31,6 +31,7 @@ from fullshard.saving.snapshot import InMemory
 from fullshard.saving.stepped import Stepping
 from fullshard.storage import (
     GIVEN_UP,
+    Base,
     Keep,
     Lock,
     ObjectPath,
@@ -189,6 +190,7 @@ class Checkpoints:
         gradients: bool = False,
         average: ExponentialMovingAverage | None = None,
         assets: Callable[[Path], None] | None = None,
+        base: Base | None = None,
     ) -> Place:
         """Save the complete training state as ``step-…``; every rank calls it, after the optimizer's step.
 
@@ -209,6 +211,8 @@ class Checkpoints:
             average: The moving average of the model's weights to save too; None: none is.
             assets: Called on rank 0 with a directory inside the checkpoint, to write small files into; None: a Hugging
                 Face model's configuration is written, which ``fullshard export`` needs in addition to the tensors.
+            base: The model that frozen parameters were read from: they are not saved, and a model that is to load the
+                checkpoint must have read them from there too; None: they are saved.
 
         Returns:
             Where the checkpoint is once it is complete, which in the background is later.
@@ -219,8 +223,8 @@ class Checkpoints:
         """
         started = time.monotonic()
         self.wait()
-        plan = partial(plan_save, model, optimizer, gradients=gradients, average=average)
-        job = together(self.ranks, lambda: self._job(model, plan, step, values, metric))
+        plan = partial(plan_save, model, optimizer, gradients=gradients, average=average, frozen=base is None)
+        job = together(self.ranks, lambda: self._job(model, plan, step, values, metric, base))
         together_in_background(self.ranks, lambda: self._begin(job, assets or partial(write_assets, model)))
         together_in_background(self.ranks, lambda: require_shared(job))
         save = self._save = Save(self._with_host_copies(job) if background else job)
@@ -441,6 +445,7 @@ class Checkpoints:
         step: int,
         values: Mapping[str, Any],
         metric: float | None,
+        base: Base | None,
     ) -> SaveJob:
         """Check and describe what this rank writes.
 
@@ -450,7 +455,7 @@ class Checkpoints:
         require_between_steps(self.ranks, model, step)
         plan, rng = make_plan(), rng_bytes(self.ranks.device)
         plan.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
-        index = index_of(model, step, values, metric, self.keep)
+        index = index_of(model, step, values, metric, self.keep, base)
         # Not in the background, the writer thread reads the shards themselves: wait for the streams that write them.
         ready = device_of(self.ranks.device).copy_to_host([])
         self._saves += 1

@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.comm import Mesh
 from fullshard.engine import mesh_of, units, unreduced
 from fullshard.errors import CheckpointError
-from fullshard.storage import Index, Keep, SaveJob, as_json
+from fullshard.storage import Base, Index, Keep, SaveJob, as_json
 from fullshard.version import __version__
 
 
@@ -38,7 +38,9 @@ def require_between_steps(ranks: Mesh, model: nn.Module, step: int) -> None:
         raise CheckpointError(f"step must be a number of optimizer steps, an int of at least 0; got {step!r}.")
 
 
-def index_of(model: nn.Module, step: int, values: Mapping[str, Any], metric: float | None, keep: Keep) -> Index:
+def index_of(
+    model: nn.Module, step: int, values: Mapping[str, Any], metric: float | None, keep: Keep, base: Base | None = None
+) -> Index:
     """Return a checkpoint's index without its tensors; any rank, no communication.
 
     Raises:
@@ -49,7 +51,9 @@ def index_of(model: nn.Module, step: int, values: Mapping[str, Any], metric: flo
     versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
     table = [f"{row.unit}: {row.kind}, {row.tensors} tensors" for row in units(model).rows]
     greater = None if metric is None else keep.greater_is_better
-    return Index(step, mesh_of(model).size, metric, as_json(values), (), {}, versions, table, greater_is_better=greater)
+    plain = as_json(values)
+    size = mesh_of(model).size
+    return Index(step, size, metric, plain, (), {}, versions, table, greater_is_better=greater, base=base)
 
 
 def require_shared(job: SaveJob) -> None:

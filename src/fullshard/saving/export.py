@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +20,13 @@ from fullshard.saving.lora import (
     holds_adapter,
     merged_tensors,
 )
+from fullshard.saving.over_base import OverBase
 from fullshard.saving.pieces import MODEL
 from fullshard.storage import (
     ADAPTER_NAME,
     CHECKPOINTS_NAME,
     FINISHED_NAME,
+    Base,
     CheckpointReader,
     Kind,
     Piece,
@@ -228,7 +230,11 @@ def export(
 ) -> ExportReport:
     """Write a checkpoint's model for ``from_pretrained``; one process, no GPU, about 64 MB of memory.
 
-    Every block that is read is compared with its checksum. The directory appears atomically at the end.
+    A merged model over a quantised base takes memory for a few copies of its largest weight instead: the base is read
+    from its own files, quantised and dequantised as in the run, and saved in bfloat16 unless a dtype is given.
+
+    Every block of the checkpoint that is read is compared with its checksum. The directory appears atomically at the
+    end.
 
     Args:
         checkpoint: One checkpoint's directory.
@@ -238,7 +244,8 @@ def export(
 
     Raises:
         ConfigError: The options do not fit the checkpoint, or ``directory`` is not empty.
-        CheckpointError: The checkpoint is damaged, or ``directory`` cannot be written; it does not appear then.
+        CheckpointError: The checkpoint is damaged, its base model is not there or has changed, or ``directory`` cannot
+            be written; it does not appear then.
     """
     dtype = dtype_name(options.dtype)
     max_file_bytes = parse_size(options.max_shard_size)
@@ -247,8 +254,10 @@ def export(
     _require_small_files(checkpoint)
     tensors = {name.removeprefix(MODEL): e for name, e in index.tensors.items() if name.startswith(MODEL)}
     assets = checkpoint / "model"
-    exported = _choose_tensors(tensors, options.lora, assets)
-    specs = [_spec(one, index.tensors[one.source], dtype) for one in exported]
+    parts = _parts(CheckpointReader(checkpoint, index), tensors, index.base, options.lora, assets)
+    if isinstance(parts, _OfBase):
+        dtype = dtype or "bfloat16"  # the base was rounded to 4 or 8 bits: float32 would hold no more
+    specs = [_in_dtype(spec, dtype) for spec in parts.specs]
     total = sum(spec.size_bytes for spec in specs)
     with atomic_directory(directory) as temporary:
         _copy_assets(assets, temporary, options.lora, dtype)
@@ -258,18 +267,19 @@ def export(
             # The checkpoint does not distinguish buffers from parameters.
             numel = sum(spec.numel for spec in specs if spec.dtype.is_floating_point)
             writer = WeightsWriter(temporary, specs, max_file_bytes=max_file_bytes, parameters=numel)
-        source = CheckpointReader(checkpoint, index)
         done = 0
         with writer:
-            for one, spec in zip(exported, specs, strict=True):
-                for start, run in _runs(source, one):
-                    writer.write_run(one.name, start, run)
+            for spec in specs:
+                for start, run in parts.runs(spec.name):
+                    writer.write_run(spec.name, start, run)
                     done += run.numel() * spec.dtype.itemsize
                     progress(done, total)
         files = tuple(sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*") if file.is_file()))
     notes: tuple[str, ...] = ()
     if options.lora != "adapter" and CONFIG_NAME not in files:
         notes = (f"{assets} has no {CONFIG_NAME}, which from_pretrained needs: only weights were written",)
+    if isinstance(parts, _OfBase) and index.base is not None:
+        notes = (*notes, f"the base {index.base.name} was dequantised ({index.base.quantisation})")
     return ExportReport(checkpoint, index.step, directory, len(specs), total, files, notes)
 
 
@@ -295,14 +305,16 @@ def _require_room(directory: Path) -> None:
         )
 
 
-def _choose_tensors(tensors: Mapping[str, TensorEntry], lora: str | None, assets: Place) -> list[ExportedTensor]:
-    """Return the tensors to export, in the order of the index."""
+def _parts(
+    source: CheckpointReader, tensors: Mapping[str, TensorEntry], base: Base | None, lora: str | None, assets: Place
+) -> _OfCheckpoint | _OfBase:
+    """Return the tensors to export, in the order of the index or of the base model's files."""
     if not tensors:
         raise CheckpointError("The checkpoint has no tensors of a model.")
     if not holds_adapter(tensors):
         if lora is not None:
             raise ConfigError(f"--{lora} is for a model with an adapter; this checkpoint has none. Leave it out.")
-        return [ExportedTensor(name, MODEL + name) for name in tensors]
+        return _OfCheckpoint(source, [ExportedTensor(name, MODEL + name) for name in tensors])
     if lora is None:
         raise ConfigError(
             "The checkpoint's model has an adapter. Choose --merge (the base model with the adapter in it) or "
@@ -315,13 +327,51 @@ def _choose_tensors(tensors: Mapping[str, TensorEntry], lora: str | None, assets
             "writes it if `assets` is left out, and so does fullshard.write_assets."
         )
     if lora == "adapter":
-        return adapter_tensors(tensors, config)
-    return merged_tensors(tensors, config, _read_json(assets / CONFIG_NAME) or {})
+        return _OfCheckpoint(source, adapter_tensors(tensors, config))
+    model_config = _read_json(assets / CONFIG_NAME) or {}
+    if base is not None:
+        return _OfBase(source, OverBase(base, tensors, config, model_config))
+    return _OfCheckpoint(source, merged_tensors(tensors, config, model_config))
 
 
-def _spec(exported: ExportedTensor, entry: TensorEntry, dtype: str | None) -> TensorSpec:
-    own = dtype_of(entry)
-    return TensorSpec(exported.name, entry.shape, getattr(torch, dtype) if dtype and own.is_floating_point else own)
+class _OfCheckpoint:
+    """Tensors that are all in the checkpoint."""
+
+    def __init__(self, source: CheckpointReader, exported: list[ExportedTensor]) -> None:
+        self._source = source
+        self._exported = {one.name: one for one in exported}
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Names, shapes and dtypes of the tensors."""
+        entries = [(one.name, self._source.entry(one.source)) for one in self._exported.values()]
+        return [TensorSpec(name, entry.shape, dtype_of(entry)) for name, entry in entries]
+
+    def runs(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield a tensor's runs."""
+        return _runs(self._source, self._exported[name])
+
+
+class _OfBase:
+    """Tensors of the base model's files, with the updates of the checkpoint's adapter."""
+
+    def __init__(self, source: CheckpointReader, base: OverBase) -> None:
+        self._source, self._base = source, base
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Names, shapes and dtypes of the tensors."""
+        return [TensorSpec(name, tuple(one.shape), one.dtype) for name, one in self._base.files.tensors.items()]
+
+    def runs(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield a tensor's only run: a weight at a time."""
+        values, update = self._base.read(name), self._base.updates.get(name)
+        yield 0, values if update is None else _Update(self._source, update, torch.float32).added(values, 0)
+
+
+def _in_dtype(spec: TensorSpec, dtype: str | None) -> TensorSpec:
+    """Return a tensor's specification in the files: floating ones in ``dtype``, if there is one."""
+    return replace(spec, dtype=getattr(torch, dtype)) if dtype and spec.dtype.is_floating_point else spec
 
 
 def _runs(source: CheckpointReader, exported: ExportedTensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -15,7 +15,7 @@ from fullshard.optim.walk import require_same_values
 from fullshard.quantized import quantisations
 from fullshard.saving.stepped import Stepped
 from fullshard.shards import rows_of
-from fullshard.storage import Piece, TensorSpec
+from fullshard.storage import Base, Piece, TensorSpec
 
 
 class LoadPlan:
@@ -38,18 +38,24 @@ class LoadPlan:
         self.loaded: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
         self._copies: list[LocalTensor] = []
 
-    def add_model(self, held: Sequence[LocalTensor], stored: Mapping[str, TensorSpec], source: str) -> None:
+    def add_model(
+        self, held: Sequence[LocalTensor], stored: Mapping[str, TensorSpec], source: str, base: Base | None = None
+    ) -> None:
         """Add this rank's runs of the model's parameters and buffers.
 
         Args:
             held: What this rank holds of the model.
             stored: The model's tensors in the source, by their name in the model; a tied one under any of its names.
             source: What they are read from, for messages.
+            base: Whose frozen weights are not stored: the model has read them from its files; None: all are stored.
 
         Raises:
             CheckpointError: Names or shapes do not match the model's.
         """
         ours, theirs = quantisations(local.name for local in held), quantisations(stored)
+        if base is not None:
+            theirs = [base.quantisation]
+            held = [local for local in held if local.param is None or local.param.requires_grad]
         if ours != theirs:
             ours, theirs = (", ".join(one) or "none" for one in (ours, theirs))
             raise CheckpointError(

@@ -127,7 +127,7 @@ class _Target:
         self._average, self._updates = average, torch.zeros(1, dtype=torch.int64)
         held = [_as_saved(local, index) for local in local_tensors(model)]
         stored = {name.removeprefix(MODEL): spec for name, spec in self._specs.items() if name.startswith(MODEL)}
-        self.plan.add_model(held, stored, "The checkpoint")
+        self.plan.add_model(held, stored, "The checkpoint", index.base)
         for local in held:
             if local.param is not None:
                 self._gradients.append((local.param, self._gradient(local, local.param)))

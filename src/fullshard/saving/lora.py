@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +156,34 @@ def merged_tensors(
             f"than the base model: it cannot be merged here. {_REMEDY}"
         )
     return merged
+
+
+def merged_updates(
+    tensors: Mapping[str, TensorEntry],
+    config: Mapping[str, Any],
+    model_config: Mapping[str, Any],
+    entry_of: Callable[[str], TensorEntry],
+) -> dict[str, LowRank]:
+    """Return the update of each weight that an adapter changes, by its name in the base model.
+
+    Args:
+        tensors: Tensors of a checkpoint without the base model, by name without ``model/``.
+        config: The adapter's configuration.
+        model_config: The model's configuration; empty if not known.
+        entry_of: Returns the shape and dtype of a weight of the base model.
+
+    Raises:
+        CheckpointError: Merging takes more than adding ``scaling * B @ A``; the message states the remedy.
+    """
+    _require_one_adapter(tensors, config)
+    _require_plain_lora(config)
+    updates = {}
+    for module, found in _factors(tensors).items():
+        name = f"{module.removeprefix(_PREFIX)}.weight"
+        entry = entry_of(name)
+        updates[name] = _low_rank(module, found, entry, tensors, config)
+        _require_untied(name, entry, model_config)
+    return updates
 
 
 def _original_of(name: str) -> str:

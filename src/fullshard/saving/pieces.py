@@ -27,7 +27,12 @@ _SPLIT_NUMEL = 1 << 14
 
 @on_rows
 def plan_save(
-    model: nn.Module, optimizer: Stepping | None, *, gradients: bool, average: ExponentialMovingAverage | None = None
+    model: nn.Module,
+    optimizer: Stepping | None,
+    *,
+    gradients: bool,
+    average: ExponentialMovingAverage | None = None,
+    frozen: bool = True,
 ) -> SavePlan:
     """Return what this rank writes of a training state; together the ranks write each element once. No communication.
 
@@ -36,6 +41,7 @@ def plan_save(
         optimizer: Over its parameters; None: it is not written.
         gradients: Whether ``.grad`` of the shards is written too.
         average: The average of the weights to write too; None: none is.
+        frozen: Whether parameters that are not trained are written.
 
     Returns:
         Views of the memory that training uses.
@@ -47,6 +53,8 @@ def plan_save(
     plan = SavePlan()
     held = local_tensors(model)
     for local in held:
+        if not frozen and local.param is not None and not local.param.requires_grad:
+            continue
         low, high = _share(local, local.tensor.numel())
         if high > low:
             plan.pieces.append(Piece(MODEL + local.name, local.shape, local.start + low, local.tensor[low:high]))

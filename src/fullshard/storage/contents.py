@@ -185,6 +185,7 @@ def _facts(index: Index) -> dict[str, Any]:
         "world_size": index.world_size,
         "metric": index.metric,
         "greater_is_better": index.greater_is_better,
+        "base": None if index.base is None else {**index.base.as_plain(), "quantisation": index.base.quantisation},
         "versions": dict(index.versions),
         "policies": list(index.policies),
         "optimizer_groups": [dict(group) for group in index.groups],

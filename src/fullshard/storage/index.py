@@ -15,6 +15,7 @@ from typing import Any
 
 from fullshard.errors import CheckpointError
 from fullshard.storage import rules
+from fullshard.storage.base import Base
 from fullshard.storage.json_file import Bounds, parse_bounded, require_bounded, require_sealed, seal
 from fullshard.storage.object_path import Place
 
@@ -74,6 +75,7 @@ class Index:
     policies: Sequence[str]  # how the model was sharded, one line of text per unit
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)  # all tensors by name
     greater_is_better: bool | None = None  # whether a greater metric is better; None: not recorded
+    base: Base | None = None  # the model whose frozen weights are left out; None: all weights are here
     serial: int | None = None  # its number in the order of saving, as in ``complete.json``; None: version 1
 
     def as_json(self) -> str:
@@ -86,6 +88,7 @@ class Index:
             "format": FORMAT,
             "version": VERSION,
             **{name: getattr(self, name) for name in (*_PLAIN, *_LATER)},
+            **({} if self.base is None else {"base": self.base.as_plain()}),
             "tensors": tensors_as_plain(self.tensors),
         }
         try:
@@ -161,6 +164,7 @@ def parse_index(content: bytes, path: Place) -> Index:
         _require_plain_rules(values)
         plain: dict[str, Any] = {name: values[name] for name in _PLAIN}
         plain |= {name: values.get(name) for name in _LATER}
+        plain["base"] = None if values.get("base") is None else Base.from_plain(rules.mapping(values["base"], "base"))
         index = Index(**plain, tensors=tensors_from_plain(values["tensors"]))
     except KeyError as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint's index: it has no {error}.") from error

@@ -22,9 +22,10 @@ from fullshard.train.run.assemble import make_evaluation
 from fullshard.train.setup.advice import advice
 from fullshard.train.setup.data_plan import make_plan, mixture_notes
 from fullshard.train.setup.learning_rate import learning_rate_schedule
-from fullshard.train.setup.model import outline_model, own_loss, refuses_fp16, shard_model
+from fullshard.train.setup.model import UnreadWeights, outline_model, own_loss, refuses_fp16, shard_model
 from fullshard.train.setup.optimizers import expected_state_bytes
 from fullshard.train.setup.prepare import Progress, prepare, prepare_tokenizer
+from fullshard.train.setup.quantization import quantization_notes, require_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,8 +77,10 @@ def check_kind(config: RunConfig) -> None:
     """Raise the errors of a run that depend only on the model's configuration; any process, alone, without a network.
 
     Raises:
+        ConfigError: bitsandbytes is missing or too old for ``model.quantization``.
         ModelError: The model is known to overflow in the precision.
     """
+    require_kernels(config)
     source = config.model.path or config.model.config
     kind = None if source is None else known_kind(source)
     if kind is not None and refuses_fp16(config):
@@ -152,6 +155,7 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
             *data.notes,
             *mixture_notes(config, data),
             *own_loss(model, config)[1],
+            *quantization_notes(config),
             *advice(config, data, plan, world_size),
         ),
     )
@@ -159,5 +163,5 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
 
 def _lay_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase, world_size: int) -> nn.Module:
     model = outline_model(config, tokenizer)
-    shard_model(model, config, SimulatedComm(world_size))
+    shard_model(model, config, SimulatedComm(world_size), None if config.model.path is None else UnreadWeights())
     return model

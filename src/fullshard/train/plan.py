@@ -28,7 +28,6 @@ from fullshard.data import (
     step_shapes,
     steps,
 )
-from fullshard.engine.setup.source import WantedTensor
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ConfigError
 from fullshard.models import Objective
@@ -55,9 +54,10 @@ from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.given_length import RowsOfLength
 from fullshard.train.setup.learning_rate import learning_rate_schedule
-from fullshard.train.setup.model import for_device, outline_model, own_loss, prepare_model, shard_model
+from fullshard.train.setup.model import UnreadWeights, for_device, outline_model, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, Progress, collate_spec, prepare
+from fullshard.train.setup.quantization import describe_quantization
 
 T = TypeVar("T")
 
@@ -69,10 +69,12 @@ class RunPlan(Plan):
     Attributes:
         steps: Optimizer steps of the run; 0: not known, as rows of a given length are no data.
         step_tokens: Source and target tokens of a step, all ranks together, without padding; the mean of an epoch.
+        quantization: Format of the frozen linear layers, such as ``nf4 (double)``; None: they are not quantised.
     """
 
     steps: int = 0
     step_tokens: int = 0
+    quantization: str | None = None
 
     @property
     def run_s(self) -> float | None:
@@ -81,14 +83,17 @@ class RunPlan(Plan):
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        return {**super().as_dict(), "run_s": self.run_s}
+        return {**super().as_dict(), "run_s": self.run_s, "quantization": self.quantization}
 
     def __str__(self) -> str:
         """Return the plan as a table."""
+        table = super().__str__()
+        if self.quantization is not None:
+            table += f"\nfrozen linear layers are quantised: {self.quantization}"
         if self.timing is None:
-            return super().__str__()
+            return table
         run = "" if self.run_s is None else f"{self.steps:,} steps: {format_duration(self.run_s)}; "
-        return f"{super().__str__()}\n{run}{self.step_tokens / self.timing.step_s:,.0f} tokens a second"
+        return f"{table}\n{run}{self.step_tokens / self.timing.step_s:,.0f} tokens a second"
 
 
 def plan_run(
@@ -173,7 +178,12 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         rehearsal = rehearse_on(build, found.rank, world_size, device, rates)
         values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
-    return RunPlan(**values, steps=_total_steps(config, data, epoch), step_tokens=round(tokens / epoch.num_steps))
+    return RunPlan(
+        **values,
+        steps=_total_steps(config, data, epoch),
+        step_tokens=round(tokens / epoch.num_steps),
+        quantization=describe_quantization(config),
+    )
 
 
 def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
@@ -211,7 +221,7 @@ def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
         model, weights = prepare_model(config, data.tokenizer).model, None
     else:
         with real_tensors():  # whether peft computes an adapter's values from weights is read from them
-            model, weights = outline_model(config, data.tokenizer), _UnreadWeights()
+            model, weights = outline_model(config, data.tokenizer), UnreadWeights()
     shard_model(model, config, comm, weights=weights)
     return model.train()
 
@@ -407,19 +417,3 @@ def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:
         router_loss=own_loss(model, config)[0],
         precision=settings.precision,
     )
-
-
-class _UnreadWeights:
-    """Weights of a model's directory that are not read: shards get their memory as if they were."""
-
-    def open(self, model: torch.nn.Module, wanted: list[WantedTensor]) -> _UnreadWeights:
-        """See :meth:`WeightSource.open`: every tensor is said to fit."""
-        self._buffers = {name for one in wanted if one.buffer for name in one.names}
-        return self
-
-    def has(self, name: str) -> bool:
-        """See :meth:`WeightReader.has`: buffers need memory of their own, parameters have it in the shards."""
-        return name in self._buffers
-
-    def read(self, name: str, start: int, out: torch.Tensor) -> None:
-        """See :meth:`WeightReader.read`: nothing."""

@@ -12,7 +12,7 @@ from fullshard.data import SourceSpec, read_split
 from fullshard.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-PRESETS = ("banking77_tiny", "causal_sft", "phrasebank_lora", "scitldr_t5", "wikihow_t5")
+PRESETS = ("banking77_tiny", "causal_sft", "phrasebank_lora", "scitldr_t5", "t5_3b_qlora", "wikihow_t5")
 
 ARTICLE = "Some words. " * 20
 PAPER = json.dumps({"source": ["One.", "Two."], "target": ["First.", "Second."], "paper_id": "p", "title": "t"}) + "\n"
@@ -26,6 +26,7 @@ FILES = {
     "phrasebank_lora": {
         "phrasebank/Sentences_AllAgree.txt": "".join(f"Sales rose {n} % .@positive\n" for n in range(50))
     },
+    "t5_3b_qlora": {"banking77/train.csv": "text,category\na,b\n", "banking77/test.csv": "text,category\na,b\n"},
     "scitldr_t5": {"scitldr/train.jsonl": PAPER, "scitldr/dev.jsonl": PAPER},
     "wikihow_t5": {
         "wikihow/wikihowAll.csv": "headline,title,text\n" + "".join(f"Do.,How to {n},{ARTICLE}\n" for n in range(200))
@@ -36,6 +37,7 @@ SOURCES = {
     "causal_sft": ("do ", ("done",)),
     "phrasebank_lora": ("Sales rose ", ("positive",)),
     "scitldr_t5": ("One. Two.", ("First.", "Second.")),
+    "t5_3b_qlora": ("a", ("b",)),
     "wikihow_t5": (ARTICLE, ("Do.",)),
 }
 

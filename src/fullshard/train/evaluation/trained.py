@@ -11,7 +11,9 @@ from fullshard.comm import Comm, together
 from fullshard.config import ModelConfig, RunConfig
 from fullshard.errors import ModelError
 from fullshard.models import load_adapter, load_model, load_tokenizer, resolve_model
+from fullshard.saving import AdaptedWeights
 from fullshard.train.setup.model import choose_loader, make_model, shard_model
+from fullshard.train.setup.quantization import quantization_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,6 +65,8 @@ def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
         config = RunConfig.model_validate({**plain, "training": {"eval_strategy": "no"}})
     else:
         kept = ("class", "attn_implementation")
+        if base != directory and config.model.quantization is not None:
+            kept += ("adapter", "quantization")
         before = config.model.model_dump(by_alias=True)
         model = ModelConfig.model_validate({**values, **{name: before[name] for name in kept}})
         config = config.model_copy(update={"model": model})
@@ -81,7 +85,11 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
     """
     config = trained.config
     tokenizer = together(comm, lambda: _tokenizer_of(trained))
-    if trained.directory != trained.base:
+    if config.model.quantization is not None:
+        model, weights = together(comm, lambda: _over_quantised(trained, tokenizer))
+        notes = quantization_notes(config)
+        shard_model(model, config, comm, weights=weights)
+    elif trained.directory != trained.base:
         model = together(comm, lambda: _with_adapter(trained, tokenizer))
         notes = (f"{trained.directory} is an adapter; its base model {trained.base} was loaded in full on every rank",)
         shard_model(model, config, comm)
@@ -109,7 +117,16 @@ def _with_adapter(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> Any:
     settings = trained.config.model
     kind, attention = settings.model_class, settings.attn_implementation
     model = load_model(trained.base, tokenizer, model_class=kind, attention=attention)
-    return load_adapter(model, trained.directory)
+    return load_adapter(model, trained.directory)[0]
+
+
+def _over_quantised(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, AdaptedWeights]:
+    """Load the adapter over the base's skeleton, whose weights are read and quantised by shards."""
+    skeleton = make_model(trained.config, tokenizer)
+    skeleton, weights, _ = choose_loader(skeleton, trained.config, tokenizer)
+    assert weights is not None, "a base that is loaded in full is refused"
+    model, values = load_adapter(skeleton, trained.directory)
+    return model, AdaptedWeights(weights, values)
 
 
 def _read_adapter_config(path: Path) -> dict[str, Any]:

@@ -63,6 +63,15 @@ class Run:
         return None if adapter is None else adapter["type"]
 
     @property
+    def quantization(self) -> str | None:
+        """Format of the frozen weights in training, such as ``nf4 (double)``; None: they were not quantised."""
+        settings = self.section("model").get("quantization")  # runs of earlier versions have no such setting
+        if settings is None:
+            return None
+        double = settings["double_quant"] and settings["type"] in ("nf4", "fp4")
+        return f"{settings['type']} (double)" if double else settings["type"]
+
+    @property
     def model_class(self) -> str:
         """Name of transformers' class that loads the model, or an adapter's base."""
         return "AutoModelForCausalLM" if self.start.causal else "AutoModelForSeq2SeqLM"

@@ -51,6 +51,7 @@ def _introduction(run: Run) -> str:
     base = f"[{run.base}](https://huggingface.co/{run.base})" if run.base_on_hub else f"the local model {run.base}"
     if run.adapter:
         made = f"A {run.adapter} adapter for {base}, whose own parameters were not trained"
+        made += f"; its linear layers were quantised: {run.quantization}" if run.quantization else ""
     elif run.trained_adapter:
         made = (
             f"{base[0].upper()}{base[1:]} with a {run.trained_adapter} adapter merged into it, which alone was trained"
@@ -192,6 +193,7 @@ def _training(run: Run) -> list[str]:
         "steps": f"{end.steps:,} ({end.epochs:.2f} epochs), {end.tokens:,} tokens{_ENDED[end.ended_by]}",
         "steps skipped": f"{end.skipped_steps:,}" if end.skipped_steps else None,
         "precision": settings["precision"],
+        "frozen weights": f"quantised: {run.quantization}" if run.quantization else None,
         "seed": str(end.config["seed"]),
         "hardware": f"{end.world_size} rank{'s' if end.world_size > 1 else ''} on {end.device}, {start.hardware}",
         "memory": f"{format_bytes(max(rank.peak for rank in end.memory))} of tensors at most on a rank",

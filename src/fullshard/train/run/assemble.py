@@ -14,6 +14,7 @@ from fullshard.data import BatchPlan, CollateSpec, TokenizedSet, padding_share
 from fullshard.errors import MismatchError
 from fullshard.models import RouterLoss
 from fullshard.optim import ShardedGradScaler
+from fullshard.storage import Base
 from fullshard.train.evaluation.evaluate import EvaluationSpec, HeldOut, evaluation_spec
 from fullshard.train.reporting.flops import Flops, count_flops, peak_flops
 from fullshard.train.reporting.reports import SetFacts
@@ -23,6 +24,7 @@ from fullshard.train.setup.learning_rate import LearningRateSchedule, learning_r
 from fullshard.train.setup.model import for_device, own_loss, prepare_model, shard_model
 from fullshard.train.setup.optimizers import make_optimizer
 from fullshard.train.setup.prepare import Prepared, collate_spec, prepare
+from fullshard.train.setup.quantization import quantised_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,6 +52,7 @@ class Assembly:
     sets: tuple[SetFacts, ...]  # the sets of a mixture; empty: the run has one set
     notes: tuple[str, ...]  # notes on data and model for the user
     conversations: bool = False  # whether the training rows are conversations
+    base: Base | None = None  # the quantised model under the adapter, which checkpoints name; None: they have all
 
 
 def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *, group: int | None = None) -> Assembly:
@@ -108,6 +111,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
             *advice(config, ready_data, plan, comm.size),
         ),
         conversations=ready_data.conversations,
+        base=quantised_base(model, config, ready_data.model_directory, comm),
     )
 
 

@@ -14,7 +14,7 @@ from fullshard.comm import together, together_in_background
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.saving import Checkpoints, Restored, SaveReport
 from fullshard.saving.full import write_assets
-from fullshard.storage import Place, add_small_file, read_completion
+from fullshard.storage import Place, add_small_file, read_completion, read_index
 from fullshard.train.evaluation.metrics import higher_is_better
 from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport
 from fullshard.train.reporting.sinks import Sink
@@ -58,6 +58,7 @@ class RunCheckpoints:
         if start.path is None or start.values is None:
             return 0, Record(), ()
         self._require_same_separator()
+        self._require_same_base()
         options = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
         restored = self._load(start.path)
         # The optimizer's options come from the settings, which may have been changed on purpose.
@@ -88,6 +89,21 @@ class RunCheckpoints:
         restored = self._checkpoints.load(parts.model, parts.optimizer, path=path)
         assert restored is not None, "a path was given"
         return restored
+
+    def _require_same_base(self) -> None:
+        """Raise if the model's frozen weights were read from other files than those the checkpoint names.
+
+        Raises:
+            CheckpointError: They were.
+        """
+        path, ours = self._start.path, self._parts.base
+        assert path is not None, "the run resumes"
+        theirs = together_in_background(self._parts.comm, lambda: read_index(path)).base
+        if theirs is not None and ours is not None and theirs.content != ours.content:
+            raise CheckpointError(
+                f"{path} is of an adapter over {theirs.name} ({theirs.content}), and {ours.directory} has other files "
+                f"({ours.content}). Set model.path to the model that the run began with, or start with resume=never."
+            )
 
     def _require_same_separator(self) -> None:
         """Raise if the run would put another text between source and target than it began with, and nobody asked.
@@ -143,6 +159,7 @@ class RunCheckpoints:
             values=values,
             background=background,
             assets=lambda directory: write_assets(parts.model, directory, tokenizer=parts.tokenizer),
+            base=parts.base,
         )
         self.newest = (step, path)
         self._extendable = True

@@ -12,6 +12,7 @@ from torch import nn
 from fullshard.comm import Comm, machine_axes
 from fullshard.config import RunConfig
 from fullshard.engine import WeightSource, check_wrapped, fully_shard
+from fullshard.engine.setup.source import WantedTensor
 from fullshard.engine.setup.wrap import BY_CLASS, ONE_UNIT
 from fullshard.errors import ConfigError, ModelError, WrapError
 from fullshard.models import (
@@ -46,6 +47,13 @@ from fullshard.policy import (
     WrapPolicy,
 )
 from fullshard.saving import AdaptedWeights, Pretrained
+from fullshard.train.setup.quantization import (
+    quantise_outline,
+    quantization_notes,
+    quantize_of,
+    require_by_shard,
+    require_quantizable,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -125,16 +133,18 @@ def choose_loader(
 
     Raises:
         CheckpointError: A file is missing or damaged.
+        ConfigError: The model would be loaded in full, and ``model.quantization`` is set.
         ModelError: Transformers cannot load it either.
     """
     assert config.model.path is not None, "called for model.path only"
     directory = directory or resolve_model(config.model.path)
-    weights = Pretrained(directory)
+    weights = Pretrained(directory, quantize=quantize_of(config))
     converted = converted_names(skeleton, weights.names())
     reason = f"transformers converts {len(converted)} of its tensors ({converted[0]}, …)" if converted else None
     reason = reason or weights.misfit(skeleton)
     if reason is None:
         return skeleton, weights, ()
+    require_by_shard(config, reason)
     return _load_full(config, tokenizer, directory), None, (_full_load_note(config, reason),)
 
 
@@ -158,6 +168,7 @@ def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
     elif config.sharding.tables != "gather" and can_fuse(model):
         fuse_head(model, fuses=False)
     require_plain_loss(model.config)
+    require_quantizable(model, config)
     return model
 
 
@@ -198,6 +209,7 @@ def _adapted(ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenize
     weights: WeightSource | None = ready.weights
     if adapted.lacking is not None:
         reason = f"peft computes {adapted.lacking} from its weights"
+        require_by_shard(config, reason)
         notes = (*notes, _full_load_note(config, reason))
         full = _changed(_load_full(config, tokenizer, directory), config)
         adapted, weights = add_adapter(full, spec, seed=config.seed), None
@@ -208,7 +220,7 @@ def _adapted(ready: ReadyModel, config: RunConfig, tokenizer: PreTrainedTokenize
     trained = (
         f"{settings.type} adapter: {adapted.trainable:,} of {adapted.total:,} parameters are trained ({share:.3%})"
     )
-    return ReadyModel(adapted.model, weights, (*notes, trained))
+    return ReadyModel(adapted.model, weights, (*notes, *quantization_notes(config), trained))
 
 
 def _require_fused(model: nn.Module, config: RunConfig) -> None:
@@ -335,6 +347,7 @@ def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
             )
         model = adapted.model
         _require_fused(model, config)
+        quantise_outline(model, config)
     _change_forward(model, config)
     return model
 
@@ -342,3 +355,19 @@ def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
 def refuses_fp16(config: RunConfig) -> bool:
     """Return whether models that are known to overflow in fp16 are refused."""
     return config.training.precision == "fp16" and not config.training.allow_fp16
+
+
+class UnreadWeights:
+    """Weights of a model's directory that are not read: shards get their memory as if they were."""
+
+    def open(self, model: nn.Module, wanted: list[WantedTensor]) -> UnreadWeights:
+        """See :meth:`WeightSource.open`: every tensor is said to fit."""
+        self._buffers = {name for one in wanted if one.buffer for name in one.names}
+        return self
+
+    def has(self, name: str) -> bool:
+        """See :meth:`WeightReader.has`: buffers need memory of their own, parameters have it in the shards."""
+        return name in self._buffers
+
+    def read(self, name: str, start: int, out: torch.Tensor) -> None:
+        """See :meth:`WeightReader.read`: nothing."""

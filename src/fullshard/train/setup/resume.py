@@ -22,6 +22,7 @@ from fullshard.storage import (
     as_place,
     backend_of,
     changed_small_files,
+    content_of,
     find_checkpoints,
     instead_of,
     is_url,
@@ -87,10 +88,6 @@ _EVALUATION_SETTINGS = frozenset(
     )
 )
 """If one of these changes, earlier evaluations cannot be compared with later ones."""
-
-_MODEL_FILES = ("*.safetensors", "*.bin", "*.model", "*.txt", "*config.json", "*token*.json", "*vocab*.json")
-_SAMPLE_BYTES = 1 << 20
-_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -395,14 +392,7 @@ def _value_text(value: Any) -> str:
 def _content(path: Path) -> str:
     """Return a digest of the content of a file or a model directory."""
     try:
-        if path.is_dir():
-            files = sorted({file for pattern in _MODEL_FILES for file in path.glob(pattern)})
-            parts = [f"{file.name} {file.stat().st_size} {_sampled_hash(file)}" for file in files]
-            digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-            return f"{len(files)} files, {sum(file.stat().st_size for file in files):,} bytes, hash {digest[:16]}"
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return f"{path.stat().st_size:,} bytes, hash {digest[:16]}"
+        return content_of(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
 
@@ -414,17 +404,3 @@ def _dataset_content(directory: Path) -> str:
     except OSError as error:
         raise DataError(f"{directory} cannot be read: {error}.") from error
     return f"{len(noted)} splits, hash {hashlib.sha256(b''.join(noted)).hexdigest()[:16]}"
-
-
-def _sampled_hash(path: Path) -> str:
-    """Return the hash of a file, or of 64 samples of a large one: other weights differ everywhere, and this is fast."""
-    size = path.stat().st_size
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        if size <= _SAMPLES * _SAMPLE_BYTES:
-            digest.update(file.read())
-        else:
-            for sample in range(_SAMPLES):
-                file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

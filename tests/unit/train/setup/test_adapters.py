@@ -6,18 +6,23 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fullshard import save, unsharded
+from fullshard import save
 from fullshard.config import RunConfig
-from fullshard.data import CollateSpec, LengthStats, RowRef, TokenizedSet, collate
 from fullshard.errors import ConfigError, ModelError
-from fullshard.models import AdapterSpec, add_adapter, build_model, train_tokenizer
-from fullshard.testing import run_ranks
-from fullshard.train.run.step import StepSpec
-from fullshard.train.setup.model import outline_model, prepare_model, shard_model
-from fullshard.train.setup.optimizers import make_optimizer
-from support.one_step import train_step
+from fullshard.models import train_tokenizer
+from fullshard.train.setup.model import outline_model, prepare_model
+from support.adapter_steps import (
+    GPT2,
+    T5,
+    batch_of,
+    config_of,
+    load_base,
+    train_plain,
+    train_sharded,
+    weights_of,
+    write_base,
+)
 
 pytestmark = [
     # peft's own, where the tests use it by itself
@@ -27,25 +32,6 @@ pytestmark = [
 ]
 
 KINDS = ("lora", "dora", "ia3", "prompt", "prefix")
-T5 = {
-    "model_type": "t5",
-    "d_model": 16,
-    "d_kv": 4,
-    "d_ff": 24,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 2,
-    "dropout_rate": 0.0,
-}
-GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
-GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-STATS = LengthStats(mean=0.0, longest=0, truncated=0, limit=0)
-ROWS = TokenizedSet(
-    source_ids=[[5, 6, 1], [7, 8, 9, 10, 1], [11, 1], [12, 13, 14, 1]],
-    target_ids=[[20, 1], [21, 22, 23, 24, 1], [15, 16, 1], [17, 1]],
-    source_stats=STATS,
-    target_stats=STATS,
-)
 
 
 @pytest.fixture(scope="module")
@@ -56,86 +42,10 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def bases(tokenizer, tmp_path_factory):
     """Directories of a T5 and a GPT-2."""
-    found = {}
+    found = {name: tmp_path_factory.mktemp(name) for name in ("t5", "gpt2")}
     for name, config in (("t5", T5), ("gpt2", GPT2)):
-        found[name] = tmp_path_factory.mktemp(name)
-        model = build_model(config, tokenizer, seed=7)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(3 if p.dim() > 1 else 1)  # a new model's logits hardly depend on anything
-        model.save_pretrained(found[name])
-        tokenizer.save_pretrained(found[name])
+        write_base(found[name], config, tokenizer)
     return found
-
-
-def config_of(base, kind, adapter=None, sharding=None, **training):
-    size = {"prompt": {"num_virtual_tokens": 3}, "prefix": {"num_virtual_tokens": 3}, "ia3": {}}.get(kind, {"r": 2})
-    values = {
-        "output_dir": "unused",
-        "model": {"path": str(base), "adapter": {"type": kind, **size, **(adapter or {})}},
-        "data": {
-            "train_file": "unused.csv",
-            "validation_file": "unused.csv",
-            "source_column": "a",
-            "target_column": "b",
-        },
-        "training": {"learning_rate": 1e-2, "weight_decay": 0.1, "per_device_eval_batch_size": 1, **training},
-        "sharding": sharding or {},
-    }
-    return RunConfig.model_validate(values)
-
-
-def batch_of(rows, *, causal):
-    return collate([RowRef(row) for row in rows], ROWS, CollateSpec(pad_token_id=0, causal=causal))
-
-
-def spec_of(step, *, causal):
-    return StepSpec(step=step, epoch=0.1, learning_rate=1e-2, max_grad_norm=1.0, causal=causal)
-
-
-def load_base(base):
-    auto = AutoModelForSeq2SeqLM if json.loads((base / "config.json").read_text())["model_type"] == "t5" else None
-    return (auto or AutoModelForCausalLM).from_pretrained(base)
-
-
-def train_plain(base, kind, config, causal, steps=3):
-    """peft and torch alone, on all rows at once."""
-    settings = dict(config.model.adapter)
-    model = add_adapter(load_base(base), AdapterSpec(base=str(base), **settings), seed=config.seed).model
-    held = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in held if (p.dim() >= 2) == wide], "weight_decay": 0.1 * wide} for wide in (1, 0)]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
-    batch, losses = batch_of(range(4), causal=causal), []
-    for _ in range(steps):
-        inputs = {"input_ids": batch.input_ids_BS, "attention_mask": batch.attention_mask_BS}
-        loss = model(**inputs, labels=batch.labels_BT).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(held, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
-
-
-def train_sharded(config, tokenizer, causal, then, steps=3, size=2):
-    ready = [prepare_model(config, tokenizer) for _ in range(size)]
-
-    def work(comm):
-        model, weights, notes = ready[comm.rank].model, ready[comm.rank].weights, ready[comm.rank].notes
-        shard_model(model, config, comm, weights=weights)
-        optimizer, losses = make_optimizer(model, config), []
-        rows = range(comm.rank, 4, size)
-        for step in range(1, steps + 1):
-            report = train_step(model, optimizer, [batch_of(rows, causal=causal)], comm, spec_of(step, causal=causal))
-            losses.append(report.loss)
-        return losses, notes, then(model, comm)
-
-    return run_ranks(size, work)
-
-
-def weights_of(model):
-    with unsharded(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parity

@@ -1,0 +1,130 @@
+"""How a run's frozen linear layers are quantised, and what is refused before memory is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from fullshard.comm import Comm, together
+from fullshard.config import RunConfig
+from fullshard.errors import ConfigError, ModelError
+from fullshard.layout.names import plain_name
+from fullshard.models import base_of
+from fullshard.policy import Quantize
+from fullshard.quantized import QuantizedLayers, QuantizedLinear, format_of
+from fullshard.storage import Base, content_of
+
+_USUAL_SKIP = "lm_head"
+"""The default of ``skip``, which not every model has."""
+
+
+def quantize_of(config: RunConfig) -> Quantize | None:
+    """Return the library's policy for ``model.quantization``; None: weights are not quantised."""
+    settings = config.model.quantization
+    return None if settings is None else Quantize(**dict(settings))
+
+
+def describe_quantization(config: RunConfig) -> str | None:
+    """Return ``nf4`` or ``nf4 (double)``, as checkpoints name it; None: weights are not quantised."""
+    quantize = quantize_of(config)
+    if quantize is None:
+        return None
+    double = quantize.double_quant and quantize.type in ("nf4", "fp4")
+    return f"{quantize.type} (double)" if double else quantize.type
+
+
+def quantization_notes(config: RunConfig) -> tuple[str, ...]:
+    """Return what the user is told about it."""
+    quantised = describe_quantization(config)
+    return () if quantised is None else (f"frozen linear layers are quantised: {quantised}",)
+
+
+def require_kernels(config: RunConfig) -> None:
+    """Raise if the run's format of weights needs a package that is not there; any process, alone.
+
+    Raises:
+        ConfigError: bitsandbytes is missing or too old.
+    """
+    quantize = quantize_of(config)
+    if quantize is not None:
+        format_of(quantize)
+
+
+def require_quantizable(model: nn.Module, config: RunConfig) -> None:
+    """Raise unless the run's model, before its adapter is added, can be quantised; any rank, alone.
+
+    Raises:
+        ConfigError: bitsandbytes is missing or too old, or ``skip`` has a name that no module has.
+    """
+    require_kernels(config)
+    settings = config.model.quantization
+    names = [f".{name}." for name, _ in model.named_modules()]
+    for one in () if settings is None else settings.skip:
+        if one != _USUAL_SKIP and not any(f".{one}." in name for name in names):
+            leaves = sorted({name for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+            shown = ", ".join(sorted({name.rpartition(".")[2] for name in leaves}))
+            raise ConfigError(
+                f"model.quantization.skip has {one!r}, which is no module of {type(model).__name__}. Its linear layers "
+                f"end in {shown}; a name is one of these, or successive parts such as {leaves[0]}."
+            )
+
+
+def require_by_shard(config: RunConfig, reason: str) -> None:
+    """Raise if weights that must be loaded in full are to be quantised: they are quantised while they are read.
+
+    Raises:
+        ConfigError: They are.
+    """
+    settings = config.model.quantization
+    if settings is not None:
+        raise ConfigError(
+            f"model.quantization: {settings.type} quantises weights while each rank reads its part of them, and here "
+            f"every rank would load all of {config.model.path}: {reason}. Change that, or leave quantization out."
+        )
+
+
+def quantise_outline(model: nn.Module, config: RunConfig) -> None:
+    """Quantise the layers of a model on the meta device, with its adapter, as the run does while it reads them.
+
+    Raises:
+        ConfigError: There is nothing to quantise.
+    """
+    quantize = quantize_of(config)
+    if quantize is not None:
+        QuantizedLayers(model, quantize)
+
+
+def quantised_base(model: nn.Module, config: RunConfig, directory: Path | None, comm: Comm) -> Base | None:
+    """Return the base that the run's checkpoints name instead of holding it; None: it is not quantised.
+
+    Every rank calls it.
+
+    Args:
+        model: The run's sharded model, with its adapter.
+        config: The run's settings.
+        directory: ``model.path`` resolved.
+        comm: The run's ranks; rank 0 reads the files for their digest.
+
+    Raises:
+        ModelError: The files cannot be read.
+    """
+    quantize = quantize_of(config)
+    if quantize is None:
+        return None
+    assert directory is not None, "the schema requires model.path"
+    layers = [
+        plain_name(name).replace(".base_layer", "") + ".weight"
+        for name, module in base_of(model).named_modules()
+        if isinstance(module, QuantizedLinear)
+    ]
+
+    def read() -> str:
+        try:
+            return content_of(directory) if comm.rank == 0 else ""
+        except OSError as error:
+            raise ModelError(f"{directory} cannot be read: {error}.") from error
+
+    content = comm.all_gather_object(together(comm, read))[0]
+    name = str(config.model.path)
+    return Base(name, str(directory), content, quantize.type, quantize.double_quant, tuple(layers))

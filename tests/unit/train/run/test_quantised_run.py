@@ -1,0 +1,163 @@
+"""A run over quantised weights: its checkpoints have the adapter alone, and name the base that it goes with."""
+
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM
+
+from fullshard import Quantize
+from fullshard.config import recorded_run
+from fullshard.data.reading.inputs import InputRow
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.saving.export import ExportOptions, export
+from fullshard.storage import read_index
+from fullshard.storage.contents import inspect_path
+from fullshard.storage.verify import verify
+from fullshard.testing import run_ranks
+from fullshard.train.evaluation.predict import predict
+from fullshard.train.evaluation.trained import find_trained, load_trained
+from fullshard.train.reporting.card import CardSink
+from support.interrupted_run import OFTEN, metrics, run, run_until_stopped
+from support.quantized import bitsandbytes_stored
+from support.t5_directory import write_t5
+from support.tiny_run import WORDS
+
+pytestmark = [
+    pytest.mark.usefixtures("unmetered"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+
+ADAPTER = "adapter_model.safetensors"
+LAST = "checkpoints/step-00000004"
+
+
+def options(base, **quantization):
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 32}
+    quantization = {"type": "nf4", **quantization}
+    return {"model": {"path": str(base), "adapter": adapter, "quantization": quantization}, **OFTEN}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("base")
+    write_t5(directory, [*WORDS, *WORDS.values()] * 30)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory, unmetered):
+    directory = tmp_path_factory.mktemp("finished")
+    return directory, run(directory, CardSink(directory / "out", print), ranks=2, **options(base))
+
+
+def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(finished, base):
+    directory, _ = finished
+    index = read_index(directory / "out" / LAST)
+    assert all("lora_" in name for name in index.tensors if name.startswith("model/"))
+    assert (index.base.name, index.base.directory, index.base.quantisation) == (str(base), str(base), "nf4 (double)")
+    assert "decoder.block.0.layer.1.EncDecAttention.q.weight" in index.base.layers
+    assert not any("lm_head" in name or "base_layer" in name for name in index.base.layers)
+    assert inspect_path(directory / "out" / LAST).facts["base"]["quantisation"] == "nf4 (double)"
+    assert verify(directory / "out").problems == 0
+
+
+def test_stopped_it_goes_on_to_the_bit(base, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for directory in (whole, parts):
+        directory.mkdir()
+    run(whole, **options(base))
+    assert run_until_stopped(parts, ("step", 3), **options(base)).step == 4
+    memory = run(parts, **options(base))
+    assert memory.begun[0].resumed_step == 4
+    assert metrics(parts) == metrics(whole)
+    ours, theirs = (load_file(directory / "out" / ADAPTER) for directory in (parts, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_with_another_quantisation_or_base_it_does_not_go_on(base, tmp_path):
+    moved = tmp_path / "base"
+    shutil.copytree(base, moved)
+    run_until_stopped(tmp_path, ("step", 2), **options(moved))
+    with pytest.raises(ConfigError, match=r"model\.quantization\.type: fp4; in the checkpoint nf4"):
+        run(tmp_path, **options(moved, type="fp4"))
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000002"
+    with pytest.raises(ConfigError, match=r"model\.quantization\.double_quant: False; in the checkpoint True"):
+        run(tmp_path, resume=str(checkpoint), **options(moved, double_quant=False))
+    write_t5(moved, ["another model"])
+    with pytest.raises(ConfigError, match=r"model\.path: .*hash"):
+        run(tmp_path, **options(moved))
+
+
+def merged_by_peft(base, adapter):
+    """The base with the quantised layers' weights as bitsandbytes dequantises them, merged by peft."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            if type(layer) is torch.nn.Linear and name != "lm_head":
+                # As one row: of these widths bitsandbytes' kernel for CPUs takes wrong scales.
+                made = bitsandbytes_stored(layer.weight.reshape(1, -1), Quantize("nf4"))[2]
+                layer.weight.copy_(made.reshape(layer.weight.shape))
+    return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+
+
+@pytest.mark.parity
+def test_merged_it_is_the_dequantised_base_with_the_adapter_as_peft_merges_it(finished, base, tmp_path):
+    directory, _ = finished
+    report = export(directory / "out" / LAST, tmp_path / "merged", ExportOptions(lora="merge"))
+    export(directory / "out" / LAST, tmp_path / "adapter", ExportOptions(lora="adapter"))
+    export(directory / "out" / LAST, tmp_path / "exact", ExportOptions(lora="merge", dtype="fp32"))
+    expected = merged_by_peft(base, tmp_path / "adapter").state_dict()
+    ours, exact = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "exact"))
+    assert report.tensors == len(ours)
+    for name, tensor in exact.items():
+        assert (tensor - expected[name]).abs().max() <= 1e-6, name
+        assert torch.equal(ours[name], tensor.bfloat16()), name
+    # Without it: what was rounded away shows.
+    plain = AutoModelForSeq2SeqLM.from_pretrained(base).state_dict()
+    assert max((tensor - plain[name]).abs().max() for name, tensor in exact.items()) > 1e-3
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged")
+    assert model.dtype == torch.bfloat16
+
+
+def test_without_its_base_only_the_adapter_is_exported(base, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(base, moved)
+    run(tmp_path, ranks=2, **options(moved))
+    checkpoint = tmp_path / "out" / LAST
+    write_t5(moved, ["another model"])
+    with pytest.raises(CheckpointError, match="has changed"):
+        export(checkpoint, tmp_path / "merged", ExportOptions(lora="merge"))
+    shutil.rmtree(moved)
+    with pytest.raises(CheckpointError, match=r"is not there\. Put the model that the run read"):
+        export(checkpoint, tmp_path / "merged", ExportOptions(lora="merge"))
+    assert not (tmp_path / "merged").exists()
+    export(checkpoint, tmp_path / "adapter", ExportOptions(lora="adapter"))
+    assert (tmp_path / "adapter" / ADAPTER).exists()
+
+
+def test_predictions_are_those_of_the_quantised_model(finished):
+    directory, _ = finished
+    out = directory / "out"
+    lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    trained = find_trained(str(out), recorded_run(out))
+
+    def write(comm):
+        model, tokenizer, notes = load_trained(trained, comm)
+        rows = [InputRow(line["input"], number) for number, line in enumerate(lines, start=1)]
+        return notes, [one.text for part in predict(model, tokenizer, rows, trained.config, comm) for one in part]
+
+    for notes, texts in run_ranks(2, write):
+        assert notes == ("frozen linear layers are quantised: nf4 (double)",)
+        assert texts == [line["prediction"] for line in lines]
+
+
+def test_card_names_the_quantisation(finished):
+    text = (finished[0] / "out" / "README.md").read_text()
+    assert "its linear layers were quantised: nf4 (double)" in text
+    assert "| frozen weights | quantised: nf4 (double) |" in text

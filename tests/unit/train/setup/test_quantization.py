@@ -1,0 +1,137 @@
+"""A quantised run of the program is the unsharded run of peft over bitsandbytes' layers; what cannot be is refused."""
+
+import sys
+
+import pytest
+from transformers.pytorch_utils import Conv1D
+
+from fullshard import Quantize
+from fullshard.config import RunConfig
+from fullshard.errors import ConfigError
+from fullshard.models import train_tokenizer
+from fullshard.quantized import QuantizedLinear, bitsandbytes_door
+from fullshard.train.dry_run import check_kind
+from fullshard.train.setup.model import outline_model, prepare_model
+from support.adapter_steps import GPT2, T5, config_of, train_plain, train_sharded, weights_of, write_base
+from support.quantized import with_bitsandbytes
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
+]
+
+SKIP = ("lm_head", "wo")
+"""``wo`` as transformers does: T5 casts its input to the weight's dtype, which is bytes in bitsandbytes' layer."""
+WIDE = T5 | {"d_model": 64, "d_kv": 32, "d_ff": 128}
+"""Widths are multiples of 64: of others, bitsandbytes' kernel for CPUs takes wrong scales."""
+NF4 = {"type": "nf4", "skip": SKIP}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["where is my card", "i lost it again", "what is the rate"] * 2, 60)
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("t5")
+    write_base(directory, WIDE, tokenizer, scale=1)
+    return directory
+
+
+def plain_run(base, config, **quantize):
+    policy = Quantize(**{"skip": SKIP, **quantize})
+    kind = config.model.adapter.type
+    return train_plain(base, kind, config, causal=False, change=lambda model: with_bitsandbytes(model, policy))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("kind", "type"), [("lora", "nf4"), ("lora", "fp4"), ("lora", "int8"), ("ia3", "nf4")])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_equals_peft_over_bitsandbytes_layers(base, tokenizer, kind, type, size):
+    double = type == "nf4"
+    config = config_of(base, kind, quantization={"type": type, "skip": SKIP, "double_quant": double})
+    plain, losses = plain_run(base, config, type=type, double_quant=double)
+    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    for ours, notes, weights in train_sharded(config, tokenizer, False, lambda m, _: weights_of(m), size=size):
+        assert ours == pytest.approx(losses, abs=1e-5)
+        assert f"frozen linear layers are quantised: {f'{type} (double)' if double else type}" in notes
+        for name, weight in trained.items():
+            assert (weights[name] - weight).abs().max() <= 1e-5, name
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("option", ["packing", "fused_cross_entropy", "gradient_checkpointing"])
+def test_an_option_of_training_does_not_change_the_run(base, tokenizer, option):
+    plain, losses = plain_run(base, config_of(base, "lora"))
+    config = config_of(base, "lora", quantization=NF4, **{option: True})
+    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    for ours, _, weights in train_sharded(config, tokenizer, False, lambda m, _: weights_of(m)):
+        assert ours == pytest.approx(losses, abs=1e-5)
+        for name, weight in trained.items():
+            assert (weights[name] - weight).abs().max() <= 1e-5, name
+
+
+def test_the_short_form_is_the_type_with_the_other_defaults(base):
+    assert config_of(base, "lora", quantization="fp4") == config_of(base, "lora", quantization={"type": "fp4"})
+
+
+def test_the_outline_has_the_runs_layers(base, tokenizer):
+    config = config_of(base, "lora", quantization=NF4)
+    names = [name for name, m in outline_model(config, tokenizer).named_modules() if isinstance(m, QuantizedLinear)]
+    assert names
+    assert not any(name.rpartition(".")[2] == "wo" or "lm_head" in name for name in names)
+
+
+def settings(base, **model):
+    return config_of(base, "lora").model_dump(by_alias=True) | {"model": {"path": str(base), **model}}
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        ({"quantization": "nf4"}, "quantised weights are frozen; add adapter"),
+        ({"quantization": "nf5", "adapter": {}}, "'nf4', 'fp4', 'int8' or 'fp8'"),
+        (
+            {"quantization": "nf4", "adapter": {}, "path": None, "config": T5, "tokenizer": {}},
+            "needs path: a model from config",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(base, model, match):
+    with pytest.raises(ValueError, match=match):
+        RunConfig.model_validate(settings(base, **model))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "quantization", "match"),
+    [
+        ({}, {"skip": ["lm_head", "fc1"]}, r"skip has 'fc1', which is no module of T5.*end in k, lm_head, o"),
+        ({"type": "dora"}, "nf4", "peft computes .* from its weights. Change that, or leave quantization out"),
+        ({"options": {"modules_to_save": ["final_layer_norm"]}}, "nf4", "every rank would load all of"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_before_weights_are_read(base, tokenizer, adapter, quantization, match):
+    config = RunConfig.model_validate(settings(base, adapter=adapter, quantization=quantization))
+    with pytest.raises(ConfigError, match=match):
+        prepare_model(config, tokenizer)
+
+
+def test_a_model_without_linear_layers_is_refused(tokenizer, tmp_path):
+    write_base(tmp_path, GPT2, tokenizer)
+    config = config_of(tmp_path, "lora", quantization="nf4")
+    model = outline_model(config_of(tmp_path, "lora"), tokenizer)
+    assert any(isinstance(module, Conv1D) for module in model.modules())
+    with pytest.raises(ConfigError, match="has nothing to quantise"):
+        outline_model(config, tokenizer)
+
+
+def test_a_missing_package_is_found_before_the_model_is_built(base, monkeypatch):
+    config = config_of(base, "lora", quantization="nf4")
+    bitsandbytes_door.bitsandbytes.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "bitsandbytes", None)
+        with pytest.raises(ConfigError, match=r"need bitsandbytes, which is missing.*fullshard\[quantization\]"):
+            check_kind(config)
+        check_kind(config_of(base, "lora", quantization="fp8"))  # torch alone
+    bitsandbytes_door.bitsandbytes.cache_clear()
