@@ -98,6 +98,8 @@ class RunCheckpoints:
         """
         path, ours = self._start.path, self._parts.base
         assert path is not None, "the run resumes"
+        if self._start.snapshot is not None:  # it has the frozen weights too
+            return
         theirs = together_in_background(self._parts.comm, lambda: read_index(path)).base
         if theirs is not None and ours is not None and theirs.content != ours.content:
             raise CheckpointError(
