@@ -6,6 +6,7 @@ counts, 8 L (N-1)/N for the ids, and L d b (N-1)/N for the rows, on average; bac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,11 +60,20 @@ def fetch(table: TableParam, trip: Trip) -> torch.Tensor:
     return received
 
 
-def give_back(table: TableParam, trip: Trip, gradients: torch.Tensor) -> torch.Tensor:
-    """Send gradients of rows, (sum(asked), d), to their owners; return those that arrive for ``trip.wanted``."""
+def give_back(table: TableParam, trip: Trip, gradients: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start to send gradients of rows, (sum(asked), d), to their owners.
+
+    Returns:
+        A function that waits, and returns those that have arrived for ``trip.wanted``.
+    """
     received = gradients.new_empty(sum(trip.answered), gradients.shape[1])
-    _run(table, received.split(trip.answered), gradients.split(trip.asked))
-    return received
+    work = table.comm.exchange(received.split(trip.answered), gradients.split(trip.asked))
+
+    def arrived(_sent: torch.Tensor = gradients) -> torch.Tensor:  # kept until others have read it
+        table.wait(work)
+        return received
+
+    return arrived
 
 
 def _run(table: TableParam, received: tuple[torch.Tensor, ...], sent: tuple[torch.Tensor, ...]) -> None:

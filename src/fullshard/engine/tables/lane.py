@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,6 +31,7 @@ class TableLane(Lane):
         asked: Whether the next gather includes the table whatever came before.
         rows_gradient: The gradient of this rank's rows that tokens have brought, summed over the shard group;
             (shard_numel,), in the dtype of sums; None if there is none.
+        arriving: Functions that each wait for gradients of rows and add them to ``rows_gradient``.
     """
 
     forced: bool = False
@@ -38,6 +40,7 @@ class TableLane(Lane):
     over: bool = False
     asked: bool = False
     rows_gradient: torch.Tensor | None = None
+    arriving: list[Callable[[], None]] = field(default_factory=list)
 
     def choose(self, *, travels: bool) -> None:
         """Set whether tokens travel, outside of passes; every rank calls it with the same value."""
@@ -91,8 +94,15 @@ class TableLane(Lane):
             self.account.add("gradients", self.rows_gradient.nbytes)
         return self.rows_gradient
 
+    def add_arriving(self) -> None:
+        """Wait for the gradients of rows that are on their way."""
+        arriving, self.arriving = self.arriving, []
+        for add in arriving:
+            add()
+
     def start_sum(self) -> tuple[torch.Tensor, Work | None]:
         """See :meth:`Lane.start_sum`: what tokens have brought is summed already."""
+        self.add_arriving()
         rows = self.add_rows_gradient() if not self.came else self.rows_gradient
         self._drop_rows()
         if self.came:
@@ -131,6 +141,7 @@ class TableLane(Lane):
 
     def drop_gradient(self) -> None:
         """See :meth:`Lane.drop_gradient`."""
+        self.add_arriving()
         super().drop_gradient()
         self._drop_rows()
 

@@ -13,7 +13,7 @@ from fullshard.engine.step.fused import EmbeddingSite, LinearSite
 from fullshard.engine.step.lane import LaneState
 from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
 from fullshard.engine.step.precision import tensors_in
-from fullshard.engine.step.torch_private import will_execute
+from fullshard.engine.step.torch_private import call_after_backward, will_execute
 from fullshard.engine.step.unit import Unit
 from fullshard.engine.tables.exchange import Trip, ask, fetch, give_back
 from fullshard.engine.tables.lane import TableLane
@@ -191,10 +191,13 @@ class _Lookup(torch.autograd.Function):
 
         def add(total: torch.Tensor) -> None:
             table.announce("lookup's gradient")
-            arrived = give_back(table, trip, sums).to(total.dtype)
-            add_rows(total, trip.wanted, arrived)
+            arrived = give_back(table, trip, sums)
+            table.lane.arriving.append(lambda: add_rows(total, trip.wanted, arrived().to(total.dtype)))
 
         table.receive(add)
+        # Gradients travel behind reduces that are under way. They are waited for when the unit is reduced, which for a
+        # tied table is last, or at the end of a backward that reduces nothing.
+        call_after_backward(table.lane.add_arriving)
         return None, None, None, None
 
 
