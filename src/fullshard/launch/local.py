@@ -176,7 +176,8 @@ def _attempt(
                     return _out_of_time(variables[KEEP_VARIABLE])
                 code = first.process.returncode
                 if interrupts.asked and code in (-signal.SIGTERM, -signal.SIGUSR1, INTERRUPTED_EXIT_CODE):
-                    raise _interrupted(variables[KEEP_VARIABLE], saves=saves)  # the rank was not training yet, or no longer
+                    # The rank was not training yet, or no longer.
+                    raise _interrupted(variables[KEEP_VARIABLE], saves=saves)
                 if code == UNREAD_EXIT_CODE:
                     raise BrokenPipeError("nothing reads a rank's output")
                 if code not in (0, STOPPED_EXIT_CODE):

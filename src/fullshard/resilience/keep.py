@@ -14,7 +14,7 @@ ATTEMPT_VARIABLE = "FULLSHARD_ATTEMPT"
 """Variable with the number of the attempt: 0, and one more each time the launcher starts the ranks again."""
 
 RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"
-"""Variable with the number of times that the launcher may start the ranks again; with 0 no attempt needs their state."""
+"""Variable with how often the launcher may start the ranks again; with 0 nobody needs their state."""
 
 _BEGUN = "begun"
 
