@@ -25,6 +25,9 @@ ATTEMPT_VARIABLE = "FULLSHARD_ATTEMPT"
 KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
 """Directory of this machine's ranks that outlives an attempt; the launcher makes it, and removes it at the end."""
 
+RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"
+"""How often the ranks may be started again; with 0 they take no snapshots, and the directory has notes alone."""
+
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-keep-"
 _LOCK_NAME = "lock"
@@ -40,7 +43,7 @@ class Reached:
 
     attempt: int
     step: int | None = None  # steps taken; None: no rank trained yet
-    saved: int = 0  # step from which the next attempt goes on; 0: from the start
+    saved: int = 0  # step of the checkpoint from which the next attempt goes on; 0: from the start
     path: str | None = None  # the newest checkpoint that this command saved
     finished: bool = False  # whether the model is published
 
@@ -69,6 +72,21 @@ def last_note(directory: str | Path | None) -> Reached | None:
         return Reached(**json.loads(Path(directory, _REACHED_NAME).read_text()))
     except FileNotFoundError:
         return None
+
+
+def in_memory(directory: str | Path) -> int:
+    """Return the step of the newest snapshot that every rank of this machine has; 0 if there is none.
+
+    Its bytes are not verified: the ranks do that, and say from which step they continue.
+    """
+    found = []
+    for rank in Path(directory).glob("*/rank-*"):
+        steps = set()
+        for manifest in rank.glob("*/manifest.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged one
+                steps.add(json.loads(manifest.read_bytes())["step"])
+        found.append(steps)
+    return max(set.intersection(*found), default=0) if found else 0
 
 
 @contextlib.contextmanager
@@ -141,7 +159,7 @@ class Restarts:
         self.done += 1
         seconds = pause_s(self._in_vain)
         # A later checkpoint may be complete without a note of it; the ranks say from which they resume.
-        from_step = f"from step {reached.saved:,} or later"
+        from_step = f"from step {max(reached.saved, in_memory(self._directory)):,} or later"
         say(f"{what}; restart {self.done} of {self._most} in {seconds:g} s, {from_step}")
         return seconds
 

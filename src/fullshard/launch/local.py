@@ -29,7 +29,16 @@ from importlib import import_module
 from pathlib import Path
 
 from fullshard.errors import RunStopped
-from fullshard.launch.attempts import ATTEMPT_VARIABLE, KEEP_VARIABLE, Reached, Restarts, kept_directory, last_note
+from fullshard.launch.attempts import (
+    ATTEMPT_VARIABLE,
+    KEEP_VARIABLE,
+    RESTARTS_VARIABLE,
+    Reached,
+    Restarts,
+    in_memory,
+    kept_directory,
+    last_note,
+)
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, say_ending
 from fullshard.launch.interrupts import NO_NOTICE, Interrupts, Notice
 from fullshard.launch.messages import say
@@ -124,14 +133,18 @@ def launch(
     with kept_directory() as kept, Interrupts(ranks, notice) as interrupts:
         restarts = Restarts(max_restarts, kept)
         while True:
-            variables = {ATTEMPT_VARIABLE: str(restarts.done), KEEP_VARIABLE: str(kept)}
+            variables = {
+                ATTEMPT_VARIABLE: str(restarts.done),
+                KEEP_VARIABLE: str(kept),
+                RESTARTS_VARIABLE: str(max_restarts),
+            }
             failure = _attempt(command, nproc, variables, ranks, interrupts, saves=saves)
             if failure is None or interrupts.asked:
                 return failure
             then = restarts.after(failure)
             if isinstance(then, Failure):
                 return then
-            _pause(then, interrupts)
+            _pause(then, interrupts, str(kept))
 
 
 def _attempt(
@@ -163,7 +176,8 @@ def _attempt(
                     return _out_of_time(variables[KEEP_VARIABLE])
                 code = first.process.returncode
                 if interrupts.asked and code in (-signal.SIGTERM, -signal.SIGUSR1, INTERRUPTED_EXIT_CODE):
-                    raise _interrupted(saves=saves)  # the rank was not training yet, or no longer
+                    # The rank was not training yet, or no longer.
+                    raise _interrupted(variables[KEEP_VARIABLE], saves=saves)
                 if code == UNREAD_EXIT_CODE:
                     raise BrokenPipeError("nothing reads a rank's output")
                 if code not in (0, STOPPED_EXIT_CODE):
@@ -173,14 +187,16 @@ def _attempt(
             _stop(ranks)
 
 
-def _interrupted(*, saves: bool) -> KeyboardInterrupt:
+def _interrupted(kept: str, *, saves: bool) -> KeyboardInterrupt:
     """Return the exception for a stop while no step is being trained, and say so."""
     if saves:
-        say("no step was being trained, so no checkpoint was saved now; earlier ones are untouched")
+        step, reached = in_memory(kept), last_note(kept) or Reached(0)
+        lost = f"; step {step:,} was in memory only and is lost" if step > reached.saved else ""
+        say(f"no step was being trained, so no checkpoint was saved now; earlier ones are untouched{lost}")
     return KeyboardInterrupt()
 
 
-def _pause(seconds: float, interrupts: Interrupts) -> None:
+def _pause(seconds: float, interrupts: Interrupts, kept: str) -> None:
     """Wait before the ranks start again.
 
     Raises:
@@ -190,7 +206,7 @@ def _pause(seconds: float, interrupts: Interrupts) -> None:
     while time.monotonic() < deadline and not interrupts.out_of_time() and not interrupts.asked:
         time.sleep(min(0.1, seconds))
     if interrupts.asked:
-        raise _interrupted(saves=True)
+        raise _interrupted(kept, saves=True)
 
 
 def _start(
@@ -257,9 +273,11 @@ def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
     by_us = _stop(ranks)
     # Killed ranks write nothing; the others may write that they lost the connection to one.
     killed = [rank for rank in ranks if rank.process.returncode < 0 and (rank is first or rank.number not in by_us)]
-    if killed:
-        return _killed_failure(killed[0])
     written = [failure for rank in ranks if (failure := Failure.read(rank.failure_path)) is not None]
+    # One that aborts often does because another one failed; the report of that one has the cause.
+    causes = [rank for rank in killed if rank.process.returncode != -signal.SIGABRT] if written else killed
+    if causes:
+        return _killed_failure(causes[0])
     if written:
         return min(written, key=lambda failure: (failure.stopped is not None, failure.time_s))
     # It failed before it could write, during imports; Python has printed the reason.
@@ -270,7 +288,9 @@ def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
 
 def _killed_failure(rank: _Rank) -> Failure:
     number = -rank.process.returncode
-    message = f"rank {rank.number} was killed by signal {number} ({signal.Signals(number).name})."
+    known = number in {one.value for one in signal.Signals}
+    name = signal.Signals(number).name if known else "real-time"
+    message = f"rank {rank.number} was killed by signal {number} ({name})."
     if number == signal.SIGKILL:
         message += " The kernel does that when memory runs out: use more ranks, a smaller batch or a smaller model."
     return Failure(rank.number, "ProcessGroupError", message, None, 128 + number, time.time())

@@ -5,5 +5,5 @@ from fullshard.resilience.keep import (
     KEEP_VARIABLE as KEEP_VARIABLE,
     KeepDirectory as KeepDirectory,
 )
-from fullshard.resilience.slot import Described as Described, Snapshot as Snapshot
+from fullshard.resilience.slot import Described as Described, Snapshot as Snapshot, checksums as checksums
 from fullshard.resilience.snapshots import Every as Every, Snapshots as Snapshots

@@ -13,6 +13,9 @@ KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
 ATTEMPT_VARIABLE = "FULLSHARD_ATTEMPT"
 """Variable with the number of the attempt: 0, and one more each time the launcher starts the ranks again."""
 
+RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"
+"""Variable with how often the launcher may start the ranks again; with 0 nobody needs their state."""
+
 _BEGUN = "begun"
 
 
@@ -27,7 +30,7 @@ class KeepDirectory:
     def of(cls, run: object) -> KeepDirectory | None:
         """Return where the run with the checkpoints ``run`` keeps its state; None without a launcher that restarts."""
         kept = os.environ.get(KEEP_VARIABLE)
-        if not kept:
+        if not kept or os.environ.get(RESTARTS_VARIABLE) == "0":
             return None
         name = hashlib.sha256(str(run).encode()).hexdigest()[:16]
         return cls(Path(kept, name), int(os.environ.get(ATTEMPT_VARIABLE, "0")))

@@ -11,7 +11,7 @@ import contextlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,22 @@ def checksum(buffer: torch.Tensor) -> list[int]:
         total = total + rows.sum()
         placed = placed + (rows * torch.arange(start + 1, start + 1 + len(rows))).sum()
     return [int(total), int(placed)]
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the :func:`checksum` of flat tensors of any dtype and device; a part at a time is in host memory."""
+    tensors, row = list(tensors), 8 * _ROW
+    longest = max((one.numel() * one.itemsize for one in tensors), default=0)
+    buffer = torch.empty(min(_CHUNK_ROWS, -(-longest // row)) * row, dtype=torch.uint8)
+    total = placed = 0
+    for place, one in enumerate((one for one in tensors if one.numel()), start=1):
+        for part in one.detach().view(torch.uint8).split(max(1, buffer.numel())):
+            padded = buffer[: -(-part.numel() // row) * row]
+            padded[: part.numel()].copy_(part)
+            padded[part.numel() :] = 0
+            sums = checksum(padded)
+            total, placed = total + sums[0], 31 * placed + place * sums[1]  # parts that change places change it
+    return [total % (1 << 62), placed % (1 << 62)]
 
 
 def _ends(layout: Sequence[tuple[str, torch.dtype, int]]) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import statistics
 import threading
 import time
@@ -199,7 +201,7 @@ class Snapshots:
         """
         first = self._next is None and not self.costs
         copies = _GENERATIONS * (2 if self._partners.several else 1)
-        room = (copies * nbytes_of(tensors), free_memory(torch.device("cpu"))) if first else None
+        room = (copies * nbytes_of(tensors), self._free()) if first else None
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
         cost = self.costs[-1] if self.costs else 0.0
         self._steps_s.clear()
@@ -220,6 +222,18 @@ class Snapshots:
         slowest = max(step_s for _, _, _, step_s, _ in everyone)
         if self._measured and slowest and len(self.costs) > _GENERATIONS:
             self.every = _interval(max(one[1] for one in everyone), max(one[2] for one in everyone), slowest)
+
+    def _free(self) -> dict[str, int]:
+        """Return the bytes that snapshots may still take, by pool: memory, and the file system that they are in.
+
+        A container's /dev/shm often has 64 MB, which loaders' workers and NCCL need too.
+        """
+        with contextlib.suppress(OSError):
+            found = os.statvfs(self._keep.directory.parent)
+            machine = self._ranks.rank // self._partners.each
+            here = f"file system ({self._keep.directory.parent}): machine {machine}"
+            return {**free_memory(torch.device("cpu")), here: found.f_bavail * found.f_frsize}
+        return free_memory(torch.device("cpu"))
 
     def _complete(self, complete: Callable[[Described], None], described: Described) -> None:
         """Complete a snapshot; the thread's function."""

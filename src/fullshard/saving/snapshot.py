@@ -15,7 +15,7 @@ from fullshard.comm import Mesh, together
 from fullshard.engine import local_tensors
 from fullshard.errors import CheckpointError
 from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.resilience import Every, KeepDirectory, Snapshot, Snapshots
+from fullshard.resilience import Every, KeepDirectory, Snapshot, Snapshots, checksums
 from fullshard.saving.described import require_between_steps
 from fullshard.saving.loading import Restored
 from fullshard.saving.pieces import AVERAGE, MODEL, OPTIMIZER, groups_as_plain, require_plain
@@ -43,6 +43,8 @@ class InMemory:
         self._ranks = ranks
         self._keep = keep
         self._snapshots = Snapshots(ranks, keep, every)
+        self._made: list[int] | None = None
+        self._frozen: list[int] | None = None  # checksums in place of frozen parameters; None: these are kept
 
     @property
     def every(self) -> int:
@@ -60,6 +62,17 @@ class InMemory:
             OSError: The file system refused.
         """
         self._keep.mark_begun()
+
+    def note_made(self, model: nn.Module) -> None:
+        """Note the frozen parameters as files or seeds made them, before a checkpoint is loaded; any rank, alone."""
+        self._made = frozen_sums(model)
+
+    def leave_out_made(self, model: nn.Module) -> None:
+        """Leave frozen parameters out of the snapshots if they are as noted; any rank, alone, before the first step.
+
+        A later attempt makes them the same way. It compares their checksums before it continues.
+        """
+        self._frozen = self._made if frozen_sums(model) == self._made else None
 
     def due(self, step: int) -> bool:
         """Return whether a snapshot follows a step; the same on every rank, without communication."""
@@ -93,7 +106,7 @@ class InMemory:
 
         def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             require_between_steps(self._ranks, model, step)
-            return take(model, optimizer, average, self._ranks.device)
+            return take(model, optimizer, average, self._ranks.device, self._frozen)
 
         return self._snapshots.write(state, step, values)
 
@@ -125,17 +138,29 @@ class InMemory:
 
 
 @on_rows
+def frozen_sums(model: nn.Module) -> list[int]:
+    """Return checksums of the frozen parameters that this rank holds; no communication."""
+    return checksums(local.tensor for local in local_tensors(model) if local.is_frozen)
+
+
+@on_rows
 def take(
-    model: nn.Module, optimizer: Stepping | None, average: ExponentialMovingAverage | None, device: torch.device
+    model: nn.Module,
+    optimizer: Stepping | None,
+    average: ExponentialMovingAverage | None,
+    device: torch.device,
+    frozen: list[int] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return this rank's state: flat views of the memory that training uses, and what JSON holds; no communication.
+
+    ``frozen`` are the checksums that stand for frozen parameters; None: the parameters themselves are in the state.
 
     Raises:
         CheckpointError: The optimizer has parameters of another model, or state that no file holds.
     """
     held = local_tensors(model)
-    tensors = {MODEL + local.name: local.tensor for local in held}
-    plain: dict[str, Any] = {"states": {}, "groups": [], "updates": None}
+    tensors = {MODEL + local.name: local.tensor for local in held if frozen is None or not local.is_frozen}
+    plain: dict[str, Any] = {"states": {}, "groups": [], "updates": None, "frozen": frozen}
     if average is not None:
         tensors |= {AVERAGE + name: tensor.reshape(-1) for name, tensor in average.averages.items()}
         plain["updates"] = average.updates
@@ -172,7 +197,13 @@ def put_back(
         CheckpointError: It is of another model or optimizer; nothing has changed.
     """
     held = local_tensors(model)
-    pairs = [(local.tensor, _stored(tensors, MODEL + local.name, local.tensor)) for local in held]
+    if plain["frozen"] is not None and frozen_sums(model) != plain["frozen"]:
+        raise CheckpointError(
+            "The frozen weights differ from those that the snapshot was taken with: the files of the model have "
+            "changed since. Restore them, and give the command again: it resumes from the newest checkpoint."
+        )
+    stored = [local for local in held if plain["frozen"] is None or not local.is_frozen]
+    pairs = [(local.tensor, _stored(tensors, MODEL + local.name, local.tensor)) for local in stored]
     if average is not None:
         if plain["updates"] is None:
             raise CheckpointError("The snapshot was taken without an average of the weights: load it without average.")
@@ -185,7 +216,7 @@ def put_back(
     states = [_state(one, plain["states"][one.local.name], options[one.local.name], tensors) for one in own]
     for target, source in pairs:
         target.copy_(source)
-    for local in held:
+    for local in stored:
         if local.tensor.data_ptr() != local.home.data_ptr():
             local.home.copy_(local.tensor.view(local.home.shape))
     for one, state in zip(own, states, strict=True):

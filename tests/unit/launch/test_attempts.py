@@ -7,6 +7,7 @@ import stat
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,8 @@ from fullshard.errors import CheckpointError, ProcessGroupError
 from fullshard.launch import attempts, launch
 from fullshard.launch.attempts import Reached, Restarts, kept_directory
 from fullshard.launch.failure import Failure
-from fullshard.launch.programs.again import resume_again
+from fullshard.launch.programs.again import ReachedSink, resume_again
+from fullshard.resilience import KeepDirectory
 
 PRELUDE = """
 import json, os, signal, sys
@@ -170,6 +172,98 @@ def test_directories_of_killed_launchers_are_removed_and_those_of_others_are_not
         assert just_made.exists()
         assert not left.exists()
     assert not mine.exists()
+
+
+def snapshot_of(keep, rank, slot, step):
+    path = keep / "run" / f"rank-{rank:05d}" / str(slot) / "manifest.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"step": step}))
+
+
+def test_the_line_says_the_step_of_a_snapshot_that_all_ranks_have(tmp_path, capfd):
+    (tmp_path / "reached.json").write_text(json.dumps({"attempt": 0, "step": 9, "saved": 2}))
+    for rank, slot, step in ((0, 0, 8), (0, 1, 9), (1, 0, 8)):
+        snapshot_of(tmp_path, rank, slot, step)
+    (tmp_path / "run" / "rank-00001" / "1").mkdir()  # rank 1 was killed before it had completed the one of step 9
+    Restarts(3, tmp_path).after(failure())
+    assert "from step 8 or later" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_ranks_keep_no_state_where_nobody_starts_them_again(run, tmp_path, most):
+    assert run("open(f'{out}/{rank}', 'w').write(os.environ['FULLSHARD_MAX_RESTARTS'])", most) is None
+    assert (tmp_path / "1").read_text() == str(most)
+
+
+@pytest.mark.parametrize("most", ["0", "1"])
+def test_which_launchers_ranks_keep_their_state(tmp_path, monkeypatch, most):
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path))
+    monkeypatch.setenv("FULLSHARD_MAX_RESTARTS", most)
+    assert (KeepDirectory.of("run") is not None) is (most == "1")
+
+
+def test_a_stop_between_attempts_says_what_was_in_memory_only(run, monkeypatch, capfd):
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 30.0)
+    monkeypatch.setattr(attempts.Restarts, "after", lambda self, failure: os.kill(os.getpid(), signal.SIGTERM) or 30.0)
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            """
+            reach(7, 4)
+            path = f"{keep}/run/rank-{rank}/0"
+            os.makedirs(path)
+            open(path + "/manifest.json", "w").write('{"step": 7}')
+            open(f"{out}/ready{rank}", "w")
+            while not os.path.exists(f"{out}/ready{1 - rank}"):
+                pass
+            die()
+            """
+        )
+    assert "earlier ones are untouched; step 7 was in memory only and is lost" in capfd.readouterr().err
+
+
+def test_an_error_of_one_rank_is_the_cause_though_another_aborts_of_it(run, tmp_path):
+    """Under NCCL a rank that lost another one aborts, before or after the launcher's signal."""
+    ended = run(
+        """
+        if rank == 1:
+            open(f"{out}/waits", "w")
+            signal.signal(signal.SIGTERM, lambda *_: die(signal.SIGABRT))
+            while True:
+                signal.pause()
+        while not os.path.exists(f"{out}/waits"):
+            pass
+        with open(os.environ["FULLSHARD_FAILURE_FILE"], "w") as file:
+            json.dump(dict(rank=0, kind="ConfigError", message="a wrong setting", trace=None, exit_code=2, time_s=1.0,
+                           transient=False), file)
+        sys.exit(2)
+        """
+    )
+    assert (ended.kind, ended.message, ended.exit_code) == ("ConfigError", "a wrong setting", 2)
+    assert started(tmp_path) == 1
+
+
+def test_a_real_time_signal_is_named(run):
+    assert "killed by signal 40 (real-time)" in run("die(40) if rank == 1 else signal.pause()", most=0).message
+
+
+@pytest.mark.parametrize(
+    ("before", "resumed", "noted"),
+    [
+        (None, 6, (6, None)),  # the first attempt, from the checkpoint of an earlier command
+        (Reached(0, 9, 4, path="c/step-4"), 8, (4, "c/step-4")),  # from a snapshot, which no later command has
+        (Reached(0, 9, 4, path="c/step-4"), 2, (2, None)),  # the checkpoint is damaged
+        (Reached(0, 9, 0), 8, (0, None)),
+    ],
+)
+def test_the_note_has_the_step_of_a_checkpoint_and_not_of_a_snapshot(before, resumed, noted, tmp_path, monkeypatch):
+    """What --grace says of a run that was out of time: the same command resumes from there."""
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "0" if before is None else "1")
+    if before is not None:
+        attempts.note(before)
+    ReachedSink().start(SimpleNamespace(resumed_step=resumed))
+    now = attempts.last_note(tmp_path)
+    assert (now.step, now.saved, now.path) == (resumed, *noted)
 
 
 @pytest.mark.parametrize(

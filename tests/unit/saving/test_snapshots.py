@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from fullshard import Checkpoints, ShardingStrategy, fully_shard
 from fullshard.errors import CheckpointError
 from fullshard.optim import AdamW8bit, Muon
 from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.resilience import slot, snapshots
+from fullshard.resilience import checksums, slot, snapshots
 from fullshard.resilience.slot import Described, Slot
 from fullshard.resilience.snapshots import _interval
 from fullshard.storage import find_checkpoints
@@ -255,6 +257,27 @@ def test_too_little_memory_is_said_and_ends_snapshots_only(tmp_path, monkeypatch
     assert train_with_trouble(tmp_path) == [[False] * 3] * 2
     assert "the ranks of a machine would take" in caplog.text
     assert caplog.text.count("No snapshots are kept in memory") == 1
+
+
+def test_a_small_file_system_is_left_to_others(tmp_path, monkeypatch, caplog):
+    """64 MB of /dev/shm in a container: filled to the last page, it would end loaders' workers and NCCL."""
+    real = os.statvfs(tmp_path)
+    small = SimpleNamespace(f_bavail=25, f_frsize=4096)
+    monkeypatch.setattr(snapshots.os, "statvfs", lambda path: small)
+    assert real.f_bavail > small.f_bavail
+    assert train_with_trouble(tmp_path) == [[False] * 3] * 2
+    assert re.search(r"the ranks of a file system \(.*/keep\) would take .* 100\.0 KiB free", caplog.text)
+
+
+def test_checksums_of_tensors_tell_a_bit_a_place_and_a_part():
+    one, other = torch.arange(5000.0), torch.arange(3, dtype=torch.uint8)
+    sums = checksums([one, other, torch.empty(0)])
+    assert checksums([one.clone(), other.clone()]) == sums
+    changed = one.clone()
+    changed[4999] += 1
+    assert checksums([changed, other]) != sums
+    assert checksums([other, one]) != sums
+    assert checksums([]) == [0, 0]
 
 
 def test_a_full_file_system_is_said_and_ends_snapshots_only(tmp_path, monkeypatch, caplog):

@@ -16,16 +16,23 @@ class ReachedSink(Sink):
 
     def __init__(self) -> None:
         """Go on from the note of the attempt before, if there was one."""
-        before = last_note(os.environ.get(KEEP_VARIABLE)) or Reached(0)
-        self._reached = replace(before, attempt=attempt_number(), step=None)
+        self._before = last_note(os.environ.get(KEEP_VARIABLE)) if attempt_number() else None
+        self._reached = replace(self._before or Reached(0), attempt=attempt_number(), step=None)
 
     def _note(self, **changes: object) -> None:
         self._reached = replace(self._reached, **changes)
         note(self._reached)
 
     def start(self, run: RunStart) -> None:
-        """Note the step that the run begins after."""
-        self._note(step=run.resumed_step, saved=run.resumed_step, finished=False)
+        """Note the step that the run begins after.
+
+        A later attempt may begin after a later step than the newest checkpoint's, that of a snapshot in memory, which
+        is lost when the launcher ends; or after an earlier one, if that checkpoint is damaged.
+        """
+        step, before = run.resumed_step, self._before
+        saved = step if before is None else min(step, before.saved)
+        path = self._reached.path if before is not None and saved == before.saved else None
+        self._note(step=step, saved=saved, path=path, finished=False)
 
     def step(self, report: StepReport) -> None:
         """Note the step."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fullshard.launch.attempts import KEEP_VARIABLE, kept_directory
+from fullshard.launch.attempts import KEEP_VARIABLE, RESTARTS_VARIABLE, kept_directory
 from fullshard.launch.failure import Failure, brief, in_words
 from fullshard.launch.local import default_variables
 from fullshard.launch.script.agent import AgentEnd, run_agent
@@ -86,7 +86,7 @@ def run_script(job: Job) -> Outcome:
     output = Output(standard, columns=terminal_columns(sys.stderr.buffer))
     environment = _defaults(job.plan) | dict(job.environment)
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch, kept_directory() as kept:
-        environment |= {KEEP_VARIABLE: str(kept)}
+        environment |= {KEEP_VARIABLE: str(kept), RESTARTS_VARIABLE: str(job.max_restarts)}
         workers = Workers(job.arguments, environment, output, Path(scratch))
         try:
             end = run_agent(job.plan, workers, output, max_restarts=job.max_restarts, timeout_s=job.timeout_s)

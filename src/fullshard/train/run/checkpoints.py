@@ -55,6 +55,8 @@ class RunCheckpoints:
             CheckpointError: It is damaged or cannot be read.
         """
         start, parts, comm = self._start, self._parts, self._parts.comm
+        if self._checkpoints.in_memory is not None:
+            self._checkpoints.in_memory.note_made(parts.model)
         if start.path is None or start.values is None:
             return 0, Record(), ()
         self._require_same_separator()
@@ -98,7 +100,7 @@ class RunCheckpoints:
         """
         path, ours = self._start.path, self._parts.base
         assert path is not None, "the run resumes"
-        if self._start.snapshot is not None:  # it has the frozen weights too
+        if self._start.snapshot is not None:  # it has the frozen weights too, or their checksums
             return
         theirs = together_in_background(self._parts.comm, lambda: read_index(path)).base
         if theirs is not None and ours is not None and theirs.content != ours.content:
@@ -200,6 +202,7 @@ class RunCheckpoints:
         """Note that what the run replaces is deleted: a later attempt continues."""
         kept = self._checkpoints.in_memory
         if kept is not None:
+            kept.leave_out_made(self._parts.model)
             together(self._parts.comm, kept.mark_begun)
 
     def step_over(self) -> None:

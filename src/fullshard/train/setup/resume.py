@@ -122,7 +122,8 @@ def choose_starting_point(config: RunConfig, world_size: int, *, begun: bool = F
         config: The run's settings.
         world_size: Number of ranks.
         begun: Whether an earlier attempt of the same launcher has passed its start: then all checkpoints are the run's
-            own, whatever ``resume`` says, and damaged ones are passed over.
+            own, whatever ``resume`` says, and damaged ones are passed over. If there are none, a checkpoint that
+            ``resume`` names is begun from again.
 
     Raises:
         ConfigError: The settings differ from the checkpoint's.
@@ -133,7 +134,9 @@ def choose_starting_point(config: RunConfig, world_size: int, *, begun: bool = F
     settings = deciding_settings(config, world_size)
     found = survey(checkpoints_directory(config), parse_newest=True)
     complete = [path for _, path in found.complete]
-    resume = "previous" if begun else config.resume
+    # An attempt that began at a checkpoint of another directory, and has saved none itself, begins there again.
+    own = complete or config.resume in ("auto", "previous", "never")
+    resume = "previous" if begun and own else config.resume
     if resume == "never":
         doomed = (*complete, *(one.path for one in found.damaged))
         names = ", ".join(path.name for path in doomed)
@@ -279,6 +282,7 @@ def or_snapshot(start: StartingPoint, snapshot: Snapshot | None) -> StartingPoin
         start,
         path=snapshot.directory,
         values=described.values,
+        comparable=True,  # its evaluations were made with these settings
         notes=(note, *(line for line in start.notes if not line.startswith("resuming "))),
         step=described.step,
         snapshot=snapshot,

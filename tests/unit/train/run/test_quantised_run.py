@@ -13,6 +13,7 @@ from fullshard import Quantize
 from fullshard.config import recorded_run
 from fullshard.data.reading.inputs import InputRow
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.resilience.slot import Slot
 from fullshard.saving.export import ExportOptions, export
 from fullshard.storage import read_index
 from fullshard.storage.contents import inspect_path
@@ -21,7 +22,7 @@ from fullshard.testing import run_ranks
 from fullshard.train.evaluation.predict import predict
 from fullshard.train.evaluation.trained import find_trained, load_trained
 from fullshard.train.reporting.card import CardSink
-from support.interrupted_run import OFTEN, metrics, run, run_until_stopped
+from support.interrupted_run import OFTEN, metrics, run, run_until_killed, run_until_stopped
 from support.quantized import bitsandbytes_stored
 from support.t5_directory import write_t5
 from support.tiny_run import WORDS
@@ -77,6 +78,24 @@ def test_stopped_it_goes_on_to_the_bit(base, tmp_path):
     ours, theirs = (load_file(directory / "out" / ADAPTER) for directory in (parts, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_killed_it_goes_on_from_memory_to_the_bit_without_a_copy_of_its_base(base, tmp_path, monkeypatch):
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    for directory in (calm, killed):
+        directory.mkdir()
+    run(calm, **options(base))
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path / "keep"))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "0")
+    run_until_killed(killed, ("step", 4), training__save_strategy="no", **options(base))
+    kept = [one for path in (tmp_path / "keep").glob("*/rank-*/*") if (one := Slot(path).read()) is not None]
+    assert kept
+    assert all("lora_" in name for one in kept for name in one.tensors if name.startswith("model/"))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    memory = run(killed, training__save_strategy="no", **options(base))
+    assert memory.begun[0].resumed_step == max(one.described.step for one in kept) > 0
+    assert metrics(killed) == metrics(calm)
+    assert (killed / "out" / ADAPTER).read_bytes() == (calm / "out" / ADAPTER).read_bytes()
 
 
 def test_with_another_quantisation_or_base_it_does_not_go_on(base, tmp_path):
