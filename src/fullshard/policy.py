@@ -272,7 +272,8 @@ QUANTIZED_TYPES = ("nf4", "fp4", "int8", "fp8")
 class Quantize:
     """How frozen linear layers are quantised while their weights are read: ``Pretrained(path, quantize=Quantize())``.
 
-    Layers stay as they are if they are trainable, an adapter's, tied to another module, or no plain ``nn.Linear``.
+    Layers stay as they are if they are trainable, an adapter's, tied to another module, no plain ``nn.Linear``, or if
+    their ``forward`` was replaced.
 
     Attributes:
         type: ``"nf4"`` or ``"fp4"`` (4 bits, blocks of 64 weights), ``"int8"`` (a scale for each row), all three in

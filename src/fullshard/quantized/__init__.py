@@ -2,5 +2,5 @@
 
 from fullshard.quantized.bitsandbytes_door import keep_quiet as keep_quiet
 from fullshard.quantized.formats import Format as Format, format_of as format_of, quantisations as quantisations
-from fullshard.quantized.layers import QuantizedLayers as QuantizedLayers
+from fullshard.quantized.layers import QuantizedLayers as QuantizedLayers, quantisable as quantisable
 from fullshard.quantized.linear import QuantizedLinear as QuantizedLinear

@@ -92,21 +92,8 @@ def _chosen(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
     Raises:
         ConfigError: There are none, or one has values already.
     """
-    uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    adapters = {
-        id(inside)
-        for module in model.modules()
-        if any(key in module._modules for key in _WRAPPED)
-        for key, child in module._modules.items()
-        if key not in _WRAPPED and child is not None
-        for inside in child.modules()
-    }
-    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and id(m) not in adapters}
-    open_ones = {
-        name: layer
-        for name, layer in linear.items()
-        if uses[id(layer.weight)] == 1 and not _is_skipped(name, quantize.skip) and "forward" not in vars(layer)
-    }
+    # A head that computes the loss, or a hook that replaced forward, reads the weight itself.
+    open_ones = {name: one for name, one in quantisable(model, quantize).items() if "forward" not in vars(one)}
     frozen = {name: layer for name, layer in open_ones.items() if not layer.weight.requires_grad}
     if open_ones and not frozen:
         raise ConfigError(
@@ -115,8 +102,9 @@ def _chosen(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
             "(peft.get_peft_model, which freezes the model), or train without quantize=."
         )
     if not frozen:
+        plain = sum(type(one) is nn.Linear for one in model.modules())
         raise ConfigError(
-            f"Quantize({quantize.type!r}) has nothing to quantise: {type(model).__name__} has {len(linear)} plain "
+            f"Quantize({quantize.type!r}) has nothing to quantise: {type(model).__name__} has {plain} plain "
             f"nn.Linear layers, and all are tied to other modules or in skip={quantize.skip}."
         )
     full = [plain_name(name) for name, layer in frozen.items() if not layer.weight.is_meta]
@@ -126,6 +114,27 @@ def _chosen(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
             f"{full[0]}). Build the model on the meta device: with torch.device('meta')."
         )
     return list(frozen.values())
+
+
+def quantisable(model: nn.Module, quantize: Quantize) -> dict[str, nn.Linear]:
+    """Return the plain linear layers, trainable or not, that are not tied, an adapter's or skipped, by name."""
+    uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    adapters = {
+        id(inside)
+        for module in model.modules()
+        if any(key in module._modules for key in _WRAPPED)
+        for key, child in module._modules.items()
+        if key not in _WRAPPED and child is not None
+        for inside in child.modules()
+    }
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear
+        and id(layer) not in adapters
+        and uses[id(layer.weight)] == 1
+        and not _is_skipped(name, quantize.skip)
+    }
 
 
 def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:

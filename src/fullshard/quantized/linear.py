@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.errors import ShardingError
 from fullshard.quantized.formats import Format
@@ -49,6 +49,9 @@ class QuantizedLinear(nn.Linear):
             format.scales: nn.Parameter(scales, requires_grad=False),
             "bias": bias,
         }
+        # bitsandbytes keeps the full scales there, and after a forward in 8 bits the full codes.
+        for kept in ("quant_state", "state"):
+            vars(layer).pop(kept, None)
         before = torch.empty(layer.out_features, layer.in_features, dtype=dtypes[0], device="meta")
         vars(layer).update(format=format, before=before, compute_dtype=dtypes[1])
 
@@ -68,6 +71,16 @@ class QuantizedLinear(nn.Linear):
         held: dict[str, Any] = self._parameters
         return held[self.format.codes], held[self.format.scales]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises:
+            ShardingError: It is ``weight``.
+        """
+        if name == "weight":
+            raise ShardingError(f"layer.weight = … would replace {_LOST}")
+        super().__setattr__(name, value)
+
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weight as a tensor that is dequantised by what reads its values; its shape and dtype cost nothing."""
@@ -80,10 +93,12 @@ class QuantizedLinear(nn.Linear):
             ShardingError: It is not gathered.
         """
         codes, scales = self.stored
-        if tuple(codes.shape) != self.format.codes_shape(self.shape):
+        full = self.format.codes_shape(self.shape), (self.format.scales_bytes(self.shape),)
+        if (tuple(codes.shape), tuple(scales.shape)) != full:
             raise ShardingError(
-                f"A quantised weight {self.shape} is read where this rank has a part of it, {tuple(codes.shape)} of "
-                f"{self.format.codes_shape(self.shape)} bytes. Read it inside `with fullshard.unsharded(model):`."
+                f"A quantised weight {self.shape} is read where this rank has a part of it: codes {tuple(codes.shape)} "
+                f"of {full[0]} bytes, scales {tuple(scales.shape)} of {full[1]}. Read it inside "
+                "`with fullshard.unsharded(model):`."
             )
         return self.format.dequantise(codes.detach(), scales.detach(), self.shape, self.weight_dtype)
 
@@ -129,11 +144,104 @@ class _Linear(torch.autograd.Function):
         return x_gradient, None, None, bias_gradient, None
 
 
-class _Weight(torch.Tensor):
+_LOST = (
+    "a quantised weight, which is frozen: what is written would be lost. Change a copy (weight.clone()). To merge an "
+    "adapter, run `fullshard export RUN --merge`, or merge the saved adapter into the unquantised base with peft."
+)
+
+
+class _Frozen(torch.Tensor):
+    """What a quantised layer shows of its weight: operations read the values, and none of them writes."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def values(self) -> torch.Tensor:
+        """Return the values as a plain tensor."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` on the values.
+
+        Raises:
+            ShardingError: It would write to them, or the layer's unit is not gathered.
+        """
+        kwargs = kwargs or {}
+        for number, given in enumerate(func._schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(given.name)
+            written = given.alias_info is not None and given.alias_info.is_write
+            if written and any(isinstance(one, _Frozen) for one in tree_leaves(value)):
+                raise ShardingError(f"{func} would write to {_LOST}")
+        result = func(*tree_map(_read, args), **tree_map(_read, kwargs))
+        # A view, such as weight.data: writing through it would change values that nobody reads again.
+        views = any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns)
+        return tree_map(_View, result) if views else result
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The values, which cannot be written to."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise ShardingError(f"weight.data = … would write to {_LOST}")
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """False: it is frozen."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:  # noqa: FBT001, FBT002 (torch's)
+        """Return the weight, if it stays frozen.
+
+        Raises:
+            ShardingError: It would require gradients.
+        """
+        if requires_grad:
+            raise ShardingError(
+                "A quantised weight is frozen and cannot require gradients. Train an adapter, or do not quantise the "
+                "layer (Quantize(skip=…), model.quantization.skip)."
+            )
+        return self
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array, which cannot be written to."""
+        array = self.values().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the values as numbers."""
+        return self.values().tolist()
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise for what bitsandbytes' weights have and this one does not, which peft's merge asks for.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(f"A tensor has no attribute {name!r}; it is {_LOST}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a copy of the values."""
+        return self.values().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values, as a plain tensor."""
+        return self.values().clone().__reduce_ex__(protocol)
+
+
+class _Weight(_Frozen):
     """The weight of a quantised layer: a tensor of known shape and dtype that dequantises for each operation.
 
     For code that asks for the dtype of a weight, as T5 does in each feed-forward, or reads it, as DoRA does.
     """
+
+    layer: QuantizedLinear
 
     @staticmethod
     def __new__(cls: type[_Weight], layer: QuantizedLinear) -> _Weight:
@@ -143,26 +251,26 @@ class _Weight(torch.Tensor):
         made.layer = layer
         return made
 
-    layer: QuantizedLinear
+    def values(self) -> torch.Tensor:
+        """Return the dequantised weight."""
+        return self.layer.dequantised()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` on the dequantised weight.
+class _View(_Frozen):
+    """Dequantised values that a view of a weight shares: they have memory, and are read like any tensor."""
 
-        Raises:
-            ShardingError: It would be written to, or its unit is not gathered.
-        """
-        kwargs = kwargs or {}
-        for given, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, _Weight) and given.alias_info is not None and given.alias_info.is_write:
-                raise ShardingError(
-                    f"{func} would write to a quantised weight, which is frozen. To merge an adapter into it, save the "
-                    "model with fullshard.save(model, path, merge=True) or export the run with --merge."
-                )
-        return func(*tree_map(_read, args), **tree_map(_read, kwargs))
+    plain: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[_View], values: torch.Tensor) -> _View:
+        made = torch.Tensor._make_subclass(cls, values)
+        made.plain = values
+        return made
+
+    def values(self) -> torch.Tensor:
+        """Return them."""
+        return self.plain
 
 
 def _read(value: Any) -> Any:
-    return value.layer.dequantised() if isinstance(value, _Weight) else value
+    return value.values() if isinstance(value, _Frozen) else value

@@ -109,6 +109,7 @@ def norm(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Compute ``norm``, ``linalg.norm`` and ``linalg.vector_norm`` as the norm of the ranks' norms."""
     kwargs = dict(kwargs)
     value = args[0]
+    _require_floating(func, value)
     given = kwargs.get("ord", args[1] if len(args) > 1 else None)
     order = kwargs.pop("p", kwargs.pop("ord", args[1] if len(args) > 1 else 2.0))
     dim = kwargs.pop("dim", kwargs.pop("axis", args[2] if len(args) > 2 else None))
@@ -129,6 +130,20 @@ def norm(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     return _kept(whole.to(dtype or value.dtype), value, dims, keepdim=keepdim)
 
 
+def _require_floating(func: Any, value: torch.Tensor) -> None:
+    """Raise for whole numbers on every rank: torch raises where there are rows, and other ranks would wait for it.
+
+    Raises:
+        ShardingError: The tensor has whole numbers, as codes of quantised weights.
+    """
+    if not value.is_floating_point() and not value.is_complex():
+        name = value.cut.name if isinstance(value, Shard) else "a tensor"
+        raise ShardingError(
+            f"{func.__name__} of {name} needs floating numbers, as in torch, and got {value.dtype}, such as the codes "
+            "and scales of a quantised weight. Leave it out (param.is_floating_point()), or convert it (param.float())."
+        )
+
+
 def _norm_here(
     value: torch.Tensor, order: float, dims: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -147,6 +162,8 @@ def _norm_of_norms(stacked: torch.Tensor, order: float) -> torch.Tensor:
 def foreach_norm(func: Any, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """Compute ``torch._foreach_norm``: one collective for all tensors of the same ranks."""
     values = list(args[0])
+    for one in values:
+        _require_floating(func, one)
     order = float(kwargs.get("ord", args[1] if len(args) > 1 else 2.0))
     found = [_norm_here(one, order) for one in values]
     for comm, places in _by_comm(values):

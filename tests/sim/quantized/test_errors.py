@@ -1,6 +1,7 @@
 """What cannot be right is refused with one clear error, before memory is taken, and leaves the model as it was."""
 
 import copy
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import Checkpoints, Pretrained, Quantize, fully_shard, load_checkpoint
+from fullshard import Checkpoints, Pretrained, Quantize, fully_shard, load_checkpoint, unsharded
 from fullshard.errors import CheckpointError, ConfigError, MismatchError, ShardingError
 from fullshard.quantized import QuantizedLinear, bitsandbytes_door
 from fullshard.testing import run_ranks
@@ -160,3 +161,109 @@ def test_a_checkpoint_of_another_quantisation_is_refused(tmp_path):
             CheckpointError, match=r"quantisation is nf4 \(double\), the model's (fp4|nf4).*the same Quantize"
         ):
             run_ranks(2, lambda comm, other=other: load(comm, other))
+
+
+def a_normal_fill(weight):
+    weight.data.normal_()
+
+
+def an_assigned_row(weight):
+    weight[0] = 1
+
+
+def assigned_data(weight):
+    weight.data = torch.zeros(64, 64)
+
+
+def a_wish_for_gradients(weight):
+    weight.requires_grad = True
+
+
+WRITES = (
+    a_normal_fill,
+    an_assigned_row,
+    assigned_data,
+    a_wish_for_gradients,
+    lambda weight: weight.requires_grad_(),
+    lambda weight: weight.detach().add_(1),
+    lambda weight: weight.view(-1).zero_(),
+    lambda weight: weight.t().split(8)[1].mul_(2),
+    lambda weight: torch.add(weight, 1, out=weight),
+    lambda weight: torch._foreach_add_([weight], 1.0),
+)
+
+
+def test_no_write_to_a_quantised_weight_is_lost_in_silence(tmp_path):
+    _, path = quantized.saved(t5, tmp_path)
+
+    def rank(comm):
+        model = quantized.sharded_from_files(t5, path, comm, NF4)
+        layer = next(one for one in model.modules() if isinstance(one, QuantizedLinear))
+        with pytest.raises(ShardingError, match=r"inside `with fullshard.unsharded"):
+            layer.weight.sum()
+        with unsharded(model), torch.no_grad():
+            for write in WRITES:
+                with pytest.raises(ShardingError, match=r"quantised weight.*frozen"):
+                    write(layer.weight)
+            with pytest.raises(ShardingError, match=r"layer\.weight = .* would replace"):
+                layer.weight = nn.Parameter(torch.zeros(64, 64))
+            with pytest.raises(ValueError, match="read-only"):
+                layer.weight.detach().numpy().fill(0)
+            plain = layer.weight.clone()
+            assert type(plain) is torch.Tensor
+            for copied in (copy.deepcopy(layer.weight), pickle.loads(pickle.dumps(layer.weight.detach()))):
+                assert type(copied) is torch.Tensor
+                assert torch.equal(copied.zero_(), torch.zeros(64, 64))
+            assert torch.equal(layer.weight[3], plain[3])
+            assert layer.weight.data[3].tolist() == plain[3].tolist()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_peft_does_not_merge_into_a_quantised_weight_in_silence(safe, tmp_path):
+    _, path = quantized.saved(t5, tmp_path)
+
+    def rank(comm):
+        model = quantized.sharded_from_files(t5, path, comm, NF4)
+        with unsharded(model), pytest.raises(ShardingError, match="fullshard export RUN --merge"):
+            model.merge_adapter(safe_merge=safe)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("quantize", [NF4, Quantize("int8", skip=quantized.SKIP)], ids=lambda one: one.type)
+def test_layers_of_bitsandbytes_that_ran_before_keep_no_full_weight_and_are_not_merged_into(quantize):
+    model, _ = quantized.saved(t5)
+    model = quantized.reference(model, quantize)
+    tokens = torch.arange(2, 10).reshape(2, 4)
+    plain = model(input_ids=tokens, decoder_input_ids=tokens).logits.detach()
+
+    def rank(comm):
+        mine = fully_shard(copies[comm.rank], comm)
+        layers = [one for one in mine.modules() if isinstance(one, QuantizedLinear)]
+        assert not any("state" in vars(one) or "quant_state" in vars(one) for one in layers)
+        assert mine(input_ids=tokens, decoder_input_ids=tokens).logits.detach() == pytest.approx(plain, abs=1e-5)
+        with unsharded(mine), pytest.raises(ShardingError, match=r"quantised weight, which is frozen.*--merge"):
+            mine.merge_adapter()
+        for asked in ("quant_state", "has_fp16_weights"):  # by peft's own layers over bitsandbytes', in a merge
+            with pytest.raises(AttributeError, match=rf"{asked}.*quantised weight, which is frozen.*--merge"):
+                getattr(layers[0].weight, asked)
+
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("norm", [torch.Tensor.norm, torch.linalg.vector_norm, lambda p: torch._foreach_norm([p])])
+def test_a_norm_of_codes_is_refused_on_every_rank_and_none_waits(norm, tmp_path):
+    _, path = quantized.saved(t5, tmp_path)
+
+    def rank(comm):
+        model = quantized.sharded_from_files(t5, path, comm, NF4)
+        # Of a layer as small as this some ranks have no row, so torch would raise on the others alone.
+        codes = [p for p in model.parameters() if p.dtype == torch.uint8]
+        with pytest.raises(ShardingError, match=r"needs floating numbers.*torch\.uint8"):
+            norm(codes[0])
+        assert codes[0].float().norm() > 0
+
+    run_ranks(2, rank)

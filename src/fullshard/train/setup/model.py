@@ -49,6 +49,7 @@ from fullshard.policy import (
 from fullshard.saving import AdaptedWeights, Pretrained
 from fullshard.train.setup.quantization import (
     quantise_outline,
+    quantises_head,
     quantization_notes,
     quantize_of,
     require_by_shard,
@@ -163,9 +164,10 @@ def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
         set_attention_dropout(model, config.model.attention_dropout)
     if refuses_fp16(config):
         require_fp16_fit(model.config.model_type)
+    quantised = quantises_head(model, config)
     if config.training.fused_cross_entropy:
         fuse_head(model)
-    elif config.sharding.tables != "gather" and can_fuse(model):
+    elif config.sharding.tables != "gather" and not quantised and can_fuse(model):
         fuse_head(model, fuses=False)
     require_plain_loss(model.config)
     require_quantizable(model, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from fullshard.comm import Comm, together
 from fullshard.config import RunConfig
@@ -12,7 +13,7 @@ from fullshard.errors import ConfigError, ModelError
 from fullshard.layout.names import plain_name
 from fullshard.models import base_of
 from fullshard.policy import Quantize
-from fullshard.quantized import QuantizedLayers, QuantizedLinear, format_of
+from fullshard.quantized import QuantizedLayers, QuantizedLinear, format_of, quantisable
 from fullshard.storage import Base, content_of
 
 _USUAL_SKIP = "lm_head"
@@ -68,6 +69,29 @@ def require_quantizable(model: nn.Module, config: RunConfig) -> None:
                 f"model.quantization.skip has {one!r}, which is no module of {type(model).__name__}. Its linear layers "
                 f"end in {shown}; a name is one of these, or successive parts such as {leaves[0]}."
             )
+
+
+def quantises_head(model: PreTrainedModel, config: RunConfig) -> bool:
+    """Return whether the output head is quantised, which then computes neither the loss nor keeps its rows home.
+
+    Args:
+        model: The run's model, before its adapter is added.
+        config: The run's settings.
+
+    Raises:
+        ConfigError: It is, and ``fused_cross_entropy`` computes the loss in it.
+    """
+    quantize, head = quantize_of(config), model.get_output_embeddings()
+    if quantize is None:
+        return False
+    name = next((name for name, one in quantisable(model, quantize).items() if one is head), None)
+    if name is not None and config.training.fused_cross_entropy:
+        raise ConfigError(
+            f"training.fused_cross_entropy computes the loss in {name}, whose full rows it reads, and "
+            f"model.quantization.skip={list(quantize.skip)} would quantise it. Add {name} to skip, or set "
+            "fused_cross_entropy: false."
+        )
+    return name is not None
 
 
 def require_by_shard(config: RunConfig, reason: str) -> None:

@@ -24,6 +24,8 @@ SKIP = ("lm_head", "wo")
 """``wo`` as transformers does: T5 casts its input to the weight's dtype, which is bytes in bitsandbytes' layer."""
 WIDE = T5 | {"d_model": 64, "d_kv": 32, "d_ff": 128}
 """Widths are multiples of 64: of others, bitsandbytes' kernel for CPUs takes wrong scales."""
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 NF4 = {"type": "nf4", "skip": SKIP}
 
 
@@ -81,6 +83,30 @@ def test_the_outline_has_the_runs_layers(base, tokenizer):
     names = [name for name, m in outline_model(config, tokenizer).named_modules() if isinstance(m, QuantizedLinear)]
     assert names
     assert not any(name.rpartition(".")[2] == "wo" or "lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize("tables", ["gather", "auto", "home"])
+def test_a_head_that_is_not_skipped_is_quantised_wherever_tables_are(tokenizer, tables, tmp_path):
+    write_base(tmp_path, LLAMA, tokenizer, scale=1)
+    every = {"type": "nf4", "skip": []}
+    config = config_of(tmp_path, "lora", quantization=every, sharding={"tables": tables})
+    assert isinstance(outline_model(config, tokenizer).get_output_embeddings(), QuantizedLinear)
+
+    def head(model, _):
+        return type(model.get_output_embeddings())
+
+    gathered = config_of(tmp_path, "lora", quantization=every, sharding={"tables": "gather"})
+    runs = [train_sharded(one, tokenizer, True, head) for one in (config, gathered)]
+    for (ours, _, kind), (theirs, _, _) in zip(*runs, strict=True):
+        assert kind is QuantizedLinear
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_head_that_computes_the_loss_is_not_quantised_in_silence(tokenizer, tmp_path):
+    write_base(tmp_path, LLAMA, tokenizer, scale=1)
+    config = config_of(tmp_path, "lora", quantization={"type": "nf4", "skip": []}, fused_cross_entropy=True)
+    with pytest.raises(ConfigError, match="Add lm_head to skip, or set fused_cross_entropy: false"):
+        outline_model(config, tokenizer)
 
 
 def settings(base, **model):
