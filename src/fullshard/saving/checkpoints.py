@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, together_in_background
@@ -24,6 +23,7 @@ from fullshard.resilience import Every, KeepDirectory
 from fullshard.saving.background import JOIN_SECONDS
 from fullshard.saving.described import index_of, require_between_steps, require_shared
 from fullshard.saving.full import write_assets
+from fullshard.saving.host_copies import HostCopies
 from fullshard.saving.loading import Restored, load_checkpoint
 from fullshard.saving.pieces import plan_save
 from fullshard.saving.rng import rng_bytes, rng_name
@@ -125,7 +125,7 @@ class Checkpoints:
         self.timeout_s = timeout_s
         self._save: Save | None = None
         self._stall_seconds = 0.0
-        self._host: dict[int, torch.Tensor] = {}
+        self._copies = HostCopies(self.ranks)
         self._lock: Lock | None = None
         self._saves = 0
         kept = None if in_memory is None else KeepDirectory.of(self.directory)
@@ -227,7 +227,7 @@ class Checkpoints:
         job = together(self.ranks, lambda: self._job(model, plan, step, values, metric, base))
         together_in_background(self.ranks, lambda: self._begin(job, assets or partial(write_assets, model)))
         together_in_background(self.ranks, lambda: require_shared(job))
-        save = self._save = Save(self._with_host_copies(job) if background else job)
+        save = self._save = Save(self._copies.take(job) if background else job)
         self._stall_seconds = time.monotonic() - started
         if background:
             return job.final
@@ -298,7 +298,7 @@ class Checkpoints:
             # A thread that is stuck in the disk may continue later: it must commit nothing, and the next save must not
             # reuse the buffers it reads.
             save.cancel()
-            self._host = {}
+            self._copies.clear()
             raise CheckpointError(next((problem for problem in problems if problem != GIVEN_UP), GIVEN_UP))
         self._stall_seconds += time.monotonic() - started
         return self._report(save)
@@ -433,7 +433,7 @@ class Checkpoints:
             self._release()
 
     def _release(self) -> None:
-        self._host.clear()
+        self._copies.clear()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -482,25 +482,3 @@ class Checkpoints:
                     assets(directory)
             except OSError as error:
                 raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
-
-    def _with_host_copies(self, job: SaveJob) -> SaveJob:
-        """Copy the pieces to host memory, so that training may change them while the thread writes."""
-        pairs = together(self.ranks, lambda: self._host_pairs(job.plan.pieces))
-        ready = device_of(self.ranks.device).copy_to_host(pairs)
-        hosts = (host for host, _ in pairs)
-        copies = [Piece(p.name, p.shape, p.start, host) for p, host in zip(job.plan.pieces, hosts, strict=True)]
-        return replace(job, plan=replace(job.plan, pieces=copies), ready=ready)
-
-    def _host_pairs(self, pieces: Sequence[Piece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return host memory for each piece, and the piece's own; the same as last time where it fits."""
-        device, pinned = device_of(self.ranks.device), self.ranks.device.type == "cuda"
-        pairs, used = [], {}
-        for number, piece in enumerate(pieces):
-            # Kept between saves: 1.3 GB take 3.8 s to copy into new memory (page faults), then 0.3 to 0.8 s.
-            host = self._host.get(number)
-            if host is None or (host.dtype, host.shape) != (piece.tensor.dtype, piece.tensor.shape):
-                host = device.empty_host(piece.tensor.numel(), piece.tensor.dtype, pinned=pinned)
-            used[number] = host
-            pairs.append((host, piece.tensor))
-        self._host = used
-        return pairs
