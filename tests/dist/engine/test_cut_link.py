@@ -29,7 +29,8 @@ class Talk:
             assert read, self.machine.stderr.read()
             self.rest += read
         line, self.rest = self.rest.split(b"\n", 1)
-        return line.decode()
+        # Who beats and who does not is said as well; which of the two comes first is chance.
+        return self.line() if b" has issued no collective for " in line else line.decode()
 
     def go_on(self):
         self.machine.stdin.write("\n")

@@ -19,8 +19,10 @@ rank = int(os.environ["RANK"])
 def fail(message, when, code, stopped=None):
     values = (rank, "ValueError", message, "trace of " + message, code, when, stopped)
     failure = dict(zip(("rank", "kind", "message", "trace", "exit_code", "time_s", "stopped"), values))
-    with open(os.environ["FULLSHARD_FAILURE_FILE"], "w") as file:
+    path = os.environ["FULLSHARD_FAILURE_FILE"]
+    with open(path + ".tmp", "w") as file:
         json.dump(failure, file)
+    os.replace(path + ".tmp", path)  # as ranks do: the launcher may end this one in between
     os._exit(code)
 
 def meet(mode):
