@@ -1,6 +1,7 @@
 """LoRA over an nf4 base: bytes at rest, peak, bytes sent and step time, against a bf16 base and bitsandbytes unsharded.
 
-``python benchmarks/qlora.py`` writes ``benchmarks/results/qlora.json``.
+``python benchmarks/qlora.py`` writes ``benchmarks/results/qlora.json``. Steps are timed against bitsandbytes' with both
+``wo`` in bf16, as T5 cannot run with bitsandbytes' ``wo``; the other figures are of a base whose blocks are quantised.
 """
 
 import json
@@ -28,7 +29,8 @@ from fullshard.shards import rows_of
 
 RESULT = Path(__file__).parent / "results" / "qlora.json"
 SHAPE = {"d_model": 1024, "d_kv": 64, "num_heads": 16, "d_ff": 4096, "num_layers": 6, "vocab_size": 4096}
-QUANTIZE = fullshard.Quantize("nf4", skip=("lm_head", "wo"))
+QUANTIZE = fullshard.Quantize("nf4", skip=("lm_head",))
+AS_BITSANDBYTES = fullshard.Quantize("nf4", skip=("lm_head", "wo"))
 STEPS = 5
 TOKENS = 128
 
@@ -61,7 +63,7 @@ def unsharded(path: str) -> Any:
     library = bitsandbytes()
     model = T5ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16)
     for name, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear and not name.endswith(QUANTIZE.skip):
+        if type(layer) is nn.Linear and not name.endswith(AS_BITSANDBYTES.skip):
             kind = {"quant_type": "nf4", "compress_statistics": True}
             made = library.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, **kind)
             made.weight = library.nn.Params4bit(layer.weight.data, requires_grad=False, module=made, **kind)
@@ -92,11 +94,11 @@ def timed(model: Any, optimizer: torch.optim.Optimizer, comm: Comm, rows: dict[s
     return statistics.median(seconds)
 
 
-def of_ours(comm: Comm, path: str, quantized: bool) -> dict[str, float]:
+def of_ours(comm: Comm, path: str, quantize: fullshard.Quantize | None) -> dict[str, float]:
     """Return one rank's figures of the sharded run."""
     ledger = RecordingComm(comm)
     with TensorMeter() as meter:
-        model = sharded(ledger, path, QUANTIZE if quantized else None)
+        model = sharded(ledger, path, quantize)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         rows = batch(comm.rank)
         step(model, optimizer, rows)
@@ -133,8 +135,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         torch.manual_seed(0)
         T5ForConditionalGeneration(config()).to(torch.bfloat16).save_pretrained(path)
-        nf4 = on_two_ranks(of_ours, path, True, timeout_s=240)
-        bf16 = on_two_ranks(of_ours, path, False, timeout_s=240)
+        nf4 = on_two_ranks(of_ours, path, QUANTIZE, timeout_s=240)
+        bf16 = on_two_ranks(of_ours, path, None, timeout_s=240)
+        comparable = max(rank["seconds"] for rank in on_two_ranks(of_ours, path, AS_BITSANDBYTES, timeout_s=240))
         alone = max(on_two_ranks(of_bitsandbytes, path, timeout_s=240))
     worst = {name: max(rank[name] for rank in nf4) for name in nf4[0]}
     base = {name: max(rank[name] for rank in bf16) for name in bf16[0]}
@@ -142,9 +145,10 @@ def main() -> None:
         "base_bytes_over_codes_and_scales": worst["held_bytes"] / (worst["full_bytes"] / 2),
         "step_peak_over_bf16_base": worst["peak_bytes"] / base["peak_bytes"],
         "wire_over_bf16_base": worst["sent_bytes"] / base["sent_bytes"],
-        "step_time_over_unsharded": worst["seconds"] / alone,
+        "step_time_over_unsharded": comparable / alone,
     }
-    result = {"shape": SHAPE, "ratios": ratios, "nf4": worst, "bf16": base, "bitsandbytes_seconds": alone}
+    seconds = {"as_bitsandbytes_seconds": comparable, "bitsandbytes_seconds": alone}
+    result = {"shape": SHAPE, "ratios": ratios, "nf4": worst, "bf16": base, **seconds}
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
