@@ -18,15 +18,7 @@ from pathlib import Path
 
 from fullshard.launch.failure import Failure, first_sentence
 from fullshard.launch.messages import say
-
-ATTEMPT_VARIABLE = "FULLSHARD_ATTEMPT"
-"""How often the ranks were started before: 0, 1, …"""
-
-KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
-"""Directory of this machine's ranks that outlives an attempt; the launcher makes it, and removes it at the end."""
-
-RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"
-"""How often the ranks may be started again; with 0 they take no snapshots, and the directory has notes alone."""
+from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-keep-"

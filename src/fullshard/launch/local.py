@@ -29,19 +29,11 @@ from importlib import import_module
 from pathlib import Path
 
 from fullshard.errors import RunStopped
-from fullshard.launch.attempts import (
-    ATTEMPT_VARIABLE,
-    KEEP_VARIABLE,
-    RESTARTS_VARIABLE,
-    Reached,
-    Restarts,
-    in_memory,
-    kept_directory,
-    last_note,
-)
+from fullshard.launch.attempts import Reached, Restarts, in_memory, kept_directory, last_note
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, say_ending
 from fullshard.launch.interrupts import NO_NOTICE, Interrupts, Notice
 from fullshard.launch.messages import say
+from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE, RESTARTS_VARIABLE
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 """Device files of GPU drivers: Nvidia's, that of Windows' Linux, AMD's, Nvidia's for embedded boards."""

@@ -1,9 +1,5 @@
 """State that outlives a rank: snapshots in the memory of the machine, which a restarted attempt continues from."""
 
-from fullshard.resilience.keep import (
-    ATTEMPT_VARIABLE as ATTEMPT_VARIABLE,
-    KEEP_VARIABLE as KEEP_VARIABLE,
-    KeepDirectory as KeepDirectory,
-)
+from fullshard.resilience.keep import KeepDirectory as KeepDirectory
 from fullshard.resilience.slot import Described as Described, Snapshot as Snapshot, checksums as checksums
 from fullshard.resilience.snapshots import Every as Every, Snapshots as Snapshots

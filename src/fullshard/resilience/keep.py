@@ -7,14 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
-"""Variable with the launcher's directory, in memory where the system has such a file system; removed at the end."""
-
-ATTEMPT_VARIABLE = "FULLSHARD_ATTEMPT"
-"""Variable with the number of the attempt: 0, and one more each time the launcher starts the ranks again."""
-
-RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"
-"""Variable with how often the launcher may start the ranks again; with 0 nobody needs their state."""
+from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE, RESTARTS_VARIABLE
 
 _BEGUN = "begun"
 

@@ -6,9 +6,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from fullshard.launch.attempts import KEEP_VARIABLE, Reached, attempt_number, last_note, note
+from fullshard.launch.attempts import Reached, attempt_number, last_note, note
 from fullshard.train import Sink
 from fullshard.train.reporting.reports import CheckpointReport, RunStart, RunSummary, StepReport
+from fullshard.variables import KEEP_VARIABLE
 
 
 class ReachedSink(Sink):

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from fullshard.errors import ProcessGroupError
-from fullshard.launch.attempts import ATTEMPT_VARIABLE, pause_s
+from fullshard.launch.attempts import pause_s
 from fullshard.launch.failure import Failure, brief
 from fullshard.launch.interrupts import STOP_SIGNALS
 from fullshard.launch.script.machines import MachinePlan
@@ -34,6 +34,7 @@ from fullshard.launch.script.output import Output
 from fullshard.launch.script.peers import DOUBT_SECONDS, MachineEnded, PeerMonitor, RunFailure, lost_connection
 from fullshard.launch.script.rendezvous import STORE_TIME, Rendezvous, StaticRendezvous, first_line, make_rendezvous
 from fullshard.launch.script.workers import Workers
+from fullshard.variables import ATTEMPT_VARIABLE
 
 _LOOK_SECONDS = 0.1
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fullshard.launch.attempts import KEEP_VARIABLE, RESTARTS_VARIABLE, kept_directory
+from fullshard.launch.attempts import kept_directory
 from fullshard.launch.failure import Failure, brief, in_words
 from fullshard.launch.local import default_variables
 from fullshard.launch.script.agent import AgentEnd, run_agent
@@ -24,6 +24,7 @@ from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.network import interface_to
 from fullshard.launch.script.output import Output, Stream, terminal_columns
 from fullshard.launch.script.workers import Workers
+from fullshard.variables import KEEP_VARIABLE, RESTARTS_VARIABLE
 
 _NAMED = 3
 """Number of ranks that failed after the first and are reported by name."""

@@ -1,0 +1,13 @@
+"""Environment variables by which a launcher tells its ranks about the attempts of a run; read without torch."""
+
+from __future__ import annotations
+
+ATTEMPT_VARIABLE = "FULLSHARD_ATTEMPT"
+"""How often the ranks were started before: 0, 1, …"""
+
+KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
+"""Directory of this machine's ranks that outlives an attempt, in memory where the system has such a file system; the
+launcher makes it, and removes it at the end."""
+
+RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"
+"""How often the ranks may be started again; with 0 they take no snapshots, and the directory has notes alone."""
