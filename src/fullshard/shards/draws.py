@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -47,8 +48,9 @@ def drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
     full = _full_like(shard, func)
     with torch.no_grad():
         func(full, *rest, **kwargs)
-    # Initialisers write into Parameters; torch refuses normal_() and its like outside of no_grad, and so does copy_().
-    with torch.set_grad_enabled(torch.is_grad_enabled() and getattr(func, "__module__", "") != init.__name__):
+    # Initialisers, functions in Python (torch's, or those that transformers puts in their place while it initialises),
+    # write into Parameters; torch refuses normal_() and its like outside of no_grad, and so does copy_().
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not isinstance(func, FunctionType)):
         shard.copy_(_rows(full, shard))
     return shard
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -151,6 +153,13 @@ class ThreadComm:
         self._meet("barrier", None, list)
 
 
+def _initialisers() -> dict[ModuleType, dict[str, Any]]:
+    """Return by name what the modules of ``torch.nn`` have of the functions of ``torch.nn.init``."""
+    names = {name for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")}
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.nn.") and module is not None]
+    return {module: {name: one for name, one in vars(module).items() if name in names} for module in modules}
+
+
 def run_ranks(size: int, work: Callable[[ThreadComm], T], *, timeout_s: float = 60.0) -> list[T]:
     """Run ``work(comm)`` on ``size`` threads, one for each rank, and return their results in rank order.
 
@@ -179,10 +188,15 @@ def run_ranks(size: int, work: Callable[[ThreadComm], T], *, timeout_s: float = 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(size)
     ]
+    initialisers = _initialisers()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    # transformers replaces these while it builds a model and then puts back what it found: of two ranks that build at
+    # once, the second finds the replacements, and leaves them for ever.
+    for module, functions in initialisers.items():
+        vars(module).update(functions)
     for part in (world, *world.parts.values()):
         if part.size > 1:
             part.meeting.abort()  # a shard that is used after the ranks' end raises, and does not wait for them
