@@ -19,7 +19,11 @@ def test_the_command_line_starts_without_torch():
 
 @pytest.mark.parametrize(
     "door",
-    ["from fullshard import fully_shard", "import fullshard.compat.torch_fsdp", "import fullshard.compat.accelerate"],
+    [
+        "from fullshard import fully_shard",
+        pytest.param("import fullshard.compat.torch_fsdp", marks=pytest.mark.slow),
+        pytest.param("import fullshard.compat.accelerate", marks=pytest.mark.slow),
+    ],
 )
 def test_whoever_can_shard_a_model_has_optimizers_judged(door):
     assert printed(f"{door}; import sys; print('fullshard.optim.guard.guard' in sys.modules)") == "True"

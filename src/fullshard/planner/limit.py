@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from fullshard.errors import ConfigError
 
 _DEADLINE_S: ContextVar[float] = ContextVar("deadline", default=float("inf"))
-"""Value of the monotonic clock after which plans of this thread are given up."""
+"""Processor time of this thread after which its plans are given up: a busy machine does not decide whether it plans."""
 
 
 class TookTooLongError(ConfigError):
@@ -19,8 +19,8 @@ class TookTooLongError(ConfigError):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Context whose plans are given up ``seconds`` after it was entered, with a :class:`TookTooLongError`."""
-    token = _DEADLINE_S.set(time.monotonic() + seconds)
+    """Context whose plans end after ``seconds`` of this thread's processor time, with a :class:`TookTooLongError`."""
+    token = _DEADLINE_S.set(time.thread_time() + seconds)
     try:
         yield
     finally:
@@ -33,5 +33,5 @@ def check_time() -> None:
     Raises:
         TookTooLongError: It is.
     """
-    if time.monotonic() > _DEADLINE_S.get():
+    if time.thread_time() > _DEADLINE_S.get():
         raise TookTooLongError("A plan took longer than it may, and was given up.")

@@ -23,7 +23,7 @@ from fullshard.train.run.out_of_memory import Planned
 from fullshard.train.setup.prepare import Prepared
 
 LIMIT_S = 4.5
-"""Seconds after which a start goes on without a plan."""
+"""Seconds of processor time after which a start goes on without a plan."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def check_memory(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], N
     """Plan the run, each rank itself, and refuse it if ranks need more than there is; every rank calls it.
 
     The peaks of tensors alone are compared with what is free, and with a machine's swap and caches: what the processes
-    hold already is not free. A plan that takes more than 4.5 s is given up.
+    hold already is not free. A plan that takes more than 4.5 s of processor time is given up.
 
     Args:
         load: Reads the run file with further overrides.
@@ -55,7 +55,7 @@ def check_memory(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], N
     Raises:
         MemoryLimitError: It does not fit; on every rank, with the same text.
     """
-    started = time.monotonic()
+    started = time.thread_time()
     free = free_memory(comm.device)
     comm.barrier()  # all have looked before one plans, which takes some memory
     kind = comm.device.type
@@ -105,7 +105,7 @@ def shortage(ranks: Sequence[_Rank], kind: str) -> tuple[str, int, int] | None:
 def _tried(load: Load, data: Prepared, comm: Comm, started: float, *, listed: bool = False) -> RunPlan | str:
     """Return the plan of this rank, or why there is none."""
     try:
-        with time_limit(started + LIMIT_S - time.monotonic()):
+        with time_limit(started + LIMIT_S - time.thread_time()):
             device = gpu_sheet(comm.device)
             return plan_prepared(load(()), data, comm.size, device, roughly=comm.rank, listed=listed)
     except TookTooLongError:

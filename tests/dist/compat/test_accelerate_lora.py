@@ -58,6 +58,7 @@ def losses(text):
     return [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", text)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft's
 def test_lora_with_cpu_offload_trains_and_peft_loads_the_adapter(folder):
     out = launched(folder, "--output", "adapter", "--epochs", "2", "--lr", "0.03")

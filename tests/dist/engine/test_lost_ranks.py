@@ -105,6 +105,7 @@ def test_a_rank_in_torchs_own_barrier_is_named_on_both(pair):
     assert abs(second["learned"] - first["learned"]) < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_stopped_rank_is_named_and_goes_on(with_stops, who):
     """Rank 0 holds the store, through which ranks tell each other where they are."""
@@ -119,6 +120,7 @@ def test_a_stopped_rank_is_named_and_goes_on(with_stops, who):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_ranks_that_part_after_one_was_stopped_are_told(with_stops, who):
     first, second = with_stops[f"stopped_{who}"]

@@ -57,6 +57,7 @@ def test_the_weights_are_the_undisturbed_runs_to_the_bit(tmp_path, undisturbed, 
     assert (out / "predictions.jsonl").read_bytes() == (undisturbed / "predictions.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_twice_ends_the_run_with_its_first_cause(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.01)
     failure, out = run(tmp_path / "run", "kill", max_restarts=3)
@@ -68,6 +69,7 @@ def test_a_step_that_fails_twice_ends_the_run_with_its_first_cause(tmp_path, mon
     assert not (out / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_an_error_in_the_code_is_not_tried_again(tmp_path, capfd):
     failure, _ = run(tmp_path / "run", "raise", max_restarts=3)
     assert failure.text().endswith("RuntimeError: the fault of rank 1")

@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("phase", "how"),
     [
-        ("generation", "SIGUSR1"),
+        pytest.param("generation", "SIGUSR1", marks=pytest.mark.slow),
         pytest.param("first step", "SIGINT", marks=pytest.mark.slow),
         pytest.param("evaluation", "SIGTERM", marks=pytest.mark.slow),
         pytest.param("saving", "SIGTERM", marks=pytest.mark.slow),

@@ -132,6 +132,7 @@ def test_the_saved_model_gives_the_reported_loss(own_ranks):
     assert total / count == pytest.approx(json.loads(done.stdout)["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_is_the_same_to_the_bit_whoever_launches_it(own_ranks, joined_ranks):
     runs = [directory for directory, _ in (own_ranks, joined_ranks)]
     # When a checkpoint is on the disk is a matter of time.
@@ -160,6 +161,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, capfd):
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_out_of_memory_says_what_was_planned_measured_and_would_need_less(tmp_path):
     run_file = write_run_file(tmp_path, training__eval_strategy="no")
     failure = launch([sys.executable, str(FAULTY_RANK), "allocate", str(run_file)], nproc=2)

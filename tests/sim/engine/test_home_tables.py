@@ -110,7 +110,9 @@ def test_lookups_that_always_travel_beside_a_gathered_head(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("make", [t5, t5_untied, gpt2, llama])
 def test_a_loss_over_a_table_that_stays_home_trains_as_without_sharding(make, ranks, dtype, monkeypatch):
     monkeypatch.setattr(home_loss, "CHUNK_NUMEL", 640)  # several chunks

@@ -56,6 +56,7 @@ def test_a_gpu_gives_time_price_and_a_verdict(run_file, capsys):
         assert text in out
 
 
+@pytest.mark.slow
 def test_several_numbers_of_ranks_are_a_line_each(run_file, capsys):
     assert main(["plan", run_file, "--world", "1,3", "--gpu", "t4"]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
@@ -102,6 +103,7 @@ def peaks(capsys, *arguments):
     return found["phase_peaks"], found["parts"], found["sent_bytes"]
 
 
+@pytest.mark.slow
 def test_a_length_gives_the_plan_of_rows_of_that_length_without_reading_any(tmp_path, capsys):
     path = write_directory_run(tmp_path, training__packing=False)
     config = load_run(path, [])
@@ -116,6 +118,7 @@ def test_a_length_gives_the_plan_of_rows_of_that_length_without_reading_any(tmp_
     assert "evaluation" in peaks(capsys, str(path), *missing, "--length", length)[0]
 
 
+@pytest.mark.slow
 def test_a_length_leaves_the_number_of_steps_open(run_file, capsys):
     given = ["plan", run_file, "--world", "1", "--gpu", "t4", "--length", "16/8"]
     assert main([*given, "--price", "2"]) == 2
@@ -137,6 +140,7 @@ def test_a_length_that_cannot_be(run_file, length, capsys):
         assert "this model is an encoder-decoder. Give both" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_steps_of_all_plans_are_told(run_file, capsys, monkeypatch):
     told = []
     monkeypatch.setattr("fullshard.launch.progress.WorkProgress.__call__", lambda bar, *counts: told.append(counts))
@@ -162,6 +166,7 @@ def test_other_sizes_are_refused(text, capsys):
     assert "must be a size above zero, such as 80GB or 24GiB" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_measured_rates_give_the_time_of_cpu_ranks(run_file, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", run_file, "--world", "2", "--cpu"]) == 0

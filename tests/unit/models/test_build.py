@@ -53,6 +53,7 @@ def test_tokenizer_loads_through_auto_tokenizer(tokenizer, sentences, tmp_path):
         assert loaded.decode(loaded(sentences[5]).input_ids, skip_special_tokens=True) == sentences[5]
 
 
+@pytest.mark.slow
 def test_tokenizer_training_is_the_same_in_another_process(tokenizer, sentences):
     code = (
         "import json, sys; from fullshard.models import train_tokenizer;"

@@ -51,7 +51,9 @@ def trained(model, data):
 
 
 @DYNAMO
-@pytest.mark.parametrize("make", [t5, bart, llama, gpt2])
+@pytest.mark.parametrize(
+    "make", [t5, llama, pytest.param(bart, marks=pytest.mark.slow), pytest.param(gpt2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
@@ -95,6 +97,7 @@ def test_blocks_that_are_alike_share_their_graphs(when):
     assert counts[-1] == (4, 1)  # the first block of each stack computes the position bias; the hooks break the graph
 
 
+@pytest.mark.slow
 @DYNAMO
 def test_evaluation_compiles_nothing():
     torch.manual_seed(0)

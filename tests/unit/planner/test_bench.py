@@ -16,6 +16,7 @@ from support.planned import build
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (2, 3)])
 def test_a_trial_runs_the_operators_and_collectives_of_the_plan(rank, size):
     trial = try_steps(build, rank, size, CPU, lambda seconds: 1, lambda: None)

@@ -53,7 +53,7 @@ def test_a_smaller_batch_never_predicts_more():
     assert peaks[0] < peaks[-1]
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("NO_SHARD", marks=pytest.mark.slow)])
 def test_checkpointing_never_predicts_more(strategy):
     plain, saving = (
         fullshard.plan(
@@ -69,7 +69,7 @@ def test_checkpointing_never_predicts_more(strategy):
     assert saving.parts["activations_and_temporaries"] < plain.parts["activations_and_temporaries"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_plans_of_all_ranks_add_up_to_the_model(size):
     plans = [plan_wide(size, rank=rank) for rank in range(size)]
     assert sum(plan.parameters for plan in plans) == sum(p.numel() for p in Wide().parameters())
@@ -289,12 +289,13 @@ def test_frozen_weights_replicated_send_nothing_and_are_held_on_every_rank():
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft's own use of a deprecated name
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_an_adapters_plans_of_all_ranks_add_up_to_the_model(size):
     plans = [fullshard.plan(lora(make_model), batch, world_size=size, rank=rank) for rank in range(size)]
     assert sum(plan.parameters for plan in plans) == sum(p.numel() for p in lora(make_model)().parameters())
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_is_planned_whatever_its_routing():
     peaks = [plan_mixtral(size).peak_bytes for size in (1, 2, 4)]
     assert peaks == sorted(peaks, reverse=True)
@@ -325,12 +326,15 @@ def test_both_checkpointings_predict_less_than_none():
 
 
 @pytest.mark.parametrize("make", [make_model, lora(make_model)], ids=["full", "lora"])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, pytest.param(ShardingStrategy.SHARD_GRAD_OP, marks=pytest.mark.slow)]
+)
 def test_more_ranks_never_predict_more_of_a_transformer(make, strategy):
     peaks = [fullshard.plan(make, batch, world_size=n, rank=0, strategy=strategy).peak_bytes for n in (1, 2, 4, 16)]
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_rank_is_chosen_that_is_fullest_in_any_phase():
     """Rank 1 holds more in a step, rank 0 most before the first one: its plan says what a device must have."""
 

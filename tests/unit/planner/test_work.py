@@ -104,6 +104,7 @@ def test_without_a_gpu_the_memory_must_be_given():
         wide(gpu=None).fits()
 
 
+@pytest.mark.slow
 def test_a_slower_network_never_predicts_less_time():
     own = hardware("h100")
     times = []

@@ -51,6 +51,7 @@ def test_with_room_the_fewest_bytes_are_sent_and_the_choice_is_recorded(run_file
     assert "auto chose sharding.strategy=no_shard, of" in said[0]
 
 
+@pytest.mark.slow
 def test_with_less_memory_than_that_needs_something_smaller_is_chosen(run_file, monkeypatch):
     sizes = needed(run_file)
     largest = sizes["sharding.strategy=no_shard",]
@@ -64,6 +65,7 @@ def test_with_less_memory_than_that_needs_something_smaller_is_chosen(run_file, 
     assert rows == before.per_device_train_batch_size * before.gradient_accumulation_steps
 
 
+@pytest.mark.slow
 def test_what_an_override_sets_is_not_open(run_file, monkeypatch):
     config, _ = settings(run_file, 1 << 40, monkeypatch, "sharding.strategy=full_shard")
     assert config.sharding.strategy == "full_shard"
@@ -74,6 +76,7 @@ def test_nothing_that_fits_is_an_error_on_every_rank(run_file, monkeypatch):
         settings(run_file, 1000, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_takes_its_first_choice(run_file, tmp_path, monkeypatch):
     record = {"config": {"sharding": {"auto": ["sharding.strategy=full_shard"]}}}
     (tmp_path / "run.json").write_text(json.dumps(record))

@@ -109,6 +109,7 @@ def test_what_cannot_be_planned_falls_with_its_reason(search):
     assert any(tried.why == "not with this model" and tried.plan is None for tried in found)
 
 
+@pytest.mark.slow
 def test_a_real_run_finds_micro_batches_that_fit(tmp_path):
     fixed = {"sharding": {"strategy": "full_shard"}, "training__gradient_checkpointing": False}
     run_file = write_run(

@@ -73,6 +73,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would_need_less(start, peak)
         assert start(there, *overrides.split())[0] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_remedies")
 def test_ranks_of_a_machine_share_its_memory(start, peak):
     assert start(2 * peak, ranks=2)[0] is not None
@@ -89,6 +90,7 @@ def test_each_rank_counts_where_it_is(run_file):
     assert shortage([*ranks, _Rank(plan, {"machine: a": 3 * size})], "cpu") == ("machine: a", 3 * size, 2 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_remedies")
 def test_batches_that_do_not_come_are_not_counted(start, run_file):
     """The run ends before the longest rows come; a plan begins with these."""

@@ -166,7 +166,9 @@ def our_router(model, some):
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own code
-@pytest.mark.parametrize("change", [fuse_head, enable_activation_checkpointing, "compile"])
+@pytest.mark.parametrize(
+    "change", [fuse_head, enable_activation_checkpointing, pytest.param("compile", marks=pytest.mark.slow)]
+)
 def test_with_a_changed_forward_it_is_the_same_step(change):
     model = mixture("mixtral")
     changed = copy.deepcopy(model)

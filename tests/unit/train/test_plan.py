@@ -107,6 +107,7 @@ def test_a_run_that_ends_early_has_the_batches_of_its_steps(tmp_path):
     } <= shapes
 
 
+@pytest.mark.slow
 def test_an_evaluations_peak_grows_with_its_batch(tmp_path):
     path = write_run(tmp_path)
     small, large = (planned(path, f"training.per_device_eval_batch_size={size}") for size in (1, 7))
@@ -116,7 +117,9 @@ def test_an_evaluations_peak_grows_with_its_batch(tmp_path):
     assert "evaluation" not in planned(path, "training.eval_strategy=no").phase_peaks
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompt", "prefix"])
+@pytest.mark.parametrize(
+    "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "ia3", "prompt", "prefix"))]
+)
 def test_every_adapter_is_planned(tmp_path, kind):
     path = write_directory_run(tmp_path)
     adapted, full = planned(path, f"model.adapter={{type: {kind}}}"), planned(path)
@@ -135,7 +138,7 @@ def test_an_adapter_that_peft_makes_from_weights_is_refused(tmp_path):
         planned(path, "model.adapter={type: lora, options: {init_lora_weights: pissa}}")
 
 
-@pytest.mark.parametrize("fused", ["true", "false"])
+@pytest.mark.parametrize("fused", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_fp16_is_planned_as_a_step_that_is_not_skipped(tmp_path, fused):
     path, more = write_run(tmp_path), f"training.fused_cross_entropy={fused}"
     half = planned(path, "training.precision=fp16", "training.allow_fp16=true", more)

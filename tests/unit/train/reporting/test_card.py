@@ -86,6 +86,7 @@ def test_a_new_t5(tmp_path, monkeypatch):
     assert run_its_code(card, out, monkeypatch) == summary.predictions[0].prediction
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft's own use of the name
 def test_a_lora_adapter_names_its_base(tmp_path, monkeypatch):
     base = tmp_path / "little-t5"
@@ -121,6 +122,7 @@ def test_a_base_on_the_hub_is_linked(tmp_path):
     assert "[google-t5/t5-small](https://huggingface.co/google-t5/t5-small), fine-tuned: all " in card.text
 
 
+@pytest.mark.slow
 def test_a_run_without_evaluation(tmp_path, monkeypatch):
     _, _, out = run(tmp_path, training__eval_strategy="no")
     card = card_of(out)
@@ -132,6 +134,7 @@ def test_a_run_without_evaluation(tmp_path, monkeypatch):
     run_its_code(card, out, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_run_without_held_out_rows(tmp_path):
     _, _, out = run(tmp_path, training__eval_strategy="no", data__validation_file=None)
     card = card_of(out)
@@ -139,6 +142,7 @@ def test_a_run_without_held_out_rows(tmp_path):
     assert "| training | train.csv | 25 |" in card.text
 
 
+@pytest.mark.slow
 def test_rows_held_out_by_a_fraction_are_named(tmp_path):
     summary, _, out = run(tmp_path, data__validation_file=None, data__validation_fraction=0.3)
     card = card_of(out)
@@ -195,6 +199,7 @@ def test_a_model_with_a_chat_template_is_asked_by_it(tmp_path, monkeypatch):
     assert printed == summary.predictions[0].prediction
 
 
+@pytest.mark.slow
 def test_the_curves_are_a_picture(tmp_path):
     _, said, out = run(tmp_path, training__max_steps=6, training__eval_strategy="steps", training__eval_steps=2)
     card = card_of(out)
@@ -220,6 +225,7 @@ def test_a_long_run_is_drawn_by_means():
     assert draw_curves([]) is None
 
 
+@pytest.mark.slow
 def test_results_on_a_benchmark_are_read_back(tmp_path):
     """The run records that its rows are a benchmark's: nothing is downloaded here."""
 

@@ -54,6 +54,7 @@ def test_its_steps_are_those_of_the_run_that_tokenizes_first(model, tmp_path):
     assert all(value.equal(weights(first)[name]) for name, value in weights(streamed).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [2, 5])
 def test_a_killed_run_resumes_with_the_same_weights(model, tmp_path, after):
     changes = model | RANDOM | {"training__save_strategy": "steps", "training__save_steps": 1}
@@ -87,7 +88,9 @@ def tokenized_when_needed(directory):
     return "starts" in names
 
 
-@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[] if what == "all of them" else pytest.mark.slow) for what in OTHERS]
+)
 def test_whatever_rows_a_step_has_the_weights_are_those_of_the_run_that_tokenizes_first(model, tmp_path, what):
     changes = model | NO_LIMIT | OTHERS[what]
     first, streamed = folder(tmp_path, "first"), folder(tmp_path, "streamed")
@@ -99,7 +102,7 @@ def test_whatever_rows_a_step_has_the_weights_are_those_of_the_run_that_tokenize
     assert predictions(streamed) == predictions(first)
 
 
-@pytest.mark.parametrize("after", [2, 5])
+@pytest.mark.parametrize("after", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_killed_run_with_all_of_them_resumes_with_the_same_weights(model, tmp_path, after):
     changes = model | NO_LIMIT | OTHERS["all of them"] | {"data__streaming": True}
     changes |= {"training__save_strategy": "steps", "training__save_steps": 1}
@@ -137,7 +140,7 @@ def test_json_in_one_piece_is_refused_by_name(model, tmp_path):
         RunConfig.model_validate(settings(tmp_path, **model | RANDOM | {"data__format": "json"}))
 
 
-@pytest.mark.parametrize("limit", [None, 7])
+@pytest.mark.parametrize("limit", [7, pytest.param(None, marks=pytest.mark.slow)])
 def test_each_answer_of_a_conversation_is_a_row_of_an_encoder_decoder(model, tmp_path, limit):
     def talk(row):
         turns = [("user", f"where is {row}"), ("assistant", "here"), ("user", "and"), ("assistant", f"at {row}")]
