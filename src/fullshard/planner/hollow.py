@@ -70,6 +70,12 @@ class _Shapes:
     spec: TreeSpec  # how they are nested
 
 
+_KNOWN_SHAPES: dict[Any, _Shapes] = {}
+"""Outputs of operators; one for all plans of the process, as those of a search differ in few operators."""
+_MOST_SHAPES = 20_000
+"""Operators that are remembered, some 2 kB each; a step of a large model has a few thousand different ones."""
+
+
 class HollowMode(TorchDispatchMode):
     """Context in which operators compute shapes instead of values.
 
@@ -90,7 +96,6 @@ class HollowMode(TorchDispatchMode):
         self.assumed: Callable[[], float] | None = None
         self.operators = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
-        self._known_shapes: dict[Any, _Shapes] = {}
         self._unshared: tuple[int, int, int] | None = None
 
     @staticmethod
@@ -249,9 +254,12 @@ class HollowMode(TorchDispatchMode):
         key = _key(func, args, kwargs, given)
         if key is None:
             return self._fake_shapes(func, args, kwargs, given)
-        if key not in self._known_shapes:
-            self._known_shapes[key] = self._fake_shapes(func, args, kwargs, given)
-        return self._known_shapes[key]
+        known = _KNOWN_SHAPES.get(key)
+        if known is None:
+            if len(_KNOWN_SHAPES) >= _MOST_SHAPES:
+                _KNOWN_SHAPES.clear()
+            known = _KNOWN_SHAPES[key] = self._fake_shapes(func, args, kwargs, given)
+        return known
 
     def _fake_shapes(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
         """Return the outputs of an operator on fake inputs."""
