@@ -2,5 +2,9 @@
 
 from fullshard.quantized.bitsandbytes_door import keep_quiet as keep_quiet
 from fullshard.quantized.formats import Format as Format, format_of as format_of, quantisations as quantisations
-from fullshard.quantized.layers import QuantizedLayers as QuantizedLayers, quantisable as quantisable
+from fullshard.quantized.layers import (
+    QuantizedLayers as QuantizedLayers,
+    quantisable as quantisable,
+    require_skip as require_skip,
+)
 from fullshard.quantized.linear import QuantizedLinear as QuantizedLinear

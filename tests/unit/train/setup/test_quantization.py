@@ -133,6 +133,7 @@ def test_settings_that_contradict_each_other_are_refused(base, model, match):
     ("adapter", "quantization", "match"),
     [
         ({}, {"skip": ["lm_head", "fc1"]}, r"skip has 'fc1', which is no module of T5.*end in k, lm_head, o"),
+        ({}, {"skip": ["SelfAtention"]}, r"no module of T5.*Names like it: SelfAttention"),
         ({"type": "dora"}, "nf4", "peft computes .* from its weights. Change that, or leave quantization out"),
         ({"options": {"modules_to_save": ["final_layer_norm"]}}, "nf4", "every rank would load all of"),
     ],
