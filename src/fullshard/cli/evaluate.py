@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_json, add_overrides, add_verb, join_other_launcher, require_model, start_ranks
+from fullshard.cli.common import (
+    add_base,
+    add_json,
+    add_overrides,
+    add_verb,
+    join_other_launcher,
+    require_model,
+    start_ranks,
+)
 from fullshard.config.recorded import read_run
 from fullshard.errors import ConfigError
 from fullshard.launch import Failure, choose_nproc
@@ -51,6 +59,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--output", metavar="DIR", type=Path, help="directory to write (default: evaluation in the run's output_dir)"
     )
+    add_base(parser)
     add_json(parser)
 
 
@@ -67,7 +76,7 @@ def run(options: argparse.Namespace) -> Failure | None:
     if options.model is not None:
         require_model(options.model)
     arguments = [str(options.path), *options.overrides]
-    for name in ("model", "data", "output", "set"):
+    for name in ("model", "data", "output", "set", "base"):
         value = getattr(options, name)
         arguments += [] if value is None else [f"--{name}", str(value)]
     arguments += ["--json"] if options.json else []
