@@ -129,6 +129,13 @@ def format_of(quantize: Quantize) -> Format:
     return Int8() if quantize.type == "int8" else FourBit(quantize.type, double=quantize.double_quant)
 
 
+def rounded(format: Format, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is left of a full weight, (out_features, in_features), after it was quantised; in ``dtype``."""
+    shape = (weight.shape[0], weight.shape[1])
+    codes, largest = format.quantise(weight.reshape(-1), shape)
+    return format.dequantise(codes.reshape(format.codes_shape(shape)), format.pack(largest), shape, dtype)
+
+
 class FourBit:
     """nf4 and fp4 of bitsandbytes: two codes a byte, a scale for 64 weights; scales are float32 or quantised again.
 

@@ -66,7 +66,7 @@ class QuantizedLayers:
         """Turn the chosen layers into layers on the meta device."""
         format = format_of(quantize)
         compute = None if quantize.compute_dtype is None else getattr(torch, quantize.compute_dtype)
-        for layer in _chosen(model, quantize):
+        for layer in chosen_layers(model, quantize):
             with torch.device("meta"):
                 codes = torch.empty(format.codes_shape(_shape(layer)), dtype=torch.uint8)
                 scales = torch.empty(format.scales_bytes(_shape(layer)), dtype=torch.uint8)
@@ -88,7 +88,7 @@ def _shape(layer: nn.Linear) -> tuple[int, int]:
     return layer.out_features, layer.in_features
 
 
-def _chosen(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
+def chosen_layers(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
     """Return the layers to quantise: plain, frozen, not tied, not the adapter's, not skipped.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 
 from fullshard.errors import CheckpointError
 from fullshard.policy import Quantize
-from fullshard.quantized import format_of
+from fullshard.quantized import format_of, rounded
 from fullshard.saving.lora import LowRank, merged_updates
 from fullshard.storage import Base, TensorEntry, WeightFiles, require_base
 
@@ -63,11 +63,7 @@ class OverBase:
         self.files.read(name, 0, values)
         if name not in self.quantised:
             return values
-        rows, width = found.shape
-        codes, largest = self.format.quantise(values, (rows, width))
-        codes = codes.reshape(self.format.codes_shape((rows, width)))
-        scales = self.format.pack(largest)
-        return self.format.dequantise(codes, scales, (rows, width), torch.float32).reshape(-1)
+        return rounded(self.format, values.view(found.shape), torch.float32).reshape(-1)
 
 
 class _Names:

@@ -128,7 +128,7 @@ def quantised_base(model: nn.Module, config: RunConfig, directory: Path | None, 
         return None
     assert directory is not None, "the schema requires model.path"
     layers = [
-        plain_name(name).replace(".base_layer", "") + ".weight"
+        plain_name(name).replace(".base_layer", "").replace(".original_module", "") + ".weight"
         for name, module in base_of(model).named_modules()
         if isinstance(module, QuantizedLinear)
     ]
