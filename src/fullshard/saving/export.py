@@ -376,6 +376,9 @@ class _OfBase:
 
     def runs(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a tensor's only run: a weight at a time."""
+        if name in self._base.trained:
+            yield 0, _read_matrix(self._source, self._base.trained[name], torch.float32).view(-1)
+            return
         values, update = self._base.read(name), self._base.updates.get(name)
         yield 0, values if update is None else _Update(self._source, update, torch.float32).added(values, 0)
 

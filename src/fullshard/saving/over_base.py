@@ -15,7 +15,7 @@ import torch
 from fullshard.errors import CheckpointError
 from fullshard.policy import Quantize
 from fullshard.quantized import format_of, rounded
-from fullshard.saving.lora import LowRank, merged_updates
+from fullshard.saving.lora import MODEL, LowRank, merged_updates, trained_copies
 from fullshard.storage import Base, TensorEntry, WeightFiles, require_base
 
 
@@ -50,6 +50,8 @@ class OverBase:
         self.quantised = {names.stored(name) for name in base.layers}
         updates = merged_updates(tensors, config, model_config, lambda module: self._entry(names.stored(module)))
         self.updates: dict[str, LowRank] = {names.stored(module): update for module, update in updates.items()}
+        copies = trained_copies(tensors, model_config)
+        self.trained = {names.stored(plain): MODEL + name for plain, name in copies.items()}
 
     def _entry(self, stored: str) -> TensorEntry:
         found = self.files.tensors[stored]
