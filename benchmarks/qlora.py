@@ -197,7 +197,7 @@ def measure_loading() -> dict[str, Any]:
         found["file_bytes"] = (Path(path) / "model.safetensors").stat().st_size
         del values
         for size in (1, 2):
-            ranks = on_ranks(size, load_times, path, timeout_s=200)
+            ranks = on_ranks(size, load_times, path, timeout_s=150)
             least = {name: max(min(rank[name]) for rank in ranks) for name in ranks[0]}
             middle = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ranks[0]}
             ratio = {"least": least, "median": middle}
