@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -114,7 +114,7 @@ class QuantizedLinear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _Linear.apply(x, *self.stored, bias, self).to(input.dtype)  # type: ignore[union-attr]
 
-    _uncompiled = _compute
+    _uncompiled: ClassVar[Any] = _compute
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr(model)``."""
