@@ -104,14 +104,14 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
 
 def magnitude_layers(model: nn.Module) -> dict[str, tuple[Any, str]]:
     """Return peft's layer and its adapter's name for each parameter of DoRA's magnitudes over a matrix, by its name."""
-    modules: Iterator[tuple[str, Any]] = model.named_modules()
-    return {
-        f"{path}.lora_magnitude_vector.{adapter}.weight": (layer, adapter)
-        for path, layer in modules
-        for adapter in getattr(layer, "lora_magnitude_vector", ())
-        # Not of embeddings, whose factors peft keeps elsewhere, or of convolutions.
-        if adapter in layer.lora_A and layer.get_base_layer().weight.dim() == 2
-    }
+    found = {}
+    for path, module in model.named_modules():
+        layer: Any = module
+        for adapter in getattr(layer, "lora_magnitude_vector", ()):
+            # Not of embeddings, whose factors peft keeps elsewhere, or of convolutions.
+            if adapter in layer.lora_A and layer.get_base_layer().weight.dim() == 2:
+                found[f"{path}.lora_magnitude_vector.{adapter}.weight"] = layer, adapter
+    return found
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> tuple[Any, Mapping[str, Tensor]]:
