@@ -2,10 +2,13 @@
 
 ``python benchmarks/qlora.py`` writes ``benchmarks/results/qlora.json``. Steps are timed against bitsandbytes' with both
 ``wo`` in bf16, as T5 cannot run with bitsandbytes' ``wo``; the other figures are of a base whose blocks are quantised.
+With ``--loading`` only the time to load is measured: reading a bf16 file into memory against loading it by shards and
+quantising it, and both parts of that.
 """
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -15,12 +18,14 @@ from typing import Any
 import peft
 import torch
 from measure import TensorMeter
-from ranks import on_two_ranks, quiet
+from ranks import on_ranks, on_two_ranks, quiet
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import fullshard
 from fullshard.comm import Comm, RecordingComm
+from fullshard.engine.setup.quantise import CHUNK
 from fullshard.models import AdapterSpec, add_adapter, enable_activation_checkpointing
 from fullshard.quantized import QuantizedLinear, format_of
 from fullshard.quantized.bitsandbytes_door import bitsandbytes
@@ -32,12 +37,15 @@ SHAPE = {"d_model": 1024, "d_kv": 64, "num_heads": 16, "d_ff": 4096, "num_layers
 QUANTIZE = fullshard.Quantize("nf4", skip=("lm_head",))
 AS_BITSANDBYTES = fullshard.Quantize("nf4", skip=("lm_head", "wo"))
 STEPS = 5
+LOADED = SHAPE | {"num_layers": 12}
+LOADS = 5
+VALUES = torch.randn(CHUNK, generator=torch.Generator().manual_seed(0)).bfloat16() * 0.02
 TOKENS = 128
 
 
-def config() -> T5Config:
+def config(shape: dict[str, int] = SHAPE) -> T5Config:
     """Return the benchmark's T5: blocks of T5-3B's kind, few rows of vocabulary."""
-    return T5Config(**SHAPE, dropout_rate=0.0, decoder_start_token_id=0)
+    return T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0)
 
 
 def batch(rank: int) -> dict[str, torch.Tensor]:
@@ -129,9 +137,85 @@ def of_bitsandbytes(comm: Comm, path: str) -> float:
     return timed(model, optimizer, comm, rows)
 
 
+def read_all(path: str) -> None:
+    """Read the file into memory; ``load_file`` alone maps it and reads nothing."""
+    held = [tensor.clone() for tensor in load_file(Path(path) / "model.safetensors").values()]
+    del held
+
+
+def load(comm: Comm, path: str, quantize: fullshard.Quantize | None) -> Any:
+    """Shard the frozen model with its weights from the file; with ``quantize``, quantised."""
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config(LOADED)).to(torch.bfloat16)
+    model.tie_weights()
+    model.requires_grad_(requires_grad=False)
+    return fullshard.fully_shard(model, comm, weights=Pretrained(path, quantize=quantize))
+
+
+def quantise_again(model: nn.Module, size: int) -> None:
+    """Quantise as many weights as a rank does, without reading them."""
+    format = format_of(QUANTIZE)
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            numel = layer.before.numel() // size
+            for low in range(0, numel, CHUNK):
+                format.quantise(VALUES[: min(CHUNK, numel - low)], layer.shape)
+
+
+def load_times(comm: Comm, path: str) -> dict[str, list[float]]:
+    """Return the seconds of each way, in turns; ranks start each together."""
+    seconds: dict[str, list[float]] = {"read": [], "shard": [], "quantise_and_shard": [], "quantise": []}
+    model = load(comm, path, QUANTIZE)
+    work = {
+        "read": lambda: read_all(path),
+        "shard": lambda: load(comm, path, None),
+        "quantise_and_shard": lambda: load(comm, path, QUANTIZE),
+        "quantise": lambda: quantise_again(model, comm.size),
+    }
+    for _ in range(LOADS):
+        for name, one in work.items():
+            comm.barrier()
+            started = time.perf_counter()
+            one()
+            comm.barrier()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def measure_loading() -> dict[str, Any]:
+    """Return the seconds of loading on one and two ranks, and their ratio to reading the file."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as path:
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            empty = T5ForConditionalGeneration(config(LOADED)).to(torch.bfloat16)
+        values = {
+            name: VALUES.repeat(-(-p.numel() // CHUNK))[: p.numel()].view(p.shape)
+            for name, p in empty.named_parameters()
+        }
+        save_file(values, Path(path) / "model.safetensors")
+        found["file_bytes"] = (Path(path) / "model.safetensors").stat().st_size
+        del values
+        for size in (1, 2):
+            ranks = on_ranks(size, load_times, path, timeout_s=150)
+            least = {name: max(min(rank[name]) for rank in ranks) for name in ranks[0]}
+            middle = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ranks[0]}
+            ratio = {"least": least, "median": middle}
+            found[f"ranks_{size}"] = {
+                **{f"{kind}_seconds": seconds for kind, seconds in ratio.items()},
+                "load_time_over_reading": {k: s["quantise_and_shard"] / s["read"] for k, s in ratio.items()},
+            }
+    return found
+
+
 def main() -> None:
     """Measure, print and write."""
     quiet()
+    if sys.argv[1:] == ["--loading"]:
+        result = json.loads(RESULT.read_text()) | {"loading": measure_loading()}
+        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+        print(json.dumps(result["loading"], indent=2))
+        return
     with tempfile.TemporaryDirectory() as path:
         torch.manual_seed(0)
         T5ForConditionalGeneration(config()).to(torch.bfloat16).save_pretrained(path)
@@ -148,7 +232,8 @@ def main() -> None:
         "step_time_over_unsharded": comparable / alone,
     }
     seconds = {"as_bitsandbytes_seconds": comparable, "bitsandbytes_seconds": alone}
-    result = {"shape": SHAPE, "ratios": ratios, "nf4": worst, "bf16": base, **seconds}
+    loading = measure_loading()
+    result = {"shape": SHAPE, "ratios": ratios, "loading": loading, "nf4": worst, "bf16": base, **seconds}
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 

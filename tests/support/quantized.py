@@ -2,6 +2,7 @@
 
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -137,6 +138,8 @@ def sharded_from_files(make, path, comm, quantize, *, targets=None, **options):
     with torch.device("meta"):
         model = make()
     model.tie_weights()
+    names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
+    quantize = replace(quantize, skip=tuple(one for one in quantize.skip if one in names))  # wo is T5's alone
     adapted = add_adapter(model, AdapterSpec("lora", str(path), r=4, lora_alpha=8, target_modules=targets), seed=0)
     weights = AdaptedWeights(Pretrained(path, quantize=quantize), lora_values(adapted.model))
     return fully_shard(adapted.model, comm, weights=weights, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, amount, load_program, positive, require_model
+from fullshard.cli.common import add_base, add_json, add_verb, amount, load_program, positive, require_model
 from fullshard.errors import ConfigError
 from fullshard.launch import launched_elsewhere
 
@@ -54,6 +54,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--set", metavar="NAME", help="of a mixture: the set whose prefix the lines get")
     parser.add_argument("--show-prompt", action="store_true", help="print what the model read, with special tokens")
+    add_base(parser)
     add_json(parser, help="print one JSON object per line; print errors as JSON")
     # What else the settings of predict take from its command line.
     parser.set_defaults(batch_size=1, source_column=None)

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,6 +125,22 @@ def require_model(name: str) -> None:
     others = sorted(one.name for one in path.parent.iterdir() if one.is_dir()) if path.parent.is_dir() else []
     listed = f" Directories in {path.parent}: {', '.join(others)}." if others else ""
     raise ModelError(f"There is no {path}: give the directory of a model or of a run, or an id on the Hub.{listed}")
+
+
+def add_base(parser: argparse.ArgumentParser) -> None:
+    """Add ``--base``."""
+    parser.add_argument(
+        "--base",
+        metavar="DIR",
+        type=Path,
+        help="where an adapter's quantised base model is now; its files must be those of the training (default: where "
+        "they were)",
+    )
+
+
+def describe_base(base: Mapping[str, str]) -> str:
+    """Describe the base model that a checkpoint names instead of holding it."""
+    return f"{base['name']} ({base['content']}), not in the checkpoint, quantised: {base['quantisation']}"
 
 
 def path_or_url(text: str) -> Path | str:

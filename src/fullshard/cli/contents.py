@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.cli.common import describe_base
 from fullshard.sizes import format_bytes
 
 _LARGEST = 10
@@ -84,7 +85,7 @@ def _short(facts: Mapping[str, Any]) -> dict[str, str]:
         "step": lambda value: f"{value:,}",
         "world_size": str,
         "metric": lambda value: "none" if value is None else f"{value:.6g}",
-        "base": lambda value: "" if value is None else _base(value),
+        "base": lambda value: "" if value is None else describe_base(value),
         "versions": lambda value: ", ".join(f"{name} {version}" for name, version in value.items()),
         "values": lambda value: ", ".join(value) or "none",
         "model_type": str,
@@ -97,11 +98,6 @@ def _short(facts: Mapping[str, Any]) -> dict[str, str]:
     if facts.get("metric") is not None:
         short["metric"] += f", {_DIRECTIONS[facts['greater_is_better']]}"
     return short
-
-
-def _base(base: Mapping[str, Any]) -> str:
-    """Describe the base model that a checkpoint names instead of holding it."""
-    return f"{base['name']} ({base['content']}), not in the checkpoint, quantised: {base['quantisation']}"
 
 
 def _group_rows(found: Any) -> list[tuple[str, ...]]:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_json, add_overrides, add_verb, join_other_launcher, require_model, start_ranks
+from fullshard.cli.common import (
+    add_base,
+    add_json,
+    add_overrides,
+    add_verb,
+    join_other_launcher,
+    require_model,
+    start_ranks,
+)
 from fullshard.config.recorded import read_run
 from fullshard.errors import ConfigError
 from fullshard.launch import Failure, choose_nproc
@@ -51,6 +60,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--output", metavar="DIR", type=Path, help="directory to write (default: evaluation in the run's output_dir)"
     )
+    add_base(parser)
     add_json(parser)
 
 
@@ -66,13 +76,16 @@ def run(options: argparse.Namespace) -> Failure | None:
     """
     if options.model is not None:
         require_model(options.model)
-    arguments = [str(options.path), *options.overrides]
-    for name in ("model", "data", "output", "set"):
+    # The run's own model.path need not exist any more.
+    moved = [] if options.base is None else [f"model.path={json.dumps(str(options.base.absolute()))}"]
+    overrides = [*options.overrides, *moved]
+    arguments = [str(options.path), *overrides]
+    for name in ("model", "data", "output", "set", "base"):
         value = getattr(options, name)
         arguments += [] if value is None else [f"--{name}", str(value)]
     arguments += ["--json"] if options.json else []
     join_other_launcher(PROGRAM, arguments)
-    nproc = choose_nproc(read_run(options.path, options.overrides).nproc)
+    nproc = choose_nproc(read_run(options.path, overrides).nproc)
     if options.data is not None and not options.data.is_file():
         found = f"{options.data} is a directory" if options.data.is_dir() else f"there is no file {options.data}"
         raise ConfigError(f"--data: {found}. Give a file of rows.")

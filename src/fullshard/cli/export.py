@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, load_program, path_or_url
+from fullshard.cli.common import add_base, add_json, add_verb, load_program, path_or_url
 from fullshard.cli.progress import ByteProgress
 from fullshard.launch.messages import say
 from fullshard.sizes import format_bytes
@@ -31,6 +31,7 @@ examples:
   fullshard export runs/mine --checkpoint 1200 --dtype bf16 --max-shard-size 5GB -o exported
   fullshard export runs/lora --adapter -o adapter      # for PeftModel.from_pretrained(base, "adapter")
   fullshard export runs/lora --merge -o merged         # the base model with the adapter merged into it
+  fullshard export runs/qlora --merge --base /new/t5 -o merged   # a quantised base that was moved
 """
 
 
@@ -71,6 +72,7 @@ def add_parser(verbs: Any) -> None:
         const="adapter",
         help="LoRA: the adapter alone, in peft's format",
     )
+    add_base(parser)
     add_json(parser)
 
 
@@ -81,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
         UserError: The options do not fit the checkpoint, it is damaged, or the directory cannot be written.
     """
     program = load_program(PROGRAM)
-    how = program.ExportOptions(options.dtype, options.max_shard_size, options.lora)
+    how = program.ExportOptions(options.dtype, options.max_shard_size, options.lora, options.base)
     checkpoint = program.choose_checkpoint(options.path, options.checkpoint)
     with ByteProgress("exporting") as progress:
         report = program.export(checkpoint, options.output, how, progress)

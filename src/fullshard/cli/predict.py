@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, join_other_launcher, positive, require_model
+from fullshard.cli.common import add_base, add_json, add_verb, join_other_launcher, positive, require_model
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
 from fullshard.launch.messages import say
@@ -37,7 +37,7 @@ examples:
   fullshard predict google-t5/t5-small articles.txt --prefix "summarize: " --num-beams 4 --nproc 2
 """
 
-_VALUES = ("num_beams", "max_new_tokens", "batch_size", "prefix", "separator", "source_column", "set", "output")
+_VALUES = ("num_beams", "max_new_tokens", "batch_size", "prefix", "separator", "source_column", "set", "output", "base")
 
 
 def add_parser(verbs: Any) -> None:
@@ -60,6 +60,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--set", metavar="NAME", help="of a mixture: the set whose columns and prefix the rows have")
     parser.add_argument("--nproc", metavar="N", type=positive, default=1, help="ranks to shard over (default: 1)")
+    add_base(parser)
     add_json(parser, help="with -o: print the number of rows as JSON; print errors as JSON")
 
 

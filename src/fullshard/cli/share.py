@@ -12,8 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, load_program
+from fullshard.cli.common import add_base, add_json, add_verb, load_program
 from fullshard.cli.progress import ByteProgress
+from fullshard.errors import ConfigError
 from fullshard.launch.messages import say
 from fullshard.sizes import format_bytes
 
@@ -53,6 +54,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="LoRA: the base model with the adapter merged into it, not the adapter"
     )
+    add_base(parser)
     parser.add_argument("--with-samples", action="store_true", help="keep the card's samples, texts of held-out rows")
     parser.add_argument(
         "--with-data", action="store_true", help="upload the data files and the predictions too, and keep the samples"
@@ -94,6 +96,8 @@ def run(options: argparse.Namespace) -> None:
 def _merged(program: ModuleType, options: argparse.Namespace) -> Iterator[Path | None]:
     """Write the merged model to a directory of the run, if it is wanted, and delete it afterwards."""
     if not options.merge:
+        if options.base is not None:
+            raise ConfigError("--base is for --merge, which reads the base model. Add --merge, or leave --base out.")
         yield None
         return
     export = load_program(EXPORT)
@@ -103,7 +107,7 @@ def _merged(program: ModuleType, options: argparse.Namespace) -> Iterator[Path |
     shutil.rmtree(target, ignore_errors=True)  # of a killed command
     try:
         with ByteProgress("merging") as progress:
-            export.export(checkpoint, target, export.ExportOptions(lora="merge"), progress)
+            export.export(checkpoint, target, export.ExportOptions(lora="merge", base=options.base), progress)
         yield target
     finally:
         shutil.rmtree(target, ignore_errors=True)

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from fullshard.cli.common import add_json, add_verb, load_program, path_or_url
+from fullshard.cli.common import add_json, add_verb, describe_base, load_program, path_or_url
 from fullshard.cli.progress import ByteProgress
 from fullshard.errors import CheckpointError
 from fullshard.sizes import format_bytes
@@ -75,6 +75,8 @@ def _print(found: Any) -> None:
             print(f"{verdict.path}: complete; {size}, {verdict.checksums:,} checksums match{_unhashed(verdict)}")
         else:
             print(f"{verdict.path}: complete, but without checksums, so the bytes were not checked; {size}")
+        if verdict.base is not None:
+            print(f"  base: {describe_base(verdict.base)}")
         for problem in verdict.problems:
             print(f"  {problem.file}: {problem.text}")
     for note in found.notes:

@@ -14,6 +14,7 @@ from fullshard.config.recorded import (
     SUMMARY_NAME as SUMMARY_NAME,
     read_conversations as read_conversations,
     read_run as read_run,
+    recorded_base as recorded_base,
     recorded_run as recorded_run,
     run_of as run_of,
 )

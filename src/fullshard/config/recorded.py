@@ -77,6 +77,19 @@ def read_conversations(run: Path) -> bool:
     return path.exists() and bool(_read_object(path).get("conversations"))
 
 
+def recorded_base(directory: Path) -> Mapping[str, str] | None:
+    """Return what a run recorded of the quantised base model of the adapter in a directory; None: there is none.
+
+    Runs of versions that did not record it have none.
+
+    Raises:
+        ConfigError: The record cannot be read.
+    """
+    run = run_of(directory)
+    path = None if run is None else run / RUN_NAME
+    return _read_object(path).get("base") if path is not None and path.exists() else None
+
+
 def _recorded(path: Path) -> Mapping[str, Any]:
     """Return the settings in a run's file, with its directory as output_dir: a run may have been moved."""
     directory = path.parent

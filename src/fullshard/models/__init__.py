@@ -2,11 +2,13 @@
 
 from fullshard.models.activation_checkpointing import enable_activation_checkpointing as enable_activation_checkpointing
 from fullshard.models.adapters import (
+    COPY as COPY,
     Adapted as Adapted,
     AdapterSpec as AdapterSpec,
     add_adapter as add_adapter,
     base_of as base_of,
     load_adapter as load_adapter,
+    magnitude_layers as magnitude_layers,
 )
 from fullshard.models.build import (
     ModelClass as ModelClass,

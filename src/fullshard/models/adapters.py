@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 _MISUSE = (TypeError, ValueError, AttributeError, KeyError, RuntimeError, NotImplementedError)
 """Exceptions that peft raises if its configuration does not match the model."""
+
+
+COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
+"""In the name of a parameter of a base layer's copy that is trained."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Adapted:
     """A model with its adapter."""
 
     model: Any  # peft's model around the base model, which is frozen
-    # the adapter's initial values by their names in ``model``, if the base model is on the meta device
+    # the adapter's initial values by their names in ``model``, if the base model is on the meta device; DoRA's
+    # magnitudes, which are computed from the base's weights, are NaN, and copies of base layers are not among them
     values: Mapping[str, Tensor]
     # an adapter parameter without initial values, because peft computes them from weights and the base model is on the
     # meta device; None: there is none
@@ -89,10 +95,23 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
     _ignore_position_warning()
     config.base_model_name_or_path = spec.base
     values = stand_ins.replace(adapted)
-    lacking = next((name for name, value in values.items() if value.isnan().any()), None)
+    magnitudes = magnitude_layers(adapted)
+    lacking = next((name for name, value in values.items() if value.isnan().any() and name not in magnitudes), None)
     counts = [(p.numel(), p.requires_grad) for p in adapted.parameters()]
     trainable = sum(numel for numel, trained in counts if trained)
     return Adapted(adapted.train(), values, lacking, trainable, sum(numel for numel, _ in counts))
+
+
+def magnitude_layers(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """Return peft's layer and its adapter's name for each parameter of DoRA's magnitudes over a matrix, by its name."""
+    found = {}
+    for path, module in model.named_modules():
+        layer: Any = module
+        for adapter in getattr(layer, "lora_magnitude_vector", ()):
+            # Not of embeddings, whose factors peft keeps elsewhere, or of convolutions.
+            if adapter in layer.lora_A and layer.get_base_layer().weight.dim() == 2:
+                found[f"{path}.lora_magnitude_vector.{adapter}.weight"] = layer, adapter
+    return found
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> tuple[Any, Mapping[str, Tensor]]:
@@ -168,10 +187,20 @@ class _StandIns:
                 if original is not None and param is not None:
                     original.requires_grad_(param.requires_grad)
                     module._parameters[key] = original
+        for name, module in adapted.named_modules():
+            if COPY.search(f"{name}."):
+                _without_memory(module)
         if not self._kept:
             return {}
         named = adapted.named_parameters(remove_duplicate=False)
         return {name: param.detach() for name, param in named if not param.is_meta}
+
+
+def _without_memory(copy: nn.Module) -> None:
+    """Put the parameters of a copied base layer that have no values yet on the meta device."""
+    for key, param in copy._parameters.items():
+        if param is not None and param.isnan().any():
+            copy._parameters[key] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
 
 
 def _import_peft(what: str) -> Any:

@@ -1,6 +1,16 @@
 """Linear layers with frozen 4-bit and 8-bit weights: formats, the module, and which layers of a model become one."""
 
 from fullshard.quantized.bitsandbytes_door import keep_quiet as keep_quiet
-from fullshard.quantized.formats import Format as Format, format_of as format_of, quantisations as quantisations
-from fullshard.quantized.layers import QuantizedLayers as QuantizedLayers, quantisable as quantisable
+from fullshard.quantized.formats import (
+    Format as Format,
+    format_of as format_of,
+    quantisations as quantisations,
+    rounded as rounded,
+)
+from fullshard.quantized.layers import (
+    QuantizedLayers as QuantizedLayers,
+    chosen_layers as chosen_layers,
+    quantisable as quantisable,
+    require_skip as require_skip,
+)
 from fullshard.quantized.linear import QuantizedLinear as QuantizedLinear

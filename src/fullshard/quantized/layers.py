@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ class QuantizedLayers:
         Layers that ``quantize`` chooses must be on the meta device: their codes come with the weights.
 
         Raises:
-            ConfigError: There is nothing to quantise, bitsandbytes is missing, or a layer is in a format that is not
-                supported. Nothing has changed.
+            ConfigError: There is nothing to quantise, ``skip`` has a name that no module has, bitsandbytes is missing,
+                or a layer is in a format that is not supported. Nothing has changed.
         """
         self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
         with self.undone_on_error():
             self._adopt(model)
             if quantize is not None:
+                require_skip(model, quantize, "Quantize(skip=…)")
                 self._quantise(model, quantize)
 
     @contextmanager
@@ -64,7 +66,7 @@ class QuantizedLayers:
         """Turn the chosen layers into layers on the meta device."""
         format = format_of(quantize)
         compute = None if quantize.compute_dtype is None else getattr(torch, quantize.compute_dtype)
-        for layer in _chosen(model, quantize):
+        for layer in chosen_layers(model, quantize):
             with torch.device("meta"):
                 codes = torch.empty(format.codes_shape(_shape(layer)), dtype=torch.uint8)
                 scales = torch.empty(format.scales_bytes(_shape(layer)), dtype=torch.uint8)
@@ -86,7 +88,7 @@ def _shape(layer: nn.Linear) -> tuple[int, int]:
     return layer.out_features, layer.in_features
 
 
-def _chosen(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
+def chosen_layers(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
     """Return the layers to quantise: plain, frozen, not tied, not the adapter's, not skipped.
 
     Raises:
@@ -135,6 +137,36 @@ def quantisable(model: nn.Module, quantize: Quantize) -> dict[str, nn.Linear]:
         and uses[id(layer.weight)] == 1
         and not _is_skipped(name, quantize.skip)
     }
+
+
+_USUAL_SKIP = Quantize().skip
+"""The default of ``skip``, which not every model has."""
+
+
+def require_skip(model: nn.Module, quantize: Quantize, setting: str) -> None:
+    """Raise if ``skip`` has a name that no module has, but for the default's; any rank, alone.
+
+    Args:
+        model: The model, with its adapter or without.
+        quantize: The policy.
+        setting: What the user wrote ``skip`` in.
+
+    Raises:
+        ConfigError: It has.
+    """
+    names = [plain_name(name) for name, _ in model.named_modules()]
+    for one in quantize.skip:
+        if one in _USUAL_SKIP or any(_is_skipped(name, (one,)) for name in names):
+            continue
+        leaves = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+        last = sorted({name.rpartition(".")[2] for name in leaves})
+        known = dict.fromkeys([*last, *(part for name in names if name for part in (name.rpartition(".")[2], name))])
+        near = ", ".join(get_close_matches(one, known, n=3)) or "none"
+        example = f" such as {leaves[0]}" if leaves else ""
+        raise ConfigError(
+            f"{setting} has {one!r}, which is no module of {type(model).__name__}. Names like it: {near}. Its linear "
+            f"layers end in {', '.join(last)}; a name is one of these, or successive parts{example}."
+        )
 
 
 def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -54,6 +54,9 @@ class QuantizedLinear(nn.Linear):
             vars(layer).pop(kept, None)
         before = torch.empty(layer.out_features, layer.in_features, dtype=dtypes[0], device="meta")
         vars(layer).update(format=format, before=before, compute_dtype=dtypes[1])
+        if cls._uncompiled is QuantizedLinear._compute:
+            # A compiled block leaves its graph here: the compiler does not know that the unit gathers codes and scales.
+            cls._uncompiled = torch.compiler.disable(cls._compute)  # now: it imports the compiler
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,9 +107,14 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias`` in the input's dtype; (..., in_features) to (..., out_features)."""
+        return self._uncompiled(input) if torch.compiler.is_compiling() else self._compute(input)
+
+    def _compute(self, input: torch.Tensor) -> torch.Tensor:
         x = input if self.compute_dtype is None else input.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _Linear.apply(x, *self.stored, bias, self).to(input.dtype)  # type: ignore[union-attr]
+
+    _uncompiled: ClassVar[Any] = _compute
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr(model)``."""

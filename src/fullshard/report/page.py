@@ -141,7 +141,9 @@ def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str
     last, best = f" ({numbers['steps']:,})", ""
     if numbers["best_step"] is not None:
         best = f", step {numbers['best_step']:,}"
+    base = files.fact("base") or {}
     known: list[tuple[str, Any, Callable[[Any], str], str]] = [
+        ("base model", base.get("name"), str, f"quantised: {base.get('quantisation')}; {base.get('content')}"),
         ("optimizer", files.fact("optimizer"), str, ""),
         ("training loss", numbers["train_loss"], partial(number, decimals=4), f"per target token, last step{last}"),
         ("held-out loss", numbers["held_out_loss"], partial(number, decimals=4), f"per target token{best}"),

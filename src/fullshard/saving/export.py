@@ -72,6 +72,7 @@ class ExportOptions:
     max_shard_size: int | str = "50GB"  # most bytes of tensors in a file, or text such as ``"5GB"``
     # whether an adapter is merged into the model or exported alone; None: there is none
     lora: Literal["merge", "adapter"] | None = None
+    base: Path | None = None  # where a quantised base model is now; None: where the run read it
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def export(
     _require_small_files(checkpoint)
     tensors = {name.removeprefix(MODEL): e for name, e in index.tensors.items() if name.startswith(MODEL)}
     assets = checkpoint / "model"
-    parts = _parts(CheckpointReader(checkpoint, index), tensors, index.base, options.lora, assets)
+    parts = _parts(CheckpointReader(checkpoint, index), tensors, index.base, options, assets)
     if isinstance(parts, _OfBase):
         dtype = dtype or "bfloat16"  # the base was rounded to 4 or 8 bits: float32 would hold no more
     specs = [_in_dtype(spec, dtype) for spec in parts.specs]
@@ -306,11 +307,21 @@ def _require_room(directory: Path) -> None:
 
 
 def _parts(
-    source: CheckpointReader, tensors: Mapping[str, TensorEntry], base: Base | None, lora: str | None, assets: Place
+    source: CheckpointReader,
+    tensors: Mapping[str, TensorEntry],
+    base: Base | None,
+    options: ExportOptions,
+    assets: Place,
 ) -> _OfCheckpoint | _OfBase:
     """Return the tensors to export, in the order of the index or of the base model's files."""
+    lora = options.lora
     if not tensors:
         raise CheckpointError("The checkpoint has no tensors of a model.")
+    if options.base is not None and (base is None or lora != "merge"):
+        raise ConfigError(
+            "--base is for merging an adapter into a quantised base model, which the checkpoint names: "
+            + ("add --merge." if base is not None else "this checkpoint has all its weights. Leave it out.")
+        )
     if not holds_adapter(tensors):
         if lora is not None:
             raise ConfigError(f"--{lora} is for a model with an adapter; this checkpoint has none. Leave it out.")
@@ -330,7 +341,7 @@ def _parts(
         return _OfCheckpoint(source, adapter_tensors(tensors, config))
     model_config = _read_json(assets / CONFIG_NAME) or {}
     if base is not None:
-        return _OfBase(source, OverBase(base, tensors, config, model_config))
+        return _OfBase(source, OverBase(base, options.base, tensors, config, model_config))
     return _OfCheckpoint(source, merged_tensors(tensors, config, model_config))
 
 
@@ -365,6 +376,9 @@ class _OfBase:
 
     def runs(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a tensor's only run: a weight at a time."""
+        if name in self._base.trained:
+            yield 0, _read_matrix(self._source, self._base.trained[name], torch.float32).view(-1)
+            return
         values, update = self._base.read(name), self._base.updates.get(name)
         yield 0, values if update is None else _Update(self._source, update, torch.float32).added(values, 0)
 

@@ -186,6 +186,20 @@ def merged_updates(
     return updates
 
 
+def trained_copies(tensors: Mapping[str, TensorEntry], model_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tensor that replaces each one of the base model that was trained in full, by its name there.
+
+    Raises:
+        CheckpointError: Others are tied to it.
+    """
+    found = {
+        f"{m['module']}.{m['end']}".removeprefix(_PREFIX): name for name in tensors if (m := _SAVED.fullmatch(name))
+    }
+    for plain, name in found.items():
+        _require_untied(plain, tensors[name], model_config)
+    return found
+
+
 def _original_of(name: str) -> str:
     """Return the name of the untrained copy of a tensor of a fully trained module."""
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)

@@ -14,21 +14,27 @@ import torch
 
 from fullshard.errors import CheckpointError
 from fullshard.policy import Quantize
-from fullshard.quantized import format_of
-from fullshard.saving.lora import LowRank, merged_updates
-from fullshard.storage import Base, TensorEntry, WeightFiles, content_of
+from fullshard.quantized import format_of, rounded
+from fullshard.saving.lora import MODEL, LowRank, merged_updates, trained_copies
+from fullshard.storage import Base, TensorEntry, WeightFiles, require_base
 
 
 class OverBase:
     """The tensors of a merged model, under the names that they have in the base model's files."""
 
     def __init__(
-        self, base: Base, tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], model_config: Mapping[str, Any]
+        self,
+        base: Base,
+        moved: Path | None,
+        tensors: Mapping[str, TensorEntry],
+        config: Mapping[str, Any],
+        model_config: Mapping[str, Any],
     ) -> None:
         """Open the base model's files and match them with the adapter; no values are read.
 
         Args:
             base: The base model that the checkpoint names.
+            moved: Its directory now; None: where the run read it.
             tensors: Tensors of the checkpoint's model, by name without ``model/``.
             config: The adapter's configuration.
             model_config: The model's configuration; empty if not known.
@@ -38,12 +44,14 @@ class OverBase:
                 ``scaling * B @ A``.
             ConfigError: bitsandbytes is missing or too old.
         """
-        self.files = _open(base)
+        self.files = _open(base, moved)
         self.format = format_of(Quantize(base.type, double_quant=base.double_quant))
-        names = _Names(self.files, base)
+        names = _Names(self.files)
         self.quantised = {names.stored(name) for name in base.layers}
         updates = merged_updates(tensors, config, model_config, lambda module: self._entry(names.stored(module)))
         self.updates: dict[str, LowRank] = {names.stored(module): update for module, update in updates.items()}
+        copies = trained_copies(tensors, model_config)
+        self.trained = {names.stored(plain): MODEL + name for plain, name in copies.items()}
 
     def _entry(self, stored: str) -> TensorEntry:
         found = self.files.tensors[stored]
@@ -57,18 +65,14 @@ class OverBase:
         self.files.read(name, 0, values)
         if name not in self.quantised:
             return values
-        rows, width = found.shape
-        codes, largest = self.format.quantise(values, (rows, width))
-        codes = codes.reshape(self.format.codes_shape((rows, width)))
-        scales = self.format.pack(largest)
-        return self.format.dequantise(codes, scales, (rows, width), torch.float32).reshape(-1)
+        return rounded(self.format, values.view(found.shape), torch.float32).reshape(-1)
 
 
 class _Names:
     """Stored names of the base model's tensors, which may lack the model's prefix or have one more."""
 
-    def __init__(self, files: WeightFiles, base: Base) -> None:
-        self._stored, self._base = files.tensors, base
+    def __init__(self, files: WeightFiles) -> None:
+        self._path, self._stored = files.path, files.tensors
 
     def stored(self, name: str) -> str:
         """Return the stored name of a tensor of the model."""
@@ -76,26 +80,13 @@ class _Names:
             return name
         found = [one for one in self._stored if one.endswith(f".{name}") or name.endswith(f".{one}")]
         if len(found) != 1:
-            raise CheckpointError(
-                f"The base model in {self._base.directory} has no tensor {name}: it is another model."
-            )
+            raise CheckpointError(f"The base model in {self._path} has no tensor {name}: it is another model.")
         return found[0]
 
 
-def _open(base: Base) -> WeightFiles:
+def _open(base: Base, moved: Path | None) -> WeightFiles:
     """Open the base model's files, if they are what the run read."""
-    directory = Path(base.directory)
-    remedy = f"Put the model that the run read ({base.name}, {base.content}) there again, or export with --adapter."
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"The checkpoint has the adapter alone, and its base model {directory} is not there. {remedy}"
-        )
-    try:
-        content = content_of(directory)
-    except OSError as error:
-        raise CheckpointError(f"The base model {directory} cannot be read: {error}.") from error
-    if content != base.content:
-        raise CheckpointError(
-            f"The checkpoint has the adapter alone, and its base model {directory} has changed: {content}. {remedy}"
-        )
+    directory = moved or Path(base.directory)
+    remedy = "Give the directory where that model is now (--base DIR), or export with --adapter."
+    require_base(directory, base.facts, "The checkpoint, which has the adapter alone,", remedy)
     return WeightFiles(directory)

@@ -9,7 +9,7 @@ from fullshard.storage.atomic import (
     write_text as write_text,
 )
 from fullshard.storage.backend import Lock as Lock, backend_of as backend_of
-from fullshard.storage.base import Base as Base, content_of as content_of
+from fullshard.storage.base import Base as Base, content_of as content_of, require_base as require_base
 from fullshard.storage.completion import (
     Completion as Completion,
     add_small_file as add_small_file,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard.errors import CheckpointError
 from fullshard.storage import rules
 
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.model", "*.txt", "*config.json", "*token*.json", "*vocab*.json")
@@ -31,6 +32,12 @@ class Base:
         """The format as the tensors of a model name it: ``nf4 (double)``."""
         return f"{self.type} (double)" if self.double_quant and self.type in ("nf4", "fp4") else self.type
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a run records and people read: name, directory, digest and quantisation."""
+        plain = {"name": self.name, "directory": self.directory, "content": self.content}
+        return plain | {"quantisation": self.quantisation}
+
     def as_plain(self) -> dict[str, Any]:
         """Return what an index holds."""
         return asdict(self) | {"layers": list(self.layers)}
@@ -46,6 +53,33 @@ class Base:
         rules.names(values["layers"], "layers")
         double = rules.flag(values["double_quant"], "double_quant")
         return cls(**texts, double_quant=bool(double), layers=tuple(values["layers"]))
+
+
+def require_base(directory: Path, facts: Mapping[str, str], owner: str, remedy: str) -> None:
+    """Raise unless a directory has the files of the base model that an adapter was trained over; any process.
+
+    Args:
+        directory: Where the base model is now.
+        facts: :attr:`Base.facts` of the run.
+        owner: The adapter or checkpoint, for the error.
+        remedy: What to do then, for the error.
+
+    Raises:
+        CheckpointError: It has other files, or they cannot be read.
+    """
+    name, expected = facts["name"], facts["content"]
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{owner} goes with the base model {name} ({expected}), and {directory} is not there. {remedy}"
+        )
+    try:
+        found = content_of(directory)
+    except OSError as error:
+        raise CheckpointError(f"The base model {directory} cannot be read: {error}.") from error
+    if found != expected:
+        raise CheckpointError(
+            f"{owner} goes with the base model {name} ({expected}), and {directory} has other files ({found}). {remedy}"
+        )
 
 
 def content_of(path: Path) -> str:

@@ -64,6 +64,7 @@ class VerifyResult:
     problems: tuple[Problem, ...]  # all problems
     # small files of a checkpoint of an earlier version, which recorded no checksums of them
     unhashed: tuple[str, ...] = ()
+    base: Mapping[str, str] | None = None  # the quantised base model, which is not in the checkpoint; None: all is
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -77,6 +78,7 @@ class VerifyResult:
             "bytes": self.nbytes,
             "problems": [problem.as_dict() for problem in self.problems],
             "files_without_checksums": list(self.unhashed),
+            "base": None if self.base is None else dict(self.base),
         }
 
 
@@ -213,8 +215,9 @@ def _verify_checkpoint(path: Place, meter: _Meter) -> VerifyResult:
         name: _open(path / name, path, problems) for name in names if (path / name).exists() or name not in missing
     }
     problems += _check_files({name: file for name, file in opened.items() if file is not None}, index, meter)
+    base = None if index.base is None else index.base.facts
     return VerifyResult(
-        path, Kind.CHECKPOINT, meter.blocks, len(index.tensors), meter.nbytes, tuple(problems), unhashed
+        path, Kind.CHECKPOINT, meter.blocks, len(index.tensors), meter.nbytes, tuple(problems), unhashed, base
     )
 
 

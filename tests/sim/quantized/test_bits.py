@@ -9,6 +9,7 @@ from torch import nn
 
 from fullshard import Pretrained, Quantize, fully_shard
 from fullshard.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.quantized.formats import FourBit
 from fullshard.testing import run_ranks
 from support import quantized
 from support.quantized import t5
@@ -151,3 +152,29 @@ def test_fp8_codes_are_those_of_the_unsharded_rows(size, tmp_path):
             assert torch.equal(codes, by_hand.view(torch.uint8))
             assert torch.equal(weight, by_hand.float() * steps)
             assert (weight - full).abs().max() <= full.abs().max() / 16  # 3 bits of mantissa
+
+
+@pytest.mark.parametrize("type", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [64 * 9000, 64 * 9000 + 37, 64, 5])
+def test_codes_by_table_are_those_of_bitsandbytes_search(type, dtype, weights):
+    values = torch.randn(weights, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if weights > 1000:
+        values[:64] = 0
+        values[70], values[200], values[300] = torch.inf, torch.nan, -torch.inf
+    codes, largest = FourBit(type, double=False).quantise(values, (1, weights))
+    expected, state = bitsandbytes().functional.quantize_4bit(values, blocksize=64, quant_type=type)
+    assert torch.equal(codes, expected.reshape(-1))
+    assert torch.equal(largest.nan_to_num(7), state.absmax.nan_to_num(7))
+
+
+@pytest.mark.parametrize("type", ["nf4", "fp4"])
+def test_codes_of_numbers_beside_a_bound_are_those_of_bitsandbytes_search(type):
+    map = bitsandbytes().functional.get_4bit_type(type, device="cpu").sort().values
+    bounds = (map[:-1] + map[1:]) / 2
+    beside = [torch.nextafter(bounds, torch.full_like(bounds, end)) for end in (-2, 2)]
+    near = torch.cat([bounds, *beside, torch.tensor([1.0, -1.0, 0.0, -0.0])])
+    values = torch.cat([near, torch.ones(64 - near.numel() % 64)])
+    codes, _ = FourBit(type, double=False).quantise(values, (1, values.numel()))
+    expected, _ = bitsandbytes().functional.quantize_4bit(values, blocksize=64, quant_type=type)
+    assert torch.equal(codes, expected.reshape(-1))

@@ -56,6 +56,15 @@ def test_nothing_to_quantise_is_refused(tmp_path):
     refused(skeleton(), "nothing to quantise", Pretrained(tmp_path, quantize=everything))
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("lm_haed", "lm_head"), ("decoder.blok.0", "decoder.block.0"), ("zzz", "none")]
+)
+def test_a_name_to_skip_that_no_module_has_is_refused_with_names_like_it(name, near, tmp_path):
+    quantized.saved(t5, tmp_path)
+    weights = Pretrained(tmp_path, quantize=Quantize("nf4", skip=("wo", name)))
+    refused(skeleton(), rf"Quantize\(skip=…\) has '{name}', which is no module of T5.*Names like it: {near}", weights)
+
+
 def test_weights_that_do_not_fit_leave_the_layers_as_they_were(tmp_path):
     quantized.saved(quantized.gpt2, tmp_path)
     refused(skeleton(), "do not fit", Pretrained(tmp_path, quantize=NF4), error=CheckpointError)

@@ -36,6 +36,7 @@ def two_by_two(comm):
     return comm.split([[0, 2], [1, 3]]), comm.split([[0, 1], [2, 3]])
 
 
+HYBRID = {"strategy": ShardingStrategy.HYBRID_SHARD, "mesh": two_by_two}
 SETTINGS = {
     "no prefetch": (2, {"prefetch": BackwardPrefetch.NONE, **BLOCKS}),
     "late prefetch": (2, {"prefetch": BackwardPrefetch.BACKWARD_POST, **BLOCKS}),
@@ -43,9 +44,19 @@ SETTINGS = {
     "not sharded": (2, {"strategy": ShardingStrategy.NO_SHARD}),
     "frozen in full": (2, {"frozen": "replicate", **BLOCKS}),
     "frozen by memory": (2, {"frozen": "auto", **BLOCKS}),
-    "hybrid": (4, {"strategy": ShardingStrategy.HYBRID_SHARD, "mesh": two_by_two, **BLOCKS}),
+    "hybrid": (4, {**HYBRID, **BLOCKS}),
     "offload": (2, {"offload_policy": CPUOffload(), **BLOCKS}),
     "one unit": (2, {"wrap": None}),
+    "offload, not sharded": (2, {"offload_policy": CPUOffload(), "strategy": ShardingStrategy.NO_SHARD}),
+    "offload, kept after forward": (
+        2,
+        {"offload_policy": CPUOffload(), "strategy": ShardingStrategy.SHARD_GRAD_OP, **BLOCKS},
+    ),
+    "offload, frozen in full": (2, {"offload_policy": CPUOffload(), "frozen": "replicate", **BLOCKS}),
+    "offload, hybrid": (4, {"offload_policy": CPUOffload(), **HYBRID, **BLOCKS}),
+    "hybrid, frozen in full": (4, {"frozen": "replicate", **HYBRID, **BLOCKS}),
+    "hybrid, frozen by memory": (4, {"frozen": "auto", **HYBRID, **BLOCKS}),
+    "hybrid, kept after forward": (4, {**HYBRID, "strategy": ShardingStrategy.HYBRID_SHARD_ZERO2, **BLOCKS}),
 }
 
 

@@ -37,7 +37,7 @@ def chat(options: argparse.Namespace) -> None:
     """
     directory = resolve_model(options.model)
     run = run_of(directory)
-    trained = find_trained(options.model, recorded_run(directory))
+    trained = find_trained(options.model, recorded_run(directory), options.base)
     config = changed(trained.config.of_set(options.set), options)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     comm = join_alone(device)

@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--set")
+    parser.add_argument("--base", type=Path)
     return parser
 
 
@@ -49,7 +50,8 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     output = options.output or run.output_dir / "evaluation"
     require_no_run(output)
     file = None if options.data is None else options.data.absolute()
-    trained = find_trained(options.model or str(run.output_dir), with_rows(run, file, options.overrides))
+    name = options.model or str(run.output_dir)
+    trained = find_trained(name, with_rows(run, file, options.overrides), options.base)
     prepared = prepare(trained.config, say if is_first else lambda line: None, rows_file=file)
     comm = init_from_env()
     require_same_rows(comm, prepared)

@@ -44,13 +44,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--separator")
     parser.add_argument("--source-column")
     parser.add_argument("--set")
+    parser.add_argument("--base", type=Path)
     return parser
 
 
 def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     """Read the rows, join the other ranks, load the model and predict; rank 0 writes the predictions."""
     directory = resolve_model(options.model)
-    trained = find_trained(options.model, recorded_run(directory))
+    trained = find_trained(options.model, recorded_run(directory), options.base)
     config = changed(trained.config.of_set(options.set), options)
     table = read_inputs(options.file, source_spec(config.data))
     comm = init_from_env()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.comm import Comm, together
-from fullshard.config import ModelConfig, RunConfig
-from fullshard.errors import ModelError
+from fullshard.config import ModelConfig, RunConfig, recorded_base
+from fullshard.errors import ConfigError, ModelError
 from fullshard.models import load_adapter, load_model, load_tokenizer, resolve_model
 from fullshard.saving import AdaptedWeights
+from fullshard.storage import require_base
 from fullshard.train.setup.model import choose_loader, make_model, shard_model
 from fullshard.train.setup.quantization import quantization_notes
 
@@ -32,16 +34,20 @@ class Trained:
     directory: Path  # directory of the model or the adapter
     base: Path  # directory of the model, or of an adapter's base model; it has the tokenizer
     config: RunConfig  # the settings it was trained with, except that ``model`` names this model
+    # what the run recorded of the quantised base model: name, digest; None: there is none, or it was not recorded
+    recorded: Mapping[str, str] | None = None
 
 
-def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
+def find_trained(path_or_id: str, config: RunConfig | None = None, moved: Path | None = None) -> Trained:
     """Find a model; any process, alone, before there are ranks: a model on the Hub may be downloaded.
 
     Args:
         path_or_id: Directory of a model or of a peft adapter, or the id of a model on the Hub.
         config: The settings it was trained with; None: not known.
+        moved: Where an adapter's quantised base model is now; None: where the adapter says.
 
     Raises:
+        ConfigError: ``moved`` is given, and the model is no adapter over a quantised base model.
         ModelError: There is no model.
     """
     directory = resolve_model(path_or_id)
@@ -56,9 +62,14 @@ def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
             f"{directory} has no model (neither config.json nor {ADAPTER_NAME}). A run saves its model there when it "
             "is finished; give the directory of a model."
         )
-    base = directory
+    base, recorded = directory, None
     if (directory / ADAPTER_NAME).is_file():
-        base = resolve_model(str(_read_adapter_config(directory / ADAPTER_NAME)["base_model_name_or_path"]))
+        recorded = recorded_base(directory)
+        base = _find_base(directory, moved if recorded is not None else None)
+    if moved is not None and recorded is None:
+        raise ConfigError(
+            f"--base is for an adapter that a run trained over a quantised base model, and {directory} is none."
+        )
     values: dict[str, Any] = {"path": str(base)}
     if config is None:
         plain = {"output_dir": directory, "model": values, "data": {"train_file": "-", "separator": ""}}
@@ -70,7 +81,21 @@ def find_trained(path_or_id: str, config: RunConfig | None = None) -> Trained:
         before = config.model.model_dump(by_alias=True)
         model = ModelConfig.model_validate({**values, **{name: before[name] for name in kept}})
         config = config.model_copy(update={"model": model})
-    return Trained(directory, base, config)
+    return Trained(directory, base, config, recorded)
+
+
+def _find_base(directory: Path, moved: Path | None) -> Path:
+    """Return the directory of an adapter's base model."""
+    if moved is not None:
+        return moved
+    name = str(_read_adapter_config(directory / ADAPTER_NAME)["base_model_name_or_path"])
+    try:
+        return resolve_model(name)
+    except ModelError as error:
+        raise ModelError(
+            f"{directory} is an adapter over {name}, which is not found. If that model was quantised and has moved, "
+            f"give the directory where it is now: --base DIR. {error}"
+        ) from error
 
 
 def _holds_model(directory: Path) -> bool:
@@ -83,7 +108,9 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
     Raises:
         UserError: It cannot be loaded or sharded; on every rank, with the same text.
     """
-    config = trained.config
+    config, recorded = trained.config, trained.recorded
+    if recorded is not None:
+        together(comm, lambda: _require_base(trained, recorded) if comm.rank == 0 else None)
     tokenizer = together(comm, lambda: _tokenizer_of(trained))
     if config.model.quantization is not None:
         model, weights = together(comm, lambda: _over_quantised(trained, tokenizer))
@@ -98,6 +125,12 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
         model, weights, notes = together(comm, lambda: choose_loader(skeleton, config, tokenizer))
         shard_model(model, config, comm, weights=weights)
     return model.eval(), tokenizer, notes
+
+
+def _require_base(trained: Trained, recorded: Mapping[str, str]) -> None:
+    """Raise if the base model's files are not those that the run quantised; rank 0, which reads them for all."""
+    remedy = "Give the directory where that model is now: --base DIR."
+    require_base(trained.base, recorded, f"The adapter in {trained.directory}", remedy)
 
 
 def _tokenizer_of(trained: Trained) -> PreTrainedTokenizerBase:

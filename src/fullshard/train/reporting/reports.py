@@ -55,6 +55,8 @@ class RunStart:
     evaluated_step: int = 0  # step after which the last evaluation before was made; 0 if there was none
     plan: Mapping[str, Any] | None = None  # the fullest rank's plan, and each rank's memory; None if there is none
     sets: tuple[SetFacts, ...] = ()  # the sets of a mixture; empty: the run has one set
+    # the quantised base model, which checkpoints do not hold: name, directory, digest, quantisation; None: none
+    base: Mapping[str, str] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""

@@ -68,6 +68,7 @@ def describe_start(
         shown_rows=_shown_rows(parts),
         resumed_step=resumed_step,
         evaluated_step=record.evaluated_step,
+        base=None if parts.base is None else parts.base.facts,
     )
 
 

@@ -269,6 +269,8 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: Weight
     Raises:
         UserError: Wrapping, precision or weights do not match the model.
     """
+    if isinstance(weights, AdaptedWeights):
+        weights.compute_magnitudes(model, comm)
     try:
         _shard(model, config, comm, weights)
         check_wrapped(model)

@@ -13,11 +13,8 @@ from fullshard.errors import ConfigError, ModelError
 from fullshard.layout.names import plain_name
 from fullshard.models import base_of
 from fullshard.policy import Quantize
-from fullshard.quantized import QuantizedLayers, QuantizedLinear, format_of, quantisable
+from fullshard.quantized import QuantizedLayers, QuantizedLinear, format_of, quantisable, require_skip
 from fullshard.storage import Base, content_of
-
-_USUAL_SKIP = "lm_head"
-"""The default of ``skip``, which not every model has."""
 
 
 def quantize_of(config: RunConfig) -> Quantize | None:
@@ -59,16 +56,9 @@ def require_quantizable(model: nn.Module, config: RunConfig) -> None:
         ConfigError: bitsandbytes is missing or too old, or ``skip`` has a name that no module has.
     """
     require_kernels(config)
-    settings = config.model.quantization
-    names = [f".{name}." for name, _ in model.named_modules()]
-    for one in () if settings is None else settings.skip:
-        if one != _USUAL_SKIP and not any(f".{one}." in name for name in names):
-            leaves = sorted({name for name, module in model.named_modules() if isinstance(module, nn.Linear)})
-            shown = ", ".join(sorted({name.rpartition(".")[2] for name in leaves}))
-            raise ConfigError(
-                f"model.quantization.skip has {one!r}, which is no module of {type(model).__name__}. Its linear layers "
-                f"end in {shown}; a name is one of these, or successive parts such as {leaves[0]}."
-            )
+    quantize = quantize_of(config)
+    if quantize is not None:
+        require_skip(model, quantize, "model.quantization.skip")
 
 
 def quantises_head(model: PreTrainedModel, config: RunConfig) -> bool:
@@ -138,7 +128,7 @@ def quantised_base(model: nn.Module, config: RunConfig, directory: Path | None, 
         return None
     assert directory is not None, "the schema requires model.path"
     layers = [
-        plain_name(name).replace(".base_layer", "") + ".weight"
+        plain_name(name).replace(".base_layer", "").replace(".original_module", "") + ".weight"
         for name, module in base_of(model).named_modules()
         if isinstance(module, QuantizedLinear)
     ]

@@ -1,6 +1,7 @@
 """A run over quantised weights: its checkpoints have the adapter alone, and name the base that it goes with."""
 
 import json
+import re
 import shutil
 
 import peft
@@ -10,13 +11,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM
 
 from fullshard import Quantize
+from fullshard.cli import main as cli
 from fullshard.config import recorded_run
 from fullshard.data.reading.inputs import InputRow
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError, ConfigError, ModelError
+from fullshard.report.files import read_run as read_run_files
+from fullshard.report.page import make_page
 from fullshard.resilience.slot import Slot
 from fullshard.saving.export import ExportOptions, export
-from fullshard.storage import read_index
+from fullshard.storage import content_of, read_index
 from fullshard.storage.contents import inspect_path
+from fullshard.storage.kinds import Kind
 from fullshard.storage.verify import verify
 from fullshard.testing import run_ranks
 from fullshard.train.evaluation.predict import predict
@@ -63,7 +68,22 @@ def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(finished, base):
     assert "decoder.block.0.layer.1.EncDecAttention.q.weight" in index.base.layers
     assert not any("lm_head" in name or "base_layer" in name for name in index.base.layers)
     assert inspect_path(directory / "out" / LAST).facts["base"]["quantisation"] == "nf4 (double)"
-    assert verify(directory / "out").problems == 0
+    found = verify(directory / "out")
+    assert found.problems == 0
+    assert [one.base for one in found.results] == [
+        index.base.facts if one.kind is Kind.CHECKPOINT else None for one in found.results
+    ]
+
+
+def test_verify_and_the_report_name_the_base_with_its_digest(finished, base, capsys):
+    directory, _ = finished
+    described = f"{base} ({content_of(base)}), not in the checkpoint, quantised: nf4 (double)"
+    assert cli.main(["verify", str(directory / "out" / LAST)]) == 0
+    assert f"  base: {described}" in capsys.readouterr().out
+    assert cli.main(["inspect", str(directory / "out" / LAST)]) == 0
+    assert f"  base: {described}" in capsys.readouterr().out
+    page = make_page(read_run_files(directory / "out"))
+    assert all(text in page for text in ("base model", str(base), content_of(base), "quantised: nf4 (double)"))
 
 
 def test_stopped_it_goes_on_to_the_bit(base, tmp_path):
@@ -144,25 +164,64 @@ def test_merged_it_is_the_dequantised_base_with_the_adapter_as_peft_merges_it(fi
     assert model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    "adapter",
+    [{"type": "dora", "r": 4}, {"type": "lora", "r": 4, "options": {"modules_to_save": ["final_layer_norm", "wo"]}}],
+    ids=["dora", "in full"],
+)
+def test_dora_and_modules_trained_in_full_resume_predict_and_merge(base, adapter, tmp_path):
+    settings = options(base)
+    settings["model"] = settings["model"] | {"adapter": adapter}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for directory in (whole, parts):
+        directory.mkdir()
+    run(whole, **settings)  # of two threads as ranks dropout differs from run to run
+    run_until_stopped(parts, ("step", 3), **settings)
+    run(parts, **settings)
+    ours, theirs = (load_file(directory / "out" / ADAPTER) for directory in (parts, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_predicts_as_in_training(whole / "out")
+    checkpoint, how = whole / "out" / LAST, ExportOptions(lora="merge", dtype="fp32")
+    if adapter["type"] == "dora":
+        with pytest.raises(CheckpointError, match=r"more than W .*use_dora.*only peft merges that"):
+            export(checkpoint, tmp_path / "merged", how)
+        return
+    export(checkpoint, tmp_path / "merged", how)
+    export(checkpoint, tmp_path / "adapter", ExportOptions(lora="adapter"))
+    expected = merged_by_peft(base, tmp_path / "adapter").state_dict()
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert any("wo" in name for name in merged)
+    for name, tensor in merged.items():
+        assert (tensor - expected[name]).abs().max() <= 1e-6, name
+
+
 def test_without_its_base_only_the_adapter_is_exported(base, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(base, moved)
     run(tmp_path, ranks=2, **options(moved))
     checkpoint = tmp_path / "out" / LAST
     write_t5(moved, ["another model"])
-    with pytest.raises(CheckpointError, match="has changed"):
+    digests = rf"{re.escape(content_of(base))}.*other files.*{re.escape(content_of(moved))}.*--base DIR"
+    with pytest.raises(CheckpointError, match=digests):
         export(checkpoint, tmp_path / "merged", ExportOptions(lora="merge"))
     shutil.rmtree(moved)
-    with pytest.raises(CheckpointError, match=r"is not there\. Put the model that the run read"):
+    with pytest.raises(CheckpointError, match=r"is not there\. Give the directory where .*--base DIR"):
         export(checkpoint, tmp_path / "merged", ExportOptions(lora="merge"))
     assert not (tmp_path / "merged").exists()
+    export(checkpoint, tmp_path / "merged", ExportOptions(lora="merge", base=base))
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+    with pytest.raises(ConfigError, match=r"--base is for merging.*add --merge"):
+        export(checkpoint, tmp_path / "other", ExportOptions(lora="adapter", base=base))
     export(checkpoint, tmp_path / "adapter", ExportOptions(lora="adapter"))
     assert (tmp_path / "adapter" / ADAPTER).exists()
 
 
 def test_predictions_are_those_of_the_quantised_model(finished):
-    directory, _ = finished
-    out = directory / "out"
+    assert_predicts_as_in_training(finished[0] / "out")
+
+
+def assert_predicts_as_in_training(out):
     lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
     trained = find_trained(str(out), recorded_run(out))
 
@@ -174,6 +233,30 @@ def test_predictions_are_those_of_the_quantised_model(finished):
     for notes, texts in run_ranks(2, write):
         assert notes == ("frozen linear layers are quantised: nf4 (double)",)
         assert texts == [line["prediction"] for line in lines]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trained_model_reads_no_other_base_and_one_that_was_moved_if_it_is_given(finished, base, ranks, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(finished[0] / "out", out)
+    # As if the run had read a directory that is gone.
+    config = json.loads((out / "adapter_config.json").read_text())
+    gone = tmp_path / "gone"
+    (out / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(gone)}))
+    with pytest.raises(ModelError, match=r"over .*gone, which is not found.*--base DIR"):
+        find_trained(str(out), recorded_run(out))
+    write_t5(tmp_path / "other", ["another model"])
+
+    def load(directory):
+        trained = find_trained(str(out), recorded_run(out), directory)
+        run_ranks(ranks, lambda comm: load_trained(trained, comm))
+
+    digests = rf"{re.escape(content_of(base))}.*other files.*{re.escape(content_of(tmp_path / 'other'))}.*--base DIR"
+    with pytest.raises(CheckpointError, match=digests):
+        load(tmp_path / "other")
+    load(base)
+    with pytest.raises(ConfigError, match="--base is for an adapter"):
+        find_trained(str(base), None, base)
 
 
 def test_card_names_the_quantisation(finished):

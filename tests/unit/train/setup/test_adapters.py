@@ -84,7 +84,7 @@ def test_a_sharded_run_with_an_adapter_is_pefts_unsharded_run(bases, tokenizer, 
         assert ours == pytest.approx(losses, abs=1e-5)
         assert texts.tolist() == expected.tolist()
         assert any(f"{kind} adapter" in note and "parameters are trained" in note for note in notes)
-        assert any("loaded in full" in note for note in notes) == (kind == "dora")
+        assert not any("loaded in full" in note for note in notes)
         for key, weight in plain.named_parameters():
             torch.testing.assert_close(weights[key], weight, atol=1e-5, rtol=0, msg=key)
     assert_saved_as_peft_does(plain, base, tmp_path, prompt, causal)
@@ -157,14 +157,14 @@ def test_what_cannot_work_is_refused(bases, tokenizer):
     refused(ConfigError, "model.adapter needs model.path", RunConfig.model_validate(new))
 
 
-def test_modules_that_are_trained_whole_start_from_the_files(bases, tokenizer):
-    """peft copies them, so that the model is loaded whole."""
+def test_modules_that_are_trained_in_full_start_from_the_files(bases, tokenizer):
     config = config_of(bases["t5"], "lora", {"options": {"modules_to_save": ["final_layer_norm"]}})
-    ready = prepare_model(config, tokenizer)
-    assert any("peft computes" in note for note in ready.notes)
     stored = load_file(bases["t5"] / "model.safetensors")
     name = "base_model.model.encoder.final_layer_norm.modules_to_save.default.weight"
-    assert torch.equal(ready.model.get_parameter(name), stored["encoder.final_layer_norm.weight"])
+    assert prepare_model(config, tokenizer).model.get_parameter(name).is_meta
+    for _, notes, weights in train_sharded(config, tokenizer, False, lambda m, _: weights_of(m), steps=0):
+        assert not any("loaded in full" in note for note in notes)
+        assert torch.equal(weights[name], stored["encoder.final_layer_norm.weight"])
 
 
 def test_every_rank_starts_with_the_same_adapter_whatever_the_random_state(bases, tokenizer):

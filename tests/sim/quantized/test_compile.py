@@ -1,0 +1,44 @@
+"""A quantised model of compiled blocks trains as uncompiled: the compiler leaves its graph at quantised layers."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from fullshard import Pretrained, Quantize, fully_shard
+from fullshard.models import AdapterSpec, add_adapter, compile_blocks
+from fullshard.saving import AdaptedWeights
+from fullshard.testing import run_ranks
+from support import quantized
+from support.models import batches, seq2seq_loss
+from support.parity import ROWS_PER_RANK, train_sharded
+from support.quantized import SKIP, lora_values, t5
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+]  # torch's compiler warns about its own code
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("type", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_blocks_of_quantised_layers_train_alike(type, backend):
+    _, path = quantized.saved(t5)
+    data = batches(10, ROWS_PER_RANK)
+
+    def train(comm, *, compiled):
+        with torch.device("meta"):
+            model = t5()
+        model.tie_weights()
+        adapted = add_adapter(model, AdapterSpec("lora", str(path), r=4, lora_alpha=8), seed=0)
+        if compiled:
+            compile_blocks(adapted.model, backend=backend, dynamic=True)
+        source = Pretrained(path, quantize=Quantize(type, skip=SKIP))
+        fully_shard(adapted.model, comm, weights=AdaptedWeights(source, lora_values(adapted.model)))
+        return train_sharded(adapted.model, comm, seq2seq_loss, data, sharded=True)
+
+    plain = run_ranks(1, lambda comm: train(comm, compiled=False))[0]
+    torch._dynamo.reset()
+    counters.clear()
+    quantized.assert_same(run_ranks(1, lambda comm: train(comm, compiled=True))[0], plain)
+    assert counters["stats"]["unique_graphs"] > 0
