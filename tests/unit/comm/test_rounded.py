@@ -1,14 +1,15 @@
 """Rounded messages: what arrives is the rounding of what was sent, on every rank, in so many bytes."""
 
+import gc
 import math
 
 import pytest
 import torch
 
-from fullshard.comm import Mesh, RecordingComm, SoloComm
-from fullshard.comm import rounded as rounded_module
+from fullshard.comm import Mesh, RecordingComm, SoloComm, rounded as rounded_module
 from fullshard.comm.rounded import BLOCK, RoundedGroup
 from fullshard.testing import run_ranks
+from support import poison
 from support.poison import LateComm
 
 SIZES = [1, 2, 3, 4]
@@ -50,9 +51,12 @@ def test_every_rank_gathers_the_rounding_of_every_part_its_own_too(size, numel, 
         assert torch.equal(sent, full.view(size, -1)[comm.rank])
         return full
 
+    poison.dropped.clear()
     expected = torch.cat([ROUNDED[messages](numbers(rank, numel)) for rank in range(size)])
     for full in run_ranks(size, work):
         assert torch.equal(full, expected)
+    gc.collect()
+    assert poison.dropped == []  # other ranks had read what this one let go of
 
 
 @pytest.mark.parametrize("messages", ROUNDED)
