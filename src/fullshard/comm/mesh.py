@@ -94,6 +94,10 @@ class Mesh:
         self.shard_group.all_reduce(tensor, op).wait()
         return self.replica_group.all_reduce(tensor, op)
 
+    def sent_itemsize(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a number of ``dtype`` in units' gathers and reduces."""
+        return self.lane_group.itemsize(dtype) if isinstance(self.lane_group, RoundedGroup) else dtype.itemsize
+
     def as_sent(self, shard: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return a lane's ``shard``, (shard_numel,), as every rank has it after a gather in the dtype of ``like``."""
         cast = shard.to(like)

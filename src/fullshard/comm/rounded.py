@@ -143,7 +143,11 @@ class RoundedGroup:
         self._format = _FORMATS[messages]
 
     def _rounds(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.dtype.itemsize > self._format.itemsize
+        return self.itemsize(tensor.dtype) < tensor.dtype.itemsize
+
+    def itemsize(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a number of ``dtype`` on the way, without scales."""
+        return min(dtype.itemsize, self._format.itemsize) if dtype.is_floating_point else dtype.itemsize
 
     def rounded(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return ``numbers``, (numel,), as every rank has them after a gather."""

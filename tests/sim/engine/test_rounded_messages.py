@@ -12,6 +12,7 @@ from fullshard.engine import unshard
 from fullshard.engine.full.summon import summoned_parameters
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.setup import wrap
+from fullshard.engine.tables.param import TableParam
 from fullshard.errors import ConfigError
 from fullshard.shards import rows_of
 from fullshard.testing import RecordingComm, run_ranks
@@ -219,6 +220,22 @@ def test_frozen_parameters_and_rows_at_home_travel_as_they_are(monkeypatch):
         for name, param in reference.named_parameters():
             if param.std() > 0:
                 assert torch.equal(shown[name], param) is not trainable[name], name
+
+
+def test_tokens_travel_where_they_send_fewer_bytes_than_a_rounded_table(monkeypatch):
+    """Of 50 rows, 2 ranks with 20 tokens each: 40 exact rows against 50, or 25 in half the bytes."""
+    monkeypatch.setattr(wrap, "LARGE_NUMEL", 500)
+    _, models = replicas(TinyLM, 4)
+
+    def work(comm):
+        pays = []
+        for number, options in enumerate(({}, {"mp_policy": BF16})):
+            model = fully_shard(models[2 * number + comm.rank], comm, tables="auto", **options)
+            (table,) = [p for p in runtime_of(model).units[0].params if isinstance(p, TableParam)]
+            pays += [table.pays(20), table.pays(12)]
+        return pays
+
+    assert run_ranks(2, work) == [[True, True, False, True]] * 2
 
 
 def test_a_part_that_was_sharded_before_keeps_its_messages():
