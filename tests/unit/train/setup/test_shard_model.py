@@ -97,7 +97,7 @@ def test_routers_that_cast_themselves_stay_in_float32_and_are_trained(tmp_path):
         assert (first - second).abs().max() > 0.01
 
 
-def test_a_run_rounds_the_messages_that_its_settings_say(tmp_path):
+def test_a_run_rounds_the_messages_that_its_settings_say(tmp_path, one_at_a_time, untraced):
     with_messages = config(tmp_path, training__messages="bf16")
 
     def meshes(comm):
