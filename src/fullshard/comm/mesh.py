@@ -81,7 +81,7 @@ class Mesh:
         """Combine the two groups that this rank belongs to."""
         self.shard_group = shard
         self.replica_group = replicate
-        self.messages = messages
+        self.messages: Messages | None = messages
         self.lane_group = shard if messages is None else RoundedGroup(shard, messages)
         self.size = replicate.size * shard.size
         self.rank = replicate.rank * shard.size + shard.rank
