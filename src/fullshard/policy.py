@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from fullshard.errors import ConfigError
 
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
+
+Messages = Literal["bf16", "fp8"]
+"""What the weights and gradients of units are rounded to while they travel."""
 
 
 def dtype_name(dtype: object) -> str | None:
@@ -59,6 +62,10 @@ class MixedPrecision:
             parameters are sent in at least float32, and their buffers keep their dtype.
         full_in_eval: Whether the model computes and communicates in the parameters' and buffers' own dtypes while it is
             in ``eval()`` mode, and inputs are not cast. Frozen parameters are kept in their own dtype for it.
+        messages: What gathered weights and sent gradients of trainable parameters are rounded to on the way: ``"bf16"``
+            (0.5 of float32's bytes), ``"fp8"`` (0.26: float8_e4m3 with a scale for each 128 numbers), or None, not at
+            all. **Inexact**: every rank computes with rounded weights, the same on each; shards, computation and sums
+            keep their dtypes. It needs gradients in float32, and changes nothing that is not wider.
     """
 
     param: Any = None
@@ -72,12 +79,14 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     keep_fp32: Any = ()
     full_in_eval: bool = False
+    messages: Messages | None = None
 
     def __post_init__(self) -> None:
         """Convert dtypes to their names.
 
         Raises:
-            ConfigError: One of the dtypes is not a floating dtype, or ``divide`` is not above zero.
+            ConfigError: One of the dtypes is not a floating dtype, ``divide`` is not above zero, or ``messages`` is
+                unknown or contradicts another one.
         """
         for field in ("param", "reduce", "reduce_sum", "buffer", "output"):
             object.__setattr__(self, field, dtype_name(getattr(self, field)))
@@ -87,6 +96,31 @@ class MixedPrecision:
         object.__setattr__(self, "keep_fp32", tuple(sorted(names)))
         if self.divide is not None and not self.divide > 0:
             raise ConfigError(f"MixedPrecision(divide=…) must be above zero; got {self.divide}.")
+        self._check_messages()
+
+    def _check_messages(self) -> None:
+        """Refuse what messages cannot be combined with.
+
+        Raises:
+            ConfigError: There is such a thing.
+        """
+        if self.messages is None:
+            return
+        if self.messages not in get_args(Messages):
+            known = ", ".join(get_args(Messages))
+            raise ConfigError(f"MixedPrecision(messages=…) is one of {known}, or None; got {self.messages!r}.")
+        for field in ("reduce", "reduce_sum"):
+            dtype = getattr(self, field)
+            if dtype in ("float16", "bfloat16"):
+                raise ConfigError(
+                    f"MixedPrecision(messages={self.messages!r}) rounds float32 gradients while they travel and adds "
+                    f"them in float32; {field} is {dtype}. Leave {field} out, or messages."
+                )
+        if self.full_in_eval:
+            raise ConfigError(
+                f"MixedPrecision(messages={self.messages!r}) rounds what is gathered, in eval() too, and full_in_eval "
+                "asks for unrounded weights there. Leave one of them out."
+            )
 
 
 class ShardingStrategy(Enum):

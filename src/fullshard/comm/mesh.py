@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.process import comm_of_group
 from fullshard.comm.protocol import DONE, Comm, ReduceOp, Work
+from fullshard.comm.rounded import RoundedGroup
 from fullshard.errors import ProcessGroupError
-from fullshard.policy import ShardingStrategy
+from fullshard.policy import Messages, ShardingStrategy
 
 
 class SoloComm:
@@ -69,15 +70,19 @@ class Mesh:
     Attributes:
         shard_group: The ranks that share each unit: units are gathered and reduce-scattered among them.
         replica_group: The ranks that hold replicas of this rank's shards: gradients are all-reduced among them.
+        messages: What units' weights and gradients are rounded to on the way inside the shard group; None: not at all.
+        lane_group: The shard group for units' gathers and reduces, which rounds their messages; nothing else does.
         size: Number of ranks in all, over which gradients are averaged.
         rank: This rank's number among them.
         device: Device of the collectives' tensors.
     """
 
-    def __init__(self, shard: Comm, replicate: Comm) -> None:
+    def __init__(self, shard: Comm, replicate: Comm, messages: Messages | None = None) -> None:
         """Combine the two groups that this rank belongs to."""
         self.shard_group = shard
         self.replica_group = replicate
+        self.messages: Messages | None = messages
+        self.lane_group = shard if messages is None else RoundedGroup(shard, messages)
         self.size = replicate.size * shard.size
         self.rank = replicate.rank * shard.size + shard.rank
         self.device = shard.device
@@ -88,6 +93,15 @@ class Mesh:
             return self.shard_group.all_reduce(tensor, op)
         self.shard_group.all_reduce(tensor, op).wait()
         return self.replica_group.all_reduce(tensor, op)
+
+    def sent_itemsize(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a number of ``dtype`` in units' gathers and reduces."""
+        return self.lane_group.itemsize(dtype) if isinstance(self.lane_group, RoundedGroup) else dtype.itemsize
+
+    def as_sent(self, shard: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return a lane's ``shard``, (shard_numel,), as every rank has it after a gather in the dtype of ``like``."""
+        cast = shard.to(like)
+        return self.lane_group.rounded(cast) if isinstance(self.lane_group, RoundedGroup) else cast
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor`` on all ranks with that of rank 0: over one axis, then the other. Blocks."""

@@ -128,6 +128,15 @@ class RunConfig(ConfigSection):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_messages_to_round(self) -> Self:
+        if self.training.messages is not None and self.sharding.strategy == "no_shard":
+            raise ValueError(
+                f"training.messages: {self.training.messages} rounds what is gathered and reduce-scattered, and "
+                "sharding.strategy: no_shard does neither: leave one of them out"
+            )
+        return self
+
     def of_set(self, name: str | None) -> RunConfig:
         """Return the settings for new rows: a mixture's with the columns and the prefix of one of its sets.
 

@@ -101,6 +101,11 @@ class TrainingConfig(ConfigSection):
     """Weight of the squared log of the softmax's normalizer in the training loss; keeps logits small."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Compute dtype. Shards, gradient reduction and optimizer steps stay in fp32; fp16 scales the loss."""
+    messages: Literal["bf16", "fp8"] | None = None
+    """What trainable weights and their gradients are rounded to while they travel between ranks, for slow networks:
+    bf16 (0.5 of fp32's bytes), fp8 (0.26), null: nothing. Inexact: every rank computes with rounded weights. Shards,
+    sums and the saved model are not rounded; rows of tables at home, and what is as narrow already, travel as they
+    are."""
     allow_fp16: bool = False
     """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
     gradient_checkpointing: bool = False

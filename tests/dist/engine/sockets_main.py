@@ -1,4 +1,7 @@
-"""One gloo process of a test: three steps as ranks of one machine, or, with ``apart``, of a machine each."""
+"""One gloo process of a test: three steps as ranks of one machine, or, with ``apart``, of a machine each.
+
+A second argument rounds messages to that; the model is then large enough for ranks of one machine to read memory.
+"""
 
 import hashlib
 import json
@@ -23,7 +26,9 @@ def main():
         os.environ["FULLSHARD_MACHINE"] = os.environ["RANK"]
     comm = fullshard.init()
     torch.manual_seed(1)
-    model = fullshard.fully_shard(TinyLM(), comm)
+    messages = sys.argv[2] if len(sys.argv) > 2 else None
+    model = TinyLM() if messages is None else TinyLM(width=96, hidden=400)
+    model = fullshard.fully_shard(model, comm, mp_policy=fullshard.MixedPrecision(messages=messages))
     optimizer = optimizer_for(model)
     runtime = runtime_of(model)
     issued = []

@@ -127,7 +127,10 @@ CASES = {
     "one unit": {"wrap": None},
     "offload": {"offload_policy": CPUOffload(pin_memory=False)},
     "bf16": {"mp_policy": MixedPrecision(param="bf16", reduce="bf16", reduce_sum="fp32")},
+    "bf16 messages": {"mp_policy": MixedPrecision(messages="bf16")},
+    "fp8 messages": {"mp_policy": MixedPrecision(messages="fp8"), "strategy": ShardingStrategy.HYBRID_SHARD},
     "table": {"table": True},
+    "table at home, fp8 messages": {"table": True, "tables": "home", "mp_policy": MixedPrecision(messages="fp8")},
     "table at home": {"table": True, "tables": "home"},
     "table at home, on two axes": {"table": True, "tables": "home", "strategy": ShardingStrategy.HYBRID_SHARD},
     "table and loss at home": {

@@ -89,6 +89,13 @@ def test_training_in_bfloat16_with_sums_in_float32_is_ordered(when):
 
 
 @pytest.mark.parametrize("when", TIMES)
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD])
+def test_training_with_rounded_messages_is_ordered(strategy, when):
+    options = {"strategy": strategy, "mp_policy": MixedPrecision(messages="bf16")}
+    assert_ordered(check(training(**options), TIMES[when], strategy=strategy))
+
+
+@pytest.mark.parametrize("when", TIMES)
 def test_optimizers_that_exchange_parts_are_ordered(when):
     models, data = [zoo() for _ in range(2)], zoo_batches(3, 2)
 

@@ -93,10 +93,12 @@ def test_training_is_ordered(strategy, prefetch, checkpointing):
     [
         {"mp_policy": MixedPrecision(param="bf16", reduce="bf16", reduce_sum="fp32")},
         {"mp_policy": MixedPrecision(param="fp16", reduce="fp16")},
+        {"mp_policy": MixedPrecision(messages="bf16")},
+        {"mp_policy": MixedPrecision(param="bf16", reduce="fp32", messages="fp8")},
         {"make": lm_with_frozen_parts},
         {"make": lm_with_frozen_parts, "frozen": "replicate"},
     ],
-    ids=["bf16", "fp16", "frozen", "frozen replicate"],
+    ids=["bf16", "fp16", "bf16 messages", "fp8 messages", "frozen", "frozen replicate"],
 )
 def test_training_is_ordered_with(options, strategy):
     assert_ordered(check(train, strategy=strategy, **options))

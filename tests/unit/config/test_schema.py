@@ -128,3 +128,10 @@ def test_weights_need_batches_of_rows():
     values = mixture_of(sets, validation_fraction=0.1) | {"training": {"per_device_train_batch_tokens": 64}}
     with pytest.raises(ValidationError, match="a set with a weight gives other rows to each"):
         RunConfig.model_validate(values)
+
+
+def test_rounded_messages_need_messages(run_file):
+    assert load_run(run_file, ["training.messages=bf16"]).training.messages == "bf16"
+    assert load_run(run_file).training.messages is None
+    with pytest.raises(ConfigError, match=r"sharding\.strategy: no_shard does neither"):
+        load_run(run_file, ["training.messages=bf16", "sharding.strategy=no_shard"])

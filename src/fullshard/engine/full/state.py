@@ -103,7 +103,7 @@ def _write_back(unit: Unit) -> None:
     _take_assigned(unit)
     for lane in unit.lanes:
         # Only where it differs: a shard is wider than the compute dtype, and unchanged elements must keep their bits.
-        changed = (lane.own_part != lane.shard.to(lane.own_part)).to(lane.shard.device)
+        changed = (lane.own_part != lane.mesh.as_sent(lane.shard, lane.own_part)).to(lane.shard.device)
         lane.shard[changed] = lane.own_part.to(lane.shard.device)[changed].to(lane.shard.dtype)
 
 

@@ -26,7 +26,7 @@ from fullshard.engine.full.eval_precision import follow_mode, remember_buffers
 from fullshard.engine.full.model_class import plain_class, sharded_class
 from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
 from fullshard.engine.registry import attach, detach, is_sharded, runtime_of
-from fullshard.engine.setup.build import UnitBuilder, keep_in_float32, move_buffers
+from fullshard.engine.setup.build import UnitBuilder, check_messages, keep_in_float32, move_buffers
 from fullshard.engine.setup.fill import fill, give_memory, open_weights
 from fullshard.engine.setup.fuse import fuse
 from fullshard.engine.setup.identity import Differing, check_same_model, different_values, refuse_different_values
@@ -150,6 +150,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
         policy = _place_frozen(policy, root, ranks)
         specs, unwrapped = _specs(root, wrap, ignored, inner, policy)
         specs[0].modules = members
+        check_messages(specs, policy)
         check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
         inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
         own = [module for module in root.modules() if id(module) not in inside]
@@ -430,7 +431,8 @@ def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[An
     """
     unit.name = " + ".join(paths[id(module)][0] for module in unit.modules)
     for lane in unit.lanes:
-        lane.mesh = Mesh(_one_of(comms, lane.mesh.shard_group), _one_of(comms, lane.mesh.replica_group))
+        axes = lane.mesh.shard_group, lane.mesh.replica_group
+        lane.mesh = Mesh(_one_of(comms, axes[0]), _one_of(comms, axes[1]), lane.mesh.messages)
         lane.account.add("shards", -lane.shard.nbytes)
         account.add("shards", lane.shard.nbytes)
         lane.account = account

@@ -17,9 +17,33 @@ from fullshard.engine.step.precision import Dtypes, cast_floats, dtypes_of, torc
 from fullshard.engine.step.unit import Unit
 from fullshard.engine.tables.lane import TableLane
 from fullshard.engine.tables.param import TableParam
+from fullshard.errors import ConfigError
 from fullshard.layout import LaneLayout, plan_unit
 from fullshard.layout.sharded import ShardMeta
 from fullshard.policy import MixedPrecision, ShardingStrategy, UnitPolicy
+
+
+def check_messages(specs: Iterable[UnitSpec], policy: UnitPolicy) -> None:
+    """Refuse rounded messages of what they cannot round; before anything changes.
+
+    Raises:
+        ConfigError: Nothing is gathered, or gradients are not added in float32.
+    """
+    messages = policy.precision.messages
+    if messages is None:
+        return
+    if policy.strategy is ShardingStrategy.NO_SHARD:
+        raise ConfigError(
+            f"messages={messages!r} rounds what is gathered and reduce-scattered, and NO_SHARD does neither. Leave it "
+            "out, or choose another strategy."
+        )
+    for member in (member for spec in specs for member in spec.params if member.param.requires_grad):
+        added = dtypes_of(policy.precision, member.param, kept=False).reduce_sum
+        if member.param.is_floating_point() and added.itemsize < 4:
+            raise ConfigError(
+                f"messages={messages!r} rounds float32 gradients while they travel and adds them in float32; those of "
+                f"{member.names[0]} are in {added}. Add reduce='float32', or leave messages out."
+            )
 
 
 class UnitBuilder:
@@ -28,6 +52,7 @@ class UnitBuilder:
     def __init__(self, mesh: Mesh, policy: UnitPolicy, account: Account, device: Device, kept: frozenset[int]) -> None:
         """Build units that compute on ``device``; ``kept`` are the ids of modules that compute in float32."""
         self.mesh = mesh
+        self.lane_mesh = Mesh(mesh.shard_group, mesh.replica_group, policy.precision.messages)
         self.policy = policy
         self.account = account
         self.runtime_device = device
@@ -97,7 +122,8 @@ class UnitBuilder:
         """Plan the lanes of one group and cut this rank's shards, with the parameters' values if ``values``."""
         first, dtypes = group[0].param, self._dtypes(group[0])
         replicated = self._is_replicated(group[0])
-        mesh = Mesh(SoloComm(self.mesh.device), self.mesh.all_ranks) if replicated else self.mesh
+        mesh = self.lane_mesh if first.requires_grad else self.mesh
+        mesh = Mesh(SoloComm(mesh.device), mesh.all_ranks) if replicated else mesh
         unit_layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard_group.size)
         for layout in unit_layout.lanes:
             shard = torch.zeros(layout.shard_numel, dtype=dtypes.shard, device=self.device)

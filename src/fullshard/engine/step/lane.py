@@ -126,7 +126,7 @@ class Lane:
         mine = self.own_part
         # To the device first: a cast on the host would go through memory that is not page-locked.
         mine.copy_(self.shard.to(mine.device, non_blocking=True))
-        self.gather_work = self.mesh.shard_group.all_gather(self.full.alias, mine)
+        self.gather_work = self.mesh.lane_group.all_gather(self.full.alias, mine)
 
     def finish_gather(self) -> None:
         """Mark the all-gather as finished; the caller has waited for ``gather_work``."""
@@ -216,7 +216,7 @@ class Lane:
 
     def start_sum(self) -> tuple[torch.Tensor, Work | None]:
         """Start to sum the unsharded gradient over the shard group; return this rank's slice and what to wait for."""
-        full, comm = self.complete_gradient(), self.mesh.shard_group
+        full, comm = self.complete_gradient(), self.mesh.lane_group
         divisor = predivisor(self.mesh, full.dtype)
         if divisor != 1.0:
             full.div_(divisor)

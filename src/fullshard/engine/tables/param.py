@@ -145,6 +145,7 @@ class TableParam(ShardedParam):
         """Return whether tokens should travel; the same on every rank, and every rank calls it.
 
         They should where N times the most tokens of a rank are fewer than the table's rows: then fewer bytes are sent.
+        Where messages are rounded, a gathered table's are narrower, and tokens' are not: then tokens must be fewer.
         It depends on nothing but these numbers, so that a resumed run does what the first one did.
 
         Args:
@@ -154,7 +155,9 @@ class TableParam(ShardedParam):
         most = torch.tensor([tokens], dtype=torch.int64, device=mesh.device)
         mesh.announce(f"tokens of {self.meta.name}")
         mesh.all_reduce(most, "max").wait()  # also over replicas: all ranks do the same
-        fewer = comm.size > 1 and comm.size * int(most) < self.meta.global_shape[0]
+        dtypes = self.lane.dtypes.compute, self.lane.dtypes.reduce
+        of_tokens, of_rows = sum(d.itemsize for d in dtypes), sum(map(mesh.sent_itemsize, dtypes))
+        fewer = comm.size > 1 and comm.size * int(most) * of_tokens < self.meta.global_shape[0] * of_rows
         return fewer or self.lane.forced
 
     def choose(self, tokens: int) -> None:

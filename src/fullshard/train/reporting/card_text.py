@@ -193,6 +193,7 @@ def _training(run: Run) -> list[str]:
         "steps": f"{end.steps:,} ({end.epochs:.2f} epochs), {end.tokens:,} tokens{_ENDED[end.ended_by]}",
         "steps skipped": f"{end.skipped_steps:,}" if end.skipped_steps else None,
         "precision": settings["precision"],
+        "messages between ranks": settings.get("messages") and f"rounded to {settings['messages']}",
         "frozen weights": f"quantised: {run.quantization}" if run.quantization else None,
         "seed": str(end.config["seed"]),
         "hardware": f"{end.world_size} rank{'s' if end.world_size > 1 else ''} on {end.device}, {start.hardware}",

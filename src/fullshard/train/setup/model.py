@@ -315,11 +315,12 @@ def for_device(config: RunConfig, *, gpu: bool) -> RunConfig:
 
 
 def _mixed_precision(model: nn.Module, config: RunConfig) -> MixedPrecision:
+    messages = config.training.messages
     if config.training.precision == "fp32":
-        return MixedPrecision()
+        return MixedPrecision(messages=messages)
     kept = _CASTS_ITSELF & {type(module).__name__ for module in model.modules()}
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.training.precision]
-    return MixedPrecision(param=dtype, reduce="float32", keep_fp32=tuple(kept))
+    return MixedPrecision(param=dtype, reduce="float32", keep_fp32=tuple(kept), messages=messages)
 
 
 def _wrap_policy(wrap: str | int | tuple[str, ...]) -> WrapPolicy:
