@@ -10,4 +10,4 @@ KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
 launcher makes it, and removes it at the end."""
 
 RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"
-"""How often the ranks may be started again; with 0 they take no snapshots, and the directory has notes alone."""
+"""How often the ranks may still be started again, where one launcher decides it; with 0 they take no snapshots."""

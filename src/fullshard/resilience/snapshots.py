@@ -69,7 +69,7 @@ class Snapshots:
         self._written_s = 0.0  # the same by the clock
         self._stall_s: float | None = None  # None: this attempt has written none
         self._problem: str | None = None
-        self._off = False
+        self._off = keep.last
         self._ticked: float | None = None
         self._steps_s: list[float] = []
 
