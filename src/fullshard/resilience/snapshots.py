@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -142,9 +143,13 @@ class Snapshots:
         overwrites another one.
         """
         brought = self._partners.several and self._bring_back()
-        found = together_in_background(self._ranks, lambda: self._held(self._ranks.rank))
-        common = set.intersection(*self._ranks.all_gather_object(set(found)))
-        if not common:
+        # Adding up the bytes of both generations takes twice as long, and the older one is rarely needed.
+        for newest in (True, False):
+            found = together_in_background(self._ranks, partial(self._held, self._ranks.rank, newest=newest))
+            common = set.intersection(*self._ranks.all_gather_object(set(found)))
+            if common:
+                break
+        else:
             return None
         chosen = found[max(common)]
         described = chosen.described
@@ -155,11 +160,13 @@ class Snapshots:
         self._next = described.step + (1 if brought else self.every)
         return chosen
 
-    def _held(self, rank: int) -> dict[Key, Snapshot]:
-        """Return the complete snapshots of a rank on this machine, by key."""
-        read = [self._partners.slot_of(rank, number).read() for number in range(_GENERATIONS)]
-        size = self._ranks.size
-        return {one.described.key: one for one in read if one is not None and one.described.world_size == size}
+    def _held(self, rank: int, *, newest: bool = False) -> dict[Key, Snapshot]:
+        """Return the complete snapshots of a rank on this machine, by key; or the newest one alone."""
+        slots, size = [self._partners.slot_of(rank, number) for number in range(_GENERATIONS)], self._ranks.size
+        noted = [(said.key, slot) for slot in slots if (said := slot.described()) and said.world_size == size]
+        noted.sort(key=lambda pair: pair[0])
+        read = [slot.read() for _, slot in noted[-1 if newest else 0 :]]
+        return {one.described.key: one for one in read if one is not None}
 
     def _bring_back(self) -> bool:
         """Send the newest moment's snapshots to the ranks that lack theirs; every rank calls it.

@@ -315,3 +315,34 @@ def test_an_empty_slot_has_no_snapshot(tmp_path):
     assert read.described.key == (0, 0, 1)
     assert torch.equal(read.tensors["x"], torch.arange(5.0))
     assert read.tensors["none"].numel() == 0
+
+
+def test_the_last_attempt_continues_and_takes_none(tmp_path, keep, monkeypatch):
+    attempt(2, tmp_path / "run", 3)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    monkeypatch.setenv("FULLSHARD_MAX_RESTARTS", "0")
+    before = {path: path.read_bytes() for path in keep.rglob(slot.MANIFEST_NAME)}
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        optimizer = adamw(model)
+        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
+            restored = checkpoints.load(model, optimizer)
+            return restored.step, checkpoints.snapshot(model, optimizer, step=4)
+
+    assert run_ranks(2, work) == [(3, False)] * 2
+    assert {path: path.read_bytes() for path in keep.rglob(slot.MANIFEST_NAME)} == before
+
+
+def test_only_the_newest_is_added_up_unless_a_rank_lacks_it(tmp_path, keep, monkeypatch):
+    attempt(1, tmp_path / "run", 3)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    looked, real = [], slot.checksum
+    monkeypatch.setattr(slot, "checksum", lambda buffer: looked.append(1) or real(buffer))
+    assert attempt(1, tmp_path / "run", 3)[0] == 3
+    assert len(looked) == 1
+    break_bytes(slots(keep, 0)[3])
+    looked.clear()
+    assert attempt(1, tmp_path / "run", 2)[0] == 2
+    assert len(looked) == 3  # the newest twice, and the one before
