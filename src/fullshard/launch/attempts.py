@@ -19,11 +19,10 @@ from pathlib import Path
 
 from fullshard.launch.failure import Failure, first_sentence
 from fullshard.launch.messages import say
-from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE
+from fullshard.variables import ATTEMPT_VARIABLE, KEEP_LOCK_NAME, KEEP_VARIABLE
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-keep-"
-_LOCK_NAME = "lock"
 _REACHED_NAME = "reached.json"
 _LOST_NAME, _STARTED_NAME = "lost", "started"  # files that say when by their time of change
 
@@ -141,7 +140,7 @@ def kept_directory() -> Iterator[Path]:
     # Held as long as this process lives, whatever ends it; named only then, so that nobody finds it free.
     with (directory / "new").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(directory / "new", directory / _LOCK_NAME)
+        os.rename(directory / "new", directory / KEEP_LOCK_NAME)
         try:
             yield directory
         finally:
@@ -150,7 +149,7 @@ def kept_directory() -> Iterator[Path]:
 
 def _remove_if_left(directory: Path) -> None:
     """Remove the directory of a launcher that is no more; another user's cannot be opened."""
-    with contextlib.suppress(OSError), (directory / _LOCK_NAME).open() as lock:
+    with contextlib.suppress(OSError), (directory / KEEP_LOCK_NAME).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE, RESTARTS_VARIABLE
+from fullshard.variables import ATTEMPT_VARIABLE, KEEP_LOCK_NAME, KEEP_VARIABLE, RESTARTS_VARIABLE
 
 _BEGUN = "begun"
 
@@ -29,6 +31,13 @@ class KeepDirectory:
             return None
         name = hashlib.sha256(str(run).encode()).hexdigest()[:16]
         return cls(Path(kept, name), attempt, last)
+
+    def mean_life_s(self) -> float | None:
+        """Return how long the attempts so far have lasted in the mean; None in the first one. Any rank, alone."""
+        with contextlib.suppress(OSError):
+            since = (self.directory.parent / KEEP_LOCK_NAME).stat().st_mtime
+            return (time.time() - since) / self.attempt if self.attempt else None
+        return None
 
     def begun(self) -> bool:
         """Return whether an earlier attempt passed its start on this machine; any rank, alone."""
