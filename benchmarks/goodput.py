@@ -1,15 +1,15 @@
 """What snapshots cost while nothing fails, and how many steps are left of the time when a rank dies every minute.
 
-    python benchmarks/goodput.py [--minutes 7] [--every 60] [--kills 10] [--steps 160] [--calm 90] [--out PATH]
+    python benchmarks/goodput.py [--minutes 7] [--every 60] [--kills 10] [--steps 160] [--calm 60] [--out PATH]
 
-Two CPU ranks train a T5 of t5-small's shapes. Three parts, each recorded when it is done; a call takes at most about
+Two CPU ranks train a T5 of t5-small's shapes. Two parts, each recorded when it is done; a call takes at most about
 ``--minutes``, and the next one continues after it. Nothing else should run meanwhile.
 
 1. overhead: a script with ``Checkpoints(in_memory="auto")``; blocks of 20 steps with snapshots and without take turns.
-2. undisturbed: ``fullshard train``, its steps a second.
-3. killed: the same with one rank killed every ``--every`` seconds, in sessions of as long as the call has left.
+2. killed: ``fullshard train``, undisturbed for ``--calm`` seconds, then with a rank killed ``--every`` seconds after it
+   was back; a session takes what the call has left.
 
-``goodput`` is the steps that are left over those of the undisturbed run in the same time, without the time in which
+``goodput`` is the steps that are left over those that the undisturbed time makes of it, without the time in which
 Python and imports start (``fullshard train`` prints how long a run was without steps, and how long without that);
 ``goodput_with_starts`` has that time too.
 """
@@ -36,8 +36,8 @@ import fullshard
 LATEST = Path(__file__).parent / "results" / "goodput.json"
 BLOCK = 20
 WARM_STEPS = 10
-LEAST_S = 150.0
-"""Shortest session with kills."""
+LEAST_S, TAIL_S = 150.0, 30.0
+"""Shortest session with kills, and from its last kill to its end."""
 
 SHAPES = {"model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
 CONFIG = SHAPES | {"vocab_size": 32128, "dropout_rate": 0.1, "decoder_start_token_id": 0, "pad_token_id": 0}
@@ -152,22 +152,16 @@ class Run:
         return reached, when
 
 
-def undisturbed(directory: Path, seconds: float) -> dict:
-    """Steps a second from the tenth step on."""
-    run = Run(directory)
-    began = run.wait_for(WARM_STEPS)
-    time.sleep(seconds)
-    reached, ended = run.stop()
-    return {"steps": reached - WARM_STEPS, "seconds": ended - began, "step_s": (ended - began) / (reached - WARM_STEPS)}
-
-
-def killed(directory: Path, seconds: float, every: float, draw: random.Random) -> dict:
+def killed(directory: Path, seconds: float, calm: float, every: float, draw: random.Random) -> dict:
     """Steps kept in a time with kills of a random rank, from the tenth step on to the last one before the end."""
     run = Run(directory)
     began = run.wait_for(WARM_STEPS)
-    ends, kills, lost = time.time() + seconds, 0, 0
-    while time.time() + every + LEAST_S / 3 < ends:
-        time.sleep(every)
+    ends = time.time() + seconds
+    time.sleep(calm)
+    undisturbed = len(run.steps()) - WARM_STEPS
+    step_s = (run.metrics.stat().st_mtime - began) / undisturbed
+    kills = twice = 0
+    while time.time() + TAIL_S < ends:
         before = len(run.steps())
         os.kill(draw.choice(run.ranks()), signal.SIGKILL)
         kills += 1
@@ -175,15 +169,17 @@ def killed(directory: Path, seconds: float, every: float, draw: random.Random) -
             if run.process.poll() is not None:
                 raise SystemExit(f"the run ended after a kill:\n{run.said.read_text()}")
             time.sleep(0.05)
-        lost += before + 1 - len(run.steps())
-    time.sleep(max(0.0, ends - time.time()))
+        twice += before + 1 - len(run.steps())
+        time.sleep(max(0.0, min(every, ends - time.time())))
     reached, ended = run.stop()
     recoveries = [[float(one) for one in found] for found in RECOVERED.findall(run.said.read_text())]
     return {
         "kills": kills,
+        "undisturbed_steps": undisturbed,
+        "step_s": round(step_s, 4),
         "steps": reached - WARM_STEPS,
-        "seconds": ended - began,
-        "steps_taken_twice": lost,
+        "seconds": round(ended - began, 2),
+        "steps_taken_twice": twice,
         "recoveries_s": [whole for whole, _ in recoveries],
         "recoveries_without_start_s": [rest for _, rest in recoveries],
     }
@@ -191,7 +187,7 @@ def killed(directory: Path, seconds: float, every: float, draw: random.Random) -
 
 def summary(record: dict) -> dict:
     """The figures of the page, from all sessions so far."""
-    sessions, step_s = record.get("killed", []), record["undisturbed"]["step_s"]
+    sessions = record.get("killed", [])
     wholes = [seconds for one in sessions for seconds in one["recoveries_s"]]
     rests = [seconds for one in sessions for seconds in one["recoveries_without_start_s"]]
     found = {
@@ -201,11 +197,12 @@ def summary(record: dict) -> dict:
     }
     if not wholes:
         return found
-    steps, seconds = (sum(one[name] for one in sessions) for name in ("steps", "seconds"))
+    kept_s = sum(one["steps"] * one["step_s"] for one in sessions)
+    seconds = sum(one["seconds"] for one in sessions)
     starts = sum(wholes) - sum(rests)
     return found | {
-        "goodput": round(steps * step_s / (seconds - starts), 4),
-        "goodput_with_starts": round(steps * step_s / seconds, 4),
+        "goodput": round(kept_s / (seconds - starts), 4),
+        "goodput_with_starts": round(kept_s / seconds, 4),
         "recovery_seconds_median": round(statistics.median(wholes), 2),
         "recovery_without_start_seconds_median": round(statistics.median(rests), 2),
         "steps_taken_twice_per_kill": round(sum(one["steps_taken_twice"] for one in sessions) / len(wholes), 2),
@@ -218,7 +215,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=60.0, help="seconds between a recovery and the next kill")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--calm", type=float, default=90.0)
+    parser.add_argument("--calm", type=float, default=60.0, help="seconds before the first kill of a session")
     parser.add_argument("--out", type=Path, default=LATEST)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -230,8 +227,7 @@ def main() -> None:
 
     def keep(name: str, part: object) -> None:
         record[name] = part
-        if "undisturbed" in record and "overhead" in record:
-            record["summary"] = summary(record)
+        record["summary"] = summary(record)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
         print(json.dumps(part), flush=True)
 
@@ -239,15 +235,13 @@ def main() -> None:
         if "overhead" not in record:
             keep("overhead", overhead(Path(scratch), options.steps))
     with tempfile.TemporaryDirectory(prefix="fullshard-goodput-") as scratch:
-        if "undisturbed" not in record:
-            keep("undisturbed", undisturbed(Path(scratch), options.calm))
-    with tempfile.TemporaryDirectory(prefix="fullshard-goodput-") as scratch:
         done = record.get("killed", [])
         left = ends - time.monotonic() - 30.0  # starting and stopping
         wanted = options.kills - sum(one["kills"] for one in done)
         if wanted > 0 and left >= LEAST_S:
-            seconds = min(left, (wanted + 1) * (options.every + 15.0))
-            keep("killed", [*done, killed(Path(scratch), seconds, options.every, random.Random(len(done)))])
+            seconds = min(left, options.calm + wanted * (options.every + 10.0))
+            draw = random.Random(len(done))
+            keep("killed", [*done, killed(Path(scratch), seconds, options.calm, options.every, draw)])
     print(json.dumps(record.get("summary"), indent=1))
 
 
