@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from goodput import RECOVERED  # noqa: E402
+
 from fullshard.storage import survey  # noqa: E402
 from support.tiny_run import MODEL, read_jsonl, write_run_file  # noqa: E402
 
@@ -167,7 +169,9 @@ def disturbed(directory, kinds, draw, seconds):
         run.process.kill()
     elif run.finished():
         ended = 0
-    return done, {"exit_code": ended, "wall_s": time.time() - started, "recoveries_s": recoveries}
+    said = [[float(one) for one in found] for found in RECOVERED.findall(run.said.read_text())]
+    told = {"recoveries_told_s": [whole for whole, _ in said], "recoveries_without_start_s": [rest for _, rest in said]}
+    return done, {"exit_code": ended, "wall_s": time.time() - started, "recoveries_s": recoveries, **told}
 
 
 def facts(out):
@@ -190,6 +194,7 @@ def summary(record):
     runs, calm = record["runs"], record["undisturbed"]
     faults = {kind: sum(run["faults"].count(kind) for run in runs) for kind in COUNTS}
     recoveries = [seconds for run in runs for seconds in run["recoveries_s"]]
+    rests = [seconds for run in runs for seconds in run.get("recoveries_without_start_s", [])]
     ended = [run for run in runs if run["exit_code"] == 0]
     costs = json.loads(GOODPUT.read_text()) if GOODPUT.exists() else {}
     return {
@@ -200,9 +205,10 @@ def summary(record):
         "samples_lost_or_doubled": sum(run["steps_differ"] for run in ended),
         "torn_checkpoints": sum(run["torn_checkpoints"] for run in ended),
         "recovery_seconds_median": round(statistics.median(recoveries), 2) if recoveries else None,
+        "recovery_without_start_seconds_median": round(statistics.median(rests), 2) if rests else None,
         "start_seconds": round(calm["first_step_s"], 2),
-        "goodput": costs.get("killed", {}).get("goodput"),
-        "overhead": costs.get("undisturbed", {}).get("overhead"),
+        "goodput": costs.get("summary", {}).get("goodput"),
+        "overhead": costs.get("overhead", {}).get("overhead"),
     }
 
 

@@ -1,17 +1,24 @@
 """What snapshots cost while nothing fails, and how many steps are left of the time when a rank dies every minute.
 
-    python benchmarks/goodput.py [--minutes 5] [--every 60] [--steps 240] [--out PATH]
+    python benchmarks/goodput.py [--minutes 7] [--every 60] [--kills 10] [--steps 160] [--calm 60] [--out PATH]
 
-Two CPU ranks train a T5 of t5-small's shapes with ``Checkpoints(in_memory="auto")``. First without a failure: blocks of
-20 steps with snapshots and without take turns. Then one rank is killed every ``--every`` seconds under
-``fullshard launch --max_restarts``. The time in which processes start and build the model is told apart. Nothing else
-should run meanwhile.
+Two CPU ranks train a T5 of t5-small's shapes. Two parts, each recorded when it is done; a call takes at most about
+``--minutes``, and the next one continues after it. Nothing else should run meanwhile.
+
+1. overhead: a script with ``Checkpoints(in_memory="auto")``; blocks of 20 steps with snapshots and without take turns.
+2. killed: ``fullshard train``, undisturbed for ``--calm`` seconds, then with a rank killed ``--every`` seconds after it
+   was back; a session takes what the call has left.
+
+``goodput`` is the steps that are left over those that the undisturbed time makes of it, without the time in which
+Python and imports start (``fullshard train`` prints how long a run was without steps, and how long without that);
+``goodput_with_starts`` has that time too.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -21,144 +28,221 @@ import time
 from pathlib import Path
 
 import torch
+import yaml
 from transformers import T5Config, T5ForConditionalGeneration
 
 import fullshard
 
 LATEST = Path(__file__).parent / "results" / "goodput.json"
 BLOCK = 20
-CONFIG = T5Config(decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.1)
+WARM_STEPS = 10
+LEAST_S, TAIL_S = 150.0, 30.0
+"""Shortest session with kills, and from its last kill to its end."""
+
+SHAPES = {"model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+CONFIG = SHAPES | {"vocab_size": 32128, "dropout_rate": 0.1, "decoder_start_token_id": 0, "pad_token_id": 0}
+ROWS, SOURCE, TARGET = 4, 96, 48
+
+RECOVERED = re.compile(r"step [\d,]+ was done ([\d.]+) s after the loss, ([\d.]+) s without starting processes")
 
 
-def rank(mode: str, directory: Path, steps: int) -> None:
-    """Train as one rank, and write what happens when."""
-    born = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + _started_s()
+def rank(directory: Path, steps: int) -> None:
+    """Train as one rank of the script, and write what happens when."""
     fullshard.init()
-    number, attempt = int(os.environ["RANK"]), int(os.environ.get("FULLSHARD_ATTEMPT", "0"))
-    (directory / f"pid{number}").write_text(str(os.getpid()))
+    number = int(os.environ["RANK"])
     torch.manual_seed(0)
-    model = fullshard.fully_shard(T5ForConditionalGeneration(CONFIG))
+    model = fullshard.fully_shard(T5ForConditionalGeneration(T5Config(**CONFIG)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     draw = torch.Generator().manual_seed(number)
-    tokens = torch.randint(4, 30_000, (4, 96), generator=draw)
-    labels = tokens[:, :48].contiguous()
-    with (directory / f"rank{number}.jsonl").open("a") as log:
-
-        def tell(**what):
-            log.write(json.dumps({"attempt": attempt, "time": time.time(), **what}) + "\n")
-            log.flush()
-
-        with fullshard.Checkpoints(directory / "checkpoints", in_memory="auto") as checkpoints:
-            tell(event="built", born=born)
-            restored = checkpoints.load(model, optimizer)
-            tell(event="loaded", step=restored.step if restored else 0)
-            for step in range(restored.step + 1 if restored else 1, steps + 1):
-                started = time.perf_counter()
-                model(input_ids=tokens, labels=labels).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seconds = time.perf_counter() - started
-                if mode == "kills" or (step // BLOCK) % 2 == 0:
-                    checkpoints.snapshot(model, optimizer, step=step)
-                elif checkpoints.in_memory is not None:
-                    checkpoints.in_memory.wait()
-                tell(event="step", step=step, seconds=seconds, whole=time.perf_counter() - started)
-            every = checkpoints.in_memory.every
-        nbytes = sum(path.stat().st_size for path in Path(os.environ["FULLSHARD_KEEP_DIR"]).rglob("state.bin"))
-        tell(event="end", every=every, kept_bytes=nbytes)
+    tokens = torch.randint(4, 30_000, (ROWS, SOURCE), generator=draw)
+    labels = tokens[:, :TARGET].contiguous()
+    lines = []
+    with fullshard.Checkpoints(directory / "checkpoints", in_memory="auto") as checkpoints:
+        for step in range(1, steps + 1):
+            started = time.perf_counter()
+            model(input_ids=tokens, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (step // BLOCK) % 2 == 0:
+                checkpoints.snapshot(model, optimizer, step=step)
+            else:
+                checkpoints.in_memory.wait()
+            lines.append(time.perf_counter() - started)
+        checkpoints.in_memory.wait()
+        kept = [path.stat().st_size for path in Path(os.environ["FULLSHARD_KEEP_DIR"]).rglob("state.bin")]
+        end = {"every": checkpoints.in_memory.every, "kept_bytes": sum(kept), "seconds": lines}
+        end["costs_s"] = checkpoints.in_memory.costs
+    (directory / f"rank{number}.json").write_text(json.dumps(end))
     fullshard.shutdown()
 
 
-def _started_s() -> float:
-    """When this process started, in seconds since the machine did."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def launched(mode: str, directory: Path, steps: int) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    script = [str(Path(__file__)), "--rank", mode, "--directory", str(directory), "--steps", str(steps)]
-    launch = ["-m", "fullshard.cli.main", "launch", "--nproc_per_node", "2", "--max_restarts", "100"]
-    return subprocess.Popen([sys.executable, *launch, *script], env=environment)
-
-
-def told(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "rank0.jsonl").read_text().splitlines()]
+def environment() -> dict[str, str]:
+    source = str(Path(__file__).parents[1] / "src")
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": source}
 
 
 def overhead(directory: Path, steps: int) -> dict:
-    """Seconds of steps in blocks with snapshots over those in blocks without, less what the first ones take."""
-    if launched("calm", directory, steps).wait() != 0:
-        raise SystemExit("the run without failures failed")
-    lines = told(directory)
-    taken = [line for line in lines if line["event"] == "step" and line["step"] >= BLOCK]
-    on = [line["whole"] for line in taken if (line["step"] // BLOCK) % 2 == 0]
-    off = [line["whole"] for line in taken if (line["step"] // BLOCK) % 2]
-    end = lines[-1]
+    """Seconds of steps in blocks with snapshots over those in blocks without."""
+    script = [str(Path(__file__)), "--rank", str(directory), "--steps", str(steps)]
+    launch = ["-m", "fullshard.cli.main", "launch", "--nproc_per_node", "2", "--max_restarts", "1"]
+    subprocess.run([sys.executable, *launch, *script], env=environment(), check=True)
+    end = json.loads((directory / "rank0.json").read_text())
+    taken = list(enumerate(end["seconds"], start=1))[BLOCK:]
+    on = [seconds for step, seconds in taken if (step // BLOCK) % 2 == 0]
+    off = [seconds for step, seconds in taken if (step // BLOCK) % 2]
     return {
         "steps": len(taken),
         "step_s": round(statistics.median(off), 4),
         "overhead": round(statistics.mean(on) / statistics.mean(off) - 1, 4),
         "steps_between_snapshots": end["every"],
+        "snapshot_cost_s": round(statistics.median(end["costs_s"][2:]), 4),
         "kept_bytes": end["kept_bytes"],
     }
 
 
-def goodput(directory: Path, minutes: float, every: float) -> dict:
-    """Steps kept times the time of one, over the time in which ranks were there; kills of a random rank."""
-    draw, ends = random.Random(0), time.time() + 60 * minutes
-    run = launched("kills", directory, 1_000_000)
-    kills = []
-    while time.time() + every < ends:
-        time.sleep(every)
-        pid = int((directory / f"pid{draw.randrange(2)}").read_text())
-        kills.append(time.time())
-        os.kill(pid, signal.SIGKILL)
-    time.sleep(max(0.0, ends - time.time()))
-    run.send_signal(signal.SIGTERM)
-    run.wait(60)
-    lines = told(directory)
-    step_s = statistics.median(line["seconds"] for line in lines if line["event"] == "step")
-    attempts = sorted({line["attempt"] for line in lines})
-    there = starts = 0.0
-    recoveries = []
-    for number in attempts:
-        mine = [line for line in lines if line["attempt"] == number]
-        built, last = mine[0], mine[-1]
-        starts += built["time"] - built["born"]
-        there += last["time"] - built["time"]
-        first = next((line for line in mine if line["event"] == "step"), None)
-        if number and first is not None:
-            recoveries.append(first["time"] - first["seconds"] - built["time"])
-    reached = max(line["step"] for line in lines if line["event"] == "step")
+class Run:
+    """``fullshard train`` in a directory of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        text = " ".join(f"word{number % 10}" for number in range(SOURCE))
+        (directory / "rows.csv").write_text("".join(["text,label\n", *(f"{text},{text}\n" for _ in range(64))]))
+        training = {"per_device_train_batch_size": ROWS, "num_train_epochs": 10_000, "logging_steps": 1_000_000}
+        settings = {
+            "output_dir": str(directory / "out"),
+            "nproc": 2,
+            "model": {"config": CONFIG, "tokenizer": {"vocab_size": 60}},
+            "data": {"train_file": str(directory / "rows.csv"), "source_column": "text", "target_column": "label"},
+            "training": {**training, "eval_strategy": "no", "save_strategy": "no"},
+        }
+        settings["data"] |= {"cache_dir": str(directory / "cache")}
+        settings["data"] |= {"max_source_length": SOURCE, "max_target_length": TARGET}
+        (directory / "run.yaml").write_text(yaml.safe_dump(settings))
+        self.metrics, self.said = directory / "out" / "metrics.jsonl", directory / "said.txt"
+        command = [sys.executable, "-m", "fullshard.cli.main", "train", str(directory / "run.yaml")]
+        with self.said.open("w") as said:
+            self.process = subprocess.Popen(
+                [*command, "--max-restarts", "1000"], env=environment(), stdout=said, stderr=said
+            )
+
+    def steps(self) -> list[dict]:
+        try:
+            lines = self.metrics.read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        return [one for line in lines if line.endswith("\n") and (one := json.loads(line))["kind"] == "step"]
+
+    def wait_for(self, step: int) -> float:
+        """Return when a step is recorded, and the time of that."""
+        while self.process.poll() is None:
+            if len(self.steps()) >= step:
+                return self.metrics.stat().st_mtime
+            time.sleep(0.02)
+        raise SystemExit(f"the run ended before step {step}:\n{self.said.read_text()}")
+
+    def ranks(self) -> list[int]:
+        return [
+            int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ]
+
+    def stop(self) -> tuple[int, float]:
+        """Stop the run after the step that it is in; the steps before, and when the last of them was recorded."""
+        reached, when = len(self.steps()), self.metrics.stat().st_mtime
+        self.process.terminate()
+        self.process.wait(120)
+        return reached, when
+
+
+def killed(directory: Path, seconds: float, calm: float, every: float, draw: random.Random) -> dict:
+    """Steps kept in a time with kills of a random rank, from the tenth step on to the last one before the end."""
+    run = Run(directory)
+    began = run.wait_for(WARM_STEPS)
+    ends = time.time() + seconds
+    time.sleep(calm)
+    undisturbed = len(run.steps()) - WARM_STEPS
+    step_s = (run.metrics.stat().st_mtime - began) / undisturbed
+    kills = twice = 0
+    while time.time() + TAIL_S < ends:
+        before = len(run.steps())
+        os.kill(draw.choice(run.ranks()), signal.SIGKILL)
+        kills += 1
+        while len(RECOVERED.findall(run.said.read_text())) != kills:
+            if run.process.poll() is not None:
+                raise SystemExit(f"the run ended after a kill:\n{run.said.read_text()}")
+            time.sleep(0.05)
+        twice += before + 1 - len(run.steps())
+        time.sleep(max(0.0, min(every, ends - time.time())))
+    reached, ended = run.stop()
+    recoveries = [[float(one) for one in found] for found in RECOVERED.findall(run.said.read_text())]
     return {
-        "kills": len(kills),
+        "kills": kills,
+        "undisturbed_steps": undisturbed,
         "step_s": round(step_s, 4),
-        "steps": reached,
-        "steps_taken_twice": sum(line["event"] == "step" for line in lines) - reached,
-        "goodput": round(reached * step_s / there, 4),
-        "start_seconds_median": round(starts / len(attempts), 2),
-        "load_seconds_median": round(statistics.median(recoveries), 3) if recoveries else None,
+        "steps": reached - WARM_STEPS,
+        "seconds": round(ended - began, 2),
+        "steps_taken_twice": twice,
+        "recoveries_s": [whole for whole, _ in recoveries],
+        "recoveries_without_start_s": [rest for _, rest in recoveries],
+    }
+
+
+def summary(record: dict) -> dict:
+    """The figures of the page, from all sessions so far."""
+    sessions = record.get("killed", [])
+    wholes = [seconds for one in sessions for seconds in one["recoveries_s"]]
+    rests = [seconds for one in sessions for seconds in one["recoveries_without_start_s"]]
+    found = {
+        "overhead": record["overhead"]["overhead"],
+        "kept_bytes": record["overhead"]["kept_bytes"],
+        "kills": len(wholes),
+    }
+    if not wholes:
+        return found
+    kept_s = sum(one["steps"] * one["step_s"] for one in sessions)
+    seconds = sum(one["seconds"] for one in sessions)
+    starts = sum(wholes) - sum(rests)
+    return found | {
+        "goodput": round(kept_s / (seconds - starts), 4),
+        "goodput_with_starts": round(kept_s / seconds, 4),
+        "recovery_seconds_median": round(statistics.median(wholes), 2),
+        "recovery_without_start_seconds_median": round(statistics.median(rests), 2),
+        "steps_taken_twice_per_kill": round(sum(one["steps_taken_twice"] for one in sessions) / len(wholes), 2),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--every", type=float, default=60.0)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--minutes", type=float, default=7.0, help="start no part that would take longer")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between a recovery and the next kill")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--calm", type=float, default=60.0, help="seconds before the first kill of a session")
     parser.add_argument("--out", type=Path, default=LATEST)
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank(options.rank, options.directory, options.steps)
+        rank(options.rank, options.steps)
         return
-    with tempfile.TemporaryDirectory() as calm, tempfile.TemporaryDirectory() as killed:
-        record = {"undisturbed": overhead(Path(calm), options.steps)} if options.steps else {}
-        record |= {"killed": goodput(Path(killed), options.minutes, options.every)} if options.minutes else {}
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record, indent=1))
+    ends = time.monotonic() + 60 * options.minutes
+    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+
+    def keep(name: str, part: object) -> None:
+        record[name] = part
+        record["summary"] = summary(record)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps(part), flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="fullshard-goodput-") as scratch:
+        if "overhead" not in record:
+            keep("overhead", overhead(Path(scratch), options.steps))
+    with tempfile.TemporaryDirectory(prefix="fullshard-goodput-") as scratch:
+        done = record.get("killed", [])
+        left = ends - time.monotonic() - 30.0  # starting and stopping
+        wanted = options.kills - sum(one["kills"] for one in done)
+        if wanted > 0 and left >= LEAST_S:
+            seconds = min(left, options.calm + wanted * (options.every + 10.0))
+            draw = random.Random(len(done))
+            keep("killed", [*done, killed(Path(scratch), seconds, options.calm, options.every, draw)])
+    print(json.dumps(record.get("summary"), indent=1))
 
 
 if __name__ == "__main__":

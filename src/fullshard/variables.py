@@ -9,5 +9,8 @@ KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
 """Directory of this machine's ranks that outlives an attempt, in memory where the system has such a file system; the
 launcher makes it, and removes it at the end."""
 
+KEEP_LOCK_NAME = "lock"
+"""File in that directory which the launcher makes when it starts, and holds locked as long as it lives."""
+
 RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"
-"""How often the ranks may be started again; with 0 they take no snapshots, and the directory has notes alone."""
+"""How often the ranks may still be started again, where one launcher decides it; with 0 they take no snapshots."""

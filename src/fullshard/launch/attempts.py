@@ -12,21 +12,23 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fullshard.launch.failure import Failure, first_sentence
 from fullshard.launch.messages import say
-from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE
+from fullshard.variables import ATTEMPT_VARIABLE, KEEP_LOCK_NAME, KEEP_VARIABLE
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-keep-"
-_LOCK_NAME = "lock"
 _REACHED_NAME = "reached.json"
+_LOST_NAME, _STARTED_NAME = "lost", "started"  # files that say when by their time of change
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Seconds until the first restart; doubled while attempts come no further than earlier ones, up to the second."""
+"""Seconds until the ranks start again if an attempt came no further than earlier ones; doubled while none does, up to
+the second. After an attempt that came further there is no pause."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,50 @@ class Reached:
     saved: int = 0  # step of the checkpoint from which the next attempt goes on; 0: from the start
     path: str | None = None  # the newest checkpoint that this command saved
     finished: bool = False  # whether the model is published
+    told: bool = False  # whether the summary of --json is printed
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How long a run was without steps after a rank was lost, in seconds; by the clock of one machine."""
+
+    ended_s: float  # from when the launcher noticed it until it started the ranks again
+    start_s: float  # until rank 0 ran its first line: Python and imports
+    state_s: float  # until it had the state to continue from: data, model, snapshot or checkpoint
+    step_s: float  # until its first step was done
+
+    def text(self) -> str:
+        """Return the sum, what of it is not the start of processes, and the parts of that."""
+        rest = self.ended_s + self.state_s + self.step_s
+        return (
+            f"{rest + self.start_s:.1f} s after the loss, {rest:.1f} s without starting processes (ending ranks "
+            f"{self.ended_s:.1f} s, state {self.state_s:.1f} s, step {self.step_s:.1f} s)"
+        )
+
+
+def mark_lost(directory: str | Path) -> None:
+    """Note that a rank was lost now; the launcher calls it."""
+    Path(directory, _LOST_NAME).touch()
+
+
+def mark_started(directory: str | Path) -> None:
+    """Note that the ranks are started now; the launcher calls it."""
+    Path(directory, _STARTED_NAME).touch()
+
+
+def recovery(began_s: float, restored_s: float) -> Recovery | None:
+    """Return how long the run was without steps, now that the first one is done; None if the launcher noted nothing.
+
+    Args:
+        began_s: Unix time of rank 0's first line in this attempt.
+        restored_s: Unix time when it had the state to continue from.
+    """
+    directory = os.environ.get(KEEP_VARIABLE, "")
+    try:
+        lost, started = (Path(directory, name).stat().st_mtime for name in (_LOST_NAME, _STARTED_NAME))
+    except FileNotFoundError:
+        return None
+    return Recovery(started - lost, began_s - started, restored_s - began_s, time.time() - restored_s)
 
 
 def attempt_number() -> int:
@@ -94,7 +140,7 @@ def kept_directory() -> Iterator[Path]:
     # Held as long as this process lives, whatever ends it; named only then, so that nobody finds it free.
     with (directory / "new").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(directory / "new", directory / _LOCK_NAME)
+        os.rename(directory / "new", directory / KEEP_LOCK_NAME)
         try:
             yield directory
         finally:
@@ -103,7 +149,7 @@ def kept_directory() -> Iterator[Path]:
 
 def _remove_if_left(directory: Path) -> None:
     """Remove the directory of a launcher that is no more; another user's cannot be opened."""
-    with contextlib.suppress(OSError), (directory / _LOCK_NAME).open() as lock:
+    with contextlib.suppress(OSError), (directory / KEEP_LOCK_NAME).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -152,13 +198,14 @@ class Restarts:
         seconds = pause_s(self._in_vain)
         # A later checkpoint may be complete without a note of it; the ranks say from which they resume.
         from_step = f"from step {max(reached.saved, in_memory(self._directory)):,} or later"
-        say(f"{what}; restart {self.done} of {self._most} in {seconds:g} s, {from_step}")
+        when = f"in {seconds:g} s" if seconds else "now"
+        say(f"{what}; restart {self.done} of {self._most} {when}, {from_step}")
         return seconds
 
 
 def pause_s(failures: int) -> float:
     """Return the seconds to wait before the ranks start again, after so many failures in a row without progress."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) if failures else 0.0
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 2)) if failures > 1 else 0.0
 
 
 def _same(one: tuple[int | None, Failure], other: tuple[int | None, Failure]) -> bool:

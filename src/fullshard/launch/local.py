@@ -29,7 +29,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fullshard.errors import RunStopped
-from fullshard.launch.attempts import Reached, Restarts, in_memory, kept_directory, last_note
+from fullshard.launch.attempts import Reached, Restarts, in_memory, kept_directory, last_note, mark_lost, mark_started
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, say_ending
 from fullshard.launch.interrupts import NO_NOTICE, Interrupts, Notice
 from fullshard.launch.messages import say
@@ -128,7 +128,7 @@ def launch(
             variables = {
                 ATTEMPT_VARIABLE: str(restarts.done),
                 KEEP_VARIABLE: str(kept),
-                RESTARTS_VARIABLE: str(max_restarts),
+                RESTARTS_VARIABLE: str(max_restarts - restarts.done),
             }
             failure = _attempt(command, nproc, variables, ranks, interrupts, saves=saves)
             if failure is None or interrupts.asked:
@@ -153,6 +153,7 @@ def _attempt(
     ranks.clear()
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
         port = _free_port()
+        mark_started(variables[KEEP_VARIABLE])
         try:
             for number in range(nproc):
                 rank = _start(command, number, nproc, port, variables, Path(scratch, f"rank{number}.json"))
@@ -173,6 +174,7 @@ def _attempt(
                 if code == UNREAD_EXIT_CODE:
                     raise BrokenPipeError("nothing reads a rank's output")
                 if code not in (0, STOPPED_EXIT_CODE):
+                    mark_lost(variables[KEEP_VARIABLE])
                     return _cause(first, ranks)
             return Failure.read(ranks[0].failure_path)
         finally:

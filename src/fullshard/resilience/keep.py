@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE, RESTARTS_VARIABLE
+from fullshard.variables import ATTEMPT_VARIABLE, KEEP_LOCK_NAME, KEEP_VARIABLE, RESTARTS_VARIABLE
 
 _BEGUN = "begun"
 
@@ -18,15 +20,24 @@ class KeepDirectory:
 
     directory: Path  # of this run, inside the launcher's
     attempt: int  # the number of this attempt, from 0
+    last: bool = False  # whether nothing is kept for a later one: there is none
 
     @classmethod
     def of(cls, run: object) -> KeepDirectory | None:
         """Return where the run with the checkpoints ``run`` keeps its state; None without a launcher that restarts."""
-        kept = os.environ.get(KEEP_VARIABLE)
-        if not kept or os.environ.get(RESTARTS_VARIABLE) == "0":
+        kept, attempt = os.environ.get(KEEP_VARIABLE), int(os.environ.get(ATTEMPT_VARIABLE, "0"))
+        last = os.environ.get(RESTARTS_VARIABLE) == "0"
+        if not kept or (last and attempt == 0):
             return None
         name = hashlib.sha256(str(run).encode()).hexdigest()[:16]
-        return cls(Path(kept, name), int(os.environ.get(ATTEMPT_VARIABLE, "0")))
+        return cls(Path(kept, name), attempt, last)
+
+    def mean_life_s(self) -> float | None:
+        """Return how long the attempts so far have lasted in the mean; None in the first one. Any rank, alone."""
+        with contextlib.suppress(OSError):
+            since = (self.directory.parent / KEEP_LOCK_NAME).stat().st_mtime
+            return (time.time() - since) / self.attempt if self.attempt else None
+        return None
 
     def begun(self) -> bool:
         """Return whether an earlier attempt passed its start on this machine; any rank, alone."""

@@ -120,16 +120,24 @@ class Slot:
     def read(self) -> Snapshot | None:
         """Return the snapshot that is here, after comparing its checksums; None if there is none, or a damaged one."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            content = read_bounded(self.directory / MANIFEST_NAME, SMALL.nbytes)
-            require_sealed(content, needed=True)
-            whole = parse_bounded(content, SMALL)
+            whole = self._manifest()
             layout = [(name, getattr(torch, dtype), numel) for name, dtype, numel in whole["tensors"]]
             buffer = _mapped(self.directory / BYTES_NAME, whole["nbytes"], make=False)
             if checksum(buffer) != whole["sums"]:
                 return None
-            described = Described(**{name: whole[name] for name in Described.__dataclass_fields__})
-            return Snapshot(self.directory, described, _views(layout, buffer))
+            return Snapshot(self.directory, _described(whole), _views(layout, buffer))
         return None
+
+    def described(self) -> Described | None:
+        """Return what is said of the snapshot that is here, without looking at its bytes; None if there is none."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            return _described(self._manifest())
+        return None
+
+    def _manifest(self) -> dict[str, Any]:
+        content = read_bounded(self.directory / MANIFEST_NAME, SMALL.nbytes)
+        require_sealed(content, needed=True)
+        return parse_bounded(content, SMALL)
 
     def _room(self, layout: list[tuple[str, torch.dtype, int]]) -> dict[str, torch.Tensor]:
         """Return host memory for tensors of a layout; if it is the last one's, the same, whose pages are there."""
@@ -138,6 +146,10 @@ class Slot:
             self._buffer = _mapped(self.directory / BYTES_NAME, _ends(layout)[-1], make=True)
             self._views, self._layout = _views(layout, self._buffer), layout
         return self._views
+
+
+def _described(whole: Mapping[str, Any]) -> Described:
+    return Described(**{name: whole[name] for name in Described.__dataclass_fields__})
 
 
 def nbytes_of(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ Key = tuple[int, int, int]
 Every = int | Literal["auto"]
 
 SHARE = 0.01
-"""Share of the training time that snapshots may cost with ``every="auto"``."""
+"""Share of the training time that snapshots may cost with ``every="auto"``, while failures are rare."""
 
 FIRST_GAP = 4
 """Steps between the first snapshots, until the cost of one is known that did not have to wait for new memory."""
@@ -54,12 +55,16 @@ class Snapshots:
     """
 
     def __init__(self, ranks: Mesh, keep: KeepDirectory, every: Every) -> None:
-        """Write nothing yet; ``every`` steps, or as often as costs ``SHARE`` of the time."""
+        """Write nothing yet; ``every`` steps, or as often as costs ``SHARE`` of the time.
+
+        After failures that follow each other so fast that more is lost by them, it is as often as loses least.
+        """
         self.every = FIRST_GAP if every == "auto" else every
         self.costs: list[float] = []
         self._ranks = ranks
         self._keep = keep
         self._measured = every == "auto"
+        self._life_s = keep.mean_life_s()
         self._partners = Partners(ranks, keep.directory)
         self._slots = [self._partners.slot_of(ranks.rank, number) for number in range(_GENERATIONS)]
         self._serial = 0
@@ -69,7 +74,7 @@ class Snapshots:
         self._written_s = 0.0  # the same by the clock
         self._stall_s: float | None = None  # None: this attempt has written none
         self._problem: str | None = None
-        self._off = False
+        self._off = keep.last
         self._ticked: float | None = None
         self._steps_s: list[float] = []
 
@@ -142,24 +147,30 @@ class Snapshots:
         overwrites another one.
         """
         brought = self._partners.several and self._bring_back()
-        found = together_in_background(self._ranks, lambda: self._held(self._ranks.rank))
-        common = set.intersection(*self._ranks.all_gather_object(set(found)))
-        if not common:
+        # Adding up the bytes of both generations takes twice as long, and the older one is rarely needed.
+        for newest in (True, False):
+            found = together_in_background(self._ranks, partial(self._held, self._ranks.rank, newest=newest))
+            common = set.intersection(*self._ranks.all_gather_object(set(found)))
+            if common:
+                break
+        else:
             return None
         chosen = found[max(common)]
         described = chosen.described
         self._serial = described.serial + 1  # the other slot is written next
         if self._measured:
-            self.every = described.every
+            self.every = min(FIRST_GAP, described.every)  # until the cost in this attempt is known
         # A machine that lacked its own lacks its partners' too: they are sent again after the next step.
         self._next = described.step + (1 if brought else self.every)
         return chosen
 
-    def _held(self, rank: int) -> dict[Key, Snapshot]:
-        """Return the complete snapshots of a rank on this machine, by key."""
-        read = [self._partners.slot_of(rank, number).read() for number in range(_GENERATIONS)]
-        size = self._ranks.size
-        return {one.described.key: one for one in read if one is not None and one.described.world_size == size}
+    def _held(self, rank: int, *, newest: bool = False) -> dict[Key, Snapshot]:
+        """Return the complete snapshots of a rank on this machine, by key; or the newest one alone."""
+        slots, size = [self._partners.slot_of(rank, number) for number in range(_GENERATIONS)], self._ranks.size
+        noted = [(said.key, slot) for slot in slots if (said := slot.described()) and said.world_size == size]
+        noted.sort(key=lambda pair: pair[0])
+        read = [slot.read() for _, slot in noted[-1 if newest else 0 :]]
+        return {one.described.key: one for one in read if one is not None}
 
     def _bring_back(self) -> bool:
         """Send the newest moment's snapshots to the ranks that lack theirs; every rank calls it.
@@ -205,7 +216,8 @@ class Snapshots:
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
         cost = self.costs[-1] if self.costs else 0.0
         self._steps_s.clear()
-        everyone = self._ranks.all_gather_object((self._problem, cost, self._written_s, step_s, room))
+        mine = self._problem, cost, self._written_s, step_s, self._life_s, room
+        everyone = self._ranks.all_gather_object(mine)
         problems = [problem for problem, *_ in everyone if problem is not None]
         rooms = [one for *_, one in everyone if one is not None]
         problems += _too_large(rooms)
@@ -219,9 +231,11 @@ class Snapshots:
         if rooms and self._ranks.rank == 0:
             nbytes = max(nbytes for nbytes, _ in rooms)
             _log.info("snapshots in %s: %s for each rank", self._keep.directory, format_bytes(nbytes))
-        slowest = max(step_s for _, _, _, step_s, _ in everyone)
+        slowest = max(one[3] for one in everyone)
         if self._measured and slowest and len(self.costs) > _GENERATIONS:
-            self.every = _interval(max(one[1] for one in everyone), max(one[2] for one in everyone), slowest)
+            lives = [one[4] for one in everyone if one[4] is not None]
+            cost_s, written_s = max(one[1] for one in everyone), max(one[2] for one in everyone)
+            self.every = _interval(cost_s, written_s, slowest, min(lives, default=math.inf))
 
     def _free(self) -> dict[str, int]:
         """Return the bytes that snapshots may still take, by pool: memory, and the file system that they are in.
@@ -281,9 +295,14 @@ def _as_checkpoint_error(action: Callable[[], None]) -> None:
         raise CheckpointError(f"A snapshot could not be brought back from another machine: {error}") from error
 
 
-def _interval(cost_s: float, written_s: float, step_s: float) -> int:
-    """Return the steps between snapshots: their cost within ``SHARE``, and one complete before the next begins."""
-    return max(1, math.ceil(cost_s / (SHARE * step_s)), math.ceil(written_s / step_s))
+def _interval(cost_s: float, written_s: float, step_s: float, life_s: float = math.inf) -> int:
+    """Return the steps between snapshots: their cost within ``SHARE``, and one complete before the next begins.
+
+    If attempts last ``life_s`` in the mean, half an interval is lost in each: the sum of that and of what snapshots
+    cost is least with the square root (Young, 1974).
+    """
+    between_s = min(cost_s / SHARE, math.sqrt(2 * cost_s * life_s))
+    return max(1, math.ceil(between_s / step_s), math.ceil(written_s / step_s))
 
 
 def _too_large(rooms: list[tuple[int, Mapping[str, int]]]) -> list[str]:

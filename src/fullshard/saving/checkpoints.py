@@ -111,7 +111,9 @@ class Checkpoints:
                 which did not save it, are compared as the later ones are, or as set here.
             timeout_s: Longest time that one save may take, in seconds.
             in_memory: Steps from one :meth:`snapshot` to the next, or ``"auto"``: as often as costs 1 % of the time.
-                None: none are taken. Without a launcher that restarts the ranks none are taken either.
+                None: none are taken. Without a launcher that restarts the ranks, and in the last attempt that it
+                starts on one machine, none are taken either. Frozen parameters are in them: only the script knows
+                whether it would make the same ones again.
 
         Raises:
             CheckpointError: Another run writes to the directory, the file system refused, or a number is too small; on
@@ -253,7 +255,7 @@ class Checkpoints:
         the newest snapshot. The arguments are those of :meth:`save`; ``values`` are this rank's own.
 
         Returns:
-            Whether it was due, the same on every rank; never without ``in_memory`` or a launcher that restarts.
+            Whether it was due, the same on every rank; never where :class:`Checkpoints` says that none are taken.
         """
         if self.in_memory is None:
             return False

@@ -51,6 +51,11 @@ class InMemory:
         """Steps from one snapshot to the next, at present."""
         return self._snapshots.every
 
+    @property
+    def costs(self) -> list[float]:
+        """Seconds of training that each snapshot has cost this rank so far, the last one's not."""
+        return self._snapshots.costs
+
     def begun(self) -> bool:
         """Return whether an earlier attempt passed its start on some machine; every rank calls it."""
         return any(self._ranks.all_gather_object(self._keep.begun()))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import hashlib
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from fullshard.comm import Comm, free_memory
+from fullshard.config import RunConfig
 from fullshard.errors import MemoryLimitError, UserError
 from fullshard.planner import TookTooLongError, time_limit
 from fullshard.planner.plan import LABELS
+from fullshard.resilience import KeepDirectory
 from fullshard.sizes import format_bytes
 from fullshard.train.auto import gpu_sheet
 from fullshard.train.fit import Load
@@ -21,6 +27,7 @@ from fullshard.train.plan import RunPlan, plan_prepared
 from fullshard.train.remedies import Need, find_remedies
 from fullshard.train.run.out_of_memory import Planned
 from fullshard.train.setup.prepare import Prepared
+from fullshard.train.setup.resume import checkpoints_directory
 
 LIMIT_S = 4.5
 """Seconds of processor time after which a start goes on without a plan."""
@@ -37,11 +44,27 @@ class _Rank:
         return 0 if isinstance(self.plan, str) else needed_bytes(self.plan, kind)
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """What is left of a plan for the run, and for later attempts of it; JSON holds it."""
+
+    values: dict[str, Any]  # see :class:`Planned`
+    table: str
+    rank: int  # the rank that needs most
+    before: int  # bytes that it needs
+    limit: int  # bytes that it may take
+
+    def planned(self, load: Load, data: Prepared, comm: Comm) -> Planned:
+        # Once memory ran out although the plan fits, that another one fits says little.
+        return Planned(self.values, self.table, lambda: _remedy_lines(_need(self, load, data, comm), verdicts=False))
+
+
 def check_memory(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) -> Planned | None:
     """Plan the run, each rank itself, and refuse it if ranks need more than there is; every rank calls it.
 
     The peaks of tensors alone are compared with what is free, and with a machine's swap and caches: what the processes
-    hold already is not free. A plan that takes more than 4.5 s of processor time is given up.
+    hold already is not free. A plan that takes more than 4.5 s of processor time is given up. An
+    attempt after the loss of a rank takes what the one before found.
 
     Args:
         load: Reads the run file with further overrides.
@@ -55,6 +78,44 @@ def check_memory(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], N
     Raises:
         MemoryLimitError: It does not fit; on every rank, with the same text.
     """
+    config = load(())
+    keep = KeepDirectory.of(checkpoints_directory(config))
+    file = None if keep is None else keep.directory / f"plan-{comm.rank}-{_key(config, comm.size)}.json"
+    if keep is not None and keep.attempt:
+        found = _read(file)
+        if all(comm.all_gather_object(found is not None)):
+            return None if not found else _Checked(**found).planned(load, data, comm)
+    checked = _check(load, data, comm, tell)
+    if file is not None:
+        _write(file, checked)
+    return None if checked is None else checked.planned(load, data, comm)
+
+
+def _key(config: RunConfig, world_size: int) -> str:
+    """Return a digest of everything that a plan depends on."""
+    # A later attempt resumes from another place.
+    settings = {key: str(value) for key, value in config.as_flat().items() if key != "resume"}
+    return hashlib.sha256(json.dumps([settings, world_size], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(file: Path | None) -> dict[str, Any] | None:
+    """Return what an earlier attempt of this rank found, empty if there was no plan; None if it is not there."""
+    try:
+        return None if file is None else json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _write(file: Path, checked: _Checked | None) -> None:
+    with contextlib.suppress(OSError):  # without it a later attempt plans again
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps({} if checked is None else asdict(checked)))
+        temporary.replace(file)
+
+
+def _check(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) -> _Checked | None:
+    """Plan the run and refuse it if it does not fit; see :func:`check_memory`."""
     started = time.thread_time()
     free = free_memory(comm.device)
     comm.barrier()  # all have looked before one plans, which takes some memory
@@ -71,16 +132,21 @@ def check_memory(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], N
         tell(f"starting without a plan: {without}")
         return None
     fullest = max(range(comm.size), key=lambda rank: everyone[rank].needs(kind))
-    need = _need(load, data, everyone, kind, fullest)
+    checked = _Checked(
+        _values(everyone, fullest),
+        str(everyone[comm.rank].plan),
+        fullest,
+        everyone[fullest].needs(kind),
+        _limit(everyone, fullest),
+    )
     if short is not None:
+        need = _need(checked, load, data, comm)
         text = _refusal(short, everyone[fullest].plan, need) if comm.rank == 0 else None  # type: ignore[arg-type]
         raise MemoryLimitError(comm.all_gather_object(text)[0])
     least = min((size for rank in everyone for size in rank.free.values()), default=None)
     left = "" if least is None else f"; {format_bytes(least)} are free"
-    tell(f"planned: a rank needs at most {format_bytes(need.before)} for tensors{left}")
-    plan = everyone[comm.rank].plan
-    # Once memory ran out although the plan fits, that another one fits says little.
-    return Planned(_values(everyone, fullest), str(plan), lambda: _remedy_lines(need, verdicts=False))
+    tell(f"planned: a rank needs at most {format_bytes(checked.before)} for tensors{left}")
+    return checked
 
 
 def needed_bytes(plan: RunPlan, kind: str) -> int:
@@ -125,20 +191,23 @@ def _return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _need(load: Load, data: Prepared, everyone: Sequence[_Rank], kind: str, fullest: int) -> Need:
-    """Return what the fullest rank needs; of a pool, it may take an equal share."""
-    plan = everyone[fullest].plan
-    assert not isinstance(plan, str)
+def _limit(everyone: Sequence[_Rank], fullest: int) -> int:
+    """Return the bytes that the fullest rank may take: of a pool, an equal share."""
     shares = [size // sum(pool in rank.free for rank in everyone) for pool, size in everyone[fullest].free.items()]
+    return min(shares, default=sys.maxsize)
+
+
+def _need(checked: _Checked, load: Load, data: Prepared, comm: Comm) -> Need:
+    """Return what the fullest rank needs."""
     return Need(
         load=load,
         data=data,
-        world_size=len(everyone),
-        rank=fullest,
-        bytes_of=lambda plan: needed_bytes(plan, kind),
-        before=needed_bytes(plan, kind),
-        limit=min(shares, default=sys.maxsize),
-        device=plan.device,
+        world_size=comm.size,
+        rank=checked.rank,
+        bytes_of=lambda plan: needed_bytes(plan, comm.device.type),
+        before=checked.before,
+        limit=checked.limit,
+        device=gpu_sheet(comm.device),
     )
 
 

@@ -375,12 +375,12 @@ def test_ranks_find_their_attempt_and_what_the_one_before_kept(launch):
         if attempt == "0":
             open(kept, "w").write("by the first")
             raise ValueError("once")
-        print(attempt, open(kept).read(), kept)
+        print(attempt, open(kept).read(), os.environ["FULLSHARD_MAX_RESTARTS"], kept)
     """
     code, out, _ = launch(text, options=["--nproc_per_node", "1", "--max_restarts", "1"])
     assert code == 0
     (line,) = out
-    assert "1 by the first " in line
+    assert "1 by the first 0 " in line  # no restart is left
     assert not Path(line.split()[-1]).parent.exists()
 
 

@@ -51,7 +51,7 @@ def test_the_weights_are_the_undisturbed_runs_to_the_bit(tmp_path, undisturbed, 
     failure, out = run(tmp_path / "run", kind, max_restarts=3)
     assert failure is None
     err = capfd.readouterr().err
-    assert re.search(r", after step 2; restart 1 of 3 in 0.5 s, from step [012] or later\n", err)
+    assert re.search(r", after step 2; restart 1 of 3 now, from step [012] or later\n", err)
     assert steps(out) == steps(undisturbed)
     assert (out / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
     assert (out / "predictions.jsonl").read_bytes() == (undisturbed / "predictions.jsonl").read_bytes()

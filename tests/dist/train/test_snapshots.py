@@ -87,9 +87,11 @@ def test_killed_runs_continue_from_memory_and_end_the_same_to_the_bit(tmp_path, 
     assert_same(*calm_and_killed(tmp_path, size))
 
 
-def test_so_do_two_ranks_fully_and_with_an_adapter(tmp_path):
+def test_so_do_two_ranks_from_scratch_from_files_and_with_an_adapter(tmp_path):
     out, calm = calm_and_killed(tmp_path, 2)
     assert_same(out, calm)
+    (tmp_path / "full").mkdir()
+    assert_same(*calm_and_killed(tmp_path / "full", 2, model={"path": str(calm)}))
     (tmp_path / "lora").mkdir()
     assert_same(*calm_and_killed(tmp_path / "lora", 2, model={"path": str(calm), "adapter": LORA}))
 

@@ -15,6 +15,7 @@ from fullshard.errors import CheckpointError, ProcessGroupError
 from fullshard.launch import attempts, launch
 from fullshard.launch.attempts import Reached, Restarts, kept_directory
 from fullshard.launch.failure import Failure
+from fullshard.launch.programs import again
 from fullshard.launch.programs.again import ReachedSink, resume_again
 from fullshard.resilience import KeepDirectory
 
@@ -90,7 +91,7 @@ def test_a_line_says_which_rank_was_lost_how_and_from_where_it_goes_on(run, numb
     )
     assert ended is None
     name = f"signal {int(number)} ({number.name})"
-    line = f"fullshard: rank 1 was killed by {name}, after step 12; restart 1 of 3 in 0.01 s, from step 10 or later\n"
+    line = f"fullshard: rank 1 was killed by {name}, after step 12; restart 1 of 3 now, from step 10 or later\n"
     assert line in capfd.readouterr().err
 
 
@@ -155,7 +156,7 @@ def test_the_pause_grows_while_nothing_is_gained(tmp_path, monkeypatch):
     for attempt, step in enumerate([None, None, None, 5, 9, 8, 7, 6, 5, 4, 3, 2, 1, 10]):
         (tmp_path / "reached.json").write_text(json.dumps({"attempt": attempt if step else -1, "step": step or 99}))
         pauses.append(restarts.after(failure()))
-    assert pauses == [0.5, 1.0, 2.0, 0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 0.5]
+    assert pauses == [0.0, 0.5, 1.0, 0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.0]
 
 
 def test_directories_of_killed_launchers_are_removed_and_those_of_others_are_not(tmp_path, monkeypatch):
@@ -261,7 +262,7 @@ def test_the_note_has_the_step_of_a_checkpoint_and_not_of_a_snapshot(before, res
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "0" if before is None else "1")
     if before is not None:
         attempts.note(before)
-    ReachedSink().start(SimpleNamespace(resumed_step=resumed))
+    ReachedSink(0.0).start(SimpleNamespace(resumed_step=resumed))
     now = attempts.last_note(tmp_path)
     assert (now.step, now.saved, now.path) == (resumed, *noted)
 
@@ -286,3 +287,55 @@ def test_where_a_later_attempt_resumes(reached, resume, setting, tmp_path, monke
     assert resume_again(resume) == setting
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "0")
     assert resume_again(resume) == []
+
+
+def test_the_first_step_of_a_later_attempt_says_how_long_the_run_was_without(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    attempts.note(Reached(0, 9, 4))
+    for name, when in (("lost", 100.0), ("started", 100.5)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (when, when))
+    clock = iter((108.5, 109.25))
+    monkeypatch.setattr(again, "time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr(attempts, "time", SimpleNamespace(time=lambda: next(clock)))
+    sink = ReachedSink(106.5)
+    sink.start(SimpleNamespace(resumed_step=8))
+    for step in (9, 10):
+        sink.step(SimpleNamespace(step=step))
+    assert capsys.readouterr().err == (
+        "fullshard: step 9 was done 9.2 s after the loss, 3.2 s without starting processes "
+        "(ending ranks 0.5 s, state 2.0 s, step 0.8 s)\n"
+    )
+
+
+def test_the_launcher_notes_when_a_rank_was_lost_and_when_it_started_the_next_attempt(run, tmp_path):
+    ended = run(
+        """
+        times = [os.stat(f"{keep}/{name}").st_mtime for name in ("lost", "started") if os.path.exists(f"{keep}/{name}")]
+        open(f"{out}/{attempt}", "w").write(json.dumps(times))
+        if attempt == 0:
+            die() if rank == 1 else signal.pause()
+        """
+    )
+    assert ended is None
+    assert len(json.loads((tmp_path / "0").read_text())) == 1
+    lost, began = json.loads((tmp_path / "1").read_text())
+    assert (tmp_path / "0").stat().st_mtime <= lost <= began
+
+
+def test_a_summary_is_printed_once_though_a_rank_dies_after_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path))
+    for number in ("0", "1"):
+        monkeypatch.setenv("FULLSHARD_ATTEMPT", number)
+        sink = ReachedSink(0.0)
+        sink.start(SimpleNamespace(resumed_step=3))
+        sink.finish(SimpleNamespace())
+        sink.tell('{"steps": 3}')
+    assert capsys.readouterr().out == '{"steps": 3}\n'
+
+
+def test_the_last_attempt_is_told_that_it_is(run, tmp_path):
+    ended = run("reach(attempt)\nopen(f'{out}/{attempt}', 'w').write(os.environ['FULLSHARD_MAX_RESTARTS'])\ndie()", 2)
+    assert ended.exit_code == 137
+    assert [(tmp_path / str(number)).read_text() for number in range(3)] == ["2", "1", "0"]

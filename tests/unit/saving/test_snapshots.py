@@ -12,7 +12,7 @@ from fullshard import Checkpoints, ShardingStrategy, fully_shard
 from fullshard.errors import CheckpointError
 from fullshard.optim import AdamW8bit, Muon
 from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.resilience import checksums, slot, snapshots
+from fullshard.resilience import checksums, keep as keep_directory, slot, snapshots
 from fullshard.resilience.slot import Described, Slot
 from fullshard.resilience.snapshots import _interval
 from fullshard.storage import find_checkpoints
@@ -295,6 +295,23 @@ def test_the_interval_keeps_the_cost_below_one_percent():
     assert _interval(cost_s=0.005, written_s=30.0, step_s=1.0) == 30  # complete before the next one begins
 
 
+def test_the_interval_is_shorter_where_failures_are_frequent_and_never_longer():
+    lost = {every: 0.08 / every + every / 2 / 60 for every in range(1, 9)}  # a share of the time, of steps of 1 s
+    best = min(lost, key=lost.get)
+    assert abs(_interval(cost_s=0.08, written_s=0.1, step_s=1.0, life_s=60.0) - best) <= 1
+    assert _interval(cost_s=0.08, written_s=0.1, step_s=1.0, life_s=3600.0) == 8 == _interval(0.08, 0.1, 1.0)
+
+
+def test_how_long_attempts_last_is_known_from_the_second_on(tmp_path, monkeypatch):
+    (tmp_path / "lock").touch()
+    now = (tmp_path / "lock").stat().st_mtime + 90
+    monkeypatch.setattr(keep_directory, "time", SimpleNamespace(time=lambda: now))
+    lives = [keep_directory.KeepDirectory(tmp_path / "run", number).mean_life_s() for number in range(3)]
+    assert lives == [None, 90.0, 45.0]
+    (tmp_path / "lock").unlink()
+    assert keep_directory.KeepDirectory(tmp_path / "run", 1).mean_life_s() is None
+
+
 def test_both_sums_notice_what_the_other_does_not():
     words = torch.zeros(3 * 1024, dtype=torch.int64)
     words[0] = 5
@@ -315,3 +332,34 @@ def test_an_empty_slot_has_no_snapshot(tmp_path):
     assert read.described.key == (0, 0, 1)
     assert torch.equal(read.tensors["x"], torch.arange(5.0))
     assert read.tensors["none"].numel() == 0
+
+
+def test_the_last_attempt_continues_and_takes_none(tmp_path, keep, monkeypatch):
+    attempt(2, tmp_path / "run", 3)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    monkeypatch.setenv("FULLSHARD_MAX_RESTARTS", "0")
+    before = {path: path.read_bytes() for path in keep.rglob(slot.MANIFEST_NAME)}
+    _, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm)
+        optimizer = adamw(model)
+        with Checkpoints(tmp_path / "run", ranks=comm, in_memory=1) as checkpoints:
+            restored = checkpoints.load(model, optimizer)
+            return restored.step, checkpoints.snapshot(model, optimizer, step=4)
+
+    assert run_ranks(2, work) == [(3, False)] * 2
+    assert {path: path.read_bytes() for path in keep.rglob(slot.MANIFEST_NAME)} == before
+
+
+def test_only_the_newest_is_added_up_unless_a_rank_lacks_it(tmp_path, keep, monkeypatch):
+    attempt(1, tmp_path / "run", 3)
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    looked, real = [], slot.checksum
+    monkeypatch.setattr(slot, "checksum", lambda buffer: looked.append(1) or real(buffer))
+    assert attempt(1, tmp_path / "run", 3)[0] == 3
+    assert len(looked) == 1
+    break_bytes(slots(keep, 0)[3])
+    looked.clear()
+    assert attempt(1, tmp_path / "run", 2)[0] == 2
+    assert len(looked) == 3  # the newest twice, and the one before

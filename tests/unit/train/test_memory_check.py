@@ -134,3 +134,45 @@ def test_a_gpu_does_not_hold_the_model_while_it_is_built(run_file):
     plan = plan_run(load_run(run_file, ["training.per_device_train_batch_size=1"]), 1)
     plan = type(plan)(**{**vars(plan), "phase_peaks": {"before_first_step": 9, "forward": 5}})
     assert (needed_bytes(plan, "cpu"), needed_bytes(plan, "cuda")) == (9, 5)
+
+
+@pytest.fixture
+def attempts(tmp_path, monkeypatch):
+    """Sets the number of the attempt, of a launcher that starts ranks again."""
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path))
+
+    def begin(number):
+        monkeypatch.setenv("FULLSHARD_ATTEMPT", str(number))
+
+    return begin
+
+
+def test_a_later_attempt_takes_the_plan_of_the_one_before(start, peak, attempts, monkeypatch):
+    attempts(0)
+    first, _ = start(peak)
+    attempts(1)
+    monkeypatch.setattr(memory_check, "plan_prepared", lambda *_, **__: pytest.fail("planned again"))
+    again, said = start(peak)
+    assert (again.values, again.table, said) == (first.values, first.table, [])
+    monkeypatch.setattr(memory_check, "_remedy_lines", lambda need, verdicts: f"{need.before} of {need.limit}")
+    assert again.remedies() == f"{peak} of {peak}"
+
+
+def test_a_later_attempt_that_had_no_plan_makes_none(start, peak, attempts, monkeypatch):
+    attempts(0)
+    monkeypatch.setattr(memory_check, "LIMIT_S", 0.0)
+    assert start(peak)[0] is None
+    attempts(1)
+    monkeypatch.setattr(memory_check, "LIMIT_S", 100.0)
+    assert start(peak) == (None, [])
+
+
+def test_with_other_settings_or_on_another_machine_it_is_planned_again(start, peak, attempts, tmp_path):
+    attempts(0)
+    start(peak)
+    attempts(1)
+    assert start(peak)[1] == []
+    assert len(start(2 * peak, "training.per_device_train_batch_size=2")[1]) == 1
+    for file in tmp_path.rglob("plan-*"):
+        file.unlink()
+    assert len(start(peak)[1]) == 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
-from fullshard.launch.attempts import Reached, attempt_number, last_note, note
+from fullshard.launch.attempts import Reached, attempt_number, last_note, note, recovery
+from fullshard.launch.messages import say
 from fullshard.train import Sink
 from fullshard.train.reporting.reports import CheckpointReport, RunStart, RunSummary, StepReport
 from fullshard.variables import KEEP_VARIABLE
@@ -15,8 +17,10 @@ from fullshard.variables import KEEP_VARIABLE
 class ReachedSink(Sink):
     """Sink that notes how far the run has come, for the launcher's line and :func:`resume_again`."""
 
-    def __init__(self) -> None:
-        """Go on from the note of the attempt before, if there was one."""
+    def __init__(self, began_s: float) -> None:
+        """Go on from the note of the attempt before, if there was one; ``began_s``: unix time of the first line."""
+        self._began_s = began_s
+        self._restored_s: float | None = None  # None in a first attempt, and after its first step in a later one
         self._before = last_note(os.environ.get(KEEP_VARIABLE)) if attempt_number() else None
         self._reached = replace(self._before or Reached(0), attempt=attempt_number(), step=None)
 
@@ -34,10 +38,16 @@ class ReachedSink(Sink):
         saved = step if before is None else min(step, before.saved)
         path = self._reached.path if before is not None and saved == before.saved else None
         self._note(step=step, saved=saved, path=path, finished=False)
+        self._restored_s = None if before is None else time.time()
 
     def step(self, report: StepReport) -> None:
-        """Note the step."""
+        """Note the step; after the first of a later attempt, say how long the run was without."""
         self._note(step=report.step)
+        if self._restored_s is not None:
+            lost = recovery(self._began_s, self._restored_s)
+            self._restored_s = None
+            if lost is not None:
+                say(f"step {report.step:,} was done {lost.text()}")
 
     def checkpoint(self, report: CheckpointReport) -> None:
         """Note the checkpoint."""
@@ -46,6 +56,12 @@ class ReachedSink(Sink):
     def finish(self, summary: RunSummary) -> None:
         """Note that the run is about to be marked as finished."""
         self._note(finished=True)
+
+    def tell(self, text: str) -> None:
+        """Print the summary of ``--json``, unless an earlier attempt has: a rank may be lost after that."""
+        if not self._reached.told:
+            print(text, flush=True)
+            self._note(told=True)
 
 
 def resume_again(resume: str | Path) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     """Join the other ranks and train. Rank 0 reports to the user; with ``--json`` only the summary goes to stdout."""
+    reached = ReachedSink(time.time())
 
     def load(more: Sequence[str]) -> RunConfig:
         return load_run(options.config, [*options.overrides, *more])
@@ -74,7 +76,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     if is_first:
         # The summary, which marks the run as complete, comes after the card.
         sinks = [
-            ReachedSink(),
+            reached,
             CardSink(config.output_dir, say),
             FileSink(config.output_dir, logging_steps=config.training.logging_steps),
             ConsoleSink(Console(stderr=options.json), samples=config.evaluation.num_samples_shown),
@@ -90,7 +92,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         text = str(stopped).replace("same command resumes", "same command with resume=auto resumes")
         raise RunStopped(text, step=stopped.step, checkpoint=stopped.checkpoint) from None
     if is_first and options.json:
-        print(json.dumps(summary.as_dict()), flush=True)
+        reached.tell(json.dumps(summary.as_dict()))
     shutdown()  # the other ranks do not wait for the upload
     if is_first:
         if push is not None:

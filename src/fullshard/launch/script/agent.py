@@ -34,7 +34,7 @@ from fullshard.launch.script.output import Output
 from fullshard.launch.script.peers import DOUBT_SECONDS, MachineEnded, PeerMonitor, RunFailure, lost_connection
 from fullshard.launch.script.rendezvous import STORE_TIME, Rendezvous, StaticRendezvous, first_line, make_rendezvous
 from fullshard.launch.script.workers import Workers
-from fullshard.variables import ATTEMPT_VARIABLE
+from fullshard.variables import ATTEMPT_VARIABLE, RESTARTS_VARIABLE
 
 _LOOK_SECONDS = 0.1
 
@@ -77,6 +77,8 @@ class ScriptAgent(SimpleElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
             ATTEMPT_VARIABLE: attempt,
         }
+        if machines == 1:  # of several, each counts the restarts after failures of its own
+            common[RESTARTS_VARIABLE] = self._remaining_restarts
         environments = {
             worker.local_rank: {name: str(value) for name, value in common.items()}
             | {

@@ -55,7 +55,9 @@ class Assembly:
     base: Base | None = None  # the quantised model under the adapter, which checkpoints name; None: they have all
 
 
-def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *, group: int | None = None) -> Assembly:
+def assemble(
+    config: RunConfig, comm: Comm, prepared: Prepared | None = None, *, group: int | None = None, filled: bool = False
+) -> Assembly:
     """Build every part of a run; every rank calls it, with the same settings.
 
     Args:
@@ -63,6 +65,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
         comm: The ranks to shard over.
         prepared: Tokenizer and token ids; None: prepared here.
         group: :func:`~fullshard.train.setup.data_plan.group_size` when the run began; None: it begins here.
+        filled: Whether a snapshot fills the model later; see :func:`~fullshard.train.setup.model.prepare_model`.
 
     Raises:
         UserError: Data, model or settings do not fit together; on every rank, with the same text.
@@ -76,7 +79,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
     evaluation = together(comm, lambda: make_evaluation(config, ready_data))
     plan = together(comm, lambda: make_plan(config, train_set, comm.size, causal=causal, group=group))
     of_device = for_device(config, gpu=comm.device.type != "cpu")
-    ready = together(comm, lambda: prepare_model(of_device, tokenizer, ready_data.model_directory))
+    ready = together(comm, lambda: prepare_model(of_device, tokenizer, ready_data.model_directory, filled=filled))
     model = ready.model
     router, router_notes = together(comm, lambda: own_loss(model, config))
     parameters = sum(parameter.numel() for parameter in model.parameters())

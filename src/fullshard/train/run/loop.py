@@ -93,7 +93,7 @@ def train(
         with Checkpoints(directory, **own) as checkpoints:
             start = _starting_point(config, comm, checkpoints)
             try:
-                parts = assemble(config, comm, prepared, group=start.group)
+                parts = assemble(config, comm, prepared, group=start.group, filled=start.snapshot is not None)
                 return TrainingRun(parts, start, checkpoints, sinks, stop or StopRequest(), planned).train()
             except Exception as error:
                 if not is_out_of_memory(error):

@@ -72,10 +72,17 @@ class ReadyModel:
     notes: tuple[str, ...]  # notes for the user
 
 
-def prepare_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> ReadyModel:
+def prepare_model(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None, *, filled: bool = False
+) -> ReadyModel:
     """Build the model, or its skeleton on the meta device, and change it for training; any rank, alone.
 
-    ``directory`` is ``model.path`` resolved by ``resolve_model``; None: resolved here.
+    Args:
+        config: The run's settings.
+        tokenizer: The run's tokenizer.
+        directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
+        filled: Whether a snapshot fills all that is trained later: then weights are neither made nor read, unless some
+            are frozen, which are not in it.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
@@ -86,13 +93,29 @@ def prepare_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directo
                 "model.adapter needs model.path: an adapter is saved without its base model, and the random weights "
                 "of a model from model.config would be lost."
             )
-        ready = ReadyModel(_changed(make_model(config, tokenizer), config), None, ())
+        ready = _made(config, tokenizer, filled=filled)
     else:
         directory = directory or resolve_model(config.model.path)
         ready = ReadyModel(*choose_loader(make_model(config, tokenizer, directory), config, tokenizer, directory))
         ready = _adapted(replace(ready, model=_changed(ready.model, config)), config, tokenizer, directory)
+        if filled and ready.weights is not None and _all_trained(ready.model):
+            ready = replace(ready, weights=UnreadWeights())
     _change_forward(ready.model, config)
     return ready
+
+
+def _made(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, filled: bool) -> ReadyModel:
+    """Return the model of ``model.config``; on the meta device if its values come later."""
+    if filled:
+        with torch.device("meta"):
+            skeleton = _changed(make_model(config, tokenizer), config)
+        if _all_trained(skeleton):
+            return ReadyModel(skeleton, UnreadWeights(), ())
+    return ReadyModel(_changed(make_model(config, tokenizer), config), None, ())
+
+
+def _all_trained(model: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in model.parameters())
 
 
 def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
@@ -363,7 +386,7 @@ def refuses_fp16(config: RunConfig) -> bool:
 
 
 class UnreadWeights:
-    """Weights of a model's directory that are not read: shards get their memory as if they were."""
+    """Weights that are not read: shards and persistent buffers get their memory as if they were."""
 
     def open(self, model: nn.Module, wanted: list[WantedTensor]) -> UnreadWeights:
         """See :meth:`WeightSource.open`: every tensor is said to fit."""

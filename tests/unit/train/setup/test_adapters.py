@@ -11,7 +11,7 @@ from fullshard import save
 from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, ModelError
 from fullshard.models import train_tokenizer
-from fullshard.train.setup.model import outline_model, prepare_model
+from fullshard.train.setup.model import UnreadWeights, outline_model, prepare_model
 from support.adapter_steps import (
     GPT2,
     T5,
@@ -135,6 +135,20 @@ def test_the_units_are_known_without_weights(bases, tokenizer):
     ]
     assert shapes[0] == shapes[1]
     assert any(requires for _, requires in shapes[0].values())
+
+
+def test_what_a_snapshot_fills_is_neither_made_nor_read_and_what_is_frozen_is(bases, tokenizer):
+    stored = config_of(bases["t5"], "lora").model_dump()
+    stored["model"] |= {"adapter": None}
+    new = {**stored, "model": {**stored["model"], "path": None, "config": T5, "tokenizer": {"vocab_size": 60}}}
+    for config in map(RunConfig.model_validate, (stored, new)):
+        made, filled = prepare_model(config, tokenizer), prepare_model(config, tokenizer, filled=True)
+        assert isinstance(filled.weights, UnreadWeights)
+        assert all(param.is_meta for param in filled.model.parameters())
+        shapes = [{n: tuple(p.shape) for n, p in one.model.named_parameters()} for one in (made, filled)]
+        assert shapes[0] == shapes[1]
+    adapted = prepare_model(config_of(bases["t5"], "lora"), tokenizer, filled=True)
+    assert not isinstance(adapted.weights, UnreadWeights)
 
 
 def test_what_cannot_work_is_refused(bases, tokenizer):
