@@ -63,7 +63,7 @@ class ScriptAgent(SimpleElasticAgent):
         store: Any = worker_group.store
         machine: Any = worker_group.group_rank
         machines: Any = worker_group.group_world_size
-        attempt = self._attempt(store, machine)
+        attempt = self._attempt(store, machine, machines)
         common = {
             "GROUP_RANK": machine,
             "GROUP_WORLD_SIZE": machines,
@@ -92,12 +92,12 @@ class ScriptAgent(SimpleElasticAgent):
             self._monitor = PeerMonitor(store, machine, self._machines(machines), hosts=self._hosts)
         return self._own.start(environments)
 
-    def _attempt(self, store: Store, group_rank: int) -> int:
-        """Return how often ranks were started before, counted by machine 0."""
-        if group_rank == 0:
-            store.set("attempt", str(self._starts))
-        self._starts += 1
-        return int(store.get("attempt"))
+    def _attempt(self, store: Store, machine: int, machines: int) -> int:
+        """Return how often ranks were started before; a machine that was itself started again learns it from others."""
+        store.set(f"starts/{machine}", str(self._starts))
+        attempt = max(int(store.get(f"starts/{number}")) for number in range(machines))
+        self._starts = attempt + 1
+        return attempt
 
     def _port(self, worker_group: WorkerGroup, attempt: int) -> int:
         """Return the port of the ranks' store; a new one after a restart, since the old store has stale entries."""
@@ -128,10 +128,21 @@ class ScriptAgent(SimpleElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._own.stop()
         if self._monitor is not None:
-            self._monitor.leave()
+            self._monitor.stop()
             self._monitor = None
         time.sleep(pause_s(self._failed_times))  # machines whose ranks have not failed wait for this one
         super()._restart_workers(worker_group)  # type: ignore[call-arg]  # torch decorates it without types
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        while True:
+            try:
+                super()._initialize_workers(worker_group)  # type: ignore[call-arg]  # torch decorates it without types
+                return
+            except DistError as error:  # a machine was lost after all had met
+                if self._failed_times >= worker_group.spec.max_restarts:
+                    raise
+                self._failed_times += 1
+                self._print_restart(Failure.of(error))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._output.closed:

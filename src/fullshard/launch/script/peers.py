@@ -170,10 +170,14 @@ class PeerMonitor:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"done/{self._number}", "1")
 
-    def leave(self) -> None:
-        """Stop watching. The machine with the store waits until the others have read how the run ended."""
+    def stop(self) -> None:
+        """Stop watching."""
         self._ended.set()
         self._thread.join(LEAVE_SECONDS)
+
+    def leave(self) -> None:
+        """Stop watching. The machine with the store waits until the others have read how the run ended."""
+        self.stop()
         if not self._over and self._failed is None:
             return
         with contextlib.suppress(RuntimeError):

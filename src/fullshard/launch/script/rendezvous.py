@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.script.machines import STATIC, MachinePlan
-from fullshard.launch.script.meet import meet
+from fullshard.launch.script.meet import Card, make_card, meet, was_in
 from fullshard.launch.script.network import address_towards, is_here, port_is_free
 
 STORE_TIME = timedelta(seconds=60)
@@ -31,14 +31,18 @@ _LOOK_SECONDS = 0.1
 
 
 class StaticRendezvous(RendezvousHandler):
-    """Machines with fixed numbers meet at machine 0; one round per start of the ranks."""
+    """Machines with fixed numbers meet at machine 0; one round per start of the ranks.
+
+    The store counts the rounds: a machine that is started again, or whose store was lost with machine 0, joins the
+    newest one.
+    """
 
     def __init__(self, plan: MachinePlan, timeout_s: float) -> None:
         """Meet as set in ``plan``, within ``timeout_s`` seconds per round."""
         self._plan = plan
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
-        self._round = 0
+        self._card = make_card(plan)
         self.machines: list[str] = []
 
     def get_backend(self) -> str:
@@ -57,20 +61,23 @@ class StaticRendezvous(RendezvousHandler):
             ProcessGroupError: Not all arrived, or their settings differ.
         """
         deadline = time.monotonic() + self._timeout_s
-        if self._store is None:
-            self._store = _host_store(self._plan) if self._plan.node_rank == 0 else _join_store(self._plan, deadline)
-        former = self._round_store() if self._round else None
-        if former is not None:
-            former.set("next", "1")
-        self._round += 1
-        store = self._round_store()
-        self.machines = meet(store, self._plan, self._timeout_s, former)
+        while True:
+            try:
+                return self._meet(deadline)
+            except DistError:  # machine 0 was lost meanwhile, or cut off
+                if self._plan.node_rank == 0 or time.monotonic() > deadline:
+                    raise
+
+    def _meet(self, deadline: float) -> RendezvousInfo:
+        if self._plan.node_rank != 0:
+            # Connected anew: machine 0 may be another one by now, and a connection that was cut may be dead.
+            self._store = _join_store(self._plan, deadline)
+        elif self._store is None:
+            self._store = _host_store(self._plan)
+        assert self._store is not None
+        self.machines, store = meet_newest(self._store, self._plan, self._card, deadline)
         place = RendezvousStoreInfo(self._plan.host, self._store.port)
         return RendezvousInfo(store, self._plan.node_rank, self._plan.nnodes.most, place)
-
-    def _round_store(self) -> PrefixStore:
-        assert self._store is not None
-        return PrefixStore(f"fullshard/{self._round}", self._store)
 
     def is_closed(self) -> bool:
         """See torch's RendezvousHandler."""
@@ -90,6 +97,48 @@ class StaticRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """See torch's RendezvousHandler."""
         return True
+
+
+def meet_newest(store: Store, plan: MachinePlan, card: Card, deadline: float) -> tuple[list[str], Store]:
+    """Meet in the newest round, or begin one that ends it; every machine calls it.
+
+    Args:
+        store: The store of all rounds.
+        plan: The machines.
+        card: This machine's card.
+        deadline: When to give up, on the monotonic clock.
+
+    Returns:
+        The names of all machines, and the store of their round.
+
+    Raises:
+        ProcessGroupError, MachineEnded: See :func:`~fullshard.launch.script.meet.meet`.
+    """
+    machines = None
+    while machines is None:
+        number = _join_round(store, plan, card)
+        former = _round(store, number - 1) if number > 1 else None
+        if former is not None:
+            former.set("next", "1")
+        machines = meet(_round(store, number), plan, card, deadline - time.monotonic(), former)
+    return machines, _round(store, number)
+
+
+def _round(store: Store, number: int) -> PrefixStore:
+    return PrefixStore(f"fullshard/{number}", store)
+
+
+def _join_round(store: Store, plan: MachinePlan, card: Card) -> int:
+    """Return the number of the round that this machine joins, from 1: one that it, or one before it, was not in.
+
+    Raises:
+        ProcessGroupError: Another machine with this one's number is there.
+    """
+    number = int(store.compare_set("fullshard/round", "", "1"))
+    while was_in(_round(store, number), plan, card):
+        # Another machine may have counted it already.
+        number = int(store.compare_set("fullshard/round", str(number), str(number + 1)))
+    return number
 
 
 def _host_store(plan: MachinePlan) -> TCPStore:
