@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +15,19 @@ from torch import nn
 from fullshard.comm import Mesh
 from fullshard.engine import mesh_of, units, unreduced
 from fullshard.errors import CheckpointError
-from fullshard.storage import Base, Index, Keep, SaveJob, as_json
+from fullshard.storage import Base, Index, Keep, Lock, Place, SaveJob, as_json, backend_of, begin
 from fullshard.version import __version__
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A committed checkpoint."""
+
+    path: Place  # its directory
+    step: int  # optimizer steps taken
+    nbytes: int  # bytes of tensors that this rank wrote
+    seconds: float  # from the start of the save to its commit; on ranks other than 0 to the end of their own file
+    stall_seconds: float  # how long ``save`` and ``wait`` kept this rank from training
 
 
 def require_between_steps(ranks: Mesh, model: nn.Module, step: int) -> None:
@@ -63,3 +76,16 @@ def require_shared(job: SaveJob) -> None:
             f"Rank {job.rank} does not see {job.temporary}, which rank 0 made. All ranks write checkpoints and need a "
             "directory that they share."
         )
+
+
+def begin_files(job: SaveJob, lock: Lock | None, assets: Callable[[Path], None]) -> None:
+    """Make the directory and write the small files by ``assets``; on rank 0, under the lock if it holds one."""
+    if job.rank == 0:
+        if lock is not None:
+            lock.require_held()
+        begin(job)
+        try:
+            with backend_of(job.directory).small_files(job.temporary / "model") as directory:
+                assets(directory)
+        except OSError as error:
+            raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error

@@ -15,13 +15,14 @@ from fullshard.comm import Mesh, together
 from fullshard.engine import local_tensors
 from fullshard.errors import CheckpointError
 from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.resilience import Every, KeepDirectory, Snapshot, Snapshots, checksums
+from fullshard.resilience import Every, KeepDirectory, OfOtherRanks, Snapshot, Snapshots, checksums
 from fullshard.saving.described import require_between_steps
 from fullshard.saving.loading import Restored
-from fullshard.saving.pieces import AVERAGE, MODEL, OPTIMIZER, groups_as_plain, require_plain
-from fullshard.saving.rng import restore_rng, rng_bytes
+from fullshard.saving.pieces import AVERAGE, MODEL, OPTIMIZER, groups_as_plain, plan_save, require_plain
+from fullshard.saving.rng import restore_rng, rng_bytes, rng_name
 from fullshard.saving.stepped import Stepped, Stepping, stepped, take_options
 from fullshard.shards import on_rows
+from fullshard.storage import Piece, SavePlan
 
 RNG = "rng"
 
@@ -51,17 +52,20 @@ class InMemory:
         """Steps from one snapshot to the next, at present."""
         return self._snapshots.every
 
-    def begun(self) -> bool:
-        """Return whether an earlier attempt passed its start on some machine; every rank calls it."""
-        return any(self._ranks.all_gather_object(self._keep.begun()))
+    def begun(self) -> int:
+        """Return on how many ranks the run began, if an earlier attempt passed its start on some machine, else 0.
 
-    def mark_begun(self) -> None:
-        """Note that this attempt has passed its start; every rank calls it.
+        Every rank calls it.
+        """
+        return max(self._ranks.all_gather_object(self._keep.begun()))
+
+    def mark_begun(self, ranks: int) -> None:
+        """Note that this attempt has passed its start, of a run that began on ``ranks`` ranks; every rank calls it.
 
         Raises:
             OSError: The file system refused.
         """
-        self._keep.mark_begun()
+        self._keep.mark_begun(ranks)
 
     def note_made(self, model: nn.Module) -> None:
         """Note the frozen parameters as files or seeds made them, before a checkpoint is loaded; any rank, alone."""
@@ -106,13 +110,20 @@ class InMemory:
 
         def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             require_between_steps(self._ranks, model, step)
-            return take(model, optimizer, average, self._ranks.device, self._frozen)
+            return take(model, optimizer, average, self._ranks.device, self._frozen, cut=self._snapshots.several)
 
         return self._snapshots.write(state, step, values)
 
     def newest(self) -> Snapshot | None:
         """Return this rank's part of the newest snapshot that every rank has undamaged; every rank calls it."""
         return self._snapshots.newest()
+
+    def of_other_ranks(self) -> OfOtherRanks | None:
+        """Return the newest snapshots of another number of ranks that are here complete; every rank calls it."""
+        found = self._snapshots.of_other_ranks()
+        # An average of the weights is not cut.
+        cut = found is not None and all(one.described.plain["pieces"] is not None for one in found.mine)
+        return found if all(self._ranks.all_gather_object(cut)) else None
 
     def load(
         self,
@@ -150,17 +161,20 @@ def take(
     average: ExponentialMovingAverage | None,
     device: torch.device,
     frozen: list[int] | None = None,
+    *,
+    cut: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return this rank's state: flat views of the memory that training uses, and what JSON holds; no communication.
 
     ``frozen`` are the checksums that stand for frozen parameters; None: the parameters themselves are in the state.
+    With ``cut`` what this rank would write to a checkpoint is noted, for :func:`checkpoint_plan`.
 
     Raises:
         CheckpointError: The optimizer has parameters of another model, or state that no file holds.
     """
     held = local_tensors(model)
     tensors = {MODEL + local.name: local.tensor for local in held if frozen is None or not local.is_frozen}
-    plain: dict[str, Any] = {"states": {}, "groups": [], "updates": None, "frozen": frozen}
+    plain: dict[str, Any] = {"states": {}, "groups": [], "updates": None, "frozen": frozen, "pieces": None}
     if average is not None:
         tensors |= {AVERAGE + name: tensor.reshape(-1) for name, tensor in average.averages.items()}
         plain["updates"] = average.updates
@@ -176,10 +190,44 @@ def take(
                 else:
                     require_plain(f"state {key!r} of {one.local.name}", value)
                     state[key] = value
+    if cut and average is None:
+        plan = plan_save(model, optimizer, gradients=False, frozen=frozen is None)
+        plain["pieces"] = [_noted(piece, tensors[piece.name]) for piece in plan.pieces]
+        plain["scalars"] = plan.scalars
     rng = rng_bytes(device)
     padded = torch.full((-(-rng.numel() // _RNG_BYTES) * _RNG_BYTES,), ord(" "), dtype=torch.uint8)
     padded[: rng.numel()] = rng
     return {**tensors, RNG: padded}, plain
+
+
+def _noted(piece: Piece, tensor: torch.Tensor) -> list[Any]:
+    """Return where a piece of a checkpoint is in the tensor of the same name in a snapshot."""
+    offset = (piece.tensor.data_ptr() - tensor.data_ptr()) // tensor.itemsize
+    return [piece.name, list(piece.shape), piece.start, offset, piece.tensor.numel()]
+
+
+def checkpoint_plan(others: OfOtherRanks, model: nn.Module, *, frozen: bool) -> SavePlan:
+    """Return what this rank writes of a checkpoint that is made of the snapshots of other ranks; no communication.
+
+    Args:
+        others: The snapshots that this rank passes on.
+        model: Sharded over the ranks that are there; frozen parameters that snapshots leave out are taken from it.
+        frozen: Whether the checkpoint has frozen parameters.
+    """
+    plan = SavePlan()
+    for one in others.mine:
+        plain = one.described.plain
+        for name, shape, start, offset, numel in plain["pieces"]:
+            plan.pieces.append(Piece(name, _shape(shape), start, one.tensors[name][offset : offset + numel]))
+        rng = one.tensors[RNG]
+        plan.pieces.append(Piece(rng_name(one.described.rank), tuple(rng.shape), 0, rng))
+        plan.groups += plain["groups"]
+        for name, values in plain["scalars"].items():
+            plan.scalars.setdefault(name, {}).update(values)
+    if frozen and others.described.plain["frozen"] is not None:
+        names = {MODEL + local.name for local in local_tensors(model) if local.is_frozen}
+        plan.pieces += [piece for piece in plan_save(model, None, gradients=False).pieces if piece.name in names]
+    return plan
 
 
 @on_rows

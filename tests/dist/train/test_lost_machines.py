@@ -41,7 +41,7 @@ class Run:
         directory.mkdir()
         self.directory, self.count = directory, count
         file = write_run_file(directory, **(CHANGES | changes))
-        self.options = ["--nnodes", str(count), "--max_restarts", "3", *options]
+        self.options = ["--max_restarts", "3", *(options or ("--nnodes", str(count)))]
         self.train = ["-m", "fullshard.cli.main", "train", str(file), "--no-plan"]
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD_"))}
         env |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -56,7 +56,9 @@ class Run:
         self.machines.__exit__()
 
     def start(self, number):
-        place = ["--node_rank", str(number), "--nproc_per_node", "1", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500"]
+        place = ["--nproc_per_node", "1", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500"]
+        if "c10d" not in self.options:
+            place += ["--node_rank", str(number)]
         launch = [sys.executable, "-m", "fullshard.cli.main", "launch", *self.options, *place]
         self.machines.start(number, [*launch, *self.train])
 
@@ -69,7 +71,7 @@ class Run:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, [self.machines.said(number) for number in range(self.count)]
-            time.sleep(0.005)  # between looks at a file of another process
+            time.sleep(0.05)  # between looks at a file of another process
 
     def trains_past(self, step):
         """Return when a step after ``step`` is recorded that was trained after this call."""
@@ -131,3 +133,55 @@ def test_a_machine_that_is_lost_and_started_again_continues_from_its_partners_co
         assert all("restart 1 of 3" in text for text in others)
         assert FROM_MEMORY in said[0]
         assert run.facts() == calm(count)
+
+
+def test_a_cut_shorter_than_the_limit_ends_nothing(tmp_path, calm):
+    with Run(tmp_path / "run", 2) as run:
+        run.trains_past(6)
+        run.machines.cut(1)
+        run.until(lambda: all("does not answer" in run.machines.said(number) for number in (0, 1)))
+        run.machines.mend(1)
+        said = run.finish()
+        assert not any("restart" in text for text in said)
+        assert run.facts() == calm(2)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_cut_longer_than_the_limit_ends_the_attempt_on_all_machines_which_meet_again(tmp_path, calm, victim):
+    with Run(tmp_path / "run", 2) as run:
+        run.trains_past(6)
+        run.machines.cut(victim)
+        for number in (0, 1):
+            cause = f"machine {1 - number} (node{1 - number}) has sent no heartbeat for 2"
+            run.until(lambda n=number, cause=cause: cause in run.machines.said(n))
+        run.machines.mend(victim)
+        said = run.finish()
+        assert all("cut off from the network" in text and "restart 1 of 3" in text for text in said)
+        assert FROM_MEMORY in said[0]
+        assert run.facts() == calm(2)
+
+
+def test_a_run_goes_on_without_a_machine_and_takes_it_in_again_after_a_save(tmp_path):
+    long = {
+        "model": {"config": CHANGES["model"]["config"] | {"dropout_rate": 0.0}, "tokenizer": {"vocab_size": 60}},
+        "training__num_train_epochs": 100,
+        "training__learning_rate": 1e-4,
+        "training__save_strategy": "steps",
+        "training__save_steps": 20,
+    }
+    with Run(tmp_path / "calm", 2, **long) as run:
+        run.finish()
+        right = run.steps()
+    with Run(tmp_path / "run", 2, ["--nnodes", "1:2", "--rdzv_backend", "c10d"], **long) as run:
+        run.trains_past(25)
+        run.machines.lose(1)
+        alone = "the run began on 2 ranks: on 1 a step of 4 rows is 4 micro-batches of 1 on each"
+        run.until(lambda: alone in run.machines.said(0))
+        run.start(1)
+        said = run.finish()
+        steps = run.steps()
+    assert "another machine has arrived; it is taken in after the next checkpoint" in said[0]
+    assert "[rank 1]" in said[1].partition("[rank 1]")[1] or "2 ranks" in said[0].rpartition(alone)[2]
+    assert [one["step"] for one in steps] == [one["step"] for one in right]
+    assert [one["tokens"] for one in steps] == [one["tokens"] for one in right]
+    assert max(abs(one["loss"] - other["loss"]) for one, other in zip(steps, right, strict=True)) < 1e-5

@@ -11,6 +11,8 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
@@ -25,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from fullshard.errors import ProcessGroupError
-from fullshard.launch.attempts import pause_s
+from fullshard.launch.attempts import last_note, pause_s
 from fullshard.launch.failure import Failure, brief
 from fullshard.launch.interrupts import STOP_SIGNALS
 from fullshard.launch.script.machines import MachinePlan
@@ -266,13 +268,16 @@ class AgentEnd:
     signal: signal.Signals | None = None  # the signal that ended this launcher, or None
 
 
-def run_agent(plan: MachinePlan, workers: Workers, output: Output, *, max_restarts: int, timeout_s: float) -> AgentEnd:
+def run_agent(
+    plan: MachinePlan, workers: Workers, output: Output, kept: Path, *, max_restarts: int, timeout_s: float
+) -> AgentEnd:
     """Run a script's ranks on this machine until they end.
 
     Args:
         plan: The machines.
         workers: The ranks.
         output: Prints the launcher's messages.
+        kept: The directory that outlives the ranks, where rank 0 notes what it has saved.
         max_restarts: How many times to restart all ranks after one has failed.
         timeout_s: Seconds to wait for all machines.
 
@@ -282,7 +287,7 @@ def run_agent(plan: MachinePlan, workers: Workers, output: Output, *, max_restar
     agent: ScriptAgent | None = None
     with raised_signals(workers):
         try:
-            rendezvous = make_rendezvous(plan, timeout_s)
+            rendezvous = make_rendezvous(plan, timeout_s, partial(_saved, kept))
             spec = WorkerSpec(
                 role="default",
                 local_world_size=plan.nproc,
@@ -309,6 +314,12 @@ def run_agent(plan: MachinePlan, workers: Workers, output: Output, *, max_restar
                 agent.leave()
             return AgentEnd(workers.ranks, None, received.sigval)
     return AgentEnd(workers.ranks, agent.run_failure)
+
+
+def _saved(kept: Path) -> int | None:
+    """Return the step of the newest checkpoint that rank 0 noted on this machine; None if it notes nothing here."""
+    noted = last_note(kept)
+    return None if noted is None else noted.saved
 
 
 def _rendezvous_error(plan: MachinePlan, error: Exception, rendezvous: Rendezvous, timeout_s: float) -> str:

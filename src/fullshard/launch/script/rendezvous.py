@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from fullshard.errors import ProcessGroupError
+from fullshard.launch.messages import say
 from fullshard.launch.script.machines import STATIC, MachinePlan
 from fullshard.launch.script.meet import Card, make_card, meet, was_in
 from fullshard.launch.script.network import address_towards, is_here, port_is_free
@@ -192,6 +193,67 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
+class DynamicRendezvous(RendezvousHandler):
+    """Torch's c10d rendezvous, in which machines that arrive during a round wait for a save of the run."""
+
+    def __init__(self, handler: RendezvousHandler, saved: Callable[[], int | None]) -> None:
+        """Meet by ``handler``; ``saved`` returns the step of the newest checkpoint, None if none is noted here."""
+        self._handler = handler
+        self._saved = saved
+        self._info: RendezvousInfo | None = None
+        self._arrived_at: int | None = None
+
+    def get_backend(self) -> str:
+        """See torch's RendezvousHandler."""
+        return self._handler.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See torch's RendezvousHandler."""
+        return self._handler.use_agent_store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Tell the machines of this round that it is over, and wait for those of the next."""
+        if self._info is not None:
+            self._info.store.set("next", "1")
+        self._arrived_at = None
+        self._info = self._handler.next_rendezvous()
+        return self._info
+
+    def is_closed(self) -> bool:
+        """See torch's RendezvousHandler."""
+        return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        """See torch's RendezvousHandler."""
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many machines are to be taken in now: for those that wait, the next one is to be begun.
+
+        Machine 0 decides, where rank 0 notes what it has saved: after the next checkpoint, so that no step is lost. A
+        script that notes nothing is restarted at once. The other machines follow.
+        """
+        waiting = self._handler.num_nodes_waiting()
+        if not waiting or self._info is None or self._info.rank != 0:
+            return 0
+        saved = self._saved()
+        if saved is None:
+            return waiting
+        if self._arrived_at is None:
+            self._arrived_at = saved
+            say(f"another machine has arrived; it is taken in after the next checkpoint (the newest: step {saved:,})")
+        return waiting if saved > self._arrived_at else 0
+
+    def get_run_id(self) -> str:
+        """See torch's RendezvousHandler."""
+        return self._handler.get_run_id()
+
+    def shutdown(self) -> bool:
+        """See torch's RendezvousHandler."""
+        return self._handler.shutdown()
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """The rendezvous of a run's machines."""
@@ -201,8 +263,8 @@ class Rendezvous:
     hosts: bool  # whether the store runs in this process
 
 
-def make_rendezvous(plan: MachinePlan, timeout_s: float) -> Rendezvous:
-    """Return the rendezvous of a plan.
+def make_rendezvous(plan: MachinePlan, timeout_s: float, saved: Callable[[], int | None]) -> Rendezvous:
+    """Return the rendezvous of a plan; ``saved`` is that of :class:`DynamicRendezvous`.
 
     Raises:
         ProcessGroupError: The c10d store can neither be created nor reached. The static store is created later, by the
@@ -230,6 +292,7 @@ def make_rendezvous(plan: MachinePlan, timeout_s: float) -> Rendezvous:
         backend, store = create_backend(parameters)
         key = f"fullshard/{plan.run_id}/came"
         store.add(key, 1)
-        return Rendezvous(create_handler(store, backend, parameters), lambda: store.add(key, 0), hosts)
+        handler = DynamicRendezvous(create_handler(store, backend, parameters), saved)
+        return Rendezvous(handler, lambda: store.add(key, 0), hosts)
     except (RendezvousError, ValueError, OSError) as error:
         raise ProcessGroupError(f"The machines cannot meet at {plan.place}: {first_line(error)}.") from error

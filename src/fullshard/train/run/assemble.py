@@ -62,7 +62,7 @@ def assemble(config: RunConfig, comm: Comm, prepared: Prepared | None = None, *,
         config: The run's settings.
         comm: The ranks to shard over.
         prepared: Tokenizer and token ids; None: prepared here.
-        group: :func:`~fullshard.train.setup.data_plan.group_size` when the run began; None: it begins here.
+        group: :attr:`~fullshard.train.setup.division.Division.group` when the run began; None: it begins here.
 
     Raises:
         UserError: Data, model or settings do not fit together; on every rank, with the same text.
