@@ -397,7 +397,8 @@ class Checkpoints:
         """Load a checkpoint of any world size and strategy; every rank calls it.
 
         With ``in_memory``, an attempt after the first takes the newest snapshot if it is of a later step than the
-        newest complete checkpoint, and passes over damaged ones. Rank 0 says which, in one line.
+        newest complete checkpoint, and passes over damaged ones. Rank 0 says which, in one line. Snapshots of another
+        number of ranks, where those of all are left, are first saved as a checkpoint.
 
         Args:
             model: The sharded model; its shards and persistent buffers are filled in place.

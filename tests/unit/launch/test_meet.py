@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
@@ -14,7 +15,7 @@ from fullshard.launch.script import peers
 from fullshard.launch.script.machines import MachinePlan, Nodes
 from fullshard.launch.script.meet import make_card, meet
 from fullshard.launch.script.peers import MachineEnded, PeerMonitor, RunFailure, lost_connection, post_failure
-from fullshard.launch.script.rendezvous import meet_newest
+from fullshard.launch.script.rendezvous import DynamicRendezvous, meet_newest
 
 HOST = socket.gethostname()
 NAMES = ["machine 0 (a)", "machine 1 (b)"]
@@ -221,3 +222,48 @@ def test_a_lost_connection_is_told_from_a_cause():
     assert not lost_connection(failure(message="index out of range", kind="IndexError"))
     assert brief(failure(message="one\ntwo")) == "rank 3: ValueError: one"
     assert brief(failure(message="rank 3 ended with exit code 5.")) == "rank 3 ended with exit code 5."
+
+
+class Arrivals:
+    """Torch's rendezvous, as far as it is asked: a machine waits from the start."""
+
+    def __init__(self, rank):
+        self.info = SimpleNamespace(rank=rank, store=HashStore())
+
+    def next_rendezvous(self):
+        return self.info
+
+    def num_nodes_waiting(self):
+        return 1
+
+
+def arrivals(rank, saved):
+    """How many machines each look takes in, while the newest checkpoint is of these steps."""
+    steps = iter(saved)
+    handler = DynamicRendezvous(Arrivals(rank), lambda: next(steps))
+    handler.next_rendezvous()
+    return [handler.num_nodes_waiting() for _ in saved]
+
+
+def test_a_machine_that_arrives_waits_for_the_next_checkpoint(capsys):
+    assert arrivals(0, [20, 20, 20, 40]) == [0, 0, 0, 1]
+    assert capsys.readouterr().err.count("it is taken in after the next checkpoint (the newest: step 20)") == 1
+    assert arrivals(0, [None]) == [1], "a script that notes nothing is restarted at once"
+    assert arrivals(1, [20, 40]) == [0, 0], "machine 0 decides"
+
+
+def test_machines_of_a_round_learn_that_the_next_one_has_begun():
+    handler = DynamicRendezvous(Arrivals(1), lambda: None)
+    handler.next_rendezvous()
+    assert not handler._info.store.check(["next"])
+    handler.next_rendezvous()
+    assert handler._info.store.check(["next"])
+
+
+def test_a_machine_0_that_is_silent_is_lost_also_where_the_store_is_another_machines():
+    store = HashStore()
+    other = PeerMonitor(store, 1, NAMES, hosts=True)
+    until(lambda: store.check(["beat/1"]))
+    assert other.failure(60.0) is None
+    assert "machine 0 (a) has sent no heartbeat" in other.failure(0.0).failure.message
+    other.stop()

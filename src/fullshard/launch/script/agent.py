@@ -144,6 +144,7 @@ class ScriptAgent(SimpleElasticAgent):
                 if self._failed_times >= worker_group.spec.max_restarts:
                     raise
                 self._failed_times += 1
+                self._remaining_restarts -= 1  # torch's count, which ends the run by itself
                 self._print_restart(Failure.of(error))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
