@@ -21,13 +21,20 @@ from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.policy import ShardingStrategy
 from fullshard.resilience import Every, KeepDirectory, OfOtherRanks
 from fullshard.saving.background import JOIN_SECONDS
-from fullshard.saving.described import SaveReport, begin_files, index_of, require_between_steps, require_shared
+from fullshard.saving.described import (
+    SaveReport,
+    begin_files,
+    index_of,
+    require_between_steps,
+    require_shared,
+    write_others,
+)
 from fullshard.saving.full import write_assets
 from fullshard.saving.host_copies import HostCopies
 from fullshard.saving.loading import Restored, load_checkpoint
 from fullshard.saving.pieces import plan_save
 from fullshard.saving.rng import rng_bytes, rng_name
-from fullshard.saving.snapshot import InMemory, checkpoint_plan
+from fullshard.saving.snapshot import InMemory, checkpoint_plans
 from fullshard.saving.stepped import Stepping
 from fullshard.storage import (
     GIVEN_UP,
@@ -209,39 +216,10 @@ class Checkpoints:
             CheckpointError: This save or an earlier background save failed; on every rank, with the same text. Earlier
                 checkpoints are unchanged.
         """
-        plan = partial(plan_save, model, optimizer, gradients=gradients, average=average, frozen=base is None)
-        return self._start(
-            model, lambda: self._job(model, plan, step, values, metric, base), assets=assets, background=background
-        )
-
-    def save_snapshots(
-        self,
-        others: OfOtherRanks,
-        model: nn.Module,
-        *,
-        assets: Callable[[Path], None] | None = None,
-        base: Base | None = None,
-    ) -> Place:
-        """Save the checkpoint that the snapshots of another number of ranks make, and return it; every rank calls it.
-
-        The model is the same one, sharded over the ranks that are there; ``assets`` and ``base`` are those of
-        :meth:`save`, and so are the errors.
-        """
-        then = others.described
-
-        def job() -> SaveJob:
-            plan = partial(checkpoint_plan, others, model, frozen=base is None)
-            return self._job(model, plan, then.step, then.values, None, base, of_ranks=then.world_size)
-
-        return self._start(model, job, assets=assets, background=False)
-
-    def _start(
-        self, model: nn.Module, make: Callable[[], SaveJob], *, assets: Callable[[Path], None] | None, background: bool
-    ) -> Place:
-        """Start the save that ``make`` describes, and unless it is in the background wait for it."""
         started = time.monotonic()
         self.wait()
-        job = together(self.ranks, make)
+        plan = partial(plan_save, model, optimizer, gradients=gradients, average=average, frozen=base is None)
+        job = together(self.ranks, lambda: self._job(model, plan, step, values, metric, base))
         together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
         together_in_background(self.ranks, lambda: require_shared(job))
         save = self._save = Save(self._copies.take(job) if background else job)
@@ -253,6 +231,29 @@ class Checkpoints:
         except BaseException:
             save.cancel()  # after Ctrl-C or a lost rank the shards may change, which the thread still reads
             raise
+        return job.final
+
+    def save_snapshots(
+        self,
+        others: OfOtherRanks,
+        model: nn.Module,
+        *,
+        assets: Callable[[Path], None] | None = None,
+        base: Base | None = None,
+    ) -> Place:
+        """Save the checkpoint that the snapshots of another number of ranks make, and return it; every rank calls it.
+
+        The model is sharded over the ranks that are there; ``assets``, ``base`` and errors are those of :meth:`save`.
+        """
+        then = others.described
+        self.wait()
+        job = together(
+            self.ranks, lambda: self._job(model, SavePlan, then.step, then.values, None, base, of_ranks=then.world_size)
+        )
+        together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
+        together_in_background(self.ranks, lambda: require_shared(job))
+        plans = together(self.ranks, lambda: checkpoint_plans(others, model, frozen=base is None))
+        write_others(self.ranks, job, plans)
         return job.final
 
     def snapshot(

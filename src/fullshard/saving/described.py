@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import Mesh
+from fullshard.comm import Mesh, together_in_background
 from fullshard.engine import mesh_of, units, unreduced
 from fullshard.errors import CheckpointError
-from fullshard.storage import Base, Index, Keep, Lock, Place, SaveJob, as_json, backend_of, begin
+from fullshard.storage import (
+    Base,
+    Index,
+    Keep,
+    Lock,
+    Place,
+    SaveJob,
+    SavePlan,
+    as_json,
+    backend_of,
+    begin,
+    commit_save,
+    read_part,
+    write_part,
+)
 from fullshard.version import __version__
 
 
@@ -89,3 +103,33 @@ def begin_files(job: SaveJob, lock: Lock | None, assets: Callable[[Path], None])
                 assets(directory)
         except OSError as error:
             raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
+
+
+def write_others(ranks: Mesh, job: SaveJob, plans: Mapping[int, SavePlan]) -> None:
+    """Write the files of other ranks, and make the checkpoint; every rank calls it.
+
+    Args:
+        ranks: The ranks that are there.
+        job: The save, described for all of them.
+        plans: What each file has that this rank writes.
+
+    Raises:
+        CheckpointError: The file system refused; on every rank.
+    """
+
+    def write() -> None:
+        for rank, plan in plans.items():
+            write_part(replace(job, rank=rank, plan=plan))
+
+    def finish() -> None:
+        if ranks.rank == 0:
+            commit_save(job, [read_part(job, rank) for rank in range(job.index.world_size)])
+
+    def told(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
+
+    together_in_background(ranks, lambda: told(write))
+    together_in_background(ranks, lambda: told(finish))

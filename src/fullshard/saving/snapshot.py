@@ -121,9 +121,15 @@ class InMemory:
     def of_other_ranks(self) -> OfOtherRanks | None:
         """Return the newest snapshots of another number of ranks that are here complete; every rank calls it."""
         found = self._snapshots.of_other_ranks()
-        # An average of the weights is not cut.
-        cut = found is not None and all(one.described.plain["pieces"] is not None for one in found.mine)
-        return found if all(self._ranks.all_gather_object(cut)) else None
+        if found is None:
+            return None
+        # An average of the weights is not cut. Frozen weights that are left out come from each rank, in the file of one
+        # whose snapshot it passes on.
+        left_out = found.described.plain["frozen"] is not None
+        usable = all(one.described.plain["pieces"] is not None for one in found.mine) and bool(
+            found.mine or not left_out
+        )
+        return found if all(self._ranks.all_gather_object(usable)) else None
 
     def load(
         self,
@@ -206,28 +212,31 @@ def _noted(piece: Piece, tensor: torch.Tensor) -> list[Any]:
     return [piece.name, list(piece.shape), piece.start, offset, piece.tensor.numel()]
 
 
-def checkpoint_plan(others: OfOtherRanks, model: nn.Module, *, frozen: bool) -> SavePlan:
-    """Return what this rank writes of a checkpoint that is made of the snapshots of other ranks; no communication.
+def checkpoint_plans(others: OfOtherRanks, model: nn.Module, *, frozen: bool) -> dict[int, SavePlan]:
+    """Return what is written of a checkpoint that is made of the snapshots of other ranks; no communication.
 
     Args:
         others: The snapshots that this rank passes on.
         model: Sharded over the ranks that are there; frozen parameters that snapshots leave out are taken from it.
         frozen: Whether the checkpoint has frozen parameters.
+
+    Returns:
+        A plan for each rank whose snapshot this one passes on.
     """
-    plan = SavePlan()
+    plans = {}
     for one in others.mine:
-        plain = one.described.plain
-        for name, shape, start, offset, numel in plain["pieces"]:
-            plan.pieces.append(Piece(name, _shape(shape), start, one.tensors[name][offset : offset + numel]))
-        rng = one.tensors[RNG]
-        plan.pieces.append(Piece(rng_name(one.described.rank), tuple(rng.shape), 0, rng))
-        plan.groups += plain["groups"]
-        for name, values in plain["scalars"].items():
-            plan.scalars.setdefault(name, {}).update(values)
+        plain, rng = one.described.plain, one.tensors[RNG]
+        pieces = [
+            Piece(name, _shape(shape), start, one.tensors[name][offset : offset + numel])
+            for name, shape, start, offset, numel in plain["pieces"]
+        ]
+        pieces.append(Piece(rng_name(one.described.rank), tuple(rng.shape), 0, rng))
+        plans[one.described.rank] = SavePlan(pieces, plain["groups"], plain["scalars"])
     if frozen and others.described.plain["frozen"] is not None:
         names = {MODEL + local.name for local in local_tensors(model) if local.is_frozen}
-        plan.pieces += [piece for piece in plan_save(model, None, gradients=False).pieces if piece.name in names]
-    return plan
+        made = [piece for piece in plan_save(model, None, gradients=False).pieces if piece.name in names]
+        plans[others.mine[0].described.rank].pieces.extend(made)
+    return plans
 
 
 @on_rows

@@ -48,6 +48,16 @@ def test_a_rank_that_is_killed_on_one_machine_starts_again_on_all(tmp_path, calm
         assert run.facts() == calm(count)
 
 
+def test_resume_never_holds_for_the_first_attempt_on_all_machines(tmp_path, calm):
+    saves = {"resume": "never", "training__save_strategy": "steps", "training__save_steps": 5}
+    with Run(tmp_path / "run", 2, **saves) as run:
+        run.trains_past(12)
+        os.kill(run.machines.processes(1)[0], signal.SIGKILL)
+        said = run.finish()
+        assert "resuming after step" in said[0]
+        assert run.facts() == calm(2)
+
+
 @pytest.mark.parametrize(("count", "victim"), [(2, 1), (2, 0), (3, 1)])
 def test_a_machine_that_is_lost_and_started_again_continues_from_its_partners_copy(tmp_path, calm, count, victim):
     with Run(tmp_path / "run", count) as run:

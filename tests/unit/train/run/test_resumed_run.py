@@ -274,12 +274,12 @@ def test_the_same_run_file_keeps_its_global_batch_on_other_ranks(tmp_path, one_a
     reference = split_run(whole, (began, *file), sampling)
     split_run(cut, (began, *file), sampling, stop_at=2)
     for ranks in then[:-1]:
-        assert split_run(cut, (ranks, *file), sampling, stop_at=3).step == 3
+        assert split_run(cut, (ranks, *file), sampling, stop_at=4).step == 4
     rest = split_run(cut, (then[-1], *file), sampling)
     notes = "; ".join(rest.begun[0].notes)
     assert (f"the run began on {began} ranks: on {then[-1]} a step of {2 * began} rows" in notes) == (began != then[-1])
     assert rest.steps[-1].step == len(reference.steps)
-    assert len(rest.steps) == len(reference.steps) - 1 - len(then)
+    assert len(rest.steps) == len(reference.steps) - 2 * len(then)
     for ours, theirs in zip(reversed(rest.steps), reversed(reference.steps), strict=False):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert (ours.target_tokens, ours.tokens) == (theirs.target_tokens, theirs.tokens)
