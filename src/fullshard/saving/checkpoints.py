@@ -423,10 +423,10 @@ class Checkpoints:
         if path is not None:
             return load_checkpoint(model, optimizer, as_place(path), average=average)
         again = self.in_memory is not None and self.in_memory.attempt > 0
-        chosen = self._newest(previous=previous or again)
+        chosen = newest = self._newest(previous=previous or again)
         if self.in_memory is not None and again:
             kept = self.in_memory.newest()
-            on_disk = 0 if chosen is None else together_in_background(self.ranks, lambda: read_index(chosen).step)
+            on_disk = 0 if newest is None else together_in_background(self.ranks, lambda: read_index(newest).step)
             others = self.in_memory.of_other_ranks()
             if others is not None and others.described.step > max(on_disk, 0 if kept is None else kept.described.step):
                 chosen, on_disk = self.save_snapshots(others, model), others.described.step
