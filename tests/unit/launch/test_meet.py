@@ -4,10 +4,10 @@ import json
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.failure import Failure, brief
@@ -228,7 +228,10 @@ class Arrivals:
     """Torch's rendezvous, as far as it is asked: a machine waits from the start."""
 
     def __init__(self, rank):
-        self.info = SimpleNamespace(rank=rank, store=HashStore())
+        store = HashStore()
+        store.set("MASTER_ADDR", "10.0.0.1")  # rank 0 is on another machine now than before
+        store.set("MASTER_PORT", "7")
+        self.info = RendezvousInfo(store, rank, 2, RendezvousStoreInfo("10.0.0.9", 9))
 
     def next_rendezvous(self):
         return self.info
@@ -250,6 +253,14 @@ def test_a_machine_that_arrives_waits_for_the_next_checkpoint(capsys):
     assert capsys.readouterr().err.count("it is taken in after the next checkpoint (the newest: step 20)") == 1
     assert arrivals(0, [None]) == [1], "a script that notes nothing is restarted at once"
     assert arrivals(1, [20, 40]) == [0, 0], "machine 0 decides"
+
+
+@pytest.mark.parametrize(("rank", "place"), [(0, ("10.0.0.9", 9)), (1, ("10.0.0.1", 7))])
+def test_the_address_of_rank_0_is_that_of_the_round(rank, place):
+    inner = Arrivals(rank)
+    info = DynamicRendezvous(inner, lambda: None).next_rendezvous()
+    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == place
+    assert inner.info.store.get("MASTER_ADDR") == place[0].encode()
 
 
 def test_machines_of_a_round_learn_that_the_next_one_has_begun():

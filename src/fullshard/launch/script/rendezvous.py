@@ -217,7 +217,12 @@ class DynamicRendezvous(RendezvousHandler):
         if self._info is not None:
             self._info.store.set("next", "1")
         self._arrived_at = None
-        self._info = self._handler.next_rendezvous()
+        info = self._handler.next_rendezvous()
+        # Torch's handler says the address of rank 0 in its own first round, and keeps it: machines that are new in this
+        # round wait for it, and others have that of a machine that may be lost.
+        place = info.bootstrap_store_info
+        place = RendezvousStoreInfo.build(info.rank, info.store, place.master_addr, place.master_port)
+        self._info = RendezvousInfo(info.store, info.rank, info.world_size, place)
         return self._info
 
     def is_closed(self) -> bool:
