@@ -1,4 +1,4 @@
-"""Two machines on this one: network, host name and process ids of their own, and a cable (veth) between them."""
+"""Machines on this one: network, host name, process ids and memory of their own, and cables (veth) between them."""
 
 import contextlib
 import os
@@ -98,3 +98,94 @@ def set_link(machines, number, state):
     """Cut (``down``) or mend (``up``) the cable of two machines, at the end in machine ``number``."""
     inside = ["nsenter", "--target", str(inner_pid(machines[number])), "--net"]
     subprocess.run([*inside, "ip", "link", "set", ends()[number], state], check=True, env=os.environ | {"PATH": _PATH})
+
+
+LOST = """
+mount -t tmpfs memory /dev/shm
+"""
+
+
+class Machines:
+    """Machines at one switch that are started, lost and cut off one by one; each has a /dev/shm of its own.
+
+    A machine that is lost takes what it kept in memory with it; started again, it is a new one with the same address.
+    """
+
+    def __init__(self, directory, env):
+        """Write what machines say to ``directory``; their commands get the variables ``env``."""
+        self.directory, self.env, self.running, self.starts = directory, env | {"PATH": _PATH}, {}, 0
+        self.name = f"fs{os.getpid() % 100_000}"
+        inside = "ip link add switch type bridge && ip link set switch up && echo up && exec sleep infinity"
+        command = ["unshare", "--net", "sh", "-c", inside]
+        self.switch = subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, text=True)
+        assert self.switch.stdout.readline() == "up\n"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for number in list(self.running):
+            self.lose(number)
+        self.switch.kill()
+        self.switch.wait()
+        self.switch.stdout.close()
+
+    def start(self, number, command):
+        """Start a machine and plug it in; what it says is in :meth:`said`."""
+        self.starts += 1
+        ends = [f"{self.name}{side}{self.starts}" for side in "ms"]
+        address = f"{ADDRESSES[0].rpartition('.')[0]}.{number + 1}"
+        inside = LOST + INSIDE.format(number=number, address=address, end=ends[0])
+        with self._file(number).open("a") as said:
+            machine = subprocess.Popen(
+                [*UNSHARE, "sh", "-c", inside, "sh", *command],
+                env=self.env,
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=said,
+                text=True,
+            )
+        self.running[number] = (machine, ends)
+        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1]).check_returncode()
+        _ip("link", "set", ends[0], "netns", str(inner_pid(machine))).check_returncode()
+        _ip("link", "set", ends[1], "netns", str(self.switch.pid)).check_returncode()
+        self._at_switch("set", ends[1], "master", "switch", "up")
+        machine.stdin.write("plugged\n")
+        machine.stdin.flush()
+
+    def cut(self, number):
+        """Pull a machine's cable out of the switch."""
+        self._at_switch("set", self.running[number][1][1], "down")
+
+    def mend(self, number):
+        """Plug it in again."""
+        self._at_switch("set", self.running[number][1][1], "up")
+
+    def lose(self, number):
+        """Turn a machine off: nothing of it is left, and nobody is told."""
+        machine, ends = self.running.pop(number)
+        if machine.poll() is None:
+            self._at_switch("del", ends[1])
+        machine.kill()
+        machine.wait()
+        machine.stdin.close()
+
+    def processes(self, number):
+        """The ids, outside, of the ranks of a machine: the children of its launcher."""
+        launcher = inner_pid(self.running[number][0])
+        return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+    def wait(self, number, seconds):
+        """A machine's exit code, when its command has ended."""
+        return self.running[number][0].wait(seconds)
+
+    def said(self, number):
+        """What a machine has said so far, in all its lives."""
+        return self._file(number).read_text()
+
+    def _file(self, number):
+        return self.directory / f"machine{number}.txt"
+
+    def _at_switch(self, *arguments):
+        inside = ["nsenter", "--target", str(self.switch.pid), "--net", "ip", "link", *arguments]
+        subprocess.run(inside, check=True, env=self.env)

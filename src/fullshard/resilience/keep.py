@@ -39,15 +39,25 @@ class KeepDirectory:
             return (time.time() - since) / self.attempt if self.attempt else None
         return None
 
-    def begun(self) -> bool:
-        """Return whether an earlier attempt passed its start on this machine; any rank, alone."""
-        return self.attempt > 0 and (self.directory / _BEGUN).exists()
+    def begun(self) -> int:
+        """Return on how many ranks the run began, if an earlier attempt passed its start on this machine, else 0.
 
-    def mark_begun(self) -> None:
+        Any rank calls it, alone.
+        """
+        path = self.directory / _BEGUN
+        return int(path.read_text()) if self.attempt > 0 and path.exists() else 0
+
+    def mark_begun(self, ranks: int) -> None:
         """Note that what the run replaces is deleted: from here on an attempt continues, and never starts over.
+
+        Args:
+            ranks: The number of ranks when the run began; any rank writes it, alone.
 
         Raises:
             OSError: The file system refused.
         """
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self.directory / _BEGUN).touch()
+        path = self.directory / _BEGUN
+        own = path.with_name(f"{_BEGUN}.{os.getpid()}")  # each rank of the machine writes the same
+        own.write_text(str(ranks))
+        os.replace(own, path)

@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -31,6 +32,15 @@ State = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
 Key = tuple[int, int, int]
 
 Every = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class OfOtherRanks:
+    """The snapshots of one moment of a run on another number of ranks, as a rank that is there holds them."""
+
+    described: Described  # of rank 0 then, the same on every rank
+    mine: tuple[Snapshot, ...]  # those that this rank is to pass on; together the ranks have each once
+
 
 SHARE = 0.01
 """Share of the training time that snapshots may cost with ``every="auto"``, while failures are rare."""
@@ -164,6 +174,37 @@ class Snapshots:
         self._next = described.step + (1 if brought else self.every)
         return chosen
 
+    @property
+    def several(self) -> bool:
+        """Whether other machines have copies, so that a run may lose some of its ranks and go on without them."""
+        return self._partners.several
+
+    def of_other_ranks(self) -> OfOtherRanks | None:
+        """Return the newest moment of another number of ranks that is here complete; every rank calls it.
+
+        Returns:
+            None if machines have left of which nobody has a copy, or the number of ranks is as it was.
+        """
+        rank, size = self._ranks.rank, self._ranks.size
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        first = int(os.environ.get("LOCAL_RANK", rank % here))
+        owners = sorted(int(path.name.removeprefix("rank-")) for path in self._keep.directory.glob("rank-*"))
+
+        def read() -> dict[tuple[int, Key, int], Snapshot]:
+            slots = [self._partners.slot_of(owner, one) for owner in owners[first::here] for one in range(_GENERATIONS)]
+            found = [one for slot in slots if (one := slot.read()) is not None and one.described.world_size != size]
+            return {(one.described.world_size, one.described.key, one.described.rank): one for one in found}
+
+        mine = together_in_background(self._ranks, read)
+        everyone = self._ranks.all_gather_object(set(mine))
+        chosen = newest_complete(set().union(*everyone))
+        if chosen is None:
+            return None
+        holders = [next(r for r, has in enumerate(everyone) if (*chosen, owner) in has) for owner in range(chosen[0])]
+        passed_on = tuple(mine[*chosen, owner] for owner, holder in enumerate(holders) if holder == rank)
+        described = passed_on[0].described if holders[0] == rank else None
+        return OfOtherRanks(self._ranks.all_gather_object(described)[holders[0]], passed_on)
+
     def _held(self, rank: int, *, newest: bool = False) -> dict[Key, Snapshot]:
         """Return the complete snapshots of a rank on this machine, by key; or the newest one alone."""
         slots, size = [self._partners.slot_of(rank, number) for number in range(_GENERATIONS)], self._ranks.size
@@ -259,6 +300,22 @@ class Snapshots:
         except Exception as error:  # any: the next exchange reports it
             self._problem = f"rank {described.rank} could not complete the snapshot of step {described.step}: {error!r}"
         self._busy_s, self._written_s = time.thread_time() - busy, time.monotonic() - started
+
+
+def newest_complete(found: set[tuple[int, Key, int]]) -> tuple[int, Key] | None:
+    """Return the number of ranks and the key of the latest step of which all ranks' snapshots are among ``found``.
+
+    Args:
+        found: Number of ranks, key and rank of each snapshot.
+
+    Examples:
+        >>> old, new = (0, 1, 8), (0, 2, 9)
+        >>> newest_complete({(2, old, 0), (2, old, 1), (2, new, 0)})
+        (2, (0, 1, 8))
+    """
+    moments = {(size, key) for size, key, _ in found}
+    complete = [(size, key) for size, key in moments if all((size, key, rank) in found for rank in range(size))]
+    return max(complete, key=lambda moment: (moment[1][2], moment), default=None)
 
 
 def senders(everyone: Sequence[Mapping[int, set[Key]]]) -> dict[int, tuple[Key, int]]:

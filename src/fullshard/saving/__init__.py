@@ -2,7 +2,8 @@
 
 # Not fullshard.saving.dcp: torch's checkpoint module takes a quarter of the import time (1.5 of 5.3 s).
 from fullshard.saving.adapted import AdaptedWeights as AdaptedWeights
-from fullshard.saving.checkpoints import Checkpoints as Checkpoints, SaveReport as SaveReport
+from fullshard.saving.checkpoints import Checkpoints as Checkpoints
+from fullshard.saving.described import SaveReport as SaveReport
 from fullshard.saving.full import save as save, write_assets as write_assets
 from fullshard.saving.full_optimizer import full_optimizer_state as full_optimizer_state
 from fullshard.saving.loading import Restored as Restored, load_checkpoint as load_checkpoint

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -19,15 +19,22 @@ from fullshard.comm import Mesh, as_mesh, await_all, device_of, together, togeth
 from fullshard.errors import CheckpointError, StoreError
 from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.policy import ShardingStrategy
-from fullshard.resilience import Every, KeepDirectory
+from fullshard.resilience import Every, KeepDirectory, OfOtherRanks
 from fullshard.saving.background import JOIN_SECONDS
-from fullshard.saving.described import index_of, require_between_steps, require_shared
+from fullshard.saving.described import (
+    SaveReport,
+    begin_files,
+    index_of,
+    require_between_steps,
+    require_shared,
+    write_others,
+)
 from fullshard.saving.full import write_assets
 from fullshard.saving.host_copies import HostCopies
 from fullshard.saving.loading import Restored, load_checkpoint
 from fullshard.saving.pieces import plan_save
 from fullshard.saving.rng import rng_bytes, rng_name
-from fullshard.saving.snapshot import InMemory
+from fullshard.saving.snapshot import InMemory, checkpoint_plans
 from fullshard.saving.stepped import Stepping
 from fullshard.storage import (
     GIVEN_UP,
@@ -43,7 +50,6 @@ from fullshard.storage import (
     Survey,
     as_place,
     backend_of,
-    begin,
     clear_leftovers,
     read_index,
     set_aside,
@@ -59,17 +65,6 @@ _REPORT_SECONDS = 10.0
 """How often a wait for a save reports its progress."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """A committed checkpoint."""
-
-    path: Place  # its directory
-    step: int  # optimizer steps taken
-    nbytes: int  # bytes of tensors that this rank wrote
-    seconds: float  # from the start of the save to its commit; on ranks other than 0 to the end of their own file
-    stall_seconds: float  # how long ``save`` and ``wait`` kept this rank from training
 
 
 class Checkpoints:
@@ -227,7 +222,7 @@ class Checkpoints:
         self.wait()
         plan = partial(plan_save, model, optimizer, gradients=gradients, average=average, frozen=base is None)
         job = together(self.ranks, lambda: self._job(model, plan, step, values, metric, base))
-        together_in_background(self.ranks, lambda: self._begin(job, assets or partial(write_assets, model)))
+        together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
         together_in_background(self.ranks, lambda: require_shared(job))
         save = self._save = Save(self._copies.take(job) if background else job)
         self._stall_seconds = time.monotonic() - started
@@ -238,6 +233,29 @@ class Checkpoints:
         except BaseException:
             save.cancel()  # after Ctrl-C or a lost rank the shards may change, which the thread still reads
             raise
+        return job.final
+
+    def save_snapshots(
+        self,
+        others: OfOtherRanks,
+        model: nn.Module,
+        *,
+        assets: Callable[[Path], None] | None = None,
+        base: Base | None = None,
+    ) -> Place:
+        """Save the checkpoint that the snapshots of another number of ranks make, and return it; every rank calls it.
+
+        The model is sharded over the ranks that are there; ``assets``, ``base`` and errors are those of :meth:`save`.
+        """
+        then = others.described
+        self.wait()
+        job = together(
+            self.ranks, lambda: self._job(model, SavePlan, then.step, then.values, None, base, of_ranks=then.world_size)
+        )
+        together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
+        together_in_background(self.ranks, lambda: require_shared(job))
+        plans = together(self.ranks, lambda: checkpoint_plans(others, model, frozen=base is None))
+        write_others(self.ranks, job, plans)
         return job.final
 
     def snapshot(
@@ -382,7 +400,8 @@ class Checkpoints:
         """Load a checkpoint of any world size and strategy; every rank calls it.
 
         With ``in_memory``, an attempt after the first takes the newest snapshot if it is of a later step than the
-        newest complete checkpoint, and passes over damaged ones. Rank 0 says which, in one line.
+        newest complete checkpoint, and passes over damaged ones. Rank 0 says which, in one line. Snapshots of another
+        number of ranks, where those of all are left, are first saved as a checkpoint.
 
         Args:
             model: The sharded model; its shards and persistent buffers are filled in place.
@@ -406,10 +425,13 @@ class Checkpoints:
         if path is not None:
             return load_checkpoint(model, optimizer, as_place(path), average=average)
         again = self.in_memory is not None and self.in_memory.attempt > 0
-        chosen = self._newest(previous=previous or again)
+        chosen = newest = self._newest(previous=previous or again)
         if self.in_memory is not None and again:
             kept = self.in_memory.newest()
-            on_disk = 0 if chosen is None else together_in_background(self.ranks, lambda: read_index(chosen).step)
+            on_disk = 0 if newest is None else together_in_background(self.ranks, lambda: read_index(newest).step)
+            others = self.in_memory.of_other_ranks()
+            if others is not None and others.described.step > max(on_disk, 0 if kept is None else kept.described.step):
+                chosen, on_disk = self.save_snapshots(others, model), others.described.step
             if kept is not None and kept.described.step > on_disk:
                 self._say(kept.described.step, "the snapshot in memory")
                 return self.in_memory.load(kept, model, optimizer, average)
@@ -448,16 +470,21 @@ class Checkpoints:
         values: Mapping[str, Any],
         metric: float | None,
         base: Base | None,
+        *,
+        of_ranks: int | None = None,
     ) -> SaveJob:
-        """Check and describe what this rank writes.
+        """Check and describe what this rank writes; ``of_ranks``: the state is of so many other ranks.
 
         Raises:
             CheckpointError: The state cannot be saved as it is.
         """
         require_between_steps(self.ranks, model, step)
-        plan, rng = make_plan(), rng_bytes(self.ranks.device)
-        plan.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
-        index = index_of(model, step, values, metric, self.keep, base)
+        plan, index = make_plan(), index_of(model, step, values, metric, self.keep, base)
+        if of_ranks is None:
+            rng = rng_bytes(self.ranks.device)
+            plan.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
+        else:
+            index = replace(index, world_size=of_ranks)
         # Not in the background, the writer thread reads the shards themselves: wait for the streams that write them.
         ready = device_of(self.ranks.device).copy_to_host([])
         self._saves += 1
@@ -472,15 +499,3 @@ class Checkpoints:
             self.timeout_s,
             self._lock.require_commit if self._lock is not None else lambda: None,
         )
-
-    def _begin(self, job: SaveJob, assets: Callable[[Path], None]) -> None:
-        """Make the directory and write the small files; on rank 0."""
-        if self.ranks.rank == 0:
-            if self._lock is not None:
-                self._lock.require_held()
-            begin(job)
-            try:
-                with backend_of(self.directory).small_files(job.temporary / "model") as directory:
-                    assets(directory)
-            except OSError as error:
-                raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error

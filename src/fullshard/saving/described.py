@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.comm import Mesh
+from fullshard.comm import Mesh, together_in_background
 from fullshard.engine import mesh_of, units, unreduced
 from fullshard.errors import CheckpointError
-from fullshard.storage import Base, Index, Keep, SaveJob, as_json
+from fullshard.storage import (
+    Base,
+    Index,
+    Keep,
+    Lock,
+    Place,
+    SaveJob,
+    SavePlan,
+    as_json,
+    backend_of,
+    begin,
+    commit_save,
+    read_part,
+    write_part,
+)
 from fullshard.version import __version__
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A committed checkpoint."""
+
+    path: Place  # its directory
+    step: int  # optimizer steps taken
+    nbytes: int  # bytes of tensors that this rank wrote
+    seconds: float  # from the start of the save to its commit; on ranks other than 0 to the end of their own file
+    stall_seconds: float  # how long ``save`` and ``wait`` kept this rank from training
 
 
 def require_between_steps(ranks: Mesh, model: nn.Module, step: int) -> None:
@@ -63,3 +90,46 @@ def require_shared(job: SaveJob) -> None:
             f"Rank {job.rank} does not see {job.temporary}, which rank 0 made. All ranks write checkpoints and need a "
             "directory that they share."
         )
+
+
+def begin_files(job: SaveJob, lock: Lock | None, assets: Callable[[Path], None]) -> None:
+    """Make the directory and write the small files by ``assets``; on rank 0, under the lock if it holds one."""
+    if job.rank == 0:
+        if lock is not None:
+            lock.require_held()
+        begin(job)
+        try:
+            with backend_of(job.directory).small_files(job.temporary / "model") as directory:
+                assets(directory)
+        except OSError as error:
+            raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
+
+
+def write_others(ranks: Mesh, job: SaveJob, plans: Mapping[int, SavePlan]) -> None:
+    """Write the files of other ranks, and make the checkpoint; every rank calls it.
+
+    Args:
+        ranks: The ranks that are there.
+        job: The save, described for all of them.
+        plans: What each file has that this rank writes.
+
+    Raises:
+        CheckpointError: The file system refused; on every rank.
+    """
+
+    def write() -> None:
+        for rank, plan in plans.items():
+            write_part(replace(job, rank=rank, plan=plan))
+
+    def finish() -> None:
+        if ranks.rank == 0:
+            commit_save(job, [read_part(job, rank) for rank in range(job.index.world_size)])
+
+    def told(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise CheckpointError(f"Could not write to {job.temporary}: {error}.") from error
+
+    together_in_background(ranks, lambda: told(write))
+    together_in_background(ranks, lambda: told(finish))

@@ -15,13 +15,14 @@ from fullshard.comm import Mesh, together
 from fullshard.engine import local_tensors
 from fullshard.errors import CheckpointError
 from fullshard.optim.average import ExponentialMovingAverage
-from fullshard.resilience import Every, KeepDirectory, Snapshot, Snapshots, checksums
+from fullshard.resilience import Every, KeepDirectory, OfOtherRanks, Snapshot, Snapshots, checksums
 from fullshard.saving.described import require_between_steps
 from fullshard.saving.loading import Restored
-from fullshard.saving.pieces import AVERAGE, MODEL, OPTIMIZER, groups_as_plain, require_plain
-from fullshard.saving.rng import restore_rng, rng_bytes
+from fullshard.saving.pieces import AVERAGE, MODEL, OPTIMIZER, groups_as_plain, plan_save, require_plain
+from fullshard.saving.rng import restore_rng, rng_bytes, rng_name
 from fullshard.saving.stepped import Stepped, Stepping, stepped, take_options
 from fullshard.shards import on_rows
+from fullshard.storage import Piece, SavePlan
 
 RNG = "rng"
 
@@ -56,17 +57,20 @@ class InMemory:
         """Seconds of training that each snapshot has cost this rank so far, the last one's not."""
         return self._snapshots.costs
 
-    def begun(self) -> bool:
-        """Return whether an earlier attempt passed its start on some machine; every rank calls it."""
-        return any(self._ranks.all_gather_object(self._keep.begun()))
+    def begun(self) -> int:
+        """Return on how many ranks the run began, if an earlier attempt passed its start on some machine, else 0.
 
-    def mark_begun(self) -> None:
-        """Note that this attempt has passed its start; every rank calls it.
+        Every rank calls it.
+        """
+        return max(self._ranks.all_gather_object(self._keep.begun()))
+
+    def mark_begun(self, ranks: int) -> None:
+        """Note that this attempt has passed its start, of a run that began on ``ranks`` ranks; every rank calls it.
 
         Raises:
             OSError: The file system refused.
         """
-        self._keep.mark_begun()
+        self._keep.mark_begun(ranks)
 
     def note_made(self, model: nn.Module) -> None:
         """Note the frozen parameters as files or seeds made them, before a checkpoint is loaded; any rank, alone."""
@@ -111,13 +115,26 @@ class InMemory:
 
         def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             require_between_steps(self._ranks, model, step)
-            return take(model, optimizer, average, self._ranks.device, self._frozen)
+            return take(model, optimizer, average, self._ranks.device, self._frozen, cut=self._snapshots.several)
 
         return self._snapshots.write(state, step, values)
 
     def newest(self) -> Snapshot | None:
         """Return this rank's part of the newest snapshot that every rank has undamaged; every rank calls it."""
         return self._snapshots.newest()
+
+    def of_other_ranks(self) -> OfOtherRanks | None:
+        """Return the newest snapshots of another number of ranks that are here complete; every rank calls it."""
+        found = self._snapshots.of_other_ranks()
+        if found is None:
+            return None
+        # An average of the weights is not cut. Frozen weights that are left out come from each rank, in the file of one
+        # whose snapshot it passes on.
+        left_out = found.described.plain["frozen"] is not None
+        usable = all(one.described.plain["pieces"] is not None for one in found.mine) and bool(
+            found.mine or not left_out
+        )
+        return found if all(self._ranks.all_gather_object(usable)) else None
 
     def load(
         self,
@@ -155,17 +172,20 @@ def take(
     average: ExponentialMovingAverage | None,
     device: torch.device,
     frozen: list[int] | None = None,
+    *,
+    cut: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return this rank's state: flat views of the memory that training uses, and what JSON holds; no communication.
 
     ``frozen`` are the checksums that stand for frozen parameters; None: the parameters themselves are in the state.
+    With ``cut`` what this rank would write to a checkpoint is noted, for :func:`checkpoint_plan`.
 
     Raises:
         CheckpointError: The optimizer has parameters of another model, or state that no file holds.
     """
     held = local_tensors(model)
     tensors = {MODEL + local.name: local.tensor for local in held if frozen is None or not local.is_frozen}
-    plain: dict[str, Any] = {"states": {}, "groups": [], "updates": None, "frozen": frozen}
+    plain: dict[str, Any] = {"states": {}, "groups": [], "updates": None, "frozen": frozen, "pieces": None}
     if average is not None:
         tensors |= {AVERAGE + name: tensor.reshape(-1) for name, tensor in average.averages.items()}
         plain["updates"] = average.updates
@@ -181,10 +201,47 @@ def take(
                 else:
                     require_plain(f"state {key!r} of {one.local.name}", value)
                     state[key] = value
+    if cut and average is None:
+        plan = plan_save(model, optimizer, gradients=False, frozen=frozen is None)
+        plain["pieces"] = [_noted(piece, tensors[piece.name]) for piece in plan.pieces]
+        plain["scalars"] = plan.scalars
     rng = rng_bytes(device)
     padded = torch.full((-(-rng.numel() // _RNG_BYTES) * _RNG_BYTES,), ord(" "), dtype=torch.uint8)
     padded[: rng.numel()] = rng
     return {**tensors, RNG: padded}, plain
+
+
+def _noted(piece: Piece, tensor: torch.Tensor) -> list[Any]:
+    """Return where a piece of a checkpoint is in the tensor of the same name in a snapshot."""
+    offset = (piece.tensor.data_ptr() - tensor.data_ptr()) // tensor.itemsize
+    return [piece.name, list(piece.shape), piece.start, offset, piece.tensor.numel()]
+
+
+def checkpoint_plans(others: OfOtherRanks, model: nn.Module, *, frozen: bool) -> dict[int, SavePlan]:
+    """Return what is written of a checkpoint that is made of the snapshots of other ranks; no communication.
+
+    Args:
+        others: The snapshots that this rank passes on.
+        model: Sharded over the ranks that are there; frozen parameters that snapshots leave out are taken from it.
+        frozen: Whether the checkpoint has frozen parameters.
+
+    Returns:
+        A plan for each rank whose snapshot this one passes on.
+    """
+    plans = {}
+    for one in others.mine:
+        plain, rng = one.described.plain, one.tensors[RNG]
+        pieces = [
+            Piece(name, _shape(shape), start, one.tensors[name][offset : offset + numel])
+            for name, shape, start, offset, numel in plain["pieces"]
+        ]
+        pieces.append(Piece(rng_name(one.described.rank), tuple(rng.shape), 0, rng))
+        plans[one.described.rank] = SavePlan(pieces, plain["groups"], plain["scalars"])
+    if frozen and others.described.plain["frozen"] is not None:
+        names = {MODEL + local.name for local in local_tensors(model) if local.is_frozen}
+        made = [piece for piece in plan_save(model, None, gradients=False).pieces if piece.name in names]
+        plans[others.mine[0].described.rank].pieces.extend(made)
+    return plans
 
 
 @on_rows

@@ -71,4 +71,12 @@ from fullshard.storage.weights_writer import (
     parse_size as parse_size,
     publish_model as publish_model,
 )
-from fullshard.storage.writer import GIVEN_UP as GIVEN_UP, Save as Save, SaveJob as SaveJob, begin as begin
+from fullshard.storage.writer import (
+    GIVEN_UP as GIVEN_UP,
+    Save as Save,
+    SaveJob as SaveJob,
+    begin as begin,
+    commit_save as commit_save,
+    read_part as read_part,
+    write_part as write_part,
+)

@@ -129,7 +129,8 @@ class Save:
         try:
             self._write_mine()
             if self.job.rank == 0:
-                self._commit()
+                parts = [self._wait_for_part(rank) for rank in range(self.job.index.world_size)]
+                commit_save(self.job, parts, self._count)
         except OSError as error:
             self._problem = str(_refused(self.final, error))
         except CheckpointError as error:
@@ -142,50 +143,14 @@ class Save:
             self._withdraw()
 
     def _write_mine(self) -> None:
-        """Write this rank's file, then its part of the index, which signals rank 0 that the file is on disk."""
-        job = self.job
-        job.ready()
-        name = shard_name(job.rank, job.index.world_size)
-        tensors = write_shard_file(job.temporary / name, job.plan.pieces, self._count)
-        part = {"tensors": tensors_as_plain(tensors), "groups": job.plan.groups, "scalars": job.plan.scalars}
-        backend_of(job.directory).write_text(_part_path(job, job.rank), json.dumps(part))
+        self.job.ready()
+        write_part(self.job, self._count)
 
     def _count(self, nbytes: int) -> None:
         """Count written bytes, and give up if another rank failed."""
         self.done_bytes += nbytes
         if self._cancelled.is_set():
             raise CheckpointError(GIVEN_UP)
-
-    def _commit(self) -> None:
-        """Make a complete checkpoint under its final name from all ranks' parts; on rank 0."""
-        job, backend = self.job, backend_of(self.job.directory)
-        parts = [self._wait_for_part(rank) for rank in range(job.index.world_size)]
-        tensors = merge_tensors(tensors_from_plain(part["tensors"]) for part in parts)
-        require_covered(tensors, self.final)
-        scalars = {name: values for part in parts for name, values in part["scalars"].items()}
-        groups = merge_groups([part["groups"] for part in parts])
-        serial = next_serial(job.directory)
-        index = replace(job.index, tensors=tensors, groups=groups, scalars=scalars, serial=serial)
-        backend.write_text(job.temporary / INDEX_NAME, index.as_json())
-        self._count(0)
-        # The marker comes after everything that it vouches for, and the deletion of old checkpoints after the commit:
-        # whenever the process is killed, the previous checkpoint or this one is complete.
-        for rank in range(job.index.world_size):
-            backend.delete_file(_part_path(job, rank))
-        job.require_commit()
-        backend.finish(job.temporary, job.final, lambda: self._mark(index))
-        try:
-            prune(job.directory, job.keep, newest=self.final)
-        except (OSError, CheckpointError) as error:
-            _log.warning("%s is committed, but older checkpoints could not be deleted: %s", self.final, error)
-
-    def _mark(self, index: Index) -> None:
-        """Write ``complete.json``, after a last look at the files that it vouches for."""
-        done = completion_of(self.job.temporary, index)
-        problem = contradiction(index, done)
-        if problem is not None:
-            raise CheckpointError(f"{self.final}: {INDEX_NAME} {problem}. Save again.")
-        write_completion(self.job.temporary, done)
 
     def _wait_for_part(self, rank: int) -> dict[str, Any]:
         """Return a rank's part of the index, as soon as it exists.
@@ -204,13 +169,68 @@ class Save:
                 )
             self._cancelled.wait(seconds)
             seconds = min(20 * backend.look_seconds, 1.5 * seconds)
-        return json.loads(backend.read(path, INDEX_BOUNDS.nbytes))
+        return read_part(self.job, rank)
 
     def _withdraw(self) -> None:
         """Delete what was written, after a failure; on rank 0. The next save deletes what is left."""
         if self.job.rank == 0:
             with contextlib.suppress(OSError, StoreError):
                 backend_of(self.job.directory).discard(self.job.temporary)
+
+
+def write_part(job: SaveJob, count: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Write a rank's file, then its part of the index, which signals rank 0 that the file is on disk.
+
+    Raises:
+        OSError, CheckpointError: It could not be written, or ``count``, which is told the bytes, raised.
+    """
+    name = shard_name(job.rank, job.index.world_size)
+    tensors = write_shard_file(job.temporary / name, job.plan.pieces, count)
+    part = {"tensors": tensors_as_plain(tensors), "groups": job.plan.groups, "scalars": job.plan.scalars}
+    backend_of(job.directory).write_text(_part_path(job, job.rank), json.dumps(part))
+
+
+def read_part(job: SaveJob, rank: int) -> dict[str, Any]:
+    """Return a rank's part of the index, which is there."""
+    return json.loads(backend_of(job.directory).read(_part_path(job, rank), INDEX_BOUNDS.nbytes))
+
+
+def commit_save(
+    job: SaveJob, parts: Sequence[Mapping[str, Any]], count: Callable[[int], None] = lambda nbytes: None
+) -> None:
+    """Make a complete checkpoint under its final name from all ranks' parts; on rank 0.
+
+    Raises:
+        OSError, CheckpointError: It could not be written, a part is missing, or ``count`` raised.
+    """
+    backend = backend_of(job.directory)
+    tensors = merge_tensors(tensors_from_plain(part["tensors"]) for part in parts)
+    require_covered(tensors, job.final)
+    scalars = {name: values for part in parts for name, values in part["scalars"].items()}
+    groups = merge_groups([part["groups"] for part in parts])
+    serial = next_serial(job.directory)
+    index = replace(job.index, tensors=tensors, groups=groups, scalars=scalars, serial=serial)
+    backend.write_text(job.temporary / INDEX_NAME, index.as_json())
+    count(0)
+    # The marker comes after everything that it vouches for, and the deletion of old checkpoints after the commit:
+    # whenever the process is killed, the previous checkpoint or this one is complete.
+    for rank in range(job.index.world_size):
+        backend.delete_file(_part_path(job, rank))
+    job.require_commit()
+    backend.finish(job.temporary, job.final, lambda: _mark(job, index))
+    try:
+        prune(job.directory, job.keep, newest=job.final)
+    except (OSError, CheckpointError) as error:
+        _log.warning("%s is committed, but older checkpoints could not be deleted: %s", job.final, error)
+
+
+def _mark(job: SaveJob, index: Index) -> None:
+    """Write ``complete.json``, after a last look at the files that it vouches for."""
+    done = completion_of(job.temporary, index)
+    problem = contradiction(index, done)
+    if problem is not None:
+        raise CheckpointError(f"{job.final}: {INDEX_NAME} {problem}. Save again.")
+    write_completion(job.temporary, done)
 
 
 def merge_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

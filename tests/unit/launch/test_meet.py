@@ -1,18 +1,23 @@
 """Machines come together, watch each other, and end with one reason: played by threads on one store."""
 
+import json
+import socket
 import threading
 import time
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.failure import Failure, brief
 from fullshard.launch.script import peers
 from fullshard.launch.script.machines import MachinePlan, Nodes
-from fullshard.launch.script.meet import meet
+from fullshard.launch.script.meet import make_card, meet
 from fullshard.launch.script.peers import MachineEnded, PeerMonitor, RunFailure, lost_connection, post_failure
+from fullshard.launch.script.rendezvous import DynamicRendezvous, meet_newest
 
+HOST = socket.gethostname()
 NAMES = ["machine 0 (a)", "machine 1 (b)"]
 
 
@@ -28,13 +33,14 @@ def plan(number, nnodes=2, run_id="none"):
     return MachinePlan(Nodes(nnodes, nnodes), number, 1, "10.0.0.1", 29500, "static", run_id)
 
 
-def meet_all(*plans):
-    """What each of some machines gets from :func:`meet`: names, or the exception."""
-    store, results = PrefixStore("round", HashStore()), [None] * len(plans)
+def start(store, *plans, cards=None):
+    """Start machines that come together on a store; the threads, and the list of what each gets: names, or an error."""
+    results = [None] * len(plans)
 
     def one(place):
+        card = make_card(plans[place]) if cards is None else cards[place]
         try:
-            results[place] = meet(store, plans[place], 5.0)
+            results[place], _ = meet_newest(store, plans[place], card, time.monotonic() + 5.0)
         except (ProcessGroupError, MachineEnded) as error:
             results[place] = error
 
@@ -42,6 +48,12 @@ def meet_all(*plans):
     for thread in threads:
         thread.start()
         time.sleep(0)
+    return threads, results
+
+
+def meet_all(*plans, store=None, cards=None):
+    """What each of some machines gets."""
+    threads, results = start(store or HashStore(), *plans, cards=cards)
     for thread in threads:
         thread.join()
     return results
@@ -71,7 +83,7 @@ def test_who_is_missing_is_named():
     with pytest.raises(
         ProcessGroupError, match=r"1 of 3 machines arrived at 10\.0\.0\.1:29500 within 0 s; missing: .* 0, 2"
     ):
-        meet(HashStore(), plan(1, nnodes=3), 0.05)
+        meet(HashStore(), plan(1, nnodes=3), make_card(plan(1)), 0.05)
 
 
 def test_who_failed_for_good_where_they_met_before_is_not_waited_for():
@@ -79,8 +91,47 @@ def test_who_failed_for_good_where_they_met_before_is_not_waited_for():
     said = RunFailure(failure(), NAMES[0])
     post_failure(former, said)
     with pytest.raises(MachineEnded) as ended:
-        meet(HashStore(), plan(1), 5.0, former)
+        meet(HashStore(), plan(1), make_card(plan(1)), 5.0, former)
     assert ended.value.failed == said
+
+
+def joined(store, number):
+    return PrefixStore(f"fullshard/{number}", store)
+
+
+def test_a_machine_that_is_started_again_meets_the_others_in_a_round_of_its_own():
+    store, cards = HashStore(), [make_card(plan(number)) for number in (0, 1)]
+    first = meet_all(plan(0), plan(1), store=store, cards=cards)
+    threads, results = start(store, plan(1))  # another card: what it was is lost
+    until(lambda: joined(store, 1).check(["next"]))  # for the machine that goes on
+    assert meet_all(plan(0), store=store, cards=cards[:1]) == [first[0]]
+    threads[0].join()
+    assert results == [first[0]]
+    assert store.get("fullshard/round") == b"2"
+
+
+def test_one_that_is_lost_while_they_meet_is_replaced():
+    store, plans = HashStore(), [plan(number, nnodes=3) for number in range(3)]
+    joined(store, 1).set("card/1", json.dumps(make_card(plans[1])))
+    store.set("fullshard/round", "1")
+    threads, results = start(store, *plans[:2])
+    until(lambda: store.get("fullshard/round") == b"2")
+    results += meet_all(plans[2], store=store)
+    for thread in threads:
+        thread.join()
+    assert results == [[f"machine {number} ({HOST})" for number in range(3)]] * 3
+
+
+def test_a_machine_that_comes_too_many_does_not_end_a_run_that_goes_on():
+    store, cards = HashStore(), [make_card(plan(number)) for number in (0, 1)]
+    meet_all(plan(0), plan(1), store=store, cards=cards)
+    both = [PeerMonitor(joined(store, 1), number, NAMES, hosts=number == 0) for number in (0, 1)]
+    (late,) = meet_all(plan(1), store=store)
+    assert "two have --node_rank 1" in str(late)
+    assert not joined(store, 1).check(["next"])
+    assert [one.failure() for one in both] == [None, None]
+    for one in both:
+        one.stop()
 
 
 def failure(rank=3, message="no", kind="ValueError"):
@@ -171,3 +222,59 @@ def test_a_lost_connection_is_told_from_a_cause():
     assert not lost_connection(failure(message="index out of range", kind="IndexError"))
     assert brief(failure(message="one\ntwo")) == "rank 3: ValueError: one"
     assert brief(failure(message="rank 3 ended with exit code 5.")) == "rank 3 ended with exit code 5."
+
+
+class Arrivals:
+    """Torch's rendezvous, as far as it is asked: a machine waits from the start."""
+
+    def __init__(self, rank):
+        store = HashStore()
+        store.set("MASTER_ADDR", "10.0.0.1")  # rank 0 is on another machine now than before
+        store.set("MASTER_PORT", "7")
+        self.info = RendezvousInfo(store, rank, 2, RendezvousStoreInfo("10.0.0.9", 9))
+
+    def next_rendezvous(self):
+        return self.info
+
+    def num_nodes_waiting(self):
+        return 1
+
+
+def arrivals(rank, saved):
+    """How many machines each look takes in, while the newest checkpoint is of these steps."""
+    steps = iter(saved)
+    handler = DynamicRendezvous(Arrivals(rank), lambda: next(steps))
+    handler.next_rendezvous()
+    return [handler.num_nodes_waiting() for _ in saved]
+
+
+def test_a_machine_that_arrives_waits_for_the_next_checkpoint(capsys):
+    assert arrivals(0, [20, 20, 20, 40]) == [0, 0, 0, 1]
+    assert capsys.readouterr().err.count("it is taken in after the next checkpoint (the newest: step 20)") == 1
+    assert arrivals(0, [None]) == [1], "a script that notes nothing is restarted at once"
+    assert arrivals(1, [20, 40]) == [0, 0], "machine 0 decides"
+
+
+@pytest.mark.parametrize(("rank", "place"), [(0, ("10.0.0.9", 9)), (1, ("10.0.0.1", 7))])
+def test_the_address_of_rank_0_is_that_of_the_round(rank, place):
+    inner = Arrivals(rank)
+    info = DynamicRendezvous(inner, lambda: None).next_rendezvous()
+    assert (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) == place
+    assert inner.info.store.get("MASTER_ADDR") == place[0].encode()
+
+
+def test_machines_of_a_round_learn_that_the_next_one_has_begun():
+    handler = DynamicRendezvous(Arrivals(1), lambda: None)
+    handler.next_rendezvous()
+    assert not handler._info.store.check(["next"])
+    handler.next_rendezvous()
+    assert handler._info.store.check(["next"])
+
+
+def test_a_machine_0_that_is_silent_is_lost_also_where_the_store_is_another_machines():
+    store = HashStore()
+    other = PeerMonitor(store, 1, NAMES, hosts=True)
+    until(lambda: store.check(["beat/1"]))
+    assert other.failure(60.0) is None
+    assert "machine 0 (a) has sent no heartbeat" in other.failure(0.0).failure.message
+    other.stop()

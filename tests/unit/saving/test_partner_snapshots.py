@@ -9,6 +9,7 @@ from fullshard import Checkpoints, fully_shard
 from fullshard.resilience import partner, slot
 from fullshard.resilience.keep import KeepDirectory
 from fullshard.resilience.slot import Slot
+from fullshard.storage import find_checkpoints
 from fullshard.testing import run_ranks
 from support.models import TinyLM, batches, lm_loss
 from support.parity import replicas
@@ -29,9 +30,10 @@ def machines(tmp_path, monkeypatch):
     return directories
 
 
-def attempt(number, machines, directory, steps, fill=None):
+def attempt(number, machines, directory, steps, fill=None, build=TinyLM):
     """Train until ``steps`` from where the run is; where it began, and the whole state at the end."""
-    _, models = replicas(TinyLM, SIZE)
+    size = EACH * len(machines)
+    _, models = replicas(build, size)
     data = batches(8, ROWS * SIZE)
 
     def work(comm):
@@ -54,7 +56,7 @@ def attempt(number, machines, directory, steps, fill=None):
                 assert checkpoints.snapshot(model, optimizer, step=step)
         return began, rank_runs(model, optimizer)
 
-    began, runs = zip(*run_ranks(SIZE, work), strict=True)
+    began, runs = zip(*run_ranks(size, work), strict=True)
     assert len(set(began)) == 1
     return began[0], whole(runs)
 
@@ -69,6 +71,36 @@ def test_a_lost_machines_state_comes_back_to_the_bit(lost, tmp_path, machines):
     began, state = attempt(1, machines, tmp_path / "run", 5, fill=-7)
     assert began == 3
     assert_same_bits(state, undisturbed)
+
+
+def frozen_part():
+    """A model of which a part does not train."""
+    model = TinyLM()
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("build", [TinyLM, frozen_part])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_fewer_ranks_go_on_from_the_copies_on_the_machine_that_is_left(lost, build, tmp_path, machines):
+    _, state = attempt(0, machines, tmp_path / "run", 3, build=build)
+    left = machines[1 - lost]
+    shutil.rmtree(machines[lost])
+    began, fewer = attempt(1, [left], tmp_path / "run", 3, fill=-7, build=build)
+    assert began == 3
+    assert_same_bits(fewer, state)
+    assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["step-00000003"]
+    shutil.rmtree(left)  # the checkpoint is as if the four ranks had saved it
+    began, all_again = attempt(0, machines, tmp_path / "run", 3, fill=-7, build=build)
+    assert began == 3
+    assert_same_bits(all_again, state)
+
+
+def test_without_the_copy_of_a_lost_machine_fewer_ranks_start_at_the_newest_checkpoint(tmp_path, machines):
+    attempt(0, machines, tmp_path / "run", 3)
+    shutil.rmtree(machines[1])
+    shutil.rmtree(machines[0] / "rank-00003")
+    assert attempt(1, machines[:1], tmp_path / "run", 0)[0] == 0
 
 
 def test_the_same_snapshots_are_on_both_machines(tmp_path, machines):

@@ -54,8 +54,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         return load_run(options.config, [*options.overrides, *more])
 
     config = load(())
-    asked, options.overrides = config.resume, [*options.overrides, *resume_again(config.resume)]
-    config = load(())
+    asked = config.resume
     require_output_dir(config.output_dir)
     # Tokenizing may take long. It comes before there is a process group, so that no rank waits in a collective.
     with WorkProgress("tokenizing", shown=is_first) as progress:
@@ -63,6 +62,10 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
             config, say=say if is_first else lambda line: None, progress=lambda what, done, total: progress(done, total)
         )
     comm = init_from_env()
+    # The note is on the machine that rank 0 was on; that may be another one now, or lost.
+    noted = comm.all_gather_object(resume_again(asked))
+    options.overrides = [*options.overrides, *next(filter(None, noted), [])]
+    config = load(())
     tell = say if is_first else lambda line: None
     chosen = chosen_settings(load, prepared, comm, tell)
     config = load(chosen)

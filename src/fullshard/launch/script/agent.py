@@ -11,6 +11,8 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
@@ -25,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from fullshard.errors import ProcessGroupError
-from fullshard.launch.attempts import pause_s
+from fullshard.launch.attempts import last_note, pause_s
 from fullshard.launch.failure import Failure, brief
 from fullshard.launch.interrupts import STOP_SIGNALS
 from fullshard.launch.script.machines import MachinePlan
@@ -63,7 +65,7 @@ class ScriptAgent(SimpleElasticAgent):
         store: Any = worker_group.store
         machine: Any = worker_group.group_rank
         machines: Any = worker_group.group_world_size
-        attempt = self._attempt(store, machine)
+        attempt = self._attempt(store, machine, machines)
         common = {
             "GROUP_RANK": machine,
             "GROUP_WORLD_SIZE": machines,
@@ -94,12 +96,12 @@ class ScriptAgent(SimpleElasticAgent):
             self._monitor = PeerMonitor(store, machine, self._machines(machines), hosts=self._hosts)
         return self._own.start(environments)
 
-    def _attempt(self, store: Store, group_rank: int) -> int:
-        """Return how often ranks were started before, counted by machine 0."""
-        if group_rank == 0:
-            store.set("attempt", str(self._starts))
-        self._starts += 1
-        return int(store.get("attempt"))
+    def _attempt(self, store: Store, machine: int, machines: int) -> int:
+        """Return how often ranks were started before; a machine that was itself started again learns it from others."""
+        store.set(f"starts/{machine}", str(self._starts))
+        attempt = max(int(store.get(f"starts/{number}")) for number in range(machines))
+        self._starts = attempt + 1
+        return attempt
 
     def _port(self, worker_group: WorkerGroup, attempt: int) -> int:
         """Return the port of the ranks' store; a new one after a restart, since the old store has stale entries."""
@@ -130,10 +132,22 @@ class ScriptAgent(SimpleElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._own.stop()
         if self._monitor is not None:
-            self._monitor.leave()
+            self._monitor.stop()
             self._monitor = None
         time.sleep(pause_s(self._failed_times))  # machines whose ranks have not failed wait for this one
         super()._restart_workers(worker_group)  # type: ignore[call-arg]  # torch decorates it without types
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        while True:
+            try:
+                super()._initialize_workers(worker_group)  # type: ignore[call-arg]  # torch decorates it without types
+                return
+            except DistError as error:  # a machine was lost after all had met
+                if self._failed_times >= worker_group.spec.max_restarts:
+                    raise
+                self._failed_times += 1
+                self._remaining_restarts -= 1  # torch's count, which ends the run by itself
+                self._print_restart(Failure.of(error))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._output.closed:
@@ -257,13 +271,16 @@ class AgentEnd:
     signal: signal.Signals | None = None  # the signal that ended this launcher, or None
 
 
-def run_agent(plan: MachinePlan, workers: Workers, output: Output, *, max_restarts: int, timeout_s: float) -> AgentEnd:
+def run_agent(
+    plan: MachinePlan, workers: Workers, output: Output, kept: Path, *, max_restarts: int, timeout_s: float
+) -> AgentEnd:
     """Run a script's ranks on this machine until they end.
 
     Args:
         plan: The machines.
         workers: The ranks.
         output: Prints the launcher's messages.
+        kept: The directory that outlives the ranks, where rank 0 notes what it has saved.
         max_restarts: How many times to restart all ranks after one has failed.
         timeout_s: Seconds to wait for all machines.
 
@@ -273,7 +290,7 @@ def run_agent(plan: MachinePlan, workers: Workers, output: Output, *, max_restar
     agent: ScriptAgent | None = None
     with raised_signals(workers):
         try:
-            rendezvous = make_rendezvous(plan, timeout_s)
+            rendezvous = make_rendezvous(plan, timeout_s, partial(_saved, kept))
             spec = WorkerSpec(
                 role="default",
                 local_world_size=plan.nproc,
@@ -300,6 +317,12 @@ def run_agent(plan: MachinePlan, workers: Workers, output: Output, *, max_restar
                 agent.leave()
             return AgentEnd(workers.ranks, None, received.sigval)
     return AgentEnd(workers.ranks, agent.run_failure)
+
+
+def _saved(kept: Path) -> int | None:
+    """Return the step of the newest checkpoint that rank 0 noted on this machine; None if it notes nothing here."""
+    noted = last_note(kept)
+    return None if noted is None else noted.saved
 
 
 def _rendezvous_error(plan: MachinePlan, error: Exception, rendezvous: Rendezvous, timeout_s: float) -> str:

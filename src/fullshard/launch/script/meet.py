@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import socket
 import time
 from typing import Any
 
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.failure import Failure
+from fullshard.launch.script import peers
 from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.network import is_here
 from fullshard.launch.script.peers import KeyValueStore, MachineEnded, RunFailure, post_failure, read_failure
@@ -19,68 +20,121 @@ _LOOK_SECONDS = 0.1
 _LINGER_SECONDS = 1.0
 """Time that the machine with the store stays up after an error, so that the others can read it."""
 
+_ALIVE_BEATS = 4
+"""A machine that misses so many heartbeats is taken for lost when another one comes with its number."""
 
-def meet(store: KeyValueStore, plan: MachinePlan, timeout_s: float, former: KeyValueStore | None = None) -> list[str]:
+Card = dict[str, Any]
+"""What a machine shows the others."""
+
+
+def make_card(plan: MachinePlan) -> Card:
+    """Return this machine's card; no two launchers have the same, also under one number."""
+    return {
+        "nnodes": str(plan.nnodes),
+        "rdzv_id": plan.run_id,
+        "host": socket.gethostname(),
+        "launcher": secrets.token_hex(8),
+    }
+
+
+def was_in(store: KeyValueStore, plan: MachinePlan, card: Card) -> bool:
+    """Return whether this machine, or one before it that is lost, has been in the rendezvous of ``store``.
+
+    Raises:
+        ProcessGroupError: Another machine with the same number is in it.
+    """
+    key = f"card/{plan.node_rank}"
+    if not store.check([key]):
+        return False
+    shown = json.loads(store.get(key))
+    if shown["launcher"] != card["launcher"] and _beats(store, plan.node_rank):
+        error = ProcessGroupError(
+            f"Each machine needs a number of its own, and two have --node_rank {plan.node_rank}: "
+            f"{card['host']} and {shown['host']}. Give one of them another."
+        )
+        if _missing(store, plan):  # a run that goes on is not ended by a machine that comes too many
+            post_failure(store, RunFailure(Failure.of(error), card["host"]))
+        raise error
+    return True
+
+
+def _beats(store: KeyValueStore, number: int) -> bool:
+    """Return whether the machine with a number sends heartbeats, from when it shows its card on."""
+    key = f"beat/{number}"
+    first = store.get(key) if store.check([key]) else b""
+    deadline = time.monotonic() + _ALIVE_BEATS * peers.BEAT_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        if store.check([key]) and store.get(key) != first:
+            return True
+    return False
+
+
+def meet(
+    store: KeyValueStore, plan: MachinePlan, card: Card, timeout_s: float, former: KeyValueStore | None = None
+) -> list[str] | None:
     """Write this machine's card and wait for those of the others; every machine calls it.
 
     Args:
         store: The store of this rendezvous.
         plan: The machines, which have fixed numbers.
+        card: This machine's card.
         timeout_s: Seconds to wait.
         former: The store of the previous rendezvous, where a machine that has failed for good reports it.
 
     Returns:
-        The names of all machines.
+        The names of all machines; None if some machine has gone on to the next rendezvous, or had this one's number.
 
     Raises:
         ProcessGroupError: Not all machines arrived, or their settings differ.
         MachineEnded: Another machine has reported a failure.
     """
-    here = socket.gethostname()
-    card = {"nnodes": str(plan.nnodes), "rdzv_id": plan.run_id, "host": here, "pid": os.getpid()}
+    text = json.dumps(card)
+    if store.compare_set(f"card/{plan.node_rank}", "", text).decode() != text:
+        return None
     try:
-        _write_card(store, plan, card)
         cards = _cards(store, plan, timeout_s, former)
+        if cards is None:
+            return None
         _compare(plan, card, cards)
     except ProcessGroupError as error:
-        post_failure(store, RunFailure(Failure.of(error), here))
+        post_failure(store, RunFailure(Failure.of(error), card["host"]))
         if plan.node_rank == 0 and plan.several:
             time.sleep(_LINGER_SECONDS)
         raise
     return [f"machine {number} ({other['host']})" for number, other in enumerate(cards)]
 
 
-def _write_card(store: KeyValueStore, plan: MachinePlan, card: dict[str, Any]) -> None:
-    """Write this machine's card, unless another machine has the same number."""
-    text = json.dumps(card)
-    shown = store.compare_set(f"card/{plan.node_rank}", "", text).decode()
-    if shown != text:
-        raise ProcessGroupError(
-            f"Each machine needs a number of its own, and two have --node_rank {plan.node_rank}: "
-            f"{card['host']} and {json.loads(shown)['host']}. Give one of them another."
-        )
+def _missing(store: KeyValueStore, plan: MachinePlan) -> list[int]:
+    """Return the numbers of the machines that have not shown their cards."""
+    return [number for number in range(plan.nnodes.most) if not store.check([f"card/{number}"])]
 
 
 def _cards(
     store: KeyValueStore, plan: MachinePlan, timeout_s: float, former: KeyValueStore | None
-) -> list[dict[str, Any]]:
-    """Wait for the cards of all machines; return them by number."""
-    deadline = time.monotonic() + timeout_s
-    numbers = range(plan.nnodes.most)
-    while missing := [number for number in numbers if not store.check([f"card/{number}"])]:
+) -> list[Card] | None:
+    """Wait for the cards of all machines; return them by number, or None if the next rendezvous has begun."""
+    started = beaten = time.monotonic()
+    while missing := _missing(store, plan):
+        if store.check(["next"]):
+            return None
         failed = read_failure(store)
         before = None if former is None else read_failure(former)
         if before is not None and before.failure.rank is not None:  # without a rank it is only a lost machine
             failed = failed or before
         if failed is not None:
             raise MachineEnded(failed)
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now - started > timeout_s:
             raise ProcessGroupError(_missing_text(plan, missing, timeout_s))
+        if now - beaten >= peers.BEAT_SECONDS:
+            beaten = now
+            store.set(f"beat/{plan.node_rank}", f"waits {now}")
         time.sleep(_LOOK_SECONDS)
-    return [json.loads(store.get(f"card/{number}")) for number in numbers]
+    return [json.loads(store.get(f"card/{number}")) for number in range(plan.nnodes.most)]
 
 
-def _compare(plan: MachinePlan, card: dict[str, Any], cards: list[dict[str, Any]]) -> None:
+def _compare(plan: MachinePlan, card: Card, cards: list[Card]) -> None:
     for number, other in enumerate(cards):
         for option in ("nnodes", "rdzv_id"):
             if other[option] != card[option]:

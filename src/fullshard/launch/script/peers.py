@@ -104,7 +104,7 @@ def post_failure(store: KeyValueStore, failed: RunFailure) -> RunFailure:
 class PeerMonitor:
     """Thread that sends this machine's heartbeat and watches the others while one set of ranks runs.
 
-    Machine 0 watches all machines; the others read its results.
+    Machine 0 watches all machines; the others watch machine 0 and read its results.
 
     Attributes:
         restart_requested: Whether a machine waits to restart all ranks.
@@ -131,6 +131,8 @@ class PeerMonitor:
         self._store_seen = now
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._started = now
+        # Machine 0 has the store only with the static rendezvous, so that its silence is not always the store's.
+        self._watched = range(1, len(machines)) if number == 0 else range(1)
         self._thread = threading.Thread(target=self._run, name="fullshard-machines", daemon=True)
         self._thread.start()
 
@@ -151,11 +153,10 @@ class PeerMonitor:
         now = time.monotonic()
         if now - self._store_seen > silence:
             return self._lost(0, now - self._store_seen)
-        if self._number == 0:
-            for number in range(1, len(self._machines)):
-                seen = self._beats.get(number, (b"", self._started))[1]
-                if now - seen > silence:
-                    return self.post(self._lost(number, now - seen))
+        for number in self._watched:
+            seen = self._beats.get(number, (b"", self._started))[1]
+            if now - seen > silence:
+                return self.post(self._lost(number, now - seen))
         return None
 
     def post(self, failed: RunFailure) -> RunFailure:
@@ -170,10 +171,14 @@ class PeerMonitor:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"done/{self._number}", "1")
 
-    def leave(self) -> None:
-        """Stop watching. The machine with the store waits until the others have read how the run ended."""
+    def stop(self) -> None:
+        """Stop watching."""
         self._ended.set()
         self._thread.join(LEAVE_SECONDS)
+
+    def leave(self) -> None:
+        """Stop watching. The machine with the store waits until the others have read how the run ended."""
+        self.stop()
         if not self._over and self._failed is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -201,8 +206,7 @@ class PeerMonitor:
             while not self._ended.wait(BEAT_SECONDS if beat else 0.0):
                 beat += 1
                 self._store.set(f"beat/{self._number}", str(beat))
-                if self._number == 0:
-                    self._check_all()
+                self._check()
                 self._over = self._over or self._store.check(["over"])
                 self.restart_requested = self._store.check(["next"])
                 stored = read_failure(self._store)
@@ -210,13 +214,13 @@ class PeerMonitor:
                     self._failed = stored
                 self._store_seen = time.monotonic()
 
-    def _check_all(self) -> None:
-        """Check heartbeats and completion of all machines; on machine 0."""
-        others = range(1, len(self._machines))
-        for number in others:
+    def _check(self) -> None:
+        """Check heartbeats, and on machine 0 whether the ranks of all machines have ended."""
+        for number in self._watched:
             key = f"beat/{number}"
             beat = self._store.get(key) if self._store.check([key]) else b""
             if beat != self._beats.get(number, (b"", 0.0))[0]:
                 self._beats[number] = (beat, time.monotonic())
-        if self._store.check([f"done/{number}" for number in range(len(self._machines))]):
+        done = [f"done/{number}" for number in range(len(self._machines))]
+        if self._number == 0 and self._store.check(done):
             self._store.set("over", "1")

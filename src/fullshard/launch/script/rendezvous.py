@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -20,8 +20,9 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from fullshard.errors import ProcessGroupError
+from fullshard.launch.messages import say
 from fullshard.launch.script.machines import STATIC, MachinePlan
-from fullshard.launch.script.meet import meet
+from fullshard.launch.script.meet import Card, make_card, meet, was_in
 from fullshard.launch.script.network import address_towards, is_here, port_is_free
 
 STORE_TIME = timedelta(seconds=60)
@@ -31,14 +32,18 @@ _LOOK_SECONDS = 0.1
 
 
 class StaticRendezvous(RendezvousHandler):
-    """Machines with fixed numbers meet at machine 0; one round per start of the ranks."""
+    """Machines with fixed numbers meet at machine 0; one round per start of the ranks.
+
+    The store counts the rounds: a machine that is started again, or whose store was lost with machine 0, joins the
+    newest one.
+    """
 
     def __init__(self, plan: MachinePlan, timeout_s: float) -> None:
         """Meet as set in ``plan``, within ``timeout_s`` seconds per round."""
         self._plan = plan
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
-        self._round = 0
+        self._card = make_card(plan)
         self.machines: list[str] = []
 
     def get_backend(self) -> str:
@@ -57,20 +62,23 @@ class StaticRendezvous(RendezvousHandler):
             ProcessGroupError: Not all arrived, or their settings differ.
         """
         deadline = time.monotonic() + self._timeout_s
-        if self._store is None:
-            self._store = _host_store(self._plan) if self._plan.node_rank == 0 else _join_store(self._plan, deadline)
-        former = self._round_store() if self._round else None
-        if former is not None:
-            former.set("next", "1")
-        self._round += 1
-        store = self._round_store()
-        self.machines = meet(store, self._plan, self._timeout_s, former)
+        while True:
+            try:
+                return self._meet(deadline)
+            except DistError:  # machine 0 was lost meanwhile, or cut off
+                if self._plan.node_rank == 0 or time.monotonic() > deadline:
+                    raise
+
+    def _meet(self, deadline: float) -> RendezvousInfo:
+        if self._plan.node_rank != 0:
+            # Connected anew: machine 0 may be another one by now, and a connection that was cut may be dead.
+            self._store = _join_store(self._plan, deadline)
+        elif self._store is None:
+            self._store = _host_store(self._plan)
+        assert self._store is not None
+        self.machines, store = meet_newest(self._store, self._plan, self._card, deadline)
         place = RendezvousStoreInfo(self._plan.host, self._store.port)
         return RendezvousInfo(store, self._plan.node_rank, self._plan.nnodes.most, place)
-
-    def _round_store(self) -> PrefixStore:
-        assert self._store is not None
-        return PrefixStore(f"fullshard/{self._round}", self._store)
 
     def is_closed(self) -> bool:
         """See torch's RendezvousHandler."""
@@ -90,6 +98,48 @@ class StaticRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """See torch's RendezvousHandler."""
         return True
+
+
+def meet_newest(store: Store, plan: MachinePlan, card: Card, deadline: float) -> tuple[list[str], Store]:
+    """Meet in the newest round, or begin one that ends it; every machine calls it.
+
+    Args:
+        store: The store of all rounds.
+        plan: The machines.
+        card: This machine's card.
+        deadline: When to give up, on the monotonic clock.
+
+    Returns:
+        The names of all machines, and the store of their round.
+
+    Raises:
+        ProcessGroupError, MachineEnded: See :func:`~fullshard.launch.script.meet.meet`.
+    """
+    machines = None
+    while machines is None:
+        number = _join_round(store, plan, card)
+        former = _round(store, number - 1) if number > 1 else None
+        if former is not None:
+            former.set("next", "1")
+        machines = meet(_round(store, number), plan, card, deadline - time.monotonic(), former)
+    return machines, _round(store, number)
+
+
+def _round(store: Store, number: int) -> PrefixStore:
+    return PrefixStore(f"fullshard/{number}", store)
+
+
+def _join_round(store: Store, plan: MachinePlan, card: Card) -> int:
+    """Return the number of the round that this machine joins, from 1: one that it, or one before it, was not in.
+
+    Raises:
+        ProcessGroupError: Another machine with this one's number is there.
+    """
+    number = int(store.compare_set("fullshard/round", "", "1"))
+    while was_in(_round(store, number), plan, card):
+        # Another machine may have counted it already.
+        number = int(store.compare_set("fullshard/round", str(number), str(number + 1)))
+    return number
 
 
 def _host_store(plan: MachinePlan) -> TCPStore:
@@ -143,6 +193,72 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
+class DynamicRendezvous(RendezvousHandler):
+    """Torch's c10d rendezvous, in which machines that arrive during a round wait for a save of the run."""
+
+    def __init__(self, handler: RendezvousHandler, saved: Callable[[], int | None]) -> None:
+        """Meet by ``handler``; ``saved`` returns the step of the newest checkpoint, None if none is noted here."""
+        self._handler = handler
+        self._saved = saved
+        self._info: RendezvousInfo | None = None
+        self._arrived_at: int | None = None
+
+    def get_backend(self) -> str:
+        """See torch's RendezvousHandler."""
+        return self._handler.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See torch's RendezvousHandler."""
+        return self._handler.use_agent_store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Tell the machines of this round that it is over, and wait for those of the next."""
+        if self._info is not None:
+            self._info.store.set("next", "1")
+        self._arrived_at = None
+        info = self._handler.next_rendezvous()
+        # Torch's handler says the address of rank 0 in its own first round, and keeps it: machines that are new in this
+        # round wait for it, and others have that of a machine that may be lost.
+        place = info.bootstrap_store_info
+        place = RendezvousStoreInfo.build(info.rank, info.store, place.master_addr, place.master_port)
+        self._info = RendezvousInfo(info.store, info.rank, info.world_size, place)
+        return self._info
+
+    def is_closed(self) -> bool:
+        """See torch's RendezvousHandler."""
+        return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        """See torch's RendezvousHandler."""
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many machines are to be taken in now: for those that wait, the next one is to be begun.
+
+        Machine 0 decides, where rank 0 notes what it has saved: after the next checkpoint, so that no step is lost. A
+        script that notes nothing is restarted at once. The other machines follow.
+        """
+        waiting = self._handler.num_nodes_waiting()
+        if not waiting or self._info is None or self._info.rank != 0:
+            return 0
+        saved = self._saved()
+        if saved is None:
+            return waiting
+        if self._arrived_at is None:
+            self._arrived_at = saved
+            say(f"another machine has arrived; it is taken in after the next checkpoint (the newest: step {saved:,})")
+        return waiting if saved > self._arrived_at else 0
+
+    def get_run_id(self) -> str:
+        """See torch's RendezvousHandler."""
+        return self._handler.get_run_id()
+
+    def shutdown(self) -> bool:
+        """See torch's RendezvousHandler."""
+        return self._handler.shutdown()
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """The rendezvous of a run's machines."""
@@ -152,8 +268,8 @@ class Rendezvous:
     hosts: bool  # whether the store runs in this process
 
 
-def make_rendezvous(plan: MachinePlan, timeout_s: float) -> Rendezvous:
-    """Return the rendezvous of a plan.
+def make_rendezvous(plan: MachinePlan, timeout_s: float, saved: Callable[[], int | None]) -> Rendezvous:
+    """Return the rendezvous of a plan; ``saved`` is that of :class:`DynamicRendezvous`.
 
     Raises:
         ProcessGroupError: The c10d store can neither be created nor reached. The static store is created later, by the
@@ -181,6 +297,7 @@ def make_rendezvous(plan: MachinePlan, timeout_s: float) -> Rendezvous:
         backend, store = create_backend(parameters)
         key = f"fullshard/{plan.run_id}/came"
         store.add(key, 1)
-        return Rendezvous(create_handler(store, backend, parameters), lambda: store.add(key, 0), hosts)
+        handler = DynamicRendezvous(create_handler(store, backend, parameters), saved)
+        return Rendezvous(handler, lambda: store.add(key, 0), hosts)
     except (RendezvousError, ValueError, OSError) as error:
         raise ProcessGroupError(f"The machines cannot meet at {plan.place}: {first_line(error)}.") from error

@@ -90,7 +90,7 @@ def run_script(job: Job) -> Outcome:
         environment |= {KEEP_VARIABLE: str(kept), RESTARTS_VARIABLE: str(job.max_restarts)}
         workers = Workers(job.arguments, environment, output, Path(scratch))
         try:
-            end = run_agent(job.plan, workers, output, max_restarts=job.max_restarts, timeout_s=job.timeout_s)
+            end = run_agent(job.plan, workers, output, kept, max_restarts=job.max_restarts, timeout_s=job.timeout_s)
             failures = workers.failures()
         finally:
             workers.stop(seconds=0.0)

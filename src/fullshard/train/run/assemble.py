@@ -64,7 +64,7 @@ def assemble(
         config: The run's settings.
         comm: The ranks to shard over.
         prepared: Tokenizer and token ids; None: prepared here.
-        group: :func:`~fullshard.train.setup.data_plan.group_size` when the run began; None: it begins here.
+        group: :attr:`~fullshard.train.setup.division.Division.group` when the run began; None: it begins here.
         filled: Whether a snapshot fills the model later; see :func:`~fullshard.train.setup.model.prepare_model`.
 
     Raises:

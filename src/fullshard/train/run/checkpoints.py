@@ -6,6 +6,9 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,6 @@ from fullshard.train.reporting.sinks import Sink
 from fullshard.train.run.assemble import Assembly
 from fullshard.train.run.best import BestModel
 from fullshard.train.run.record import Record
-from fullshard.train.setup.data_plan import group_size
 from fullshard.train.setup.resume import EVALUATION_NAME, StartingPoint
 
 
@@ -162,7 +164,7 @@ class RunCheckpoints:
             step=step,
             values=values,
             background=background,
-            assets=lambda directory: write_assets(parts.model, directory, tokenizer=parts.tokenizer),
+            assets=partial(_write_assets, parts),
             base=parts.base,
         )
         self.newest = (step, path)
@@ -177,7 +179,8 @@ class RunCheckpoints:
         return {
             "settings": self._start.settings,
             "separator": parts.config.data.separator,
-            "group_rows": self._start.group or group_size(parts.config, parts.comm.size),
+            "group_rows": self._start.group,
+            "division": self._start.began.as_values(),
             "total_steps": parts.schedule.total_steps,
             "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
             "record": record.as_values(train_seconds=train_seconds, peaks=peaks),
@@ -203,7 +206,7 @@ class RunCheckpoints:
         kept = self._checkpoints.in_memory
         if kept is not None:
             kept.leave_out_made(self._parts.model)
-            together(self._parts.comm, kept.mark_begun)
+            together(self._parts.comm, lambda: kept.mark_begun(self._start.began.ranks))
 
     def step_over(self) -> None:
         """Note that a step is over, for the time between snapshots."""
@@ -253,6 +256,24 @@ class RunCheckpoints:
             nbytes = sum(read_completion(path).files.values())
             for sink in self._sinks:
                 sink.checkpoint(CheckpointReport(step, str(path), nbytes, seconds, stall_seconds))
+
+
+def with_checkpoint(start: StartingPoint, parts: Assembly, checkpoints: Checkpoints) -> StartingPoint:
+    """Return the start from a checkpoint if it is from the snapshots of other ranks, which are saved as one.
+
+    Every rank calls it.
+
+    Raises:
+        CheckpointError: It could not be written; on every rank.
+    """
+    if start.others is None:
+        return start
+    path = checkpoints.save_snapshots(start.others, parts.model, assets=partial(_write_assets, parts), base=parts.base)
+    return replace(start, path=path)
+
+
+def _write_assets(parts: Assembly, directory: Path) -> None:
+    write_assets(parts.model, directory, tokenizer=parts.tokenizer)
 
 
 def _rank_seed(seed: int, rank: int, step: int) -> int:

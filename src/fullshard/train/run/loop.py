@@ -27,7 +27,7 @@ from fullshard.train.reporting.reports import EndedBy, EvaluationReport, RunSumm
 from fullshard.train.reporting.sinks import Sink
 from fullshard.train.run.assemble import Assembly, assemble
 from fullshard.train.run.best import BestModel
-from fullshard.train.run.checkpoints import RunCheckpoints
+from fullshard.train.run.checkpoints import RunCheckpoints, with_checkpoint
 from fullshard.train.run.early_stop import any_rank, count_stale, ends_early
 from fullshard.train.run.out_of_memory import Planned, explain, is_out_of_memory
 from fullshard.train.run.record import Record
@@ -93,7 +93,14 @@ def train(
         with Checkpoints(directory, **own) as checkpoints:
             start = _starting_point(config, comm, checkpoints)
             try:
-                parts = assemble(config, comm, prepared, group=start.group, filled=start.snapshot is not None)
+                parts = assemble(
+                    start.division.settings(config),
+                    comm,
+                    prepared,
+                    group=start.group,
+                    filled=start.snapshot is not None,
+                )
+                start = with_checkpoint(start, parts, checkpoints)
                 return TrainingRun(parts, start, checkpoints, sinks, stop or StopRequest(), planned).train()
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -104,10 +111,11 @@ def train(
 def _starting_point(config: RunConfig, comm: Comm, checkpoints: Checkpoints) -> StartingPoint:
     """Return where the run starts: from its newest snapshot or checkpoint, or from scratch; every rank calls it."""
     kept = checkpoints.in_memory
-    begun = kept is not None and kept.begun()
+    begun = 0 if kept is None else kept.begun()
     start = _on_rank_0(comm, lambda: choose_starting_point(config, comm.size, begun=begun))
     snapshot = None if kept is None else kept.newest()
-    return together(comm, lambda: or_snapshot(start, snapshot))
+    others = None if kept is None else kept.of_other_ranks()
+    return together(comm, lambda: or_snapshot(start, snapshot, others))
 
 
 class _StopDuringEvaluationError(Exception):

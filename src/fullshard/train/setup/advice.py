@@ -8,8 +8,8 @@ from fullshard.config import RunConfig
 from fullshard.config.training import NEW_MODEL_LEARNING_RATE
 from fullshard.data import BatchPlan, TokenizedSet
 from fullshard.train.reporting.scores import LOSS_METRICS
+from fullshard.train.setup.division import Division
 from fullshard.train.setup.prepare import Prepared
-from fullshard.train.setup.resume import global_batch
 
 _STEPS_AN_EPOCH = 10
 """Least steps an epoch of the batch that is suggested."""
@@ -61,7 +61,7 @@ def _on_messages(config: RunConfig) -> Iterator[str]:
 
 def _on_batch(config: RunConfig, rows: int, steps: int, world_size: int) -> Iterator[str]:
     settings = config.training
-    batch, accumulation = global_batch(config, world_size), settings.gradient_accumulation_steps
+    batch, accumulation = Division.of(config, world_size).global_batch, settings.gradient_accumulation_steps
     if steps > 1:
         return
     if settings.per_device_train_batch_tokens is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fullshard.config import RunConfig
 from fullshard.data import BatchPlan, EpochPlan, Mixture, TokenizedSet, TokenPlan
 from fullshard.train.reporting.reports import SetFacts
+from fullshard.train.setup.division import Division
 from fullshard.train.setup.prepare import Prepared
 
 
@@ -18,13 +19,13 @@ def make_plan(
         train_set: Token ids of the training rows.
         world_size: Number of ranks.
         causal: Whether source and target are one sequence.
-        group: :func:`group_size` when the run began; None: it begins here.
+        group: :attr:`Division.group` when the run began; None: it begins here.
 
     Raises:
         DataError: A row is longer than the token budget.
     """
     settings = config.training
-    group = group or group_size(config, world_size)
+    group = group or Division.of(config, world_size).group
     if settings.per_device_train_batch_tokens is None:
         return EpochPlan(
             num_rows=len(train_set),
@@ -84,16 +85,3 @@ def set_facts(config: RunConfig, prepared: Prepared) -> tuple[SetFacts, ...]:
         for one, count in zip(prepared.sets, counts, strict=True)
         if one.name
     )
-
-
-def group_size(config: RunConfig, world_size: int) -> int:
-    """Return the size of a group of rows; a run that resumes on other ranks keeps it, so that steps have the same rows.
-
-    Returns:
-        Number of rows that are sorted by length together: the rows of one micro-batch over all ranks. With a token
-        budget, the number of micro-batches of one step over all ranks.
-    """
-    settings = config.training
-    if settings.per_device_train_batch_tokens is not None:
-        return world_size * settings.gradient_accumulation_steps
-    return world_size * settings.per_device_train_batch_size

@@ -14,7 +14,7 @@ from typing import Any
 from fullshard.config import RunConfig
 from fullshard.data import split_lists
 from fullshard.errors import CheckpointError, ConfigError, DataError
-from fullshard.resilience import Snapshot
+from fullshard.resilience import OfOtherRanks, Snapshot
 from fullshard.storage import (
     FINISHED_NAME,
     Place,
@@ -36,6 +36,7 @@ from fullshard.storage import (
     survey,
 )
 from fullshard.train.reporting.reports import EndedBy
+from fullshard.train.setup.division import Division, began_with
 from fullshard.train.setup.set_rows import source_spec
 
 CHECKPOINTS_NAME = "checkpoints"
@@ -95,6 +96,8 @@ class StartingPoint:
     """Where a run starts."""
 
     settings: Mapping[str, Any]  # settings that affect training, by dotted key; saved in the run's checkpoints
+    asked: Division  # how the settings divide a step over the ranks that are there
+    began: Division  # how they did when the run began
     path: Place | None = None  # the checkpoint to resume from; None: the run starts from scratch
     values: Mapping[str, Any] | None = None  # the values that the run saved in that checkpoint
     comparable: bool = True  # whether evaluations before that checkpoint can be compared with later ones
@@ -103,11 +106,45 @@ class StartingPoint:
     notes: tuple[str, ...] = ()  # notes for the user
     step: int = 0  # optimizer steps taken before
     snapshot: Snapshot | None = None  # this rank's part of the snapshot to continue from, which ``path`` is then
+    others: OfOtherRanks | None = None  # the snapshots of other ranks to continue from, before they are a checkpoint
 
     @property
-    def group(self) -> int | None:
-        """:func:`~fullshard.train.setup.data_plan.group_size` when the run began; None if it begins here."""
-        return None if self.values is None else self.values["group_rows"]
+    def group(self) -> int:
+        """Rows, or micro-batches, that are sorted by length together, as when the run began."""
+        return self.began.group if self.values is None else self.values["group_rows"]
+
+    @property
+    def division(self) -> Division:
+        """How a step's rows are divided over the ranks that are there.
+
+        Raises:
+            ConfigError: They cannot be divided equally.
+        """
+        return self.began.on(self.asked.ranks)
+
+    def with_values(self, values: Mapping[str, Any]) -> StartingPoint:
+        """Return the start with the values of a checkpoint or snapshot, whose ranks may have been others.
+
+        Raises:
+            ConfigError: Its global batch cannot be divided over the ranks that are there.
+        """
+        return replace(self, values=values).keeping(Division.began(values) or self.began)
+
+    def keeping(self, began: Division) -> StartingPoint:
+        """Return the start with the global batch of a run that began with a division, unless settings were changed."""
+        start = replace(self, began=began_with(self.asked, began))
+        settings = {**self.settings, GLOBAL_BATCH: start.division.global_batch}
+        notes = dict.fromkeys((*self.notes, *start._division_notes()))
+        return replace(start, settings=settings, notes=tuple(notes))
+
+    def _division_notes(self) -> tuple[str, ...]:
+        now, unit = self.division, "tokens" if self.began.by_tokens else "rows"
+        if now == self.asked:
+            return ()
+        return (
+            f"the run began on {self.began.ranks} ranks: on {now.ranks} a step of {now.global_batch:,} {unit} is "
+            f"{now.accumulation} micro-batches of {now.each} on each",
+        )
 
 
 def checkpoints_directory(config: RunConfig) -> Place:
@@ -115,15 +152,15 @@ def checkpoints_directory(config: RunConfig) -> Place:
     return as_place(config.training.checkpoints_to or Path(config.output_dir, CHECKPOINTS_NAME))
 
 
-def choose_starting_point(config: RunConfig, world_size: int, *, begun: bool = False) -> StartingPoint:
+def choose_starting_point(config: RunConfig, world_size: int, *, begun: int = 0) -> StartingPoint:
     """Return where a run starts, and change nothing; on rank 0, under the lock on the checkpoints.
 
     Args:
         config: The run's settings.
         world_size: Number of ranks.
-        begun: Whether an earlier attempt of the same launcher has passed its start: then all checkpoints are the run's
-            own, whatever ``resume`` says, and damaged ones are passed over. If there are none, a checkpoint that
-            ``resume`` names is begun from again.
+        begun: The ranks of the first attempt of the same launcher that has passed its start; 0: none has. After one all
+            checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If there are
+            none, a checkpoint that ``resume`` names is begun from again.
 
     Raises:
         ConfigError: The settings differ from the checkpoint's.
@@ -131,7 +168,8 @@ def choose_starting_point(config: RunConfig, world_size: int, *, begun: bool = F
             ``resume`` is not ``previous``.
         DataError: A file that the settings name cannot be read.
     """
-    settings = deciding_settings(config, world_size)
+    asked = Division.of(config, world_size)
+    fresh = StartingPoint(deciding_settings(config, world_size), asked, asked)
     found = survey(checkpoints_directory(config), parse_newest=True)
     complete = [path for _, path in found.complete]
     # An attempt that began at a checkpoint of another directory, and has saved none itself, begins there again.
@@ -141,9 +179,9 @@ def choose_starting_point(config: RunConfig, world_size: int, *, begun: bool = F
         doomed = (*complete, *(one.path for one in found.damaged))
         names = ", ".join(path.name for path in doomed)
         notes = (f"resume=never: {names} in {found.directory} deleted",) if doomed else ()
-        return StartingPoint(settings, superseded=doomed, notes=notes)
+        return replace(fresh, superseded=doomed, notes=notes)
     if resume not in ("auto", "previous"):
-        return _at(as_place(config.resume), settings, found)
+        return _at(as_place(config.resume), fresh, found)
     finished = found.directory / FINISHED_NAME
     if finished.exists() and not begun:  # an attempt may also end after the run has
         further = f", resume={complete[-1]} with a higher {_limit_of(finished)}" if complete else ""
@@ -154,11 +192,9 @@ def choose_starting_point(config: RunConfig, world_size: int, *, begun: bool = F
     aside = found.newer_damaged() if resume == "previous" and complete else ()
     found = replace(found, damaged=tuple(one for one in found.damaged if one not in aside))
     newest = found.newest()
-    return (
-        StartingPoint(settings)
-        if newest is None
-        else _newest(newest, settings, found, tuple(one.path for one in aside))
-    )
+    if newest is None:
+        return fresh.keeping(replace(asked, ranks=begun)) if begun else fresh
+    return _newest(newest, fresh, found, tuple(one.path for one in aside))
 
 
 def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
@@ -211,13 +247,6 @@ def _limit_of(finished: Place) -> str:
         return "training.num_train_epochs"
 
 
-def global_batch(config: RunConfig, world_size: int) -> int:
-    """Return the rows of one optimizer step; with a token budget, its tokens including padding."""
-    settings = config.training
-    each = settings.per_device_train_batch_tokens or settings.per_device_train_batch_size
-    return world_size * each * settings.gradient_accumulation_steps
-
-
 def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     """Return the settings that affect the weights of a step or the metric of an evaluation, by dotted key; on one rank.
 
@@ -240,13 +269,14 @@ def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     lists = [f"{path.name} {_content(path)}" for spec in specs for path in split_lists(spec)]
     if lists:
         settings[TITLE_LISTS] = "; ".join(lists)
-    return {**settings, GLOBAL_BATCH: global_batch(config, world_size)}
+    return {**settings, GLOBAL_BATCH: Division.of(config, world_size).global_batch}
 
 
-def _newest(path: Place, settings: Mapping[str, Any], found: Survey, aside: tuple[Place, ...]) -> StartingPoint:
+def _newest(path: Place, fresh: StartingPoint, found: Survey, aside: tuple[Place, ...]) -> StartingPoint:
     """Resume from the newest good checkpoint of the output directory, only with the same settings."""
     step, values = _read_values(path)
-    different = _differences(settings, values["settings"])
+    start = fresh.with_values(values)
+    different = _differences(start.settings, values["settings"])
     if different:
         raise ConfigError(
             f"The run {'of' if is_url(path) else 'in'} {path.parent if is_url(path) else path.parent.parent} was "
@@ -257,19 +287,28 @@ def _newest(path: Place, settings: Mapping[str, Any], found: Survey, aside: tupl
             "model, the optimizer and the global batch must be the same even then."
         )
     older = tuple(f"{one.problem} It is older than {path.name} and is not used." for one in found.damaged)
-    notes = (f"resuming after step {step:,} from {path}", *_aside_notes(aside), *older)
-    return StartingPoint(settings, path, values, damaged=aside, notes=notes, step=step)
+    notes = (f"resuming after step {step:,} from {path}", *start.notes, *_aside_notes(aside), *older)
+    return replace(start, path=path, damaged=aside, notes=notes, step=step)
 
 
-def or_snapshot(start: StartingPoint, snapshot: Snapshot | None) -> StartingPoint:
+def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOtherRanks | None = None) -> StartingPoint:
     """Return the start from a snapshot if it is of a later step, else ``start``; any rank, with its own snapshot.
+
+    Args:
+        start: The start from a checkpoint, or from scratch.
+        snapshot: The newest one of these ranks.
+        others: The newest ones of another number of ranks.
 
     Raises:
         ConfigError: The run file was changed meanwhile.
     """
-    if snapshot is None or snapshot.described.step <= start.step:
+    steps = [start.step, *(0 if one is None else one.described.step for one in (snapshot, others))]
+    if max(steps) == steps[0]:
         return start
-    described = snapshot.described
+    taken = others if steps[2] > steps[1] else snapshot
+    assert taken is not None, "it has the latest step"
+    described = taken.described
+    start = start.with_values(described.values)
     different = _differences(start.settings, described.values["settings"])
     if different:
         raise ConfigError(
@@ -277,16 +316,17 @@ def or_snapshot(start: StartingPoint, snapshot: Snapshot | None) -> StartingPoin
             + "\n".join(f"  {line}" for line in different.values())
             + "\nRestore the earlier settings, and give the command again."
         )
-    note = f"resuming after step {described.step:,} from the snapshot in memory ({snapshot.directory.parent.parent})"
-    return replace(
+    start = replace(
         start,
-        path=snapshot.directory,
-        values=described.values,
         comparable=True,  # its evaluations were made with these settings
-        notes=(note, *(line for line in start.notes if not line.startswith("resuming "))),
+        notes=tuple(line for line in start.notes if not line.startswith("resuming ")),
         step=described.step,
-        snapshot=snapshot,
     )
+    if isinstance(taken, OfOtherRanks):
+        note = f"resuming after step {described.step:,} from the snapshots in memory of {described.world_size} ranks"
+        return replace(start, notes=(note, *start.notes), others=taken)
+    note = f"resuming after step {described.step:,} from the snapshot in memory ({taken.directory.parent.parent})"
+    return replace(start, notes=(note, *start.notes), path=taken.directory, snapshot=taken)
 
 
 def _aside_notes(paths: Sequence[Place]) -> list[str]:
@@ -295,7 +335,7 @@ def _aside_notes(paths: Sequence[Place]) -> list[str]:
     ]
 
 
-def _at(path: Place, settings: Mapping[str, Any], found: Survey) -> StartingPoint:
+def _at(path: Place, fresh: StartingPoint, found: Survey) -> StartingPoint:
     """Resume from a checkpoint that the user names; later ones in the output directory are deleted or set aside."""
     if path.is_file():
         raise ConfigError(
@@ -310,7 +350,8 @@ def _at(path: Place, settings: Mapping[str, Any], found: Survey) -> StartingPoin
     if inside:
         raise ConfigError(f"{path} holds several checkpoints; name one of them, such as resume={inside[-1]}.")
     step, values = _read_values(path)
-    different = _differences(settings, values["settings"])
+    start = fresh.with_values(values)
+    different = _differences(start.settings, values["settings"])
     fatal = [line for key, line in different.items() if key.startswith(_STATE_SETTINGS)]
     if fatal:
         raise ConfigError(
@@ -318,7 +359,11 @@ def _at(path: Place, settings: Mapping[str, Any], found: Survey) -> StartingPoin
             + "\n".join(f"  {line}" for line in fatal)
             + "\nRestore the earlier settings, or start a new run from its weights: fullshard export, then model.path."
         )
-    notes = (f"resuming after step {step:,} from {path}", *(f"changed: {line}" for line in different.values()))
+    notes = (
+        f"resuming after step {step:,} from {path}",
+        *start.notes,
+        *(f"changed: {line}" for line in different.values()),
+    )
     complete = [other for _, other in found.complete]
     mine = [number for number, other in enumerate(complete) if other.resolve() == path.resolve()]
     superseded = tuple(complete[mine[0] + 1 :] if mine else complete)
@@ -328,7 +373,9 @@ def _at(path: Place, settings: Mapping[str, Any], found: Survey) -> StartingPoin
         notes = (*notes, f"{', '.join(other.name for other in superseded)} in {found.directory} deleted")
     comparable = _EVALUATION_SETTINGS.isdisjoint(re.sub(r"^data\.sets\.[^.]+", "data", key) for key in different)
     notes = (*notes, *_aside_notes(aside))
-    return StartingPoint(settings, path, values, comparable, superseded, aside, notes, step)
+    return replace(
+        start, path=path, comparable=comparable, superseded=superseded, damaged=aside, notes=notes, step=step
+    )
 
 
 def _read_values(path: Place) -> tuple[int, Mapping[str, Any]]:

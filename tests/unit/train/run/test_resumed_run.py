@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.saving import Checkpoints
 from fullshard.storage import find_checkpoints, find_completions, rank_by_metric
 from fullshard.storage.verify import verify
@@ -261,6 +261,34 @@ def test_on_other_ranks_the_same_rows_give_nearly_the_same_losses(tmp_path, one_
     ours, theirs = (load_file(directory / "out" / "model.safetensors") for directory in (cut, whole))
     for name in ours:
         assert ours[name].numpy() == pytest.approx(theirs[name].numpy(), abs=2e-5), name
+
+
+@pytest.mark.parametrize(
+    ("began", "then", "sampling"), [(2, (1, 2), "group_by_length"), (3, (2,), "random"), (2, (4,), "random")]
+)
+def test_the_same_run_file_keeps_its_global_batch_on_other_ranks(tmp_path, one_at_a_time, began, then, sampling):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    file = 2, 1  # rows of a micro-batch, accumulation
+    reference = split_run(whole, (began, *file), sampling)
+    split_run(cut, (began, *file), sampling, stop_at=2)
+    for ranks in then[:-1]:
+        assert split_run(cut, (ranks, *file), sampling, stop_at=4).step == 4
+    rest = split_run(cut, (then[-1], *file), sampling)
+    notes = "; ".join(rest.begun[0].notes)
+    assert (f"the run began on {began} ranks: on {then[-1]} a step of {2 * began} rows" in notes) == (began != then[-1])
+    assert rest.steps[-1].step == len(reference.steps)
+    assert len(rest.steps) == len(reference.steps) - 2 * len(then)
+    for ours, theirs in zip(reversed(rest.steps), reversed(reference.steps), strict=False):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert (ours.target_tokens, ours.tokens) == (theirs.target_tokens, theirs.tokens)
+
+
+def test_ranks_that_cannot_share_the_global_batch_are_refused(tmp_path, one_at_a_time):
+    split_run(tmp_path, (3, 1, 1), "random", stop_at=2)
+    with pytest.raises(ConfigError, match="began on 3 ranks with 3 rows a step, and 2 ranks cannot share them equally"):
+        split_run(tmp_path, (2, 1, 1), "random")
 
 
 def test_on_other_ranks_each_draws_its_own_numbers_again(tmp_path, one_at_a_time):
