@@ -254,8 +254,7 @@ class Checkpoints:
         )
         together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
         together_in_background(self.ranks, lambda: require_shared(job))
-        plans = together(self.ranks, lambda: checkpoint_plans(others, model, frozen=base is None))
-        write_others(self.ranks, job, plans)
+        write_others(self.ranks, job, together(self.ranks, lambda: checkpoint_plans(others, model, frozen=base is None)))
         return job.final
 
     def snapshot(
