@@ -247,14 +247,16 @@ class Checkpoints:
 
         The model is sharded over the ranks that are there; ``assets``, ``base`` and errors are those of :meth:`save`.
         """
-        then = others.described
         self.wait()
+        was = others.described
+        of_ranks = was.world_size
         job = together(
-            self.ranks, lambda: self._job(model, SavePlan, then.step, then.values, None, base, of_ranks=then.world_size)
+            self.ranks, lambda: self._job(model, SavePlan, was.step, was.values, None, base, of_ranks=of_ranks)
         )
         together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
         together_in_background(self.ranks, lambda: require_shared(job))
-        write_others(self.ranks, job, together(self.ranks, lambda: checkpoint_plans(others, model, frozen=base is None)))
+        frozen = base is None
+        write_others(self.ranks, job, together(self.ranks, lambda: checkpoint_plans(others, model, frozen=frozen)))
         return job.final
 
     def snapshot(
