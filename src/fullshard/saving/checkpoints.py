@@ -248,14 +248,11 @@ class Checkpoints:
         The model is sharded over the ranks that are there; ``assets``, ``base`` and errors are those of :meth:`save`.
         """
         self.wait()
-        was = others.described
-        of_ranks = was.world_size
-        job = together(
-            self.ranks, lambda: self._job(model, SavePlan, was.step, was.values, None, base, of_ranks=of_ranks)
-        )
+        was, frozen = others.described, base is None
+        plan = partial(self._job, model, SavePlan, was.step, was.values, None, base, of_ranks=was.world_size)
+        job = together(self.ranks, plan)
         together_in_background(self.ranks, lambda: begin_files(job, self._lock, assets or partial(write_assets, model)))
         together_in_background(self.ranks, lambda: require_shared(job))
-        frozen = base is None
         write_others(self.ranks, job, together(self.ranks, lambda: checkpoint_plans(others, model, frozen=frozen)))
         return job.final
 

@@ -221,6 +221,7 @@ class DynamicRendezvous(RendezvousHandler):
         # Torch's handler says the address of rank 0 in its own first round, and keeps it: machines that are new in this
         # round wait for it, and others have that of a machine that may be lost.
         place = info.bootstrap_store_info
+        assert place is not None, "torch's handler makes one for each round"
         place = RendezvousStoreInfo.build(info.rank, info.store, place.master_addr, place.master_port)
         self._info = RendezvousInfo(info.store, info.rank, info.world_size, place)
         return self._info
