@@ -106,7 +106,7 @@ class Run:
     def __init__(self, directory: Path) -> None:
         text = " ".join(f"word{number % 10}" for number in range(SOURCE))
         (directory / "rows.csv").write_text("".join(["text,label\n", *(f"{text},{text}\n" for _ in range(64))]))
-        training = {"per_device_train_batch_size": ROWS, "num_train_epochs": 10_000, "logging_steps": 1_000_000}
+        training = {"per_device_train_batch_size": ROWS, "num_train_epochs": 10_000, "logging_steps": 1}
         settings = {
             "output_dir": str(directory / "out"),
             "nproc": 2,
