@@ -65,7 +65,8 @@ class MixedPrecision:
         messages: What gathered weights and sent gradients of trainable parameters are rounded to on the way: ``"bf16"``
             (0.5 of float32's bytes), ``"fp8"`` (0.26: float8_e4m3 with a scale for each 128 numbers), or None, not at
             all. **Inexact**: every rank computes with rounded weights, the same on each; shards, computation and sums
-            keep their dtypes. It needs gradients in float32, and changes nothing that is not wider.
+            keep their dtypes. It needs gradients in float32, and changes neither what is not wider nor modules in
+            ``keep_fp32``.
     """
 
     param: Any = None

@@ -252,6 +252,50 @@ def test_a_part_that_was_sharded_before_keeps_its_messages():
         assert torch.equal(exact, reference.embed.weight)
 
 
+@pytest.mark.parametrize("param", [None, "bf16"])
+def test_modules_kept_in_fp32_travel_as_they_are(param):
+    """In fp32 all compute in one dtype: the kept ones have a lane of their own all the same."""
+    reference, models = replicas(TinyLM, 2)
+    policy = MixedPrecision(param=param, reduce="fp32", keep_fp32=("up", "LayerNorm"), messages="fp8")
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, mp_policy=policy)
+        messages = {lane.mesh.messages for unit in runtime_of(model).units for lane in unit.lanes}
+        with unsharded(model):
+            return messages, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    for messages, shown in run_ranks(2, work):
+        assert messages == {None, "fp8"}
+        for name, parameter in reference.named_parameters():
+            if parameter.std() > 0:
+                exact = torch.equal(shown[name], parameter)
+                assert exact is (".up." in name or "norm" in name), name
+
+
+def test_a_number_that_is_not_finite_leaves_its_neighbours_their_bits():
+    """In fp8 one nan or inf shows nan in 128 numbers: leaving unsharded() must not write them to the shards."""
+    reference, models = replicas(TinyLM, 2)
+
+    def work(comm):
+        model = fully_shard(models[comm.rank], comm, mp_policy=FP8)
+        weight = model.blocks[0].up.weight
+        with torch.no_grad():
+            if rows_of(weight).numel():
+                rows_of(weight)[0, 0] = math.inf
+        with unsharded(model), torch.no_grad():
+            assert model.blocks[0].up.weight.isnan().sum() > 2
+            model.blocks[0].up.weight[-1, -1] = 5.0
+        return full_state_dict(model)
+
+    saved = run_ranks(2, work)[0]["blocks.0.up.weight"]
+    expected = reference.blocks[0].up.weight.detach()
+    infinite = saved.isinf()
+    assert 1 <= infinite.sum() <= 2
+    assert saved[-1, -1] == 5.0
+    infinite[-1, -1] = True
+    assert torch.equal(saved[~infinite], expected[~infinite])
+
+
 REFUSED = {
     "unknown": ({"messages": "int4"}, {}, r"one of bf16, fp8, or None; got 'int4'"),
     "reduce": ({"messages": "bf16", "reduce": "bf16"}, {}, r"reduce is bfloat16\. Leave reduce out, or messages"),

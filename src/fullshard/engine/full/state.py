@@ -103,7 +103,10 @@ def _write_back(unit: Unit) -> None:
     _take_assigned(unit)
     for lane in unit.lanes:
         # Only where it differs: a shard is wider than the compute dtype, and unchanged elements must keep their bits.
-        changed = (lane.own_part != lane.mesh.as_sent(lane.shard, lane.own_part)).to(lane.shard.device)
+        shown = lane.mesh.as_sent(lane.shard, lane.own_part)
+        # nan is no change where nan was shown: in fp8 one such number shows 128 of them.
+        kept = (lane.own_part == shown) | (lane.own_part.isnan() & shown.isnan())
+        changed = kept.logical_not_().to(lane.shard.device)
         lane.shard[changed] = lane.own_part.to(lane.shard.device)[changed].to(lane.shard.dtype)
 
 

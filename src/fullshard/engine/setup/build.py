@@ -80,9 +80,15 @@ class UnitBuilder:
             params += self._sharded_params(lane, members, tables)
         return Unit(spec.name, spec.modules, params, [lane for lane, _ in cut], self.policy)
 
+    def _is_kept(self, member: ParamSpec) -> bool:
+        return any(id(module) in self.kept for module, _ in member.slots)
+
     def _dtypes(self, member: ParamSpec) -> Dtypes:
-        kept = any(id(module) in self.kept for module, _ in member.slots)
-        return dtypes_of(self.policy.precision, member.param, kept=kept)
+        return dtypes_of(self.policy.precision, member.param, kept=self._is_kept(member))
+
+    def _mesh_of(self, member: ParamSpec) -> Mesh:
+        """Return the mesh that its messages travel on: those of frozen ones and of keep_fp32 are not rounded."""
+        return self.lane_mesh if member.param.requires_grad and not self._is_kept(member) else self.mesh
 
     def _homes(self, spec: UnitSpec) -> set[int]:
         """Return the ids of the parameters whose rows stay home: tables, and heads that are units of their own."""
@@ -104,7 +110,8 @@ class UnitBuilder:
         groups: dict[tuple[object, ...], list[ParamSpec]] = {}
         for member in spec.params:
             alone = id(member) if is_table(member) or id(member) in homes else None
-            groups.setdefault((self._dtypes(member), member.param.requires_grad, alone), []).append(member)
+            travels = self._mesh_of(member).messages
+            groups.setdefault((self._dtypes(member), member.param.requires_grad, alone, travels), []).append(member)
         return groups.values()
 
     @property
@@ -122,7 +129,7 @@ class UnitBuilder:
         """Plan the lanes of one group and cut this rank's shards, with the parameters' values if ``values``."""
         first, dtypes = group[0].param, self._dtypes(group[0])
         replicated = self._is_replicated(group[0])
-        mesh = self.lane_mesh if first.requires_grad else self.mesh
+        mesh = self._mesh_of(group[0])
         mesh = Mesh(SoloComm(mesh.device), mesh.all_ranks) if replicated else mesh
         unit_layout = plan_unit(tuple(tuple(member.param.shape) for member in group), mesh.shard_group.size)
         for layout in unit_layout.lanes:
