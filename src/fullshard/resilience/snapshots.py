@@ -192,7 +192,9 @@ class Snapshots:
 
         def read() -> dict[tuple[int, Key, int], Snapshot]:
             slots = [self._partners.slot_of(owner, one) for owner in owners[first::here] for one in range(_GENERATIONS)]
-            found = [one for slot in slots if (one := slot.read()) is not None and one.described.world_size != size]
+            # Those of as many ranks are not read: adding up all bytes once more would delay every restart.
+            others = [slot for slot in slots if (said := slot.described()) is not None and said.world_size != size]
+            found = [one for slot in others if (one := slot.read()) is not None]
             return {(one.described.world_size, one.described.key, one.described.rank): one for one in found}
 
         mine = together_in_background(self._ranks, read)
@@ -200,7 +202,10 @@ class Snapshots:
         chosen = newest_complete(set().union(*everyone))
         if chosen is None:
             return None
-        holders = [next(r for r, has in enumerate(everyone) if (*chosen, owner) in has) for owner in range(chosen[0])]
+        holders: list[int] = []  # shared out: files are written at once, and frozen weights come from every rank
+        for owner in range(chosen[0]):
+            having = [one for one, has in enumerate(everyone) if (*chosen, owner) in has]
+            holders.append(min(having, key=holders.count))
         passed_on = tuple(mine[*chosen, owner] for owner, holder in enumerate(holders) if holder == rank)
         described = passed_on[0].described if holders[0] == rank else None
         return OfOtherRanks(self._ranks.all_gather_object(described)[holders[0]], passed_on)

@@ -345,14 +345,14 @@ class Checkpoints:
         """
         return self._newest(previous=False)
 
-    def _newest(self, *, previous: bool) -> Place | None:
+    def _newest(self, *, previous: bool, in_memory: bool = False) -> Place | None:
         """Return the newest checkpoint; with ``previous``, rename damaged ones that may be newer, on rank 0."""
 
         def choose() -> Place | None:
             if self.ranks.rank != 0:
                 return None
             found = survey(self.directory, parse_newest=True)
-            if previous and found.complete:
+            if previous and (found.complete or in_memory):  # else it would start over, and nobody would know
                 found = self._go_back(found)
             return found.newest()
 
@@ -422,12 +422,12 @@ class Checkpoints:
             raise CheckpointError(f"previous=True chooses a checkpoint, and path={str(path)!r} does too. Pass one.")
         if path is not None:
             return load_checkpoint(model, optimizer, as_place(path), average=average)
-        again = self.in_memory is not None and self.in_memory.attempt > 0
-        chosen = newest = self._newest(previous=previous or again)
-        if self.in_memory is not None and again:
-            kept = self.in_memory.newest()
+        if self.in_memory is None or self.in_memory.attempt == 0:
+            chosen = self._newest(previous=previous)
+        else:
+            kept, others = self.in_memory.newest(), self.in_memory.of_other_ranks()
+            chosen = newest = self._newest(previous=True, in_memory=kept is not None or others is not None)
             on_disk = 0 if newest is None else together_in_background(self.ranks, lambda: read_index(newest).step)
-            others = self.in_memory.of_other_ranks()
             if others is not None and others.described.step > max(on_disk, 0 if kept is None else kept.described.step):
                 chosen, on_disk = self.save_snapshots(others, model), others.described.step
             if kept is not None and kept.described.step > on_disk:

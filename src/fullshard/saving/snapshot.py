@@ -74,14 +74,16 @@ class InMemory:
 
     def note_made(self, model: nn.Module) -> None:
         """Note the frozen parameters as files or seeds made them, before a checkpoint is loaded; any rank, alone."""
-        self._made = frozen_sums(model)
+        self._made = frozen_sums(model) if any(not param.requires_grad for param in model.parameters()) else None
 
     def leave_out_made(self, model: nn.Module) -> None:
-        """Leave frozen parameters out of the snapshots if they are as noted; any rank, alone, before the first step.
+        """Leave frozen parameters out of the snapshots if they are as noted; every rank calls it before the first step.
 
         A later attempt makes them the same way. It compares their checksums before it continues.
         """
-        self._frozen = self._made if frozen_sums(model) == self._made else None
+        # All ranks do or none does: other ranks make one checkpoint of the snapshots of all.
+        same = self._made is not None and frozen_sums(model) == self._made
+        self._frozen = self._made if all(self._ranks.all_gather_object(same)) else None
 
     def due(self, step: int) -> bool:
         """Return whether a snapshot follows a step; the same on every rank, without communication."""
@@ -214,6 +216,8 @@ def take(
 def _noted(piece: Piece, tensor: torch.Tensor) -> list[Any]:
     """Return where a piece of a checkpoint is in the tensor of the same name in a snapshot."""
     offset = (piece.tensor.data_ptr() - tensor.data_ptr()) // tensor.itemsize
+    if piece.tensor.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        offset = piece.start  # each call flattens a buffer that is not contiguous into new memory; it is never cut
     return [piece.name, list(piece.shape), piece.start, offset, piece.tensor.numel()]
 
 

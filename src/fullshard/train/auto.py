@@ -13,10 +13,12 @@ from fullshard.comm import Comm, free_memory, together
 from fullshard.config import RunConfig
 from fullshard.errors import ConfigError, MemoryLimitError
 from fullshard.planner import Hardware, hardware, names
+from fullshard.resilience import KeepDirectory
 from fullshard.sizes import format_bytes, format_duration
 from fullshard.train.fit import Load, Tried, search
 from fullshard.train.reporting.sinks import RUN_NAME
 from fullshard.train.setup.prepare import Prepared
+from fullshard.train.setup.resume import checkpoints_directory
 
 _CPU = Hardware(
     name="CPU rank",
@@ -60,10 +62,13 @@ def chosen_settings(
     free = comm.all_gather_object(free_memory(comm.device))
     shares = [size // sum(pool in of_rank for of_rank in free) for one in free for pool, size in one.items()]
 
+    keep = KeepDirectory.of(checkpoints_directory(config))
+    begun = any(comm.all_gather_object(keep is not None and keep.begun() > 0))
+
     def choose() -> tuple[str, ...] | None:
         if comm.rank:
             return None
-        before = _recorded(config)
+        before = _recorded(config, begun=begun)
         if before is not None:
             tell(f"sharding: auto takes what this run chose at its start: {_text(before)}")
             return before
@@ -116,10 +121,13 @@ def _best(tried: list[Tried], device: Hardware, tell: Callable[[str], None]) -> 
     return best.overrides
 
 
-def _recorded(config: RunConfig) -> tuple[str, ...] | None:
-    """Return what the run in ``output_dir`` chose; None if it starts from scratch."""
+def _recorded(config: RunConfig, *, begun: bool) -> tuple[str, ...] | None:
+    """Return what the run in ``output_dir`` chose; None if it starts from scratch.
+
+    An attempt after one that has ``begun`` never does: with other settings the snapshots would not fit.
+    """
     path = Path(config.output_dir, RUN_NAME)
-    if config.resume == "never" or not path.exists():
+    if (config.resume == "never" and not begun) or not path.exists():
         return None
     try:
         chosen = json.loads(path.read_text(encoding="utf-8"))["config"]["sharding"]["auto"]

@@ -96,6 +96,21 @@ def test_fewer_ranks_go_on_from_the_copies_on_the_machine_that_is_left(lost, bui
     assert_same_bits(all_again, state)
 
 
+def turned():
+    """A model with a buffer that is not contiguous in memory."""
+    model = TinyLM()
+    model.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T)
+    return model
+
+
+def test_a_buffer_that_is_not_contiguous_goes_to_fewer_ranks(tmp_path, machines):
+    _, state = attempt(0, machines, tmp_path / "run", 3, build=turned)
+    shutil.rmtree(machines[0])
+    began, fewer = attempt(1, machines[1:], tmp_path / "run", 3, build=turned)
+    assert began == 3
+    assert_same_bits(fewer, state)
+
+
 def test_without_the_copy_of_a_lost_machine_fewer_ranks_start_at_the_newest_checkpoint(tmp_path, machines):
     attempt(0, machines, tmp_path / "run", 3)
     shutil.rmtree(machines[1])

@@ -185,6 +185,13 @@ def test_without_snapshots_damaged_checkpoints_are_passed_over(tmp_path, keep, m
     assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 1
 
 
+def test_the_only_checkpoint_may_be_damaged_where_there_are_snapshots(tmp_path, monkeypatch):
+    attempt(2, tmp_path / "run", 3, save=(2,))
+    (find_checkpoints(tmp_path / "run")[-1] / "index.json").write_text("{}")
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    assert attempt(2, tmp_path / "run", 3, fill=-7)[0] == 3
+
+
 def test_at_another_world_size_the_checkpoint_is_taken(tmp_path, monkeypatch):
     attempt(2, tmp_path / "run", 3, save=(2,))
     monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")

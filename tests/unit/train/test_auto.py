@@ -7,11 +7,13 @@ import pytest
 
 from fullshard.config import load_run
 from fullshard.errors import MemoryLimitError
+from fullshard.resilience import KeepDirectory
 from fullshard.testing import run_ranks
 from fullshard.train import auto
 from fullshard.train.auto import chosen_settings
 from fullshard.train.fit import search
 from fullshard.train.plan import prepare_plan
+from fullshard.train.setup.resume import checkpoints_directory
 from support.planned import write_run
 
 
@@ -90,3 +92,15 @@ def test_a_run_that_resumes_takes_its_first_choice(run_file, tmp_path, monkeypat
 def test_without_auto_nothing_is_chosen(run_file, monkeypatch):
     config, said = settings(run_file, 1000, monkeypatch, "sharding.auto=false")
     assert (config.sharding.auto, config.sharding.strategy, said) == (False, "full_shard", [])
+
+
+def test_a_later_attempt_of_a_run_that_began_anew_takes_its_first_choice(run_file, tmp_path, monkeypatch):
+    """Less memory is free now, and the snapshots have the first choice's shards."""
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"sharding": {"auto": ["sharding.strategy=no_shard"]}}}))
+    monkeypatch.setenv("FULLSHARD_KEEP_DIR", str(tmp_path / "keep"))
+    monkeypatch.setenv("FULLSHARD_ATTEMPT", "1")
+    changes = [f"output_dir={tmp_path}", "resume=never"]
+    KeepDirectory.of(checkpoints_directory(load_run(run_file, changes))).mark_begun(2)
+    config, said = settings(run_file, 1000, monkeypatch, *changes)
+    assert config.sharding.strategy == "no_shard"
+    assert "takes what this run chose" in said[0]

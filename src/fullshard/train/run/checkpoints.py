@@ -269,7 +269,8 @@ def with_checkpoint(start: StartingPoint, parts: Assembly, checkpoints: Checkpoi
     if start.others is None:
         return start
     path = checkpoints.save_snapshots(start.others, parts.model, assets=partial(_write_assets, parts), base=parts.base)
-    return replace(start, path=path)
+    # It replaces a damaged one of the same step, which is not to be set aside any more.
+    return replace(start, path=path, damaged=tuple(one for one in start.damaged if one.name != path.name))
 
 
 def _write_assets(parts: Assembly, directory: Path) -> None:

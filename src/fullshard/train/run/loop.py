@@ -112,9 +112,10 @@ def _starting_point(config: RunConfig, comm: Comm, checkpoints: Checkpoints) -> 
     """Return where the run starts: from its newest snapshot or checkpoint, or from scratch; every rank calls it."""
     kept = checkpoints.in_memory
     begun = 0 if kept is None else kept.begun()
-    start = _on_rank_0(comm, lambda: choose_starting_point(config, comm.size, begun=begun))
     snapshot = None if kept is None else kept.newest()
     others = None if kept is None else kept.of_other_ranks()
+    found = snapshot is not None or others is not None
+    start = _on_rank_0(comm, lambda: choose_starting_point(config, comm.size, begun=begun, in_memory=found))
     return together(comm, lambda: or_snapshot(start, snapshot, others))
 
 

@@ -152,7 +152,9 @@ def checkpoints_directory(config: RunConfig) -> Place:
     return as_place(config.training.checkpoints_to or Path(config.output_dir, CHECKPOINTS_NAME))
 
 
-def choose_starting_point(config: RunConfig, world_size: int, *, begun: int = 0) -> StartingPoint:
+def choose_starting_point(
+    config: RunConfig, world_size: int, *, begun: int = 0, in_memory: bool = False
+) -> StartingPoint:
     """Return where a run starts, and change nothing; on rank 0, under the lock on the checkpoints.
 
     Args:
@@ -161,6 +163,8 @@ def choose_starting_point(config: RunConfig, world_size: int, *, begun: int = 0)
         begun: The ranks of the first attempt of the same launcher that has passed its start; 0: none has. After one all
             checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If there are
             none, a checkpoint that ``resume`` names is begun from again.
+        in_memory: Whether there is a snapshot to continue from: then damaged checkpoints are passed over even if there
+            is no other one.
 
     Raises:
         ConfigError: The settings differ from the checkpoint's.
@@ -189,10 +193,13 @@ def choose_starting_point(config: RunConfig, world_size: int, *, begun: int = 0)
             f"{config.output_dir} holds a finished run. Set another output_dir{further}, or resume=never to start from "
             "scratch, which deletes its checkpoints now and replaces its model at the end."
         )
-    aside = found.newer_damaged() if resume == "previous" and complete else ()
+    passed_over = resume == "previous" and (complete or in_memory)
+    aside = found.newer_damaged() if passed_over else ()
     found = replace(found, damaged=tuple(one for one in found.damaged if one not in aside))
     newest = found.newest()
     if newest is None:
+        damaged = tuple(one.path for one in aside)
+        fresh = replace(fresh, damaged=damaged, notes=tuple(_aside_notes(damaged)))
         return fresh.keeping(replace(asked, ranks=begun)) if begun else fresh
     return _newest(newest, fresh, found, tuple(one.path for one in aside))
 
