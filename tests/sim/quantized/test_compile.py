@@ -20,7 +20,7 @@ pytestmark = [
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("type", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("type", ["nf4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "fp8"))])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_blocks_of_quantised_layers_train_alike(type, backend):
     _, path = quantized.saved(t5)

@@ -228,7 +228,7 @@ def test_evaluate_measures_the_file_that_it_is_given(tmp_path, monkeypatch):
         raise FoundError(rows_file)
 
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
-    monkeypatch.setattr(evaluate_program, "find_trained", lambda model, config: SimpleNamespace(config=config))
+    monkeypatch.setattr(evaluate_program, "find_trained", lambda model, config, base: SimpleNamespace(config=config))
     monkeypatch.setattr(evaluate_program, "prepare", stop)
     monkeypatch.chdir(tmp_path)
     for given, expected in (["--data", "train.csv"], tmp_path / "train.csv"), ([], None):
