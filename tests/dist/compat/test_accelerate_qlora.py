@@ -34,6 +34,7 @@ def losses(folder, *command):
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 
 
+@pytest.mark.slow
 def test_four_bit_layers_and_lora_train_as_under_accelerate(tmp_path):
     torch.manual_seed(0)
     config = T5Config(vocab_size=60, **SIZES, dropout_rate=0.0, decoder_start_token_id=0)

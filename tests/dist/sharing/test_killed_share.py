@@ -197,6 +197,7 @@ def kill_at(run, place, wanted):
     assert sum(killed) >= 0.9 * wanted, "requests of several threads differ in order, but few runs end before the kill"
 
 
+@pytest.mark.slow
 def test_killed_at_five_points(run, place):
     kill_at(run, place, 5)
 

@@ -83,6 +83,7 @@ def test_a_file_that_appears_stops_the_run_in_any_phase(tmp_path, undisturbed, c
     assert weights_when_finished(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_end_in_the_time_of_the_notice_is_given_up(tmp_path, undisturbed):
     before = signal.getsignal(signal.SIGUSR1)
     stop = stopped(tmp_path, "hang", "SIGTERM", notice=Notice(grace_s=0.5))

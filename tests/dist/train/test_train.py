@@ -95,6 +95,7 @@ def test_the_engines_account_is_the_planned_one(own_ranks):
         assert [planned[name] for name in same] == [measured[name] for name in same]
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_demo_agrees_with_what_its_ranks_then_hold(tmp_path):
     """Of so few rows, the largest batch of the epoch is in the step whose memory is measured."""
     few = ["data.max_train_samples=1024", "training.num_train_epochs=1", "training.eval_strategy=no"]
