@@ -17,12 +17,14 @@ PROGRAM = "fullshard.starter"
 
 _MOST_REASONS = 5
 _MOST_LINES = 3
+_MOST_CHARACTERS = 80
 
 DESCRIPTION = """\
 Look at a table and at this machine, ask at most four questions, and write a run file with a comment for each choice. It
 is complete: train it as it is, or change it first. Nothing is downloaded.
 
-DATA is .csv, .tsv, .jsonl, .json or .parquet. An existing run file is not overwritten without asking.
+DATA is .csv, .tsv, .jsonl, .json or .parquet, with a row for each example or conversation. An existing run file is not
+overwritten without asking.
 """
 
 EPILOG = """\
@@ -78,6 +80,11 @@ def run(options: argparse.Namespace) -> None:
 def _show(look: Any, machine: Any) -> None:
     between = "" if look.delimiter is None else f", cells separated by {look.delimiter!r}"
     print(f"{look.path}: {look.format}{between}, {look.rows:,} rows")
+    if look.encoding.example is not None:
+        line = look.encoding.example[:_MOST_CHARACTERS]
+        print(f"  not UTF-8: read as {look.encoding.name} (data.encoding), with lines such as {line!r}")
+    if look.turns is not None:
+        print(f"  {look.turns}: each row is a conversation")
     for one in look.columns:
         more = " or more" if one.distinct == 1_000 else ""
         print(
@@ -102,8 +109,10 @@ def _show_unusable(rows: Any, total: int) -> None:
 
 def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     """Return columns and model: the likely ones, or the user's answers."""
-    usual = look.by_name or ((look.likely_source,), look.likely_target)
     model = machine.at_hand or starter.NEW_MODEL
+    if look.turns is not None:
+        return starter.Choice((), "", _ask_model(starter, machine, model) if asks else _told(model))
+    usual = look.by_name or ((look.likely_source,), look.likely_target)
     if not asks:
         print(f"source: {' and '.join(usual[0])}; target: {usual[1]}; model: {model}")
         return starter.Choice(*usual, model)
@@ -118,10 +127,19 @@ def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
     names.remove(source)
     likely = usual[1] if usual[1] in names else names[-1]
     target = _ask("Which column does it write?", likely, column)
-    question = f"Model: a directory, an id on the Hub such as {machine.fitting}, or new (a small T5)?"
-    model = _ask(question, model, lambda text: _model(text, starter.NEW_MODEL))
+    model = _ask_model(starter, machine, model)
     kept = (source, target) == (usual[0][0], usual[1])
     return starter.Choice(usual[0] if kept else (source,), target, model)
+
+
+def _ask_model(starter: Any, machine: Any, usual: str) -> str:
+    question = f"Model: a directory, an id on the Hub such as {machine.fitting}, or new (a small T5)?"
+    return _ask(question, usual, lambda text: _model(text, starter.NEW_MODEL))
+
+
+def _told(model: str) -> str:
+    print(f"model: {model}")
+    return model
 
 
 def _ask(question: str, usual: str, parse: Callable[[str], Any]) -> Any:

@@ -41,14 +41,24 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Encoding:
+    """How a file's bytes become text."""
+
+    name: str  # a value of ``data.encoding``
+    example: str | None = None  # of one that is not UTF-8, a line in which it matters
+
+
+@dataclass(frozen=True)
 class Look:
     """What a table holds."""
 
     path: Path
     format: str  # ``csv``, ``tsv``, ``jsonl``, ``json`` or ``parquet``
+    encoding: Encoding
     delimiter: str | None  # of a CSV file
     rows: int
-    columns: tuple[Column, ...]
+    columns: tuple[Column, ...]  # none if the rows are conversations
+    turns: str | None = None  # the column of the conversations
 
     @cached_property
     def by_name(self) -> tuple[tuple[str, ...], str] | None:
@@ -91,22 +101,20 @@ def look_at(path: Path) -> Look:
     """Read a whole table and describe it; one process.
 
     Raises:
-        DataError: It cannot be read, is empty or not UTF-8, has fewer than two columns, or holds conversations.
+        DataError: It cannot be read, is empty, is neither UTF-8 nor windows-1252, or has fewer than two columns and no
+            conversations.
     """
     kind = _format(path)
-    if kind != "parquet":
-        _require_utf8(path)
+    encoding = Encoding("utf-8") if kind == "parquet" else _encoding(path)
     delimiter = None
     if kind == "csv":
-        with open_lines(path, "utf-8") as lines:
+        with open_lines(path, encoding.name) as lines:
             delimiter = find_delimiter(lines, path)
-    reader = _reader(path, kind, delimiter)
+    reader = _reader(path, kind, encoding.name, delimiter)
     names = reader.columns()
-    if find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
-        raise DataError(
-            f"{path} holds conversations: no columns need to be chosen, and init is for tables. Write a run file with "
-            f"data.train_file: {path}, as docs/guides/chat-data.md shows."
-        )
+    if talk := find_conversations(reader, names, SourceSpec(train_file=path), completed=True):
+        rows = sum(1 for _ in reader.rows([talk.turns]))
+        return Look(path, kind, encoding, delimiter, rows, (), talk.turns)
     if len(set(names)) < 2:
         raise DataError(
             f"{path} has the columns {', '.join(map(repr, names)) or 'none'}: a source and a target column are needed."
@@ -121,23 +129,40 @@ def look_at(path: Path) -> Look:
                 texts[name].append(text)
     if not rows:
         raise DataError(f"{path} has a header but no rows: at least one row is needed.")
-    return Look(path, kind, delimiter, rows, tuple(_column(name, found) for name, found in texts.items()))
+    return Look(path, kind, encoding, delimiter, rows, tuple(_column(name, found) for name, found in texts.items()))
 
 
-def _require_utf8(path: Path) -> None:
-    # Such rows would only be counted as unusable: of a German table in Latin-1, most rows, and whole labels.
-    broken, first, total = 0, "", 0
+def _encoding(path: Path) -> Encoding:
+    """Return UTF-8; or windows-1252 where each line beyond ASCII is text in it and none of them is UTF-8.
+
+    Raises:
+        DataError: The file is neither. Its lines would only be counted as unusable, and whole labels with them.
+    """
+    broken, other, first, example = 0, 0, "", None
+    total = 0
     with open_lines(path, "utf-8") as lines:
         for total, line in enumerate(lines, start=1):
-            if problem := encoding_problem(line, "utf-8"):
-                first = first or f"line {total}: {problem.partition(':')[0]}"
-                broken += 1
-    if broken:
-        raise DataError(
-            f"{path}: {broken:,} of {total:,} lines cannot be read, the first of them {first}. Save the file as UTF-8 "
-            "(in a shell: iconv -f windows-1252 -t utf-8), or write a run file of your own with data.encoding, or with "
-            "data.max_bad_rows to skip such rows."
-        )
+            problem = encoding_problem(line, "utf-8")
+            if problem is None:
+                other += not line.isascii()
+                continue
+            broken += 1
+            first = first or f"line {total}: {problem.partition(':')[0]}"
+            try:
+                text = line.encode("utf-8", "surrogateescape").decode("windows-1252")
+            except UnicodeDecodeError:
+                other += 1
+            else:
+                example = example or text.strip()
+    if not broken:
+        return Encoding("utf-8")
+    if example is not None and not other:
+        return Encoding("windows-1252", example)
+    raise DataError(
+        f"{path}: {broken:,} of {total:,} lines cannot be read, the first of them {first}. Save the file as UTF-8 "
+        "(in a shell: iconv -f windows-1252 -t utf-8), or write a run file of your own with data.encoding, or with "
+        "data.max_bad_rows to skip such rows."
+    )
 
 
 def _text(cell: object) -> str:
@@ -178,9 +203,9 @@ def _format(path: Path) -> str:
     return kind
 
 
-def _reader(path: Path, kind: str, delimiter: str | None) -> RowReader:
+def _reader(path: Path, kind: str, encoding: str, delimiter: str | None) -> RowReader:
     if kind == "parquet":
         return ParquetFile(path)
     if kind in ("csv", "tsv"):
-        return CsvFile(path, "utf-8", "\t" if kind == "tsv" else delimiter)
-    return JsonLinesFile(path, "utf-8") if kind == "jsonl" else JsonFile(path, "utf-8")
+        return CsvFile(path, encoding, "\t" if kind == "tsv" else delimiter)
+    return JsonLinesFile(path, encoding) if kind == "jsonl" else JsonFile(path, encoding)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fullshard.config.training import NEW_MODEL_LEARNING_RATE
 from fullshard.data import Example, SourceSpec, read_split
+from fullshard.data.examples import turn_text
 from fullshard.data.reading.split import FORMATS, open_table
 from fullshard.errors import DataError
 from fullshard.starter.look import FEW, Look
@@ -45,8 +46,8 @@ _NEW = """\
 class Choice:
     """What a run file is made for."""
 
-    sources: tuple[str, ...]  # source columns; several if they are a known combination
-    target: str
+    sources: tuple[str, ...]  # source columns; several if they are a known combination, none of conversations
+    target: str  # target column; empty for conversations
     model: str  # directory or id of a model, or ``NEW_MODEL``
 
 
@@ -91,6 +92,7 @@ def read_rows(look: Look, choice: Choice) -> Rows:
         train_file=look.path,
         source_column=source,
         target_column=choice.target if source else None,
+        encoding=look.encoding.name,
         delimiter=look.delimiter,
         max_bad_rows=look.rows,
     )
@@ -122,11 +124,15 @@ def _model(machine: Machine, choice: Choice) -> str:
 
 def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
     lines = ["data:", f"  train_file: {_quoted(os.path.relpath(look.path, out.parent))}"]
+    if look.encoding.example is not None:
+        lines.append(f"  encoding: {look.encoding.name}  # it is not UTF-8; another one if letters are wrong")
     if look.delimiter not in (None, ","):
         lines.append(f"  delimiter: {_quoted(str(look.delimiter))}")
     others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target)]
     unused = f"  # not used: {', '.join(others)}" if others else ""
-    if len(choice.sources) == 1:
+    if look.turns is not None:
+        lines.append(f"  # {look.turns}: each row is a conversation; train_on: last learns its last answer alone")
+    elif len(choice.sources) == 1:
         lines += [f"  source_column: {_quoted(choice.sources[0])}{unused.replace(chr(10), ' ')}"]
         lines += [f"  target_column: {_quoted(choice.target)}"]
     else:
@@ -146,11 +152,19 @@ def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
 
 
 def _texts(rows: Rows) -> tuple[list[str], list[str]]:
-    return [one.source for one in rows.examples], [one.target for one in rows.examples]
+    targets = [text for one in rows.examples for text in _targets(one)]
+    return [one.source for one in rows.examples], targets
+
+
+def _targets(example: Example) -> list[str]:
+    """Return what is learned of a row: of a conversation each answer."""
+    if example.conversation is None:
+        return [example.target]
+    return [turn_text(example.conversation.messages[index]) for index in example.conversation.answers]
 
 
 def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
-    trained = len(rows.examples) - rows.held_out
+    trained = _trained_rows(choice, rows)
     batch = 2 ** max(0, min(6, int(math.log2(max(1, trained / machine.ranks / _STEPS_AN_EPOCH)))))
     steps = max(1, math.ceil(trained / machine.ranks / batch))
     is_new = choice.model == NEW_MODEL
@@ -170,6 +184,15 @@ def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
     if rows.fraction is None:
         lines.append("  eval_strategy: no  # the rows are too few or too alike to hold some out")
     return lines
+
+
+def _trained_rows(choice: Choice, rows: Rows) -> int:
+    """Return about how many rows an epoch has: of a conversation an encoder-decoder gets one for each answer."""
+    trained = len(rows.examples) - rows.held_out
+    if choice.sources or choice.model != NEW_MODEL:
+        return trained
+    answers = sum(len(one.conversation.answers) for one in rows.examples if one.conversation is not None)
+    return trained * answers // len(rows.examples)
 
 
 def _evaluation(rows: Rows) -> list[str]:

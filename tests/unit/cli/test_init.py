@@ -110,26 +110,65 @@ def test_tables_of_one_name_have_run_directories_of_their_own(tmp_path, monkeypa
     assert "cannot be used" not in capsys.readouterr().out
 
 
-def test_a_table_of_another_encoding_is_refused_not_thinned_out(tmp_path, monkeypatch, capsys):
+def test_a_table_of_another_encoding_is_read_in_it_and_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [f"Frage {i} {'über' if i % 2 else 'zur'} Karte;Karte {i % 4}\n" for i in range(40)]
     (tmp_path / "train.csv").write_text("frage;antwort\n" + "".join(rows), encoding="latin-1")
+    assert cli.main(["init", "train.csv", "--yes"]) == 0
+    said = capsys.readouterr().out
+    assert "not UTF-8: read as windows-1252 (data.encoding), with lines such as 'Frage 1 über Karte;Karte 1'" in said
+    assert "cannot be used" not in said
+    assert load_run("run.yaml").data.encoding == "windows-1252"
+
+
+@pytest.mark.parametrize("also", ["größer".encode(), b"\x81"])
+def test_a_table_of_two_encodings_is_refused_not_thinned_out(also, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = b"".join(b"Frage %d \xfcber Karte;Karte %d\n" % (i, i % 4) for i in range(20))
+    (tmp_path / "train.csv").write_bytes(b"frage;antwort\nist " + also + b";nein\n" + rows)
     assert cli.main(["init", "train.csv", "--yes"]) == 3
     error = capsys.readouterr().err
-    assert "20 of 41 lines cannot be read, the first of them line 3: byte 0xfc is not UTF-8. Save" in error
+    broken, line, byte = (21, 2, "0x81") if also == b"\x81" else (20, 3, "0xfc")
+    assert f"{broken} of 22 lines cannot be read, the first of them line {line}: byte {byte} is not UTF-8." in error
     assert "data.encoding" in error
     assert not (tmp_path / "run.yaml").exists()
 
 
 @pytest.mark.parametrize("more", [{}, {"id": 1, "topic": "cards"}])
-def test_conversations_are_sent_to_their_guide(more, tmp_path, monkeypatch, capsys):
+def test_conversations_train_without_editing(more, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    turns = [{"role": "user", "content": "where?"}, {"role": "assistant", "content": "there"}]
-    (tmp_path / "talks.jsonl").write_text(f"{json.dumps({**more, 'messages': turns})}\n" * 20)
-    assert cli.main(["init", "talks.jsonl", "--yes"]) == 3
-    error = capsys.readouterr().err
-    assert "talks.jsonl holds conversations" in error
-    assert "docs/guides/chat-data.md" in error
+    talks = [
+        [
+            {"role": role, "content": f"{text} {i}"}
+            for role, text in zip(("user", "assistant") * 2, ("a", "b" * 200, "c", "d"), strict=True)
+        ]
+        for i in range(40)
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({**more, "messages": talk}) + "\n" for talk in talks))
+    assert cli.main(["init", "talks.jsonl", "--yes"]) == 0
+    printed = capsys.readouterr().out
+    assert "40 rows\n  messages: each row is a conversation\n" in printed
+    assert "model: new" in printed
+    text = (tmp_path / "run.yaml").read_text()
+    config = load_run("run.yaml", ["training.max_steps=1", f"data.cache_dir={tmp_path / 'cache'}"])
+    held_out = int(text.split("validation_fraction: 0.1  # ")[1].split()[0])
+    # two ranks, a row for each of the two answers
+    assert f"about {(40 - held_out) * 2 // 2:,} steps an epoch" in text
+    assert config.data.source_column is None
+    assert config.data.max_target_length == 96  # of the longest answer, which is not the last
+    summary = train(config, run_ranks(1, lambda comm: comm)[0], [FileSink(config.output_dir)])
+    assert summary.steps == 1
+
+
+def test_conversations_ask_for_the_model_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    turns = [{"from": "human", "value": "where?"}, {"from": "gpt", "value": "there"}]
+    (tmp_path / "talks.jsonl").write_text(f"{json.dumps({'conversations': turns})}\n" * 20)
+    asked = []
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(builtins, "input", lambda text: asked.append(text) or "")
+    assert cli.main(["init", "talks.jsonl"]) == 0
+    assert len(asked) == 1
 
 
 def test_rows_too_few_to_hold_out_are_not_evaluated(tmp_path, monkeypatch):
