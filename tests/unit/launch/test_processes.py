@@ -95,7 +95,8 @@ def test_ranks_share_no_random_numbers(tmp_path):
     assert all(a != b for a, b in zip(one, other, strict=True))
 
 
-def test_what_was_printed_before_the_fork_is_printed_once(tmp_path, capfd):
+def test_what_was_printed_before_the_fork_is_printed_once(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     assert launch(module(tmp_path, "print('rank')", "print('imports')"), nproc=2) is None
     assert sorted(capfd.readouterr().out.split()) == ["imports", "rank", "rank"]
 
@@ -167,12 +168,15 @@ def test_ranks_that_cannot_all_be_forked_end(tmp_path, capfd):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "1\n"
     assert "BlockingIOError: too many processes" in done.stderr
+    assert "fullshard: the ranks could not be forked" in done.stderr
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("then", ["signal.pause()", "os.kill(os.getpid(), signal.SIGTERM)"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_imports_ends_the_launcher_and_all_else(tmp_path, capfd, number):
-    command = module(tmp_path, imports=f"os.kill(os.getppid(), {int(number)}); signal.pause()")
+def test_a_signal_during_the_imports_ends_the_launcher_and_all_else(tmp_path, capfd, number, then):
+    """Whoever stops a job may signal all its processes."""
+    command = module(tmp_path, imports=f"os.kill(os.getppid(), {int(number)}); {then}")
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch(command, nproc=2)
