@@ -140,9 +140,9 @@ class Run:
         raise SystemExit(f"the run ended before step {step}:\n{self.said.read_text()}")
 
     def ranks(self) -> list[int]:
-        return [
-            int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        ]
+        """The ids of the ranks' processes: the launcher's children but the oldest, of which they are forks."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children[1:]]
 
     def stop(self) -> tuple[int, float]:
         """Stop the run after the step that it is in; the steps before, and when the last of them was recorded."""

@@ -1,4 +1,4 @@
-"""The rank program with a fault in rank 1's third step: ``python faulty_rank.py KIND CONFIG``.
+"""The rank program with a fault in rank 1's third step: ``python -m support.faulty_rank KIND CONFIG``.
 
 KIND is ``none``, ``raise``, ``kill``, ``allocate``, or, in the first attempt only: ``kill_once``, ``crash_once``,
 ``lose_once``.
@@ -14,12 +14,12 @@ import torch
 from fullshard.launch.programs import train as rank
 from fullshard.train.run import loop
 
-kind = sys.argv[1]
 real_step = loop.issue_step
 
 
 def faulty_step(model, optimizer, micro_batches, comm, spec, scaler, *, late):
     """Two good steps, then rank 1 is gone while rank 0 waits for it in a collective."""
+    kind = sys.argv[1]
     first = os.environ.get("FULLSHARD_ATTEMPT", "0") == "0"
     if comm.rank == 1 and spec.step == 3 and (first or not kind.endswith("_once")) and kind != "none":
         if kind.startswith("kill"):
@@ -34,5 +34,10 @@ def faulty_step(model, optimizer, micro_batches, comm, spec, scaler, *, late):
     return real_step(model, optimizer, micro_batches, comm, spec, scaler, late=late)
 
 
-loop.issue_step = faulty_step
-sys.exit(rank.main(sys.argv[2:]))
+def main(arguments=None):
+    loop.issue_step = faulty_step
+    return rank.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

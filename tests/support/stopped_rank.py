@@ -1,4 +1,4 @@
-"""The rank program, told to stop in a phase: ``python stopped_rank.py PHASE HOW CONFIG``.
+"""The rank program, told to stop in a phase: ``python -m support.stopped_rank PHASE HOW CONFIG``.
 
 In that phase rank 0 tells the launcher to stop, by the signal HOW or by making the file HOW, and goes on once the
 request has come back to it. ``hang`` is a step that never ends.
@@ -13,7 +13,6 @@ from fullshard.launch.programs import train as rank
 from fullshard.train.evaluation import evaluate
 from fullshard.train.run import loop
 
-phase, how = sys.argv[1:3]
 requests = []
 
 
@@ -27,6 +26,7 @@ class Told(rank.StopSignals):
 
 def tell():
     """Tell the launcher to stop and wait until this rank knows; before training that ends the process."""
+    phase, how = sys.argv[1:3]
     if os.environ["RANK"] != "0":
         return
     if how.startswith("SIG"):
@@ -50,19 +50,25 @@ def telling(real, when=lambda *_: True):
     return first_tell
 
 
-rank.StopSignals = Told
-if phase == "tokenizing":
-    rank.prepare = telling(rank.prepare)
-elif phase == "loading":
-    loop.assemble = telling(loop.assemble)
-elif phase == "first step":
-    loop.issue_step = telling(loop.issue_step)
-elif phase == "hang":
-    loop.issue_step = telling(loop.issue_step, lambda model, optimizer, batches, comm, spec, scaler: spec.step == 4)
-elif phase == "evaluation":
-    loop.evaluate = telling(loop.evaluate)
-elif phase == "generation":
-    evaluate.generate = telling(evaluate.generate)
-elif phase == "saving":
-    loop.RunCheckpoints.save = telling(loop.RunCheckpoints.save)
-sys.exit(rank.main(sys.argv[3:]))
+def main(arguments=None):
+    phase = sys.argv[1]
+    rank.StopSignals = Told
+    if phase == "tokenizing":
+        rank.prepare = telling(rank.prepare)
+    elif phase == "loading":
+        loop.assemble = telling(loop.assemble)
+    elif phase == "first step":
+        loop.issue_step = telling(loop.issue_step)
+    elif phase == "hang":
+        loop.issue_step = telling(loop.issue_step, lambda model, optimizer, batches, comm, spec, scaler: spec.step == 4)
+    elif phase == "evaluation":
+        loop.evaluate = telling(loop.evaluate)
+    elif phase == "generation":
+        evaluate.generate = telling(evaluate.generate)
+    elif phase == "saving":
+        loop.RunCheckpoints.save = telling(loop.RunCheckpoints.save)
+    return rank.main(sys.argv[3:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -28,6 +30,7 @@ from fullshard.cli.common import set_own_parsers
 from fullshard.errors import FullshardError
 from fullshard.launch import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, Failure
 from fullshard.launch.messages import say
+from fullshard.launch.script.peers import waits_for_store
 from fullshard.version import __version__
 
 DESCRIPTION = "Train PyTorch models that do not fit on one GPU: shard them, fine-tune them on your data."
@@ -111,7 +114,13 @@ def report(failure: Failure, *, as_json: bool) -> int:
 
 def entry() -> NoReturn:
     """The console script ``fullshard``."""
-    sys.exit(main())
+    code = main()
+    if waits_for_store():
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

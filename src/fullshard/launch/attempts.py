@@ -48,7 +48,7 @@ class Recovery:
     """How long a run was without steps after a rank was lost, in seconds; by the clock of one machine."""
 
     ended_s: float  # from when the launcher noticed it until it started the ranks again
-    start_s: float  # until rank 0 ran its first line: Python and imports
+    start_s: float  # until rank 0 ran its first line: forks, or Python and imports
     state_s: float  # until it had the state to continue from: data, model, snapshot or checkpoint
     step_s: float  # until its first step was done
 

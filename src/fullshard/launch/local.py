@@ -3,7 +3,8 @@
 The launcher starts every rank, waits until one fails or all have ended, and leaves no process running. A failing rank
 writes the reason to a file (:mod:`fullshard.launch.failure`); the launcher reports only the first failure, since it
 caused the others. After one that may pass it starts the ranks again, if it is to (:mod:`fullshard.launch.attempts`):
-without torch's elastic agent, whose import takes as long as the ranks' own.
+without torch's elastic agent, whose import takes as long as the ranks' own, and as forks of one process that has
+imported what they need (:mod:`fullshard.launch.processes`).
 
 The first Ctrl-C or SIGTERM, SIGUSR1 (Slurm's notice) or a file that appears is passed to the ranks, which save a
 checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks that do not train yet, or no longer, just end.
@@ -33,6 +34,7 @@ from fullshard.launch.attempts import Reached, Restarts, in_memory, kept_directo
 from fullshard.launch.failure import FAILURE_FILE_VARIABLE, Failure, say_ending
 from fullshard.launch.interrupts import NO_NOTICE, Interrupts, Notice
 from fullshard.launch.messages import say
+from fullshard.launch.processes import LOOK_SECONDS, ForkServer, ForkServerError, Interpreters, Process, Starter
 from fullshard.variables import ATTEMPT_VARIABLE, KEEP_VARIABLE, RESTARTS_VARIABLE
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
@@ -64,16 +66,22 @@ class _Rank:
     """A started rank and the path of its failure file."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: Process
     failure_path: Path
+
+    @property
+    def code(self) -> int:
+        """Exit code of a rank that has ended, or minus the signal that ended it."""
+        assert self.process.returncode is not None
+        return self.process.returncode
 
     def terminate(self) -> None:
         """Send SIGTERM, if it still runs."""
-        self.process.terminate()
+        self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL, if it still runs."""
-        self.process.kill()
+        self.process.send_signal(signal.SIGKILL)
 
 
 def launched_elsewhere() -> bool:
@@ -81,9 +89,14 @@ def launched_elsewhere() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def _has_gpu_driver() -> bool:
+    """Return whether this machine has the driver of a GPU, and so perhaps one; takes no time."""
+    return any(Path(device).exists() for device in _DRIVERS)
+
+
 def gpu_count() -> int:
     """Return how many GPUs this process may use; torch takes seconds to import, so it is asked only with a driver."""
-    if not any(Path(device).exists() for device in _DRIVERS):
+    if not _has_gpu_driver():
         return 0
     count: int = import_module("torch").cuda.device_count()
     return count
@@ -106,7 +119,8 @@ def launch(
 
     Args:
         command: Program and arguments, the same for every rank. It must write its failure to the file of
-            :mod:`fullshard.launch.failure`.
+            :mod:`fullshard.launch.failure`. Ranks of ``python -m MODULE …`` are forks of one process, where there is no
+            GPU: the module has a function ``main(arguments)``.
         nproc: Number of ranks, at least 1.
         saves: Whether ranks that train save a checkpoint when they are stopped. Only they know whether they train:
             rank 0 says that it stops (:mod:`fullshard.launch.programs.signals`), and ranks that it ends say nothing.
@@ -122,15 +136,22 @@ def launch(
         KeyboardInterrupt: A second Ctrl-C or SIGTERM, or one before the ranks could save; all ranks have ended.
     """
     ranks: list[_Rank] = []
-    with kept_directory() as kept, Interrupts(ranks, notice) as interrupts:
+    with (
+        kept_directory() as kept,
+        Interrupts(ranks, notice) as interrupts,
+        contextlib.closing(_starter(command, nproc, kept)) as starter,
+    ):
         restarts = Restarts(max_restarts, kept)
         while True:
             variables = {
                 ATTEMPT_VARIABLE: str(restarts.done),
-                KEEP_VARIABLE: str(kept),
                 RESTARTS_VARIABLE: str(max_restarts - restarts.done),
+                "WORLD_SIZE": str(nproc),
+                "LOCAL_WORLD_SIZE": str(nproc),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(_free_port()),
             }
-            failure = _attempt(command, nproc, variables, ranks, interrupts, saves=saves)
+            failure = _attempt(starter, variables, ranks, interrupts, str(kept), saves=saves)
             if failure is None or interrupts.asked:
                 return failure
             then = restarts.after(failure)
@@ -139,46 +160,76 @@ def launch(
             _pause(then, interrupts, str(kept))
 
 
+def _starter(command: Sequence[str], nproc: int, kept: Path) -> Starter:
+    """Return how ranks are started: as forks on Linux, unless there may be a GPU.
+
+    A fork of a process that has looked at a GPU cannot use it, and that no import does has not been checked on one.
+    """
+    environment = {
+        **os.environ,
+        **default_variables(nproc),
+        KEEP_VARIABLE: str(kept),
+        _LAUNCHER_VARIABLE: str(os.getpid()),
+    }
+    if command[1] == "-m" and sys.platform == "linux" and not _has_gpu_driver():
+        return ForkServer(command, environment)
+    return Interpreters(command, environment)
+
+
 def _attempt(
-    command: Sequence[str],
-    nproc: int,
+    starter: Starter,
     variables: Mapping[str, str],
     ranks: list[_Rank],
     interrupts: Interrupts,
+    kept: str,
     *,
     saves: bool,
 ) -> Failure | None:
     """Start the ranks, in place of those in ``ranks``, and wait until one has failed or all have ended."""
-    ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
+
+    def look() -> None:
+        if interrupts.out_of_time() or interrupts.asked:
+            raise _interrupted(kept, saves=saves)
+
     ranks.clear()
     with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
-        port = _free_port()
-        mark_started(variables[KEEP_VARIABLE])
+        mark_started(kept)
+        paths = [Path(scratch, f"rank{number}.json") for number in range(int(variables["WORLD_SIZE"]))]
+        own = [{"RANK": str(n), "LOCAL_RANK": str(n), FAILURE_FILE_VARIABLE: str(path)} for n, path in enumerate(paths)]
         try:
-            for number in range(nproc):
-                rank = _start(command, number, nproc, port, variables, Path(scratch, f"rank{number}.json"))
-                ranks.append(rank)
+            for number, process in enumerate(starter.start([{**variables, **one} for one in own], look)):
+                ranks.append(_Rank(number, process, paths[number]))
                 if interrupts.asked:
-                    rank.terminate()
-                threading.Thread(target=_watch, args=(rank, ended), daemon=True).start()
-            for _ in range(nproc):
-                first = _next(ended, interrupts)
-                if first is None:
-                    for rank in ranks:
-                        rank.kill()
-                    return _out_of_time(variables[KEEP_VARIABLE])
-                code = first.process.returncode
-                if interrupts.asked and code in (-signal.SIGTERM, -signal.SIGUSR1, INTERRUPTED_EXIT_CODE):
-                    # The rank was not training yet, or no longer.
-                    raise _interrupted(variables[KEEP_VARIABLE], saves=saves)
-                if code == UNREAD_EXIT_CODE:
-                    raise BrokenPipeError("nothing reads a rank's output")
-                if code not in (0, STOPPED_EXIT_CODE):
-                    mark_lost(variables[KEEP_VARIABLE])
-                    return _cause(first, ranks)
-            return Failure.read(ranks[0].failure_path)
+                    ranks[-1].terminate()
+            return _outcome(ranks, interrupts, kept, saves=saves)
+        except ForkServerError as error:
+            look()
+            mark_lost(kept)
+            return _unreported(None, error.args[0])
         finally:
             _stop(ranks)
+
+
+def _outcome(ranks: Sequence[_Rank], interrupts: Interrupts, kept: str, *, saves: bool) -> Failure | None:
+    """Wait until one rank has failed or all have ended."""
+    ended: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
+    for rank in ranks:
+        threading.Thread(target=_watch, args=(rank, ended), daemon=True).start()
+    for _ in ranks:
+        first = _next(ended, interrupts)
+        if first is None:
+            for rank in ranks:
+                rank.kill()
+            return _out_of_time(kept)
+        if interrupts.asked and first.code in (-signal.SIGTERM, -signal.SIGUSR1, INTERRUPTED_EXIT_CODE):
+            # The rank was not training yet, or no longer.
+            raise _interrupted(kept, saves=saves)
+        if first.code == UNREAD_EXIT_CODE:
+            raise BrokenPipeError("nothing reads a rank's output")
+        if first.code not in (0, STOPPED_EXIT_CODE):
+            mark_lost(kept)
+            return _cause(first, ranks)
+    return Failure.read(ranks[0].failure_path)
 
 
 def _interrupted(kept: str, *, saves: bool) -> KeyboardInterrupt:
@@ -201,25 +252,6 @@ def _pause(seconds: float, interrupts: Interrupts, kept: str) -> None:
         time.sleep(min(0.1, seconds))
     if interrupts.asked:
         raise _interrupted(kept, saves=True)
-
-
-def _start(
-    command: Sequence[str], number: int, nproc: int, port: int, variables: Mapping[str, str], failure_path: Path
-) -> _Rank:
-    """Start one rank in its own process group, so that the terminal's Ctrl-C reaches only the launcher."""
-    environment = {**os.environ, **default_variables(nproc), **variables}
-    environment |= {
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        FAILURE_FILE_VARIABLE: str(failure_path),
-        _LAUNCHER_VARIABLE: str(os.getpid()),
-    }
-    process = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, process_group=0)
-    return _Rank(number, process, failure_path)
 
 
 def default_variables(nproc: int) -> dict[str, str]:
@@ -247,7 +279,7 @@ def _next(ended: queue.SimpleQueue[_Rank], interrupts: Interrupts) -> _Rank | No
     """
     while True:
         with contextlib.suppress(queue.Empty):
-            return ended.get(timeout=0.5)
+            return ended.get(timeout=LOOK_SECONDS)
         if interrupts.out_of_time():
             return None
 
@@ -266,28 +298,30 @@ def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
     say_ending(first.failure_path)
     by_us = _stop(ranks)
     # Killed ranks write nothing; the others may write that they lost the connection to one.
-    killed = [rank for rank in ranks if rank.process.returncode < 0 and (rank is first or rank.number not in by_us)]
+    killed = [rank for rank in ranks if rank.code < 0 and (rank is first or rank.number not in by_us)]
     written = [failure for rank in ranks if (failure := Failure.read(rank.failure_path)) is not None]
     # One that aborts often does because another one failed; the report of that one has the cause.
-    causes = [rank for rank in killed if rank.process.returncode != -signal.SIGABRT] if written else killed
+    causes = [rank for rank in killed if rank.code != -signal.SIGABRT] if written else killed
     if causes:
-        return _killed_failure(causes[0])
+        return _unreported(causes[0].number, causes[0].code)
     if written:
         return min(written, key=lambda failure: (failure.stopped is not None, failure.time_s))
-    # It failed before it could write, during imports; Python has printed the reason.
-    code = first.process.returncode
-    message = f"rank {first.number} ended with exit code {code} before it could report why; see its output above."
-    return Failure(first.number, "ProcessGroupError", message, None, code, time.time(), transient=False)
+    return _unreported(first.number, first.code)
 
 
-def _killed_failure(rank: _Rank) -> Failure:
-    number = -rank.process.returncode
-    known = number in {one.value for one in signal.Signals}
-    name = signal.Signals(number).name if known else "real-time"
-    message = f"rank {rank.number} was killed by signal {number} ({name})."
-    if number == signal.SIGKILL:
+def _unreported(rank: int | None, code: int) -> Failure:
+    """Return the failure of a rank, or of the process that it was to be a fork of (None), that reported none itself."""
+    who = "the process that imports for all ranks" if rank is None else f"rank {rank}"
+    if code >= 0:
+        # It failed before it could write, during imports; Python has printed the reason.
+        message = f"{who} ended with exit code {code} before it could report why; see its output above."
+        return Failure(rank, "ProcessGroupError", message, None, code, time.time(), transient=False)
+    known = -code in {one.value for one in signal.Signals}
+    name = signal.Signals(-code).name if known else "real-time"
+    message = f"{who} was killed by signal {-code} ({name})."
+    if -code == signal.SIGKILL:
         message += " The kernel does that when memory runs out: use more ranks, a smaller batch or a smaller model."
-    return Failure(rank.number, "ProcessGroupError", message, None, 128 + number, time.time())
+    return Failure(rank, "ProcessGroupError", message, None, 128 - code, time.time())
 
 
 def _stop(ranks: Sequence[_Rank]) -> set[int]:
@@ -306,7 +340,7 @@ def _stop(ranks: Sequence[_Rank]) -> set[int]:
     for rank in running:
         rank.kill()
         rank.process.wait()
-    terminated = {rank.number for rank in ranks if rank.process.returncode in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE)}
+    terminated = {rank.number for rank in ranks if rank.code in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE)}
     return terminated | {rank.number for rank in running}
 
 
@@ -325,7 +359,7 @@ def _free_port() -> int:
 
 
 def rank_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs a module of this installation as a rank."""
+    """Return the command that runs a module of this installation, with a function ``main(arguments)``, as a rank."""
     return [sys.executable, "-m", module, *arguments]
 
 

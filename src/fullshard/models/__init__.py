@@ -7,6 +7,7 @@ from fullshard.models.adapters import (
     AdapterSpec as AdapterSpec,
     add_adapter as add_adapter,
     base_of as base_of,
+    import_peft as import_peft,
     load_adapter as load_adapter,
     magnitude_layers as magnitude_layers,
 )

@@ -79,7 +79,7 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
     Raises:
         ModelError: peft is not installed, or the adapter does not match the model.
     """
-    peft = _import_peft("model.adapter")
+    peft = import_peft("model.adapter")
     config = _peft_config(peft, spec, model)
     stand_ins = _StandIns(model)
     with _peft_context(), torch.random.fork_rng(devices=[]):
@@ -127,7 +127,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> tuple[Any, Mapping[
     Raises:
         ModelError: peft is not installed, or the adapter does not match the model.
     """
-    peft = _import_peft(f"{directory} is an adapter, which")
+    peft = import_peft(f"{directory} is an adapter, which")
     stand_ins = _StandIns(model)
     try:
         with _peft_context():
@@ -203,7 +203,12 @@ def _without_memory(copy: nn.Module) -> None:
             copy._parameters[key] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
 
 
-def _import_peft(what: str) -> Any:
+def import_peft(what: str) -> Any:
+    """Import peft, which takes more than a second, for ``what`` needs it; any process.
+
+    Raises:
+        ModelError: It is not installed.
+    """
     keep_quiet()
     try:
         return importlib.import_module("peft")

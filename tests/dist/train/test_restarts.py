@@ -1,17 +1,15 @@
 """A rank is lost in the middle of a run: all start again by themselves, and the run ends as if nothing had happened."""
 
 import re
-import sys
 
 import pytest
 
-from fullshard.launch import attempts, launch
-from support.processes import TESTS
+from fullshard.launch import attempts
+from support.launched import launch_support
 from support.tiny_run import MODEL, read_jsonl, write_run_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
-RANK = TESTS / "support" / "faulty_rank.py"
 CHANGES = {
     "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
     "sharding__wrap": ["T5Block"],
@@ -27,8 +25,8 @@ CHANGES = {
 def run(directory, kind, **more):
     """Train in ``directory`` with a fault of a kind in rank 1's third step; return how it ended and its files."""
     directory.mkdir()
-    command = [sys.executable, str(RANK), kind, str(write_run_file(directory, **CHANGES)), "resume=never"]
-    return launch(command, nproc=2, **more), directory / "out"
+    arguments = [kind, str(write_run_file(directory, **CHANGES)), "resume=never"]
+    return launch_support("faulty_rank", arguments, **more), directory / "out"
 
 
 @pytest.fixture(scope="module")

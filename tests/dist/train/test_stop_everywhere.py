@@ -1,17 +1,15 @@
 """A request to stop is heeded in every phase of a run, and the same command ends it as if there had been none."""
 
 import signal
-import sys
 
 import pytest
 
 from fullshard.launch import Notice, launch, rank_command
-from support.processes import TESTS
+from support.launched import launch_support
 from support.tiny_run import MODEL, write_run_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
-RANK = TESTS / "support" / "stopped_rank.py"
 CHANGES = {
     "model": {"config": MODEL | {"num_layers": 1, "num_decoder_layers": 1}, "tokenizer": {"vocab_size": 60}},
     "sharding__wrap": ["T5Block"],
@@ -28,7 +26,7 @@ CHANGES = {
 
 def stopped(directory, phase, how, **more):
     run_file = write_run_file(directory, **CHANGES)
-    return launch([sys.executable, str(RANK), phase, str(how), str(run_file), "--no-plan"], nproc=2, **more)
+    return launch_support("stopped_rank", [phase, str(how), str(run_file), "--no-plan"], **more)
 
 
 def weights_when_finished(directory):

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from fullshard.launch import launch
+from support.launched import launch_support
 from support.tiny_run import read_jsonl, write_run_file
 
 pytestmark = pytest.mark.dist
 
 FULLSHARD = [sys.executable, "-m", "fullshard.cli.main"]
-FAULTY_RANK = Path(__file__).parents[2] / "support" / "faulty_rank.py"
 DEMO = Path(__file__).parents[3] / "examples" / "banking77_tiny.yaml"
 
 
@@ -153,7 +152,7 @@ def test_only_rank_0_speaks(joined_ranks):
 
 
 def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, capfd):
-    failure = launch([sys.executable, str(FAULTY_RANK), "raise", str(write_run_file(tmp_path))], nproc=2)
+    failure = launch_support("faulty_rank", ["raise", str(write_run_file(tmp_path))])
     assert (failure.rank, failure.exit_code) == (1, 1)
     assert failure.text().startswith("Rank 1 failed first:\nTraceback (most recent call last):\n")
     assert failure.text().endswith("RuntimeError: the fault of rank 1")
@@ -165,7 +164,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback(tmp_path, capfd):
 @pytest.mark.slow
 def test_a_rank_that_is_out_of_memory_says_what_was_planned_measured_and_would_need_less(tmp_path):
     run_file = write_run_file(tmp_path, training__eval_strategy="no")
-    failure = launch([sys.executable, str(FAULTY_RANK), "allocate", str(run_file)], nproc=2)
+    failure = launch_support("faulty_rank", ["allocate", str(run_file)])
     assert (failure.rank, failure.kind, failure.exit_code, failure.trace) == (1, "MemoryLimitError", 11, None)
     text = failure.message
     assert text.startswith("Rank 1 of 2 is out of memory: ")
@@ -178,7 +177,7 @@ def test_a_rank_that_is_out_of_memory_says_what_was_planned_measured_and_would_n
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run(tmp_path):
-    failure = launch([sys.executable, str(FAULTY_RANK), "kill", str(write_run_file(tmp_path))], nproc=2)
+    failure = launch_support("faulty_rank", ["kill", str(write_run_file(tmp_path))])
     assert failure.rank == 1
     assert "SIGKILL" in failure.text()
     assert failure.exit_code == 137

@@ -1,6 +1,8 @@
 """What the command line says and how it ends: exit codes by kind, one clean message, JSON where asked for."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -137,3 +139,39 @@ def test_only_what_is_required_is_named_as_missing(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train"])
     assert "the following arguments are required: CONFIG\n" in capsys.readouterr().err
+
+
+STUCK = """
+import gc, sys, time
+from torch.distributed import TCPStore
+from fullshard.cli import main as cli
+from fullshard.launch.script import peers
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+other = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+
+class Late:
+    def __del__(self, set=store.set, wait=time.sleep):  # while Python ends
+        set("failed", "{}")
+        wait(1.0)
+
+class Stuck(peers.PeerMonitor):
+    def _run(self):
+        other.get("failed")
+
+def main():
+    print("told")
+    Stuck(other, 1, ["one", "other"], hosts=False)
+    sys.late = late = Late()
+    late.itself = late
+    gc.disable()
+    return 5
+
+cli.main = main
+cli.entry()
+"""
+
+
+def test_a_thread_that_still_waits_for_a_lost_machines_store_does_not_abort_the_process():
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout) == (5, "told\n"), ended.stderr

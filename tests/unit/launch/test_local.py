@@ -1,4 +1,7 @@
-"""The launcher starts ranks, finds the first that fails, and leaves none behind. Ranks are small Python scripts."""
+"""The launcher starts ranks, finds the first that fails, and leaves none behind: as interpreters, and as forks.
+
+Ranks are small Python scripts.
+"""
 
 import json
 import os
@@ -11,6 +14,10 @@ import time
 import pytest
 
 from fullshard.launch import choose_nproc, launch, launched_elsewhere, local
+from support.processes import SOURCE
+
+HOW = "interpreters"
+"""How the ranks of a test are started."""
 
 PRELUDE = """
 import json, os, signal, sys
@@ -31,11 +38,19 @@ def meet(mode):
 """
 
 
+@pytest.fixture(autouse=True, params=["interpreters", "forks"])
+def how(request, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules[__name__], "HOW", request.param)
+    monkeypatch.setattr(local, "_DRIVERS", ())
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{SOURCE}")
+
+
 def script(tmp_path, text, more=""):
-    path = tmp_path / "rank.py"
     os.mkfifo(tmp_path / "fifo")
-    path.write_text((PRELUDE + more).format(fifo=str(tmp_path / "fifo")) + textwrap.dedent(text))
-    return [sys.executable, str(path)]
+    lines = (PRELUDE + more).format(fifo=str(tmp_path / "fifo")) + textwrap.dedent(text)
+    start = "def main(arguments=None):\n" + textwrap.indent(lines, "    ")
+    (tmp_path / "a_rank.py").write_text(start + "\nif __name__ == '__main__':\n    main()\n")
+    return [sys.executable, *([str(tmp_path / "a_rank.py")] if HOW == "interpreters" else ["-m", "a_rank"])]
 
 
 def alive(pid):

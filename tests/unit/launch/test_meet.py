@@ -99,11 +99,13 @@ def joined(store, number):
     return PrefixStore(f"fullshard/{number}", store)
 
 
-def test_a_machine_that_is_started_again_meets_the_others_in_a_round_of_its_own():
+def test_a_machine_that_is_started_again_meets_the_others_in_a_round_of_its_own(capsys):
     store, cards = HashStore(), [make_card(plan(number)) for number in (0, 1)]
     first = meet_all(plan(0), plan(1), store=store, cards=cards)
     threads, results = start(store, plan(1))  # another card: what it was is lost
     until(lambda: joined(store, 1).check(["next"]))  # for the machine that goes on
+    waits = "a launcher with --node_rank 1 was here before; waiting 0.08 s to see if it still runs"
+    assert capsys.readouterr().err == f"fullshard: {waits}\n"
     assert meet_all(plan(0), store=store, cards=cards[:1]) == [first[0]]
     threads[0].join()
     assert results == [first[0]]

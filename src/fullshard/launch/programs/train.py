@@ -6,6 +6,7 @@ Our launcher starts it (:mod:`fullshard.launch.local`); under torchrun, ``fullsh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -16,12 +17,13 @@ from rich.console import Console
 
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig, load_run, require_output_dir
-from fullshard.errors import RunStopped
+from fullshard.errors import RunStopped, UserError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.again import ReachedSink, resume_again
 from fullshard.launch.programs.rank import run_as_rank
 from fullshard.launch.programs.signals import StopSignals
 from fullshard.launch.progress import WorkProgress
+from fullshard.models import import_peft
 from fullshard.sharing import PushSink, push_finished
 from fullshard.train import ConsoleSink, FileSink, Sink, train
 from fullshard.train.auto import chosen_settings
@@ -44,6 +46,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-plan", action="store_true")
     parser.add_argument("--stop-when-file", type=Path)
     return parser
+
+
+def import_more(arguments: Sequence[str]) -> None:
+    """Import what only some runs need, before ranks are forked; ranks report what is wrong with the run file."""
+    options, _ = make_parser().parse_known_args(arguments)
+    with contextlib.suppress(UserError):
+        if load_run(options.config, options.overrides).model.adapter is not None:
+            import_peft("model.adapter")
 
 
 def _train(options: argparse.Namespace, *, is_first: bool) -> None:

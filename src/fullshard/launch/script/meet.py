@@ -10,6 +10,7 @@ from typing import Any
 
 from fullshard.errors import ProcessGroupError
 from fullshard.launch.failure import Failure
+from fullshard.launch.messages import say
 from fullshard.launch.script import peers
 from fullshard.launch.script.machines import MachinePlan
 from fullshard.launch.script.network import is_here
@@ -60,9 +61,11 @@ def was_in(store: KeyValueStore, plan: MachinePlan, card: Card) -> bool:
 
 def _beats(store: KeyValueStore, number: int) -> bool:
     """Return whether the machine with a number sends heartbeats, from when it shows its card on."""
+    seconds = _ALIVE_BEATS * peers.BEAT_SECONDS
+    say(f"a launcher with --node_rank {number} was here before; waiting {seconds:g} s to see if it still runs")
     key = f"beat/{number}"
     first = store.get(key) if store.check([key]) else b""
-    deadline = time.monotonic() + _ALIVE_BEATS * peers.BEAT_SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
         if store.check([key]) and store.get(key) != first:

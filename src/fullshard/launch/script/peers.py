@@ -25,6 +25,9 @@ DOUBT_SECONDS = 4.0
 LEAVE_SECONDS = 5.0
 """Time that the machine with the store waits for the others to read how the run ended."""
 
+_WATCH_THREAD = "fullshard-machines"
+_STORE_THREADS = (_WATCH_THREAD, "RendezvousKeepAliveTimer")  # the second one is that of torch's c10d rendezvous
+
 _LOST_CONNECTION = (
     "connection closed by peer",
     "connection reset",
@@ -101,6 +104,14 @@ def post_failure(store: KeyValueStore, failed: RunFailure) -> RunFailure:
     return RunFailure(Failure(**stored["failure"]), stored["machine"])
 
 
+def waits_for_store() -> bool:
+    """Return whether a thread of this process still calls a store, as after a machine with one was lost.
+
+    No call ends it. If the store's answer, or its absence, comes while Python ends, C++ aborts the process.
+    """
+    return any(thread.name.startswith(_STORE_THREADS) for thread in threading.enumerate())
+
+
 class PeerMonitor:
     """Thread that sends this machine's heartbeat and watches the others while one set of ranks runs.
 
@@ -133,7 +144,7 @@ class PeerMonitor:
         self._started = now
         # Machine 0 has the store only with the static rendezvous, so that its silence is not always the store's.
         self._watched = range(1, len(machines)) if number == 0 else range(1)
-        self._thread = threading.Thread(target=self._run, name="fullshard-machines", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=_WATCH_THREAD, daemon=True)
         self._thread.start()
 
     @property

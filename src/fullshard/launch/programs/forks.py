@@ -1,0 +1,87 @@
+"""The fork server: ``python -m fullshard.launch.programs.forks SOCKET MODULE ARGUMENTS``.
+
+It imports the module of a rank program once and forks the ranks of each attempt
+(:class:`fullshard.launch.processes.ForkServer`). No thread runs here, so a fork is as good as a new interpreter; it
+ends like one, too. Ranks have the environment, the standard output and error, and the arguments that they would have
+had. What they share that interpreters do not is the seed of hashes, by which sets of strings are ordered.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+
+from fullshard.launch.local import end_with_launcher
+from fullshard.launch.processes import LONGEST_MESSAGE
+
+
+def main() -> int:
+    """Import the module, then serve; in forks, run the module's ``main`` and return its exit code."""
+    end_with_launcher()
+    number, name, *arguments = sys.argv[1:]
+    launcher = socket.socket(fileno=int(number))
+    # Nothing of what imports leave is garbage, so none is looked for, here or in ranks: that would copy shared pages.
+    gc.disable()
+    module = importlib.import_module(name)
+    if hasattr(module, "import_more"):
+        module.import_more(arguments)
+    gc.freeze()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    variables = _serve(launcher)
+    if variables is None:
+        return 0
+    launcher.close()
+    gc.enable()
+    os.environ.update(variables)
+    sys.argv = [str(module.__file__), *arguments]
+    return module.main(arguments)
+
+
+def _serve(launcher: socket.socket) -> Mapping[str, str] | None:
+    """Fork for each request of the launcher until there are no more; return None, or in a rank its variables."""
+    while request := launcher.recv(LONGEST_MESSAGE):
+        told, tell = os.pipe()
+        wait, go = os.pipe()
+        parent = os.fork()
+        if parent == 0:
+            pids = []
+            for variables in json.loads(request):
+                pid = os.fork()
+                if pid == 0:
+                    for end in (told, tell, go):
+                        os.close(end)
+                    _begin(wait)
+                    return variables
+                pids.append(pid)
+            os.write(tell, json.dumps(pids).encode())
+            os._exit(0)
+        for end in (tell, wait):
+            os.close(end)
+        _, status = os.waitpid(parent, 0)  # from here on the launcher is the parent of the ranks
+        if status != 0:
+            sys.exit("fullshard: the ranks could not be forked")  # those that were end with this process
+        pids = os.read(told, LONGEST_MESSAGE)
+        launcher.send(pids)
+        os.write(go, bytes(len(json.loads(pids))))
+        for end in (told, go):
+            os.close(end)
+    return None
+
+
+def _begin(wait: int) -> None:
+    """Make this process a rank as soon as the launcher knows of it; end it if the server dies before."""
+    os.setpgid(0, 0)  # so that the terminal's Ctrl-C reaches only the launcher
+    if not os.read(wait, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(wait)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

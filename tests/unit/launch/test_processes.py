@@ -1,0 +1,207 @@
+"""Forks of one process are to their launcher what interpreters are, whichever process dies. Ranks are small modules."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from fullshard.comm.whereabouts import has_ended
+from fullshard.launch import attempts, launch, local
+from fullshard.launch.processes import Fork
+from support.processes import SOURCE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' PR_SET_CHILD_SUBREAPER")
+
+RESTARTED = "restart 1 of 3 now"
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{SOURCE}")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(local, "_DRIVERS", ())
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.01)
+
+
+def module(tmp_path, main="", imports="", more=""):
+    """The command of a module with these lines: in its function of a rank, at its top, and in ``import_more``."""
+    top = "import json, os, random, signal, sys, tempfile, time, uuid\nout = os.environ['OUT']\n"
+    top += "open(f'{out}/imported', 'a').write(f'{os.getpid()}\\n')\n"
+    rank = "rank, attempt = int(os.environ['RANK']), int(os.environ['FULLSHARD_ATTEMPT'])\n"
+    body = textwrap.indent(rank + textwrap.dedent(main), "    ")
+    then = textwrap.indent(textwrap.dedent(more) + "\npass", "    ")
+    text = f"{top}{textwrap.dedent(imports)}\ndef import_more(arguments):\n{then}\ndef main(arguments=None):\n{body}\n"
+    (tmp_path / "a_rank.py").write_text(text + "if __name__ == '__main__':\n    sys.exit(main())\n")
+    return [sys.executable, "-m", "a_rank"]
+
+
+def imported(tmp_path):
+    """The processes that imported the module."""
+    return [int(line) for line in (tmp_path / "imported").read_text().splitlines()]
+
+
+def children():
+    """This process's children that have not ended."""
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        return [pid for pid in map(int, file.read().split()) if not has_ended(pid)]
+
+
+FACTS = """
+facts = {
+    "arguments": sys.argv,
+    "given": arguments or sys.argv[1:],
+    "path": sys.path,
+    "directory": os.getcwd(),
+    "environment": {name: value for name, value in os.environ.items() if name not in DIFFER},
+    "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "files": sorted(os.listdir("/proc/self/fd")),
+    "input": os.readlink("/proc/self/fd/0"),
+    "leads its group": os.getpgid(0) == os.getpid(),
+    "parent": os.getppid(),
+    "collects": __import__("gc").isenabled(),
+    "threads": os.listdir("/proc/self/task") == [str(os.getpid())],
+}
+json.dump(facts, open(f"{out}/facts{rank}", "w"))
+"""
+DIFFER = ("FULLSHARD_KEEP_DIR", "FULLSHARD_FAILURE_FILE", "MASTER_PORT")
+
+
+def test_a_fork_finds_what_an_interpreter_finds(tmp_path, monkeypatch):
+    command = [*module(tmp_path, FACTS, f"DIFFER = {DIFFER}"), "--an", "argument"]
+    found = []
+    for drivers in ((), (os.devnull,)):  # where there is the driver of a GPU, ranks are interpreters
+        monkeypatch.setattr(local, "_DRIVERS", drivers)
+        assert launch(command, nproc=2) is None
+        found.append([json.loads((tmp_path / f"facts{rank}").read_text()) for rank in range(2)])
+    forks, interpreters = found
+    assert forks == interpreters
+    assert forks[0]["parent"] == os.getpid()
+    assert len(imported(tmp_path)) == 3
+    assert children() == []
+
+
+def test_ranks_share_no_random_numbers(tmp_path):
+    main = "json.dump([random.random(), str(uuid.uuid4()), tempfile.mktemp()], open(f'{out}/drawn{rank}', 'w'))"
+    imports = "random.random(); tempfile.mktemp(); uuid.uuid4()"
+    assert launch(module(tmp_path, main, imports), nproc=2) is None
+    one, other = (json.loads((tmp_path / f"drawn{rank}").read_text()) for rank in range(2))
+    assert all(a != b for a, b in zip(one, other, strict=True))
+
+
+def test_what_was_printed_before_the_fork_is_printed_once(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    assert launch(module(tmp_path, "print('rank')", "print('imports')"), nproc=2) is None
+    assert sorted(capfd.readouterr().out.split()) == ["imports", "rank", "rank"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
+def test_the_signal_that_ended_a_rank_is_known(tmp_path, number):
+    failure = launch(module(tmp_path, f"os.kill(os.getpid(), {int(number)})"), nproc=1)
+    assert f"rank 0 was killed by signal {int(number)} ({number.name})" in failure.message
+    assert failure.exit_code == 128 + number
+
+
+def test_ranks_that_start_again_import_nothing_again(tmp_path, capfd):
+    assert launch(module(tmp_path, "attempt or os.kill(os.getpid(), 9)"), nproc=2, max_restarts=3) is None
+    assert len(imported(tmp_path)) == 1
+    assert RESTARTED in capfd.readouterr().err
+
+
+def test_ranks_go_on_without_the_process_they_were_forked_from_and_the_next_attempt_has_another(tmp_path, capfd):
+    main = """
+        if rank == 0 and attempt == 0:
+            os.kill(int(open(f"{out}/imported").read()), signal.SIGKILL)
+        if attempt == 0:
+            time.sleep(0.2) if rank else signal.sigtimedwait([signal.SIGUSR1], 0.2)
+            open(f"{out}/went_on{rank}", "w")
+            rank == 1 and os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
+    """
+    assert launch(module(tmp_path, main), nproc=2, max_restarts=3) is None
+    assert len(imported(tmp_path)) == 2
+    assert (tmp_path / "went_on1").exists()
+    assert "rank 1 was killed by signal 9 (SIGKILL), before the first step; " + RESTARTED in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["imports", "more", "forked"])
+def test_the_fork_server_may_be_killed_before_there_are_ranks(tmp_path, capfd, when):
+    """``forked``: the ranks are there, but the launcher has not been told of them."""
+    die = "if not os.path.exists(out + '/died'): open(out + '/died', 'w'); os.kill(os.getpid(), signal.SIGKILL)"
+    late = f"def waited(*more):\n    {die}\n    return waitpid(*more)\nwaitpid, os.waitpid = os.waitpid, waited"
+    lines = {"imports": {"imports": die}, "more": {"more": die}, "forked": {"imports": late}}[when]
+    command = module(tmp_path, "open(f'{out}/ran', 'a').write(f'{rank} {attempt}\\n')", **lines)
+    assert launch(command, nproc=2, max_restarts=3) is None
+    said = "the process that imports for all ranks was killed by signal 9 (SIGKILL), before the first step; "
+    assert said + RESTARTED in capfd.readouterr().err
+    assert sorted((tmp_path / "ran").read_text().splitlines()) == ["0 1", "1 1"]
+
+
+def test_an_error_in_the_imports_is_the_failure_and_would_come_again(tmp_path, capfd):
+    failure = launch(module(tmp_path, imports="raise ImportError('no such library')"), nproc=2, max_restarts=3)
+    assert "ended with exit code 1 before it could report why; see its output above." in failure.message
+    assert (failure.rank, failure.exit_code, failure.may_pass) == (None, 1, False)
+    assert capfd.readouterr().err.count("ImportError: no such library") == 1
+    assert len(imported(tmp_path)) == 1
+
+
+def test_ranks_that_cannot_all_be_forked_end(tmp_path, capfd):
+    """Their standard output, a pipe, ends when the last process has ended."""
+    imports = """
+        real = os.fork
+        def fork():
+            if os.path.exists(out + "/forked2"):
+                raise BlockingIOError("too many processes")
+            os.path.exists(out + "/forked1") and open(out + "/forked2", "w")
+            open(out + "/forked1", "w")
+            return real()
+        os.fork = fork
+    """
+    command = module(tmp_path, "open(out + '/ran', 'w')", imports)
+    code = f"from fullshard.launch import launch; print(launch({command!r}, nproc=2).exit_code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1\n"
+    assert "BlockingIOError: too many processes" in done.stderr
+    assert "fullshard: the ranks could not be forked" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("then", ["signal.pause()", "os.kill(os.getpid(), signal.SIGTERM)"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_ends_the_launcher_and_all_else(tmp_path, capfd, number, then):
+    """Whoever stops a job may signal all its processes."""
+    command = module(tmp_path, imports=f"os.kill(os.getppid(), {int(number)}); {then}")
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(command, nproc=2)
+    assert time.monotonic() - started < 30
+    assert "no step was being trained" in capfd.readouterr().err
+    assert children() == []
+
+
+def test_several_threads_may_wait_for_a_fork(tmp_path):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(5)
+    os.close(reader)
+    fork, codes = Fork(pid), []
+    threads = [threading.Thread(target=lambda: codes.append(fork.wait())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(subprocess.TimeoutExpired):
+        fork.wait(0.05)
+    os.close(writer)
+    for thread in threads:
+        thread.join()
+    assert codes == [5, 5, 5]
+    fork.send_signal(signal.SIGKILL)  # its process id may be another's by now
+    assert fork.wait(0.0) == 5
