@@ -8,7 +8,7 @@ Both tensors are stored as bytes: no mixed precision casts them, and one lane of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any, Protocol
@@ -23,6 +23,8 @@ Shape = tuple[int, int]
 
 BLOCK = 64
 """Weights that share a scale in nf4 and fp4."""
+_DEQUANTISED = 1 << 19
+"""Weights that are dequantised at a time into kept memory: 2 MiB in float32 stay in the cache until they are copied."""
 OUTER_BLOCK = 256
 """Scales that share a scale of their own, with double quantisation."""
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -104,6 +106,15 @@ class Format(Protocol):
         self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the weight, in ``dtype``, that the gradient is multiplied with; ``own``: the weight's own dtype."""
+        ...
+
+    def parts(
+        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        """Yield :meth:`weight_in_backward`, flattened, in parts of some 500,000 weights; perhaps still in ``own``.
+
+        With ``dtype`` as ``own`` it is also the weight that :meth:`linear` multiplies with.
+        """
         ...
 
 
@@ -209,24 +220,37 @@ class FourBit:
 
     def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Format.dequantise`."""
-        # As one row: bitsandbytes 0.50's kernel for CPUs takes wrong scales for widths such as 32, 96 and 160, where a
-        # block of 64 ends inside of a row. Where it takes the right ones, these are the same.
-        state = self._state(scales, (1, prod(shape)), dtype)
+        state = self._state(scales, _rows_of_blocks(prod(shape)), dtype)
         return bitsandbytes().functional.dequantize_4bit(codes.reshape(-1, 1), state).reshape(shape)
+
+    def parts(
+        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        """See :meth:`Format.parts`."""
+        functional, flat, weights = bitsandbytes().functional, codes.reshape(-1, 1), prod(shape)
+        largest = self._largest(self._state(scales, shape, own))
+        for low in range(0, weights, _DEQUANTISED):
+            high = min(low + _DEQUANTISED, weights)
+            blocks = largest[low // BLOCK : -(-high // BLOCK)]
+            state = functional.QuantState(blocks, _rows_of_blocks(high - low), None, BLOCK, self.type, own)
+            yield functional.dequantize_4bit(flat[low // 2 : -(-high // 2)], state).reshape(-1)
+
+    def _largest(self, state: Any) -> torch.Tensor:
+        """Return the scale of each block, float32."""
+        if not self.double:
+            return state.absmax
+        return bitsandbytes().functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
 
     def dequantise_run(
         self, codes: torch.Tensor, start: int, scales: torch.Tensor, shape: Shape, dtype: torch.dtype
     ) -> tuple[int, torch.Tensor]:
         """See :meth:`Format.dequantise_run`."""
         functional = bitsandbytes().functional
-        state = self._state(scales, shape, dtype)
-        largest = state.absmax
-        if self.double:
-            largest = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+        largest = self._largest(self._state(scales, shape, dtype))
         before = start % (BLOCK // 2)
         first, stop = 2 * (start - before), min(2 * (start + codes.numel()), prod(shape))
         blocks = largest[first // BLOCK : -(-stop // BLOCK)].contiguous()
-        part = functional.QuantState(blocks, torch.Size((1, stop - first)), None, BLOCK, self.type, dtype)
+        part = functional.QuantState(blocks, _rows_of_blocks(stop - first), None, BLOCK, self.type, dtype)
         padded = torch.cat([codes.new_zeros(before), codes]).reshape(-1, 1)
         return 2 * start, functional.dequantize_4bit(padded, part).reshape(-1)[2 * before :]
 
@@ -259,6 +283,15 @@ class FourBit:
     ) -> torch.Tensor:
         """See :meth:`Format.weight_in_backward`: bitsandbytes rounds it to the weight's own dtype first."""
         return self.dequantise(codes, scales, shape, own).to(dtype)
+
+
+def _rows_of_blocks(weights: int) -> torch.Size:
+    """Return the shape to dequantise a run of blocks with.
+
+    bitsandbytes 0.50's kernel for CPUs takes wrong scales for widths such as 32, 96 and 160, where a block of 64 ends
+    inside of a row; of rows that are blocks, or one row, the right ones. Its threads share rows.
+    """
+    return torch.Size((1, weights) if weights % BLOCK else (weights // BLOCK, BLOCK))
 
 
 class _Rows:
@@ -303,6 +336,23 @@ class _Rows:
         padded = torch.cat([codes.new_zeros(before), codes, codes.new_zeros(after)])
         rows = self.dequantise(padded.view(-1, width), scales[4 * row : 4 * stop], (stop - row, width), dtype)
         return start, rows.reshape(-1)[before : before + codes.numel()]
+
+    def weight_in_backward(
+        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """See :meth:`Format.weight_in_backward`."""
+        raise NotImplementedError
+
+    def parts(
+        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        """See :meth:`Format.parts`."""
+        rows, width = shape
+        step = max(1, _DEQUANTISED // width)
+        for low in range(0, rows, step):
+            high = min(low + step, rows)
+            part = codes.view(shape)[low:high], scales[4 * low : 4 * high], (high - low, width)
+            yield self.weight_in_backward(*part, own, dtype).reshape(-1)
 
 
 class Int8(_Rows):
