@@ -17,12 +17,11 @@ import torch
 
 from fullshard.policy import Quantize
 from fullshard.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.quantized.table import BLOCK, PART, Table
 
 Shape = tuple[int, int]
 """Of a weight: (out_features, in_features)."""
 
-BLOCK = 64
-"""Weights that share a scale in nf4 and fp4."""
 _DEQUANTISED = 1 << 19
 """Weights that are dequantised at a time into kept memory: 2 MiB in float32 stay in the cache until they are copied."""
 OUTER_BLOCK = 256
@@ -71,8 +70,14 @@ class Format(Protocol):
         """
         ...
 
-    def pack(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return the scales, uint8, (scales_bytes,), of the largest absolute values of all blocks, float32."""
+    def pack(self, largest: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return the scales, uint8, (scales_bytes,), or their bytes from ``start`` to ``stop``.
+
+        Args:
+            largest: The largest absolute values of all blocks, float32.
+            start: The first byte.
+            stop: The byte after the last one; None: all.
+        """
         ...
 
     def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -190,22 +195,38 @@ class FourBit:
         """See :meth:`Format.quantise`."""
         # bitsandbytes has no kernel of its own for CPUs: it searches bounds, 21 of its 29 ns a weight.
         full = values.numel() // BLOCK * BLOCK if values.device.type == "cpu" else 0
-        made = [_by_table(values[low : min(low + _PART, full)], self.type) for low in range(0, full, _PART)]
+        table, made = Table(self.type, min(full, PART)), []
+        for low in range(0, full, PART):
+            part = values[low : min(low + PART, full)]
+            made.append(table.find(part) or self._by_search(part))
         if full < values.numel():
-            find = bitsandbytes().functional.quantize_4bit
-            codes, state = find(values[full:], blocksize=BLOCK, quant_type=self.type)
-            made.append((codes.reshape(-1), state.absmax))
+            made.append(self._by_search(values[full:]))
         codes, largest = zip(*made, strict=True)
         return torch.cat(codes), torch.cat(largest)
 
-    def pack(self, largest: torch.Tensor) -> torch.Tensor:
+    def _by_search(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, state = bitsandbytes().functional.quantize_4bit(values, blocksize=BLOCK, quant_type=self.type)
+        return codes.reshape(-1), state.absmax
+
+    def pack(self, largest: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """See :meth:`Format.pack`."""
         if not self.double:
-            return largest.view(torch.uint8)
+            return largest.view(torch.uint8)[start:stop]
         # As bitsandbytes does: one mean of all, since its last bit depends on the order of additions.
         mean = largest.mean()
-        codes, outer = bitsandbytes().functional.quantize_blockwise(largest - mean, blocksize=OUTER_BLOCK)
-        return torch.cat([outer.absmax.view(torch.uint8), mean.view(1).view(torch.uint8), codes])
+        blocks, floats = self._outer(largest.numel() * BLOCK)
+        head = 4 * floats
+        stop = head + blocks if stop is None else stop
+        made = [torch.empty(0, dtype=torch.uint8, device=largest.device)]
+        if start < head:
+            numbers = torch.cat([_outer_scales(largest - mean), mean.view(1)])
+            made.append(numbers.view(torch.uint8)[start:stop])
+        if stop > head:
+            low, high = max(start - head, 0), stop - head
+            first = low // OUTER_BLOCK * OUTER_BLOCK
+            codes, _ = _quantise_scales(largest[first : -(-high // OUTER_BLOCK) * OUTER_BLOCK] - mean)
+            made.append(codes[low - first : high - first])
+        return torch.cat(made)
 
     def _state(self, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> Any:
         """Return bitsandbytes' state of a weight."""
@@ -317,9 +338,9 @@ class _Rows:
         """See :meth:`Format.scales_bytes`."""
         return 4 * shape[0]
 
-    def pack(self, largest: torch.Tensor) -> torch.Tensor:
+    def pack(self, largest: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """See :meth:`Format.pack`."""
-        return largest.view(torch.uint8)
+        return largest.view(torch.uint8)[start:stop]
 
     def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Format.dequantise`."""
@@ -422,45 +443,19 @@ class Float8(_Rows):
         return self.dequantise(codes, scales, shape, dtype)
 
 
-_PART = 1 << 18
-"""Weights that are quantised at a time on a CPU, so that what is computed in between stays in its cache."""
-_CELLS = 512
-"""Cells of the numbers from 0 to 1; the closest bounds, fp4's beside zero, are 0.005 apart."""
+def _quantise_scales(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and float32 scales of scales less their mean, by bitsandbytes."""
+    codes, outer = bitsandbytes().functional.quantize_blockwise(values, blocksize=OUTER_BLOCK)
+    return codes, outer.absmax
 
 
-def _by_table(values: torch.Tensor, type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and largest values of blocks in nf4 or fp4, as bitsandbytes' search of its bounds finds them.
-
-    Rounding is monotone: a bound in a lower cell is below the number, one in a higher cell above it, and the one that
-    may be in its own cell is compared.
-    """
-    bounds, codes = _cells(type)
-    blocks = values.float().view(-1, BLOCK)
-    largest = blocks.abs().amax(1)
-    scaled = (blocks * (1.0 / largest.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1).view(-1)
-    # A block with nan or inf has nan here, which the search puts above all bounds.
-    cell = _cell_of(scaled).nan_to_num_(nan=2.0 * _CELLS).int()
-    above = scaled > bounds.index_select(0, cell)
-    found = codes.index_select(0, cell.mul_(2).add_(above)).view(torch.int16)
-    return (found << 4).bitwise_or_(found >> 8).to(torch.uint8), largest
-
-
-def _cell_of(scaled: torch.Tensor) -> torch.Tensor:
-    return (scaled + 1.0).mul_(_CELLS)
-
-
-@lru_cache(maxsize=2)
-def _cells(type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bound in each cell, or inf; and the codes of each cell's numbers up to its bound and above it."""
-    with torch.device("cpu"):  # as in _dynamic_map
-        values = bitsandbytes().functional.get_4bit_type(type, device="cpu", blocksize=BLOCK)
-        order = torch.argsort(values)  # as bitsandbytes does: fp4 has zero twice
-        middles = (values[order[:-1]] + values[order[1:]]) / 2
-        places = _cell_of(middles).int()
-        bounds = torch.full((2 * _CELLS + 1,), torch.inf).index_copy_(0, places.long(), middles)
-        below = torch.searchsorted(places, torch.arange(2 * _CELLS + 1, dtype=torch.int32))
-        above = below + bounds.isfinite()
-        return bounds, order[torch.stack([below, above], 1).view(-1)].to(torch.uint8)
+def _outer_scales(values: torch.Tensor) -> torch.Tensor:
+    """Return the same scales without the codes, which take 15 ns each."""
+    full = values.numel() // OUTER_BLOCK * OUTER_BLOCK
+    found = values[:full].view(-1, OUTER_BLOCK).abs().amax(1)
+    if full < values.numel():
+        found = torch.cat([found, values[full:].abs().amax(0, keepdim=True)])
+    return found if bool(found.isfinite().all()) else _quantise_scales(values)[1]  # nan is the kernel's own affair
 
 
 @lru_cache(maxsize=16)
