@@ -217,6 +217,25 @@ def test_without_its_base_only_the_adapter_is_exported(base, tmp_path):
     assert (tmp_path / "adapter" / ADAPTER).exists()
 
 
+def test_every_verb_that_reads_a_base_which_was_moved_asks_for_its_directory(base, tmp_path, capfd, monkeypatch):
+    moved = tmp_path / "moved"
+    shutil.copytree(base, moved)
+    run(tmp_path, **options(moved))
+    out, rows = str(tmp_path / "out"), tmp_path / "rows.csv"
+    rows.write_text("source\nred\n")
+    shutil.rmtree(moved)
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ("evaluate", out),
+        ("predict", out, str(rows), "-o", "predictions.jsonl"),
+        ("chat", out),
+        ("export", out, "--merge", "-o", "merged"),
+    ):
+        assert cli.main([*arguments, "--json"] if arguments[0] != "chat" else list(arguments)) != 0
+        told = capfd.readouterr()
+        assert "--base DIR" in told.out + told.err, (arguments, told)
+
+
 def test_predictions_are_those_of_the_quantised_model(finished):
     assert_predicts_as_in_training(finished[0] / "out")
 
