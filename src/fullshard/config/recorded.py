@@ -39,8 +39,8 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         if base is None or any(override.startswith("model.path=") for override in overrides):
             raise
         raise ConfigError(
-            f"{error}\nThe run trained an adapter over the quantised base model {base['name']}. If that was moved, give "
-            "the directory where it is now: --base DIR."
+            f"{error}\nThe run trained an adapter over the quantised base model {base['name']}. If that was moved, "
+            "give the directory where it is now: --base DIR."
         ) from error
 
 
