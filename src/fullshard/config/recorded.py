@@ -32,7 +32,16 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"There is no {path}: give a run file (YAML), or the output_dir of a finished run.")
     if not path.is_dir():
         return load_run(path, overrides)
-    return check_run(_recorded(path / SUMMARY_NAME), path / SUMMARY_NAME, overrides)
+    try:
+        return check_run(_recorded(path / SUMMARY_NAME), path / SUMMARY_NAME, overrides)
+    except ConfigError as error:
+        base = recorded_base(path)
+        if base is None or any(override.startswith("model.path=") for override in overrides):
+            raise
+        raise ConfigError(
+            f"{error}\nThe run trained an adapter over the quantised base model {base['name']}. If that was moved, "
+            "give the directory where it is now: --base DIR."
+        ) from error
 
 
 def run_of(directory: Path) -> Path | None:

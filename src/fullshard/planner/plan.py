@@ -272,7 +272,7 @@ def rehearse_on(
     CPU ranks are on one machine, unless the rates are of ranks whose messages travel.
     """
     behind = int(rates is not None and rates.travels) if device is None else CudaDevice.reduces_behind
-    return rehearse(build, rank, world_size, reduces_behind=behind, draws=draws)
+    return rehearse(build, rank, world_size, reduces_behind=behind, gpu=device is not None, draws=draws)
 
 
 def planned(

@@ -21,6 +21,7 @@ from fullshard.planner.hollow import HollowMode
 from fullshard.planner.meter import EVALUATION, PHASES, Meter
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.work import Work
+from fullshard.quantized import QuantizedLinear
 
 STEPS = 3
 """Steps of a rehearsal: the first makes the optimizer's state and learns the order of units."""
@@ -64,7 +65,13 @@ class Rehearsal:
 
 
 def rehearse(
-    build: Callable[[Comm], Rehearsed], rank: int, size: int, *, reduces_behind: int = 0, draws: bool = False
+    build: Callable[[Comm], Rehearsed],
+    rank: int,
+    size: int,
+    *,
+    reduces_behind: int = 0,
+    gpu: bool = False,
+    draws: bool = False,
 ) -> Rehearsal:
     """Run ``build``, its steps and its evaluation as ``rank`` of ``size`` ranks; needs no memory and no other rank.
 
@@ -73,6 +80,7 @@ def rehearse(
         rank: The rank to be.
         size: Number of ranks.
         reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
+        gpu: Whether a GPU's step is rehearsed: there no memory is kept for large quantised weights.
         draws: Whether to note the course of the fullest step too, which takes longer.
 
     Raises:
@@ -85,6 +93,9 @@ def rehearse(
         with _only_new_garbage():
             made = build(ledger.world)
             runtime_of(made.model).device.reduces_behind = reduces_behind
+            for module in made.model.modules():
+                if gpu and isinstance(module, QuantizedLinear):
+                    module.workspace.keeps = False
             before = meter.peaks.get("before_first_step", 0)
             gc.collect()  # what building left in cycles
         watch = _Watch(made, meter, mode, draws=draws)

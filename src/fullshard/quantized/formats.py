@@ -8,7 +8,7 @@ Both tensors are stored as bytes: no mixed precision casts them, and one lane of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any, Protocol
@@ -17,12 +17,13 @@ import torch
 
 from fullshard.policy import Quantize
 from fullshard.quantized.bitsandbytes_door import bitsandbytes
+from fullshard.quantized.table import BLOCK, PART, Table
 
 Shape = tuple[int, int]
 """Of a weight: (out_features, in_features)."""
 
-BLOCK = 64
-"""Weights that share a scale in nf4 and fp4."""
+_DEQUANTISED = 1 << 19
+"""Weights that are dequantised at a time into kept memory: 2 MiB in float32 stay in the cache until they are copied."""
 OUTER_BLOCK = 256
 """Scales that share a scale of their own, with double quantisation."""
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -69,8 +70,14 @@ class Format(Protocol):
         """
         ...
 
-    def pack(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return the scales, uint8, (scales_bytes,), of the largest absolute values of all blocks, float32."""
+    def pack(self, largest: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return the scales, uint8, (scales_bytes,), or their bytes from ``start`` to ``stop``.
+
+        Args:
+            largest: The largest absolute values of all blocks, float32.
+            start: The first byte.
+            stop: The byte after the last one; None: all.
+        """
         ...
 
     def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -104,6 +111,15 @@ class Format(Protocol):
         self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the weight, in ``dtype``, that the gradient is multiplied with; ``own``: the weight's own dtype."""
+        ...
+
+    def parts(
+        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        """Yield :meth:`weight_in_backward`, flattened, in parts of some 500,000 weights; perhaps still in ``own``.
+
+        With ``dtype`` as ``own`` it is also the weight that :meth:`linear` multiplies with.
+        """
         ...
 
 
@@ -179,22 +195,38 @@ class FourBit:
         """See :meth:`Format.quantise`."""
         # bitsandbytes has no kernel of its own for CPUs: it searches bounds, 21 of its 29 ns a weight.
         full = values.numel() // BLOCK * BLOCK if values.device.type == "cpu" else 0
-        made = [_by_table(values[low : min(low + _PART, full)], self.type) for low in range(0, full, _PART)]
+        table, made = Table(self.type, min(full, PART)), []
+        for low in range(0, full, PART):
+            part = values[low : min(low + PART, full)]
+            made.append(table.find(part) or self._by_search(part))
         if full < values.numel():
-            find = bitsandbytes().functional.quantize_4bit
-            codes, state = find(values[full:], blocksize=BLOCK, quant_type=self.type)
-            made.append((codes.reshape(-1), state.absmax))
+            made.append(self._by_search(values[full:]))
         codes, largest = zip(*made, strict=True)
         return torch.cat(codes), torch.cat(largest)
 
-    def pack(self, largest: torch.Tensor) -> torch.Tensor:
+    def _by_search(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, state = bitsandbytes().functional.quantize_4bit(values, blocksize=BLOCK, quant_type=self.type)
+        return codes.reshape(-1), state.absmax
+
+    def pack(self, largest: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """See :meth:`Format.pack`."""
         if not self.double:
-            return largest.view(torch.uint8)
+            return largest.view(torch.uint8)[start:stop]
         # As bitsandbytes does: one mean of all, since its last bit depends on the order of additions.
         mean = largest.mean()
-        codes, outer = bitsandbytes().functional.quantize_blockwise(largest - mean, blocksize=OUTER_BLOCK)
-        return torch.cat([outer.absmax.view(torch.uint8), mean.view(1).view(torch.uint8), codes])
+        blocks, floats = self._outer(largest.numel() * BLOCK)
+        head = 4 * floats
+        stop = head + blocks if stop is None else stop
+        made = [torch.empty(0, dtype=torch.uint8, device=largest.device)]
+        if start < head:
+            numbers = torch.cat([_outer_scales(largest - mean), mean.view(1)])
+            made.append(numbers.view(torch.uint8)[start:stop])
+        if stop > head:
+            low, high = max(start - head, 0), stop - head
+            first = low // OUTER_BLOCK * OUTER_BLOCK
+            codes, _ = _quantise_scales(largest[first : -(-high // OUTER_BLOCK) * OUTER_BLOCK] - mean)
+            made.append(codes[low - first : high - first])
+        return torch.cat(made)
 
     def _state(self, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> Any:
         """Return bitsandbytes' state of a weight."""
@@ -209,24 +241,37 @@ class FourBit:
 
     def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Format.dequantise`."""
-        # As one row: bitsandbytes 0.50's kernel for CPUs takes wrong scales for widths such as 32, 96 and 160, where a
-        # block of 64 ends inside of a row. Where it takes the right ones, these are the same.
-        state = self._state(scales, (1, prod(shape)), dtype)
+        state = self._state(scales, _rows_of_blocks(prod(shape)), dtype)
         return bitsandbytes().functional.dequantize_4bit(codes.reshape(-1, 1), state).reshape(shape)
+
+    def parts(
+        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        """See :meth:`Format.parts`."""
+        functional, flat, weights = bitsandbytes().functional, codes.reshape(-1, 1), prod(shape)
+        largest = self._largest(self._state(scales, shape, own))
+        for low in range(0, weights, _DEQUANTISED):
+            high = min(low + _DEQUANTISED, weights)
+            blocks = largest[low // BLOCK : -(-high // BLOCK)]
+            state = functional.QuantState(blocks, _rows_of_blocks(high - low), None, BLOCK, self.type, own)
+            yield functional.dequantize_4bit(flat[low // 2 : -(-high // 2)], state).reshape(-1)
+
+    def _largest(self, state: Any) -> torch.Tensor:
+        """Return the scale of each block, float32."""
+        if not self.double:
+            return state.absmax
+        return bitsandbytes().functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
 
     def dequantise_run(
         self, codes: torch.Tensor, start: int, scales: torch.Tensor, shape: Shape, dtype: torch.dtype
     ) -> tuple[int, torch.Tensor]:
         """See :meth:`Format.dequantise_run`."""
         functional = bitsandbytes().functional
-        state = self._state(scales, shape, dtype)
-        largest = state.absmax
-        if self.double:
-            largest = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+        largest = self._largest(self._state(scales, shape, dtype))
         before = start % (BLOCK // 2)
         first, stop = 2 * (start - before), min(2 * (start + codes.numel()), prod(shape))
         blocks = largest[first // BLOCK : -(-stop // BLOCK)].contiguous()
-        part = functional.QuantState(blocks, torch.Size((1, stop - first)), None, BLOCK, self.type, dtype)
+        part = functional.QuantState(blocks, _rows_of_blocks(stop - first), None, BLOCK, self.type, dtype)
         padded = torch.cat([codes.new_zeros(before), codes]).reshape(-1, 1)
         return 2 * start, functional.dequantize_4bit(padded, part).reshape(-1)[2 * before :]
 
@@ -261,6 +306,15 @@ class FourBit:
         return self.dequantise(codes, scales, shape, own).to(dtype)
 
 
+def _rows_of_blocks(weights: int) -> torch.Size:
+    """Return the shape to dequantise a run of blocks with.
+
+    bitsandbytes 0.50's kernel for CPUs takes wrong scales for widths such as 32, 96 and 160, where a block of 64 ends
+    inside of a row; of rows that are blocks, or one row, the right ones. Its threads share rows.
+    """
+    return torch.Size((1, weights) if weights % BLOCK else (weights // BLOCK, BLOCK))
+
+
 class _Rows:
     """A byte for each weight and a float32 scale for each row."""
 
@@ -284,9 +338,9 @@ class _Rows:
         """See :meth:`Format.scales_bytes`."""
         return 4 * shape[0]
 
-    def pack(self, largest: torch.Tensor) -> torch.Tensor:
+    def pack(self, largest: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """See :meth:`Format.pack`."""
-        return largest.view(torch.uint8)
+        return largest.view(torch.uint8)[start:stop]
 
     def dequantise(self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """See :meth:`Format.dequantise`."""
@@ -303,6 +357,23 @@ class _Rows:
         padded = torch.cat([codes.new_zeros(before), codes, codes.new_zeros(after)])
         rows = self.dequantise(padded.view(-1, width), scales[4 * row : 4 * stop], (stop - row, width), dtype)
         return start, rows.reshape(-1)[before : before + codes.numel()]
+
+    def weight_in_backward(
+        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """See :meth:`Format.weight_in_backward`."""
+        raise NotImplementedError
+
+    def parts(
+        self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        """See :meth:`Format.parts`."""
+        rows, width = shape
+        step = max(1, _DEQUANTISED // width)
+        for low in range(0, rows, step):
+            high = min(low + step, rows)
+            part = codes.view(shape)[low:high], scales[4 * low : 4 * high], (high - low, width)
+            yield self.weight_in_backward(*part, own, dtype).reshape(-1)
 
 
 class Int8(_Rows):
@@ -372,45 +443,19 @@ class Float8(_Rows):
         return self.dequantise(codes, scales, shape, dtype)
 
 
-_PART = 1 << 18
-"""Weights that are quantised at a time on a CPU, so that what is computed in between stays in its cache."""
-_CELLS = 512
-"""Cells of the numbers from 0 to 1; the closest bounds, fp4's beside zero, are 0.005 apart."""
+def _quantise_scales(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and float32 scales of scales less their mean, by bitsandbytes."""
+    codes, outer = bitsandbytes().functional.quantize_blockwise(values, blocksize=OUTER_BLOCK)
+    return codes, outer.absmax
 
 
-def _by_table(values: torch.Tensor, type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and largest values of blocks in nf4 or fp4, as bitsandbytes' search of its bounds finds them.
-
-    Rounding is monotone: a bound in a lower cell is below the number, one in a higher cell above it, and the one that
-    may be in its own cell is compared.
-    """
-    bounds, codes = _cells(type)
-    blocks = values.float().view(-1, BLOCK)
-    largest = blocks.abs().amax(1)
-    scaled = (blocks * (1.0 / largest.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1).view(-1)
-    # A block with nan or inf has nan here, which the search puts above all bounds.
-    cell = _cell_of(scaled).nan_to_num_(nan=2.0 * _CELLS).int()
-    above = scaled > bounds.index_select(0, cell)
-    found = codes.index_select(0, cell.mul_(2).add_(above)).view(torch.int16)
-    return (found << 4).bitwise_or_(found >> 8).to(torch.uint8), largest
-
-
-def _cell_of(scaled: torch.Tensor) -> torch.Tensor:
-    return (scaled + 1.0).mul_(_CELLS)
-
-
-@lru_cache(maxsize=2)
-def _cells(type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bound in each cell, or inf; and the codes of each cell's numbers up to its bound and above it."""
-    with torch.device("cpu"):  # as in _dynamic_map
-        values = bitsandbytes().functional.get_4bit_type(type, device="cpu", blocksize=BLOCK)
-        order = torch.argsort(values)  # as bitsandbytes does: fp4 has zero twice
-        middles = (values[order[:-1]] + values[order[1:]]) / 2
-        places = _cell_of(middles).int()
-        bounds = torch.full((2 * _CELLS + 1,), torch.inf).index_copy_(0, places.long(), middles)
-        below = torch.searchsorted(places, torch.arange(2 * _CELLS + 1, dtype=torch.int32))
-        above = below + bounds.isfinite()
-        return bounds, order[torch.stack([below, above], 1).view(-1)].to(torch.uint8)
+def _outer_scales(values: torch.Tensor) -> torch.Tensor:
+    """Return the same scales without the codes, which take 15 ns each."""
+    full = values.numel() // OUTER_BLOCK * OUTER_BLOCK
+    found = values[:full].view(-1, OUTER_BLOCK).abs().amax(1)
+    if full < values.numel():
+        found = torch.cat([found, values[full:].abs().amax(0, keepdim=True)])
+    return found if bool(found.isfinite().all()) else _quantise_scales(values)[1]  # nan is the kernel's own affair
 
 
 @lru_cache(maxsize=16)

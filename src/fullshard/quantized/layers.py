@@ -17,6 +17,7 @@ from fullshard.policy import Quantize
 from fullshard.quantized.bitsandbytes_door import bitsandbytes, loaded
 from fullshard.quantized.formats import BLOCK, OUTER_BLOCK, Format, FourBit, Int8, format_of
 from fullshard.quantized.linear import QuantizedLinear
+from fullshard.quantized.workspace import Workspace
 
 _WRAPPED = ("base_layer", "original_module")
 """Where peft keeps the layer that it wraps; its other children are the adapter's."""
@@ -40,6 +41,7 @@ class QuantizedLayers:
             if quantize is not None:
                 require_skip(model, quantize, "Quantize(skip=…)")
                 self._quantise(model, quantize)
+        _share_workspace(model)
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -82,6 +84,14 @@ class QuantizedLayers:
                 self._take_over(layer, *_from_4bit(plain_name(path), layer))
             elif isinstance(layer, library.nn.Linear8bitLt):
                 self._take_over(layer, *_from_8bit(plain_name(path), layer))
+
+
+def _share_workspace(model: nn.Module) -> None:
+    """Have all quantised layers, those of blocks that were sharded before too, use one workspace."""
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    shared = Workspace(max((layer.before.numel() for layer in layers), default=0))
+    for layer in layers:
+        layer.workspace = shared
 
 
 def _shape(layer: nn.Linear) -> tuple[int, int]:

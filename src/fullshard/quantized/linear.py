@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.errors import ShardingError
 from fullshard.quantized.formats import Format
+from fullshard.quantized.workspace import Workspace
 
 
 class QuantizedLinear(nn.Linear):
@@ -23,11 +24,13 @@ class QuantizedLinear(nn.Linear):
         format: How codes and scales are read.
         before: The weight before it was quantised, without memory: its shape and dtype.
         compute_dtype: Dtype that inputs are cast to; None: their own.
+        workspace: The model's memory for a large dequantised weight.
     """
 
     format: Format
     before: torch.Tensor
     compute_dtype: torch.dtype | None
+    workspace: Workspace
 
     @classmethod
     def take_over(
@@ -53,7 +56,8 @@ class QuantizedLinear(nn.Linear):
         for kept in ("quant_state", "state"):
             vars(layer).pop(kept, None)
         before = torch.empty(layer.out_features, layer.in_features, dtype=dtypes[0], device="meta")
-        vars(layer).update(format=format, before=before, compute_dtype=dtypes[1])
+        workspace = Workspace(before.numel())
+        vars(layer).update(format=format, before=before, compute_dtype=dtypes[1], workspace=workspace)
         if cls._uncompiled is QuantizedLinear._compute:
             # A compiled block leaves its graph here: the compiler does not know that the unit gathers codes and scales.
             cls._uncompiled = torch.compiler.disable(cls._compute)  # now: it imports the compiler
@@ -135,6 +139,9 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.layer, ctx.dtype = layer, x.dtype
+        weight = layer.workspace.weight(layer.format, (codes, scales), layer.shape, x.dtype, x.dtype)
+        if weight is not None:
+            return torch.nn.functional.linear(x, weight, bias)
         return layer.format.linear(x, codes, scales, layer.shape, bias)
 
     @staticmethod
@@ -144,8 +151,10 @@ class _Linear(torch.autograd.Function):
         layer: QuantizedLinear = ctx.layer
         x_gradient = bias_gradient = None
         if ctx.needs_input_grad[0]:
-            dtype = gradient.dtype
-            weight = layer.format.weight_in_backward(codes, scales, layer.shape, layer.weight_dtype, dtype)
+            stored, dtypes = (codes, scales), (layer.weight_dtype, gradient.dtype)
+            weight = layer.workspace.weight(layer.format, stored, layer.shape, *dtypes)
+            if weight is None:
+                weight = layer.format.weight_in_backward(*stored, layer.shape, *dtypes)
             x_gradient = torch.matmul(gradient, weight).to(ctx.dtype)
         if ctx.needs_input_grad[3]:
             bias_gradient = gradient.reshape(-1, gradient.shape[-1]).sum(0)

@@ -409,13 +409,18 @@ class _Update:
         left, right = (_read_matrix(source, name, dtype) for name in (update.left, update.right))
         self._left, self._right = (left.t(), right.t()) if update.transposed else (left, right)
         self._scaling = update.scaling
+        self._magnitude = None if update.magnitude is None else _read_matrix(source, update.magnitude, dtype)
 
     def added(self, run: torch.Tensor, start: int) -> torch.Tensor:
-        """Return a run of the tensor with the update added, in the dtype of the factors."""
+        """Return a run of the tensor with the update added, in the dtype of the factors; with magnitudes, all of it."""
         columns = self._right.shape[1]
         first, last = start // columns, -(-(start + run.numel()) // columns)
         delta = (self._left[first:last] @ self._right).mul_(self._scaling).view(-1)
-        return delta[start - first * columns :][: run.numel()].add_(run)
+        merged = delta[start - first * columns :][: run.numel()].add_(run)
+        if self._magnitude is not None:
+            rows = merged.view(-1, columns)
+            rows.mul_((self._magnitude / torch.linalg.norm(rows, dim=1)).unsqueeze(1))
+        return merged
 
 
 def _read_matrix(source: CheckpointReader, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fullshard.errors import CheckpointError
@@ -28,6 +28,7 @@ _VECTORS = re.compile(r"(?P<module>.+)\.(?P<kind>ia3_l)\.(?P<adapter>[^.]+)")
 _PROMPT = re.compile(r"prompt_encoder\.(?P<adapter>[^.]+)\.embedding\.weight")
 _ADAPTERS = {"LORA", "IA3", "PROMPT_TUNING", "PREFIX_TUNING"}
 _FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
+_MAGNITUDE = "lora_magnitude_vector"
 
 _REMEDY = "Export it with --adapter and merge it with peft (PeftModel.from_pretrained(…).merge_and_unload())."
 
@@ -53,6 +54,7 @@ class LowRank:
     # (inputs, outputs); else (rows, rank) and (rank, columns)
     transposed: bool
     scaling: float  # the scalar factor
+    magnitude: str | None = None  # DoRA: stored name of the norms that the sum's rows get; None: the sum stays
 
 
 @dataclass(frozen=True)
@@ -173,15 +175,23 @@ def merged_updates(
         entry_of: Returns the shape and dtype of a weight of the base model.
 
     Raises:
-        CheckpointError: Merging takes more than adding ``scaling * B @ A``; the message states the remedy.
+        CheckpointError: Merging takes more than adding ``scaling * B @ A`` and DoRA's magnitudes; the message states
+            the remedy.
     """
     _require_one_adapter(tensors, config)
-    _require_plain_lora(config)
+    # A weight is complete when it is merged here, so that the norms of its rows can be computed.
+    _require_plain_lora({name: value for name, value in config.items() if name != "use_dora"})
+    magnitudes = _magnitudes(tensors)
     updates = {}
-    for module, found in _factors(tensors).items():
+    for module, found in _factors(set(tensors) - set(magnitudes.values())).items():
         name = f"{module.removeprefix(_PREFIX)}.weight"
         entry = entry_of(name)
-        updates[name] = _low_rank(module, found, entry, tensors, config)
+        update = _low_rank(module, found, entry, tensors, config)
+        if module in magnitudes:
+            update = _with_magnitude(module, update, magnitudes[module], tensors)
+        elif config.get("use_dora"):
+            raise CheckpointError(f"{module} has no {_MAGNITUDE}, and use_dora is set: the checkpoint lacks it.")
+        updates[name] = update
         _require_untied(name, entry, model_config)
     return updates
 
@@ -237,7 +247,28 @@ def _require_plain_lora(config: Mapping[str, Any]) -> None:
         )
 
 
-def _factors(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, str]]:
+def _magnitudes(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of DoRA's magnitudes by module."""
+    matches = (_LORA.fullmatch(name) for name in names)
+    return {match["module"]: match[0] for match in matches if match is not None and match["kind"] == _MAGNITUDE}
+
+
+def _with_magnitude(module: str, update: LowRank, name: str, tensors: Mapping[str, TensorEntry]) -> LowRank:
+    """Return an update with DoRA's magnitudes.
+
+    Raises:
+        CheckpointError: They are not one for each row of a linear layer's weight.
+    """
+    rows = tensors[update.left.removeprefix(MODEL)].shape[0]
+    if update.transposed or tensors[name].shape != (rows,):
+        raise CheckpointError(
+            f"{module}: only of linear layers DoRA is merged here, with a magnitude for each of {rows} rows; found "
+            f"{tensors[name].shape}. {_REMEDY}"
+        )
+    return replace(update, magnitude=MODEL + name)
+
+
+def _factors(tensors: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return the names of the factors by module and kind.
 
     Raises:

@@ -41,7 +41,7 @@ class OverBase:
 
         Raises:
             CheckpointError: The base model is not there or has changed, or merging takes more than adding
-                ``scaling * B @ A``.
+                ``scaling * B @ A`` and DoRA's magnitudes.
             ConfigError: bitsandbytes is missing or too old.
         """
         self.files = _open(base, moved)

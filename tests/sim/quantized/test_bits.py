@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fullshard import Pretrained, Quantize, fully_shard
+from fullshard.comm import RecordingComm
 from fullshard.quantized.bitsandbytes_door import bitsandbytes
 from fullshard.quantized.formats import FourBit
 from fullshard.testing import run_ranks
@@ -178,3 +179,38 @@ def test_codes_of_numbers_beside_a_bound_are_those_of_bitsandbytes_search(type):
     codes, _ = FourBit(type, double=False).quantise(values, (1, values.numel()))
     expected, _ = bitsandbytes().functional.quantize_4bit(values, blocksize=64, quant_type=type)
     assert torch.equal(codes, expected.reshape(-1))
+
+
+@pytest.mark.parametrize("numbers", ["finite", "nan", "inf"])
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("blocks", [1, 255, 256, 257, 1000])
+def test_a_part_of_the_scales_is_that_part_of_all_scales(blocks, double, numbers):
+    format = FourBit("nf4", double=double)
+    largest = torch.rand(blocks, generator=torch.Generator().manual_seed(0))
+    if numbers != "finite":
+        largest[blocks // 2] = float(numbers)
+    everything = format.pack(largest)
+    if double:
+        mean = largest.mean()
+        codes, outer = bitsandbytes().functional.quantize_blockwise(largest - mean, blocksize=256)
+        parts = [outer.absmax.view(torch.uint8), mean.view(1).view(torch.uint8), codes]
+        assert torch.equal(everything, torch.cat(parts))
+    bounds = [0, 1, 4, 6, 8, 9, 11, 20, 200, 263, 264, 270, 520, 600, everything.numel()]
+    for start in bounds:
+        for stop in (one for one in bounds if start <= one <= everything.numel()):
+            assert torch.equal(format.pack(largest, start, stop), everything[start:stop]), (start, stop)
+
+
+def test_scales_of_many_layers_are_shared_in_one_collective(tmp_path):
+    torch.manual_seed(0)
+    model = linears(torch.float32)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+
+    def rank(comm):
+        with torch.device("meta"):
+            mine = linears(torch.float32).requires_grad_(requires_grad=False)
+        ledger = RecordingComm(comm)
+        fully_shard(mine, ledger, wrap=None, weights=Pretrained(tmp_path, quantize=Quantize("nf4")))
+        return sum(entry.collective == "all_reduce" for entry in ledger.entries)
+
+    assert max(run_ranks(2, rank)) < len(SHAPES)

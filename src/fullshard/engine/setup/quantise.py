@@ -1,9 +1,9 @@
 """Quantises weights while they are read: each rank reads the blocks that its shards hold part of, and no others.
 
 The largest absolute value of every block of one weight (1/16 of its bytes in float32) is then summed over ranks, each
-block from the rank that made it, and every rank packs the scales of the full weight and keeps its part of them. So
-double quantisation subtracts the mean that the unsharded weight has, to the last bit: the mean of partial means would
-be another number.
+block from the rank that made it, many layers at a time, and every rank packs its own part of the scales. So double
+quantisation subtracts the mean that the unsharded weight has, to the last bit: the mean of partial means would be
+another number.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from fullshard.shards import rows_of
 
 CHUNK = 1 << 22
 """Weights that are read and quantised at a time, at most; a block if it is larger."""
+
+SHARED = 1 << 22
+"""Largest values that are summed over ranks at a time, 16 MiB, at most; a layer's if it has more."""
 
 
 @dataclass
@@ -81,18 +84,40 @@ def _quantise(name: str, layer: QuantizedLinear, reader: WeightReader, device: t
 
 def share_scales(parts: list[QuantisedPart]) -> None:
     """Write this rank's part of every layer's scales; every rank of the model calls it with the same layers."""
+    batch: list[QuantisedPart] = []
     for part in parts:
-        format, shape = part.layer.format, part.layer.shape
-        codes, scales = part.layer.stored
-        group: Comm | None = getattr(codes, "shard_comm", None)  # none: an ignored parameter, complete on each rank
-        device = part.largest.device if group is None else group.device
-        total = torch.zeros(-(-shape[0] * shape[1] // format.block(shape)), device=device)
-        total[part.first : part.first + part.largest.numel()] = part.largest
-        if group is not None and group.size > 1:
-            group.announce("scales of quantised weights")
-            group.all_reduce(total).wait()
-        start, stop = _range(scales)
-        _flat(scales).copy_(format.pack(total.to(part.largest.device))[start:stop])
+        if batch and (_group(part) is not _group(batch[0]) or sum(map(_blocks, [*batch, part])) > SHARED):
+            _share(batch)
+            batch = []
+        batch.append(part)
+    if batch:
+        _share(batch)
+
+
+def _share(parts: list[QuantisedPart]) -> None:
+    """The same for layers of one group, in one collective."""
+    group, brought = _group(parts[0]), parts[0].largest
+    total = torch.zeros(sum(map(_blocks, parts)), device=brought.device if group is None else group.device)
+    each = total.split(list(map(_blocks, parts)))
+    for part, values in zip(parts, each, strict=True):
+        values[part.first : part.first + part.largest.numel()] = part.largest
+    if group is not None and group.size > 1:
+        group.announce("scales of quantised weights")
+        group.all_reduce(total).wait()
+    for part, values in zip(parts, each, strict=True):
+        scales = part.layer.stored[1]
+        _flat(scales).copy_(part.layer.format.pack(values.to(brought.device), *_range(scales)))
+
+
+def _group(part: QuantisedPart) -> Comm | None:
+    """Return the ranks that share a layer; None: an ignored parameter, complete on each rank."""
+    return getattr(part.layer.stored[0], "shard_comm", None)
+
+
+def _blocks(part: QuantisedPart) -> int:
+    """Return the number of blocks of the layer's weight."""
+    shape = part.layer.shape
+    return -(-shape[0] * shape[1] // part.layer.format.block(shape))
 
 
 def _range(param: torch.Tensor) -> tuple[int, int]:

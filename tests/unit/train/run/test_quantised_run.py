@@ -183,15 +183,17 @@ def test_dora_and_modules_trained_in_full_resume_predict_and_merge(base, adapter
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert_predicts_as_in_training(whole / "out")
     checkpoint, how = whole / "out" / LAST, ExportOptions(lora="merge", dtype="fp32")
-    if adapter["type"] == "dora":
-        with pytest.raises(CheckpointError, match=r"more than W .*use_dora.*only peft merges that"):
-            export(checkpoint, tmp_path / "merged", how)
-        return
     export(checkpoint, tmp_path / "merged", how)
     export(checkpoint, tmp_path / "adapter", ExportOptions(lora="adapter"))
     expected = merged_by_peft(base, tmp_path / "adapter").state_dict()
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert any("wo" in name for name in merged)
+    if adapter["type"] == "dora":
+        trained = load_file(tmp_path / "adapter" / ADAPTER)
+        assert any("magnitude" in name and tensor.std() > 0 for name, tensor in trained.items())
+        export(checkpoint, tmp_path / "short", ExportOptions(lora="merge"))
+        short = load_file(tmp_path / "short" / "model.safetensors")
+        assert all(torch.equal(short[name], tensor.bfloat16()) for name, tensor in merged.items())
     for name, tensor in merged.items():
         assert (tensor - expected[name]).abs().max() <= 1e-6, name
 
@@ -215,6 +217,25 @@ def test_without_its_base_only_the_adapter_is_exported(base, tmp_path):
         export(checkpoint, tmp_path / "other", ExportOptions(lora="adapter", base=base))
     export(checkpoint, tmp_path / "adapter", ExportOptions(lora="adapter"))
     assert (tmp_path / "adapter" / ADAPTER).exists()
+
+
+def test_every_verb_that_reads_a_base_which_was_moved_asks_for_its_directory(base, tmp_path, capfd, monkeypatch):
+    moved = tmp_path / "moved"
+    shutil.copytree(base, moved)
+    run(tmp_path, **options(moved))
+    out, rows = str(tmp_path / "out"), tmp_path / "rows.csv"
+    rows.write_text("source\nred\n")
+    shutil.rmtree(moved)
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ("evaluate", out),
+        ("predict", out, str(rows), "-o", "predictions.jsonl"),
+        ("chat", out),
+        ("export", out, "--merge", "-o", "merged"),
+    ):
+        assert cli.main([*arguments, "--json"] if arguments[0] != "chat" else list(arguments)) != 0
+        told = capfd.readouterr()
+        assert "--base DIR" in told.out + told.err, (arguments, told)
 
 
 def test_predictions_are_those_of_the_quantised_model(finished):

@@ -1,0 +1,67 @@
+"""Memory for one large dequantised weight on a CPU, kept from layer to layer."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from fullshard.comm import device_of
+from fullshard.quantized.formats import Format, Shape
+
+RECYCLED_BELOW = 32 << 20
+"""Bytes from which on glibc returns memory to the system when it is freed, and takes new pages the next time."""
+
+
+class Workspace:
+    """Memory that the products of a model's quantised layers dequantise a large weight into, one after the other.
+
+    A new 64 MiB weight takes 16,384 page faults: on two busy cores 40 to 53 ms, the same into kept memory 7 to 9 ms.
+    Smaller ones lie in memory that glibc recycles, and on GPUs torch recycles all.
+
+    Attributes:
+        numel: Weights of the largest layer.
+        keeps: False while a GPU's step is planned, on a CPU.
+    """
+
+    def __init__(self, numel: int = 0) -> None:
+        """Hold nothing yet."""
+        self.numel = numel
+        self.keeps = True
+        self._kept: torch.Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle it without its memory."""
+        return Workspace, (self.numel,)
+
+    def weight(
+        self,
+        format: Format,
+        stored: tuple[torch.Tensor, torch.Tensor],
+        shape: Shape,
+        own: torch.dtype,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Return a large weight in ``dtype``, valid until the next call; None for a small one or on a GPU.
+
+        Args:
+            format: The format.
+            stored: Codes and scales.
+            shape: That of the weight.
+            own: The weight's own dtype, which its values are rounded to first, where the format does so.
+            dtype: That of the result.
+        """
+        codes, scales = stored
+        numel = prod(shape)
+        if not self.keeps or codes.device.type != "cpu" or numel * dtype.itemsize < RECYCLED_BELOW:
+            return None
+        kept = self._kept
+        if kept is None or kept.dtype != dtype or kept.numel() < numel:
+            self._kept = None  # freed before the new one is taken
+            self._kept = kept = device_of(codes.device).empty(max(numel, self.numel), dtype)
+        start = 0
+        for part in format.parts(codes, scales, shape, own, dtype):
+            kept[start : start + part.numel()].copy_(part)
+            start += part.numel()
+        return kept[:numel].view(shape)
