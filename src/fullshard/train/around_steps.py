@@ -144,7 +144,13 @@ class _Writing:
         """Generate for ``batch``, and have ``meter`` count the fullest moment of the last token."""
         # What generate calls for every token, also inside an adapter.
         hook = base_of(model).register_forward_pre_hook(lambda *_: self._token_begins(meter))
-        changed, meter.on_change = meter.on_change, lambda: self._tokens and self._tokens[-1].append(meter.live)
+        changed = meter.on_change
+
+        def note() -> None:
+            if self._tokens:
+                self._tokens[-1].append(meter.live)
+
+        meter.on_change = note
         # A beam search asks whether it goes on, a greedy one whether all rows are finished.
         self.asks_whether_it_goes_on = self._spec.num_beams > 1
         try:

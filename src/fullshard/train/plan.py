@@ -148,7 +148,8 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         world_size: Number of ranks.
         device: The GPU of each; None: CPU ranks.
         rates: What was measured on the machine; gives the time instead of the GPU's data sheet.
-        roughly: Plan this rank only, with at most two micro-batches a step, and time only what fits; None: exactly.
+        roughly: Plan this rank only, with at most two micro-batches a step and a step less, and time only what fits;
+            None: exactly.
         listed: See :func:`largest_steps`.
         ranks_each: Ranks of each machine; None: ``nproc`` of the run file, else those of a machine with such GPUs, else
             all.
@@ -166,10 +167,11 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
     speed, given = speed_of(device, rates), isinstance(data, RowsOfLength)
     timed = 0 if speed is None else STEPS
-    told = _Told(progress, len(ranks) * (STEPS - 1 + len(largest)) + timed)
+    first = STEPS - 1 if roughly is None else STEPS - 2
+    told = _Told(progress, len(ranks) * (first + len(largest)) + timed)
     each = ranks_each or config.nproc or (world_size if device is None else device.devices_each)
     around = AroundSteps(config, data, held_out, several=world_size > each)
-    build = partial(_build, config, data, largest, around, told)
+    build = partial(_build, config, data, largest, around, told, first=first)
     found = highest(build, ranks, world_size, device, rates, timed=False)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
@@ -228,14 +230,21 @@ def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
 
 
 def _build(
-    config: RunConfig, data: Prepared, turns: list[list[Batch]], around: AroundSteps | None, told: _Told, comm: Comm
+    config: RunConfig,
+    data: Prepared,
+    turns: list[list[Batch]],
+    around: AroundSteps | None,
+    told: _Told,
+    comm: Comm,
+    *,
+    first: int = STEPS - 1,
 ) -> Rehearsed:
-    """Return the run's step, and what is ``around`` it; steps have the micro-batches of each turn."""
+    """Return the run's step, and what is ``around`` it: ``first`` steps, then one with micro-batches of each turn."""
     model = _sharded(config, data, comm)
     optimizer = make_optimizer(model, config)
     scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
     spec = step_spec(model, config, data)
-    each = chain(turns[:1] * (STEPS - 1), turns)  # the optimizer's state is there from the second step on
+    each = chain(turns[:1] * first, turns)  # the optimizer's state is there from the second step on
 
     def step() -> None:
         # Late: otherwise it reads the loss and the norm, which a plan does not know.
@@ -246,7 +255,7 @@ def _build(
         model,
         optimizer,
         step,
-        steps=STEPS - 1 + len(turns),
+        steps=first + len(turns),
         after={} if around is None else around.phases(model, optimizer, comm),
         host={} if around is None else around.host(model, optimizer, comm),
         assumed=assumed if around is None else around.assumed,

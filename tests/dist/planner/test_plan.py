@@ -94,8 +94,8 @@ def test_an_evaluation_takes_what_is_planned(case, ranks, plans):
 def test_saving_and_resuming_take_what_is_planned(case, ranks, plans):
     for plan, rank in zip(plans(case), ranks, strict=True):
         found = rank[case]["around"]
-        assert plan.phase_peaks["saving"] == pytest.approx(found["saving"], rel=0.02)
-        # The planned checkpoint is of another number of ranks: blocks pass through a buffer, while the next one is read.
+        assert plan.phase_peaks["saving"] == pytest.approx(found["saving"], rel=0.02, abs=PAGE)
+        # The planned checkpoint is of another number of ranks: a block is copied while the next one is read.
         least, most = 0.98 * found["resuming"], 1.02 * found["resuming"] + 2 * found["block"] + PAGE
         assert least <= plan.phase_peaks["resuming"] <= most
 

@@ -93,6 +93,13 @@ def test_offloaded_shards_are_the_hosts_on_a_gpu_and_change_nothing_on_the_cpu(t
     assert plan.parts["gathered_units"] == without.parts["gathered_units"]
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_a_rough_plan_of_equal_batches_is_the_exact_one(tmp_path, strategy):
+    config = load_run(write_run(tmp_path), [f"sharding.strategy={strategy}"])
+    data = prepare_plan(config)
+    assert plan_prepared(config, data, 1, roughly=0).as_dict() == plan_prepared(config, data, 1).as_dict()
+
+
 def test_compiled_blocks_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"training\.torch_compile"):
         plan_run(load_run(write_run(tmp_path), ["training.torch_compile=true"]), 2)

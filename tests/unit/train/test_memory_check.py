@@ -182,7 +182,7 @@ def test_with_other_settings_or_on_another_machine_it_is_planned_again(start, pe
     start(peak)
     attempts(1)
     assert start(peak)[1] == []
-    assert len(start(2 * peak, "training.per_device_train_batch_size=2")[1]) == 1
+    assert len(start(3 * peak, "training.per_device_train_batch_size=2")[1]) == 1
     for file in tmp_path.rglob("plan-*"):
         file.unlink()
-    assert len(start(peak)[1]) == 1
+    assert len(start(3 * peak)[1]) == 1
