@@ -40,8 +40,9 @@ With --gpu or --memory, also say whether it fits; the exit code is 1 if it does 
 tensors, and how long a step takes by its data sheet. --fit searches for the fastest settings that fit, among those that
 the run file leaves open, and prints them as overrides. --rates, from `fullshard bench`, gives the time of CPU ranks.
 
-Not counted are text that an evaluation generates, and saving. Without --gpu, nor is what a process holds besides
-tensors.
+Evaluation, its generated text, saving and resuming have peaks of their own. Host memory holds copies of checkpoints
+that are being saved and snapshots for restarts, on CPU ranks in addition to the peaks. Without --gpu, not counted is
+what a process holds besides tensors.
 """
 
 EPILOG = """\

@@ -9,7 +9,9 @@ from fullshard.planner.limit import (
     check_time as check_time,
     time_limit as time_limit,
 )
+from fullshard.planner.meter import Meter as Meter
 from fullshard.planner.plan import (
+    HOST_LABELS as HOST_LABELS,
     LABELS as LABELS,
     PHASE_LABELS as PHASE_LABELS,
     Plan as Plan,

@@ -36,6 +36,7 @@ class Hardware:
         link_bytes_per_s: Between two devices of a machine, each way.
         network_bytes_per_s: Between machines, each way and device.
         latency_s: Of a collective.
+        has_host: Whether host memory is another one than the device's.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Hardware:
     network_bytes_per_s: float = NETWORK_BYTES_PER_S
     devices_each: int = DEVICES_EACH
     latency_s: float = 20e-6
+    has_host: bool = True
 
 
 def hardware(

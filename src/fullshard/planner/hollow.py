@@ -85,6 +85,7 @@ class HollowMode(TorchDispatchMode):
     Attributes:
         on_operator: Called with each operator, its arguments and its result.
         operators: How many there were.
+        on_host: Whether a result is the host's, from the tensors that it is made of; None: there is one memory.
         assumed: What a program reads where it reads a value that nobody knows; None: that is an error.
     """
 
@@ -94,6 +95,7 @@ class HollowMode(TorchDispatchMode):
         self.meter = meter
         self.on_operator: Callable[[Any, Any, Any, Any], object] = self.ignore
         self.assumed: Callable[[], float] | None = None
+        self.on_host: Callable[[list[torch.Tensor]], bool] | None = None
         self.operators = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._unshared: tuple[int, int, int] | None = None
@@ -183,8 +185,20 @@ class HollowMode(TorchDispatchMode):
                     return taken
                 func = _IN_PLACE.get(func, func)
             result = self._run(func, args, kwargs or {})
+            if self.on_host is not None:
+                self._place(func, _tensors((*args, *(kwargs or {}).values())), result)
             self.on_operator(func, args, kwargs or {}, result)
             return result
+
+    def _place(self, func: Any, given: list[torch.Tensor], result: Any) -> None:
+        """Count a result as the host's if it is, and what a copy from the host to the device takes meanwhile there."""
+        assert self.on_host is not None, "asked before"
+        if self.on_host(given):
+            for tensor in _tensors((result,)):
+                if not tensor.is_meta:
+                    self.meter.to_host(tensor)
+        elif func is torch.ops.aten.copy_.default and self.meter.is_on_host(given[-1]):
+            self.meter.pulse(given[-1].numel() * given[-1].itemsize)
 
     def _summed_in_place(self, one: Any, other: Any, alpha: Any = 1) -> torch.Tensor | None:
         """Return the gradient that autograd would add another one to, in place; None if it would make a third.

@@ -12,24 +12,25 @@ import torch
 PHASES = ("before_first_step", "forward", "backward", "optimizer")
 """The phases of a plan: everything before the measured steps, and the three parts of a step."""
 
-EVALUATION = "evaluation"
-"""The phase of a plan that has one: a forward without gradients, between steps."""
-
 
 class _Held:
-    """A storage that is alive: its bytes, and whether nobody knows its values."""
+    """A storage that is alive: its bytes, whether nobody knows its values, and whether it is the host's."""
 
     def __init__(self, nbytes: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
         self.nbytes = nbytes
-        self.hollow = False
+        self.hollow = self.on_host = False
         self.ref = ref
 
 
 class Meter:
     """Counts live bytes by storage: views share one, and a storage counts until its last tensor is gone.
 
+    What is marked as the host's is counted apart, in ``host_live`` and ``host_peak``, and so is what is made of it.
+
     Attributes:
         live: Bytes alive now.
+        host_live: The same in host memory.
+        host_peak: Highest ``host_live`` so far.
         peaks: Highest ``live`` of each phase since :meth:`restart`.
         phase: Returns the phase that a change belongs to.
         on_peak: Called when ``live`` exceeds everything since :meth:`restart`.
@@ -38,7 +39,7 @@ class Meter:
 
     def __init__(self) -> None:
         """Start with nothing alive, before the first step."""
-        self.live = 0
+        self.live = self.host_live = self.host_peak = 0
         self.peaks: dict[str, int] = {}
         self.phase: Callable[[], str] = lambda: PHASES[0]
         self.on_peak: Callable[[], None] = lambda: None
@@ -69,6 +70,20 @@ class Meter:
             self._change(held.nbytes)
         held.hollow = held.hollow or hollow
 
+    def to_host(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor`` as host memory from now on."""
+        self.see(tensor)
+        held = self._held[tensor.untyped_storage()._cdata]
+        if not held.on_host:
+            self._change(-held.nbytes)
+            held.on_host = True
+            self._change(held.nbytes, on_host=True)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is in host memory."""
+        held = self._held.get(tensor.untyped_storage()._cdata) if not tensor.is_meta else None
+        return held is not None and held.on_host
+
     def is_hollow(self, tensor: torch.Tensor) -> bool:
         """Return whether the values of ``tensor`` are unknown."""
         if tensor.is_meta or tensor.layout is not torch.strided:
@@ -81,7 +96,7 @@ class Meter:
         held = self._held.get(storage._cdata)
         if held is not None:
             before, held.nbytes = held.nbytes, nbytes
-            self._change(held.nbytes - before)
+            self._change(held.nbytes - before, on_host=held.on_host)
 
     def size_of(self, storage: torch.UntypedStorage, otherwise: int) -> int:
         """Return the bytes that a storage counts, or ``otherwise`` if nobody has seen it."""
@@ -97,9 +112,13 @@ class Meter:
     def _gone(self, key: int, _ref: Any) -> None:
         held = self._held.pop(key, None)
         if held is not None:
-            self._change(-held.nbytes)
+            self._change(-held.nbytes, on_host=held.on_host)
 
-    def _change(self, nbytes: int) -> None:
+    def _change(self, nbytes: int, *, on_host: bool = False) -> None:
+        if on_host:
+            self.host_live += nbytes
+            self.host_peak = max(self.host_peak, self.host_live)
+            return
         phase = self.phase()
         before, self.live = self.live, self.live + nbytes
         self.peaks[phase] = max(self.peaks.get(phase, 0), before, self.live)

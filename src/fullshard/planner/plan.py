@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,21 @@ PHASE_LABELS = {
     "backward": "peak in backward",
     "optimizer": "peak in the optimizer step",
     "evaluation": "peak in evaluation (loss)",
+    "generation": "peak in evaluation (text)",
+    "saving": "peak in saving",
+    "resuming": "peak in resuming",
 }
 """The phases of a plan, for people."""
+
+HOST_LABELS = {
+    "checkpoint_copies": "host: copies being saved",
+    "snapshots": "host: snapshots for restarts",
+    "offloaded": "host: offloaded, at most",
+}
+"""What a plan keeps in host memory, for people."""
+
+_BEFORE_STEPS = ("before_first_step", "resuming")
+"""Phases in which no checkpoint has been saved yet."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +83,17 @@ class Plan:
             ``gradient_buffers`` (unsharded gradients that wait to be reduced), ``gradient_shards``,
             ``buffers_and_batch`` (everything else that is held between steps) and ``activations_and_temporaries``.
         phase_peaks: Most bytes alive at once ``before_first_step`` (while the model is built and sharded), and in a
-            step's ``forward``, ``backward`` and ``optimizer``; of a run that evaluates its loss also in ``evaluation``.
+            step's ``forward``, ``backward`` and ``optimizer``. Of a run file also in ``evaluation`` (of the loss),
+            ``generation`` (of text), ``saving`` (a checkpoint and the full model) and ``resuming``.
         account: Peaks of the engine's own buffers: ``shards``, ``gathered``, ``gradients``, and their ``total``.
         sent_bytes: Bytes sent to other ranks in a step, by kind of collective.
         collectives: Number of collectives in a step, by kind.
         device: The GPU that it is for; None: CPU ranks.
         timing: The time of a step; None if nothing is known of the speed.
+        host: What a rank keeps in host memory besides. Of a run file ``checkpoint_copies``, from the first checkpoint
+            that is written while training continues, and ``snapshots``, from which a lost rank is started again. On
+            GPUs also ``offloaded``: the peak of offloaded shards, their gradients and the optimizer's state.
+        unplanned: Phases after the steps for which a limit of time left none.
     """
 
     world_size: int
@@ -89,11 +107,27 @@ class Plan:
     collectives: Mapping[str, int]
     device: Hardware | None = None
     timing: Timing | None = None
+    host: Mapping[str, int] = field(default_factory=dict)
+    unplanned: tuple[str, ...] = ()
 
     @property
     def highest_bytes(self) -> int:
-        """The most bytes alive at once, in a step or before the first one."""
-        return max(self.phase_peaks.values())
+        """The most bytes alive at once on the rank's device, in any phase; on CPU ranks with what the host keeps."""
+        return max(self.bytes_in(phase) for phase in self.phase_peaks)
+
+    def bytes_in(self, phase: str, *, snapshots: bool = True) -> int:
+        """Return the most bytes alive at once on the rank's device in a phase; on CPU ranks with what the host keeps.
+
+        Args:
+            phase: One of ``phase_peaks``.
+            snapshots: Whether snapshots for restarts count.
+        """
+        kept = dict(self.host) if self.device is None else {}
+        if phase in _BEFORE_STEPS:
+            kept.pop("checkpoint_copies", None)
+        if not snapshots:
+            kept.pop("snapshots", None)
+        return self.phase_peaks[phase] + sum(kept.values())
 
     @property
     def needed_bytes(self) -> int:
@@ -124,7 +158,12 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        values = {**asdict(self), "highest_bytes": self.highest_bytes, "needed_bytes": self.needed_bytes}
+        values = {
+            **asdict(self),
+            "unplanned": list(self.unplanned),
+            "highest_bytes": self.highest_bytes,
+            "needed_bytes": self.needed_bytes,
+        }
         return {**values, "device": None if self.device is None else self.device.name}
 
     def __str__(self) -> str:
@@ -136,6 +175,7 @@ class Plan:
         lines += [
             "",
             *(f"{PHASE_LABELS[phase]:<28}{format_bytes(size):>12}" for phase, size in self.phase_peaks.items()),
+            *(f"{HOST_LABELS[kind]:<28}{format_bytes(size):>12}" for kind, size in self.host.items()),
         ]
         lines += ["", *self._on_gpu()] if self.device is not None else []
         lines += ["", *self._times()] if self.timing is not None else []
@@ -198,8 +238,8 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
         rates: The file that ``fullshard bench`` wrote: how long a step takes on the machine that it was measured on.
         optimizer_fn: Makes the optimizer from the sharded model; None: torch's fused AdamW over all parameters.
         loss_fn: Returns the loss of the model on a batch; None: ``model(**batch).loss``.
-        options: Those of :func:`fullshard.fully_shard` but ``mesh``, ``weights``, ``first_values``, ``device`` and
-            ``offload_policy``.
+        options: Those of :func:`fullshard.fully_shard` but ``mesh``, ``weights``, ``first_values`` and ``device``. On
+            CPU ranks ``offload_policy`` changes nothing.
 
     Raises:
         ConfigError: A number or an option is not possible here.
@@ -236,7 +276,7 @@ def highest(
     See :func:`rehearse`; without a time if it is not ``timed``.
     """
     speed = speed_of(device, rates) if timed else None
-    runs = ((rank, rehearse_on(build, rank, world_size, device, rates)) for rank in ranks)
+    runs = ((rank, rehearse_on(build, rank, world_size, device, rates, timed=speed is not None)) for rank in ranks)
     found = (planned(run, rank, world_size, device, speed) for rank, run in runs)
     return max(found, key=lambda plan: (plan.highest_bytes, plan.peak_bytes))
 
@@ -266,13 +306,15 @@ def rehearse_on(
     rates: Rates | None = None,
     *,
     draws: bool = False,
+    timed: bool = True,
 ) -> Rehearsal:
     """Return the rehearsal of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU.
 
     CPU ranks are on one machine, unless the rates are of ranks whose messages travel.
     """
     behind = int(rates is not None and rates.travels) if device is None else CudaDevice.reduces_behind
-    return rehearse(build, rank, world_size, reduces_behind=behind, gpu=device is not None, draws=draws)
+    has_host = device is not None and device.has_host
+    return rehearse(build, rank, world_size, reduces_behind=behind, draws=draws, has_host=has_host, timed=timed)
 
 
 def planned(
@@ -295,6 +337,8 @@ def planned(
         collectives={kind: count for kind, (count, _) in found.sent.items()},
         device=device,
         timing=None if speed is None else time_step(found.work, speed),
+        host=found.host,
+        unplanned=found.unplanned,
     )
 
 
@@ -327,7 +371,7 @@ def _check(world_size: int, rank: int | None, options: Mapping[str, Any]) -> Non
         raise ConfigError(f"world_size is a number of ranks, at least 1; got {world_size}.")
     if rank is not None and not 0 <= rank < world_size:
         raise ConfigError(f"rank is one of 0 to {world_size - 1}; got {rank}.")
-    for name in ("mesh", "weights", "first_values", "device", "offload_policy"):
+    for name in ("mesh", "weights", "first_values", "device"):
         if options.get(name) is not None:
             raise ConfigError(
                 f"A plan does not support {name}= yet: it counts the memory of one device per rank, on ranks that it "

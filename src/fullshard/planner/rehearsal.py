@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,7 +19,9 @@ from fullshard.engine.step.recorder import Kind, SilentRecorder, Transfer
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.planner.course import Course, CourseRecorder
 from fullshard.planner.hollow import HollowMode
-from fullshard.planner.meter import EVALUATION, PHASES, Meter
+from fullshard.planner.host import set_apart
+from fullshard.planner.limit import TookTooLongError
+from fullshard.planner.meter import PHASES, Meter
 from fullshard.planner.ranks import Ledger
 from fullshard.planner.work import Work
 from fullshard.quantized import QuantizedLinear
@@ -46,7 +49,8 @@ class Rehearsed:
     optimizer: torch.optim.Optimizer  # over its shards
     step: Callable[[], object]  # clears gradients, then forward, backward and the optimizer's step
     steps: int = STEPS  # how many there are
-    evaluate: Callable[[], None] | None = None  # runs the model as an evaluation does; None: there is none
+    after: Mapping[str, Callable[[Meter], None]] = field(default_factory=dict)  # phases between steps, in their order
+    host: Mapping[str, Callable[[], int]] = field(default_factory=dict)  # bytes that it keeps in host memory, by kind
     # what is read, outside of the model's forward, of a number that nobody knows; None: reading it is an error
     assumed: Callable[[], float] | None = None
 
@@ -60,8 +64,10 @@ class Rehearsal:
     account: dict[str, int]  # peaks of the engine's own buffers since the model was sharded
     sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
     elements: int  # elements of parameters that this rank holds, without padding
-    work: Work  # of the last step
+    work: Work  # of the last step; nothing if it was not asked for
     course: Course | None = None  # of the step with the highest moment; None: not asked for
+    host: Mapping[str, int] = field(default_factory=dict)  # what is kept in host memory beside all this, by kind
+    unplanned: tuple[str, ...] = ()  # phases after the steps that there was no time for
 
 
 def rehearse(
@@ -70,18 +76,21 @@ def rehearse(
     size: int,
     *,
     reduces_behind: int = 0,
-    gpu: bool = False,
     draws: bool = False,
+    has_host: bool = False,
+    timed: bool = True,
 ) -> Rehearsal:
-    """Run ``build``, its steps and its evaluation as ``rank`` of ``size`` ranks; needs no memory and no other rank.
+    """Run ``build``, its steps and what comes after as ``rank`` of ``size`` ranks; needs no memory and no other rank.
 
     Args:
         build: Makes the model, shards it over the given communicator and makes the optimizer.
         rank: The rank to be.
         size: Number of ranks.
         reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
-        gpu: Whether a GPU's step is rehearsed: there no memory is kept for large quantised weights.
         draws: Whether to note the course of the fullest step too, which takes longer.
+        timed: Whether to note the work of the last step, of which its time follows; a third of that step's planning.
+        has_host: Whether host memory is another one than the device's, a GPU: offloaded shards are counted apart, and no
+            memory is kept for large quantised weights.
 
     Raises:
         ModelError: A step depends on values.
@@ -94,16 +103,19 @@ def rehearse(
             made = build(ledger.world)
             runtime_of(made.model).device.reduces_behind = reduces_behind
             for module in made.model.modules():
-                if gpu and isinstance(module, QuantizedLinear):
+                if has_host and isinstance(module, QuantizedLinear):
                     module.workspace.keeps = False
             before = meter.peaks.get("before_first_step", 0)
             gc.collect()  # what building left in cycles
         watch = _Watch(made, meter, mode, draws=draws)
+        if has_host and runtime_of(made.model).root.policy.offload is not None:
+            set_apart(made.model, mode, watch.phase)
+            before -= meter.host_live  # lanes go to the host one after the other
         work = Work(watch.phase)
         for step in range(made.steps):
             ledger.clear()
             watch.begin_step()
-            if step == made.steps - 1:
+            if timed and step == made.steps - 1:
                 mode.on_operator, ledger.note = work.compute, work.issue
             made.step()
             watch.end_step()
@@ -112,10 +124,16 @@ def rehearse(
         account, sent = dict(watch.account.peak), ledger.sent()
         account["total"] = watch.account.peak_total
         meter.on_change = lambda: None
-        if made.evaluate is not None:
-            meter.restart(lambda: EVALUATION, lambda: None)
-            made.evaluate()
-            peaks[EVALUATION] = meter.peaks[EVALUATION]
+        meter.restart(lambda: "host", lambda: None)  # what these make is neither in a step nor between steps
+        host = {kind: size() for kind, size in made.host.items()}
+        host |= {"offloaded": meter.host_peak} if meter.host_peak else {}
+        left = list(made.after)
+        with suppress(TookTooLongError):  # what a step needs is known, and most often it is more
+            for name, run in made.after.items():
+                meter.restart(partial(str, name), lambda: None)
+                run(meter)
+                peaks[name] = meter.peaks[name]
+                left.remove(name)
     return Rehearsal(
         peaks=peaks,
         parts=watch.parts,
@@ -124,6 +142,8 @@ def rehearse(
         elements=sum(stop - start for start, stop in watch.ranges()),
         work=work,
         course=watch.course,
+        host=host,
+        unplanned=tuple(left),
     )
 
 
@@ -182,7 +202,7 @@ class _Watch(SilentRecorder):
         """Note what is held between steps."""
         self._phase = "forward"
         self._gradients = self._gradients_now()
-        self._state = _state_bytes(self._optimizer)
+        self._state = _state_bytes(self._optimizer, self._meter)
         self._held = self._meter.live - sum(self._known().values())
         self._is_fullest = self._knows_gradients = False
         if self._drawn is not None:
@@ -236,12 +256,17 @@ class _Watch(SilentRecorder):
     def _known(self) -> dict[str, int]:
         live = self.account.live
         return {
-            "shards": live["shards"],
+            "shards": live["shards"] - self._offloaded(),
             "optimizer_state": self._state,
             "gathered_units": live["gathered"],
             "gradient_buffers": live["gradients"],
             "gradient_shards": sum(self._gradients.values()),
         }
+
+    def _offloaded(self) -> int:
+        """Return the bytes of shards in host memory that is not the device's."""
+        lanes = (lane for unit in self._runtime.units for lane in unit.lanes)
+        return sum(lane.shard.nbytes for lane in lanes if lane.offloaded) if self._mode.on_host is not None else 0
 
     def _parts_now(self) -> dict[str, int]:
         known = self._known()
@@ -257,8 +282,9 @@ class _Watch(SilentRecorder):
         self._is_fullest = True
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of an optimizer's state; a storage that several parameters share counts once."""
+def _state_bytes(optimizer: torch.optim.Optimizer, meter: Meter) -> int:
+    """Return the bytes of an optimizer's state on the device; a storage that several parameters share counts once."""
     tensors = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    own = (tensor.untyped_storage() for tensor in tensors if not meter.is_on_host(tensor))
+    storages = {storage._cdata: storage.nbytes() for storage in own}
     return sum(storages.values())

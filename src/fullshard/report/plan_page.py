@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fullshard.planner import LABELS, PHASE_LABELS, Course, Plan
+from fullshard.planner import HOST_LABELS, LABELS, PHASE_LABELS, Course, Plan
 from fullshard.report import tables
 from fullshard.report.curves import kept
 from fullshard.report.figures import Bar, Figure, Record, gantt, schedule_height, stacked
@@ -73,6 +73,7 @@ def _result(plan: Plan, limit: int | None) -> PageSection:
     facts += [] if plan.timing is None else [("a step", format_duration(plan.timing.step_s), how)]
     facts += [("sent a step", format_bytes(sum(plan.sent_bytes.values())), "by a rank, to others")]
     rows = [[PHASE_LABELS[phase], format_bytes(size)] for phase, size in plan.phase_peaks.items()]
+    rows += [[HOST_LABELS[kind], format_bytes(size)] for kind, size in plan.host.items()]
     return PageSection("result", "Result", tables.tiles(facts) + tables.table("Phases", ["", "bytes"], rows))
 
 

@@ -257,8 +257,7 @@ class Snapshots:
         Sets ``every``, or switches snapshots off, on all ranks alike.
         """
         first = self._next is None and not self.costs
-        copies = _GENERATIONS * (2 if self._partners.several else 1)
-        room = (copies * nbytes_of(tensors), self._free()) if first else None
+        room = (room_of(tensors, several=self._partners.several), self._free()) if first else None
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
         cost = self.costs[-1] if self.costs else 0.0
         self._steps_s.clear()
@@ -348,6 +347,14 @@ def senders(everyone: Sequence[Mapping[int, set[Key]]]) -> dict[int, tuple[Key, 
         owner: (key, next(rank for rank, found in enumerate(everyone) if key in found.get(owner, ())))
         for owner in lacking
     }
+
+
+def room_of(tensors: Mapping[str, torch.Tensor], *, several: bool) -> int:
+    """Return the bytes of a rank's snapshots of these tensors on its machine; any rank, alone.
+
+    With ``several`` machines as many more are there: those of the rank whose partner it is.
+    """
+    return _GENERATIONS * (2 if several else 1) * nbytes_of(tensors)
 
 
 def _as_checkpoint_error(action: Callable[[], None]) -> None:

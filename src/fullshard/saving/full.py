@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,6 @@ def save(
     """
     mesh = mesh_of(model)
     content = _content(model, dtype, parse_size(max_shard_size))
-    if not content.adapter:
-        content.dequantised.collect(model, _STREAM_BYTES)
     if mesh.rank != 0:
         problem = _stream(model, mesh, content, None, None)
         if problem:
@@ -142,7 +141,21 @@ class _Content:
         return sum(spec.size_bytes for spec in self.specs.values())
 
 
+def stream_start(model: nn.Module, steps: int) -> None:
+    """Stream the first ``steps`` steps of a full save to rank 0, which writes nothing: for plans; every rank calls it.
+
+    All buffers are there from the first step on.
+    """
+    for _ in islice(_runs(model, _content(model, None, parse_size("50GB"))), steps):
+        pass
+
+
+def _runs(model: nn.Module, content: _Content) -> Iterator[list[Run]]:
+    return full_runs(model, _STREAM_BYTES, ahead=_WAITING, names=frozenset(content.specs))
+
+
 def _content(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -> _Content:
+    """Return what a save writes; every rank calls it, as scales of quantised weights are brought to rank 0."""
     name = dtype_name(dtype)
     wanted: torch.dtype | None = None if name is None else getattr(torch, name)
 
@@ -159,6 +172,8 @@ def _content(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -
         return TensorSpec(names[name], tensor.shape, cast or tensor.dtype)
 
     parameters = sum(prod(tensor.shape) for tensor in saved.values() if tensor.is_parameter)
+    if not adapters:
+        dequantised.collect(model, _STREAM_BYTES)
     specs = {name: spec(name, tensor) for name, tensor in saved.items()}
     return _Content(dequantised, specs, bool(adapters), wanted, max_file_bytes, parameters)
 
@@ -215,7 +230,7 @@ def _stream(
 
         return await_all(mesh, poll)[0]
 
-    for runs in full_runs(model, _STREAM_BYTES, ahead=_WAITING, names=frozenset(content.specs)):
+    for runs in _runs(model, content):
         if writer is not None:
             writer.give(runs)
         problem = agree(writer.room if writer else None)

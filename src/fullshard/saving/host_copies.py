@@ -21,7 +21,7 @@ class HostCopies:
 
     def take(self, job: SaveJob) -> SaveJob:
         """Return the job with copies of its pieces; every rank calls it."""
-        pairs = together(self._ranks, lambda: self._pairs(job.plan.pieces))
+        pairs = together(self._ranks, lambda: self.pairs(job.plan.pieces))
         ready = device_of(self._ranks.device).copy_to_host(pairs)
         hosts = (host for host, _ in pairs)
         copies = [Piece(p.name, p.shape, p.start, host) for p, host in zip(job.plan.pieces, hosts, strict=True)]
@@ -31,8 +31,8 @@ class HostCopies:
         """Free the memory."""
         self._host = {}
 
-    def _pairs(self, pieces: Sequence[Piece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return host memory for each piece, and the piece's own; the same as last time where it fits."""
+    def pairs(self, pieces: Sequence[Piece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return host memory for each piece, and the piece's own; the same as last time where it fits. Any rank."""
         device, pinned = device_of(self._ranks.device), self._ranks.device.type == "cuda"
         pairs, used = [], {}
         for number, piece in enumerate(pieces):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fullshard.errors import CheckpointError
 from fullshard.optim.average import ExponentialMovingAverage
 from fullshard.optim.shards import holds_rows
 from fullshard.saving.load_plan import LoadPlan
-from fullshard.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES
+from fullshard.saving.pieces import AVERAGE, GRADIENT, MODEL, OPTIMIZER, UPDATES, groups_as_plain
 from fullshard.saving.rng import restore_rng, rng_name
 from fullshard.saving.stepped import Stepped, Stepping, options_of, stepped, take_options
 from fullshard.shards import rows_of
@@ -25,7 +26,9 @@ from fullshard.storage import (
     Index,
     ObjectPath,
     Piece,
+    PieceEntry,
     Place,
+    TensorEntry,
     TensorSpec,
     as_place,
     dtype_of,
@@ -102,6 +105,51 @@ def load_checkpoint(
     if rng is not None:
         together(ranks, lambda: restore_rng(rng, ranks.device))
     return Restored(path, index.step, index.world_size, index.values, index.metric, rng_restored=rng is not None)
+
+
+class _Unread(CheckpointReader):
+    """A reader of a checkpoint whose files are not there: it takes the memory that reading takes."""
+
+    def _file(self, name: str) -> Any:
+        return None
+
+    def _read_block(self, name: str, stored: PieceEntry, number: int, out: torch.Tensor) -> None:
+        pass
+
+
+def resume_unread(model: nn.Module, optimizer: Stepping) -> Callable[[], None]:
+    """Return a function that takes the memory of a resume and reads nothing: for plans, on any rank, alone.
+
+    Gradients and the optimizer's state are dropped at once: a run that resumes has none. The checkpoint is one of this
+    state that another number of ranks has written, so that blocks are cut.
+    """
+    held = local_tensors(model)
+    entries = {MODEL + local.name: (local.shape, local.tensor.dtype) for local in held}
+    scalars: dict[str, dict[str, Any]] = {}
+    own = stepped(held, optimizer)
+    for one in own:
+        for key, value in one.state.items():
+            if isinstance(value, torch.Tensor):
+                part = one.part(key, value)
+                entries[f"{OPTIMIZER}{one.local.name}/{key}"] = (() if part is None else part.shape, value.dtype)
+            else:
+                scalars.setdefault(one.local.name, {})[key] = value
+    groups = groups_as_plain(own)
+    tensors = {
+        name: TensorEntry(str(dtype).removeprefix("torch."), tuple(shape), (PieceEntry("", 0, prod(shape), ()),))
+        for name, (shape, dtype) in entries.items()
+    }
+    for one in own:
+        one.state.clear()
+        one.param.grad = None
+    index = Index(0, 0, None, {}, groups, scalars, {}, (), tensors)
+
+    def read() -> None:
+        target = _Target(model, optimizer, index, None)
+        _Unread(Path(), index).read(*target.plan.pieces)
+        target.finish()
+
+    return read
 
 
 class _Target:

@@ -32,6 +32,7 @@ _CPU = Hardware(
     link_bytes_per_s=3e9,
     network_bytes_per_s=1e9,
     latency_s=1e-4,
+    has_host=False,
 )
 """About what a core of a server does; good enough to tell which of two settings computes or sends more."""
 

@@ -59,7 +59,9 @@ def search(
     Open are, unless the run file or an override sets them, ``sharding.strategy``, ``training.gradient_checkpointing``,
     ``training.fused_cross_entropy``, with an adapter ``sharding.frozen``; and micro-batches of fewer rows and more of
     them, so that a step has the same rows. Slower settings of a strategy are left out once a faster one fits. Settings
-    are compared by plans of one rank with at most two micro-batches a step; the fastest is then planned exactly.
+    are compared by plans of one rank with at most two micro-batches a step; the fastest is then planned exactly. Where
+    nothing fits, all of them are tried once more with ``sharding.cpu_offload``, if that is open, on a device that has a
+    host: the copies between the two are not timed.
 
     Args:
         load: Reads the run file.
@@ -73,16 +75,20 @@ def search(
     """
     config = load(())
     made = Search(load, data or prepare_plan(config), world_size, device, tell)
-    for shared in _product(config, _SHARED):
-        for own in _product(config, _OF_RANK):
-            last = made.fit_rows({**shared, **own})
-            if last.plan is not None and _keeps_too_much(last.plan, device):
-                break  # settings of a rank do not change that
-            if not last.why and not _rows_of(last):
-                break  # it fits with micro-batches as they are: the others are slower
+    for offload in _product(config, _OFFLOAD if device.has_host else {}):
+        for shared in _product(config, _SHARED):
+            for own in _product(config, _OF_RANK):
+                last = made.fit_rows({**offload, **shared, **own})
+                if last.plan is not None and _keeps_too_much(last.plan, device):
+                    break  # settings of a rank do not change that
+                if not last.why and not _rows_of(last):
+                    break  # it fits with micro-batches as they are: the others are slower
+        if made.fits:
+            break
     return made.ordered()
 
 
+_OFFLOAD = {"sharding.cpu_offload": (False, True)}
 _SHARED = {"sharding.strategy": STRATEGIES, "sharding.frozen": ("replicate", "shard")}
 _OF_RANK = {"training.fused_cross_entropy": (False, True), "training.gradient_checkpointing": (False, True)}
 
@@ -112,6 +118,11 @@ class Search:
         self._tell = tell
         self._fullest: int | None = None
         self._tried: list[Tried] = []
+
+    @property
+    def fits(self) -> bool:
+        """Whether something that was tried fits."""
+        return any(not tried.why for tried in self._tried)
 
     def fit_rows(self, values: dict[str, Any]) -> Tried:
         """Try the largest micro-batches, then a row, then the most rows that should fit by these two, until one does.

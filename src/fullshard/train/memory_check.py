@@ -7,6 +7,7 @@ import ctypes
 import gc
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from fullshard.comm import Comm, free_memory
 from fullshard.config import RunConfig
 from fullshard.errors import MemoryLimitError, UserError
 from fullshard.planner import TookTooLongError, time_limit
-from fullshard.planner.plan import LABELS
+from fullshard.planner.plan import LABELS, PHASE_LABELS
 from fullshard.resilience import KeepDirectory
 from fullshard.sizes import format_bytes
 from fullshard.train.auto import gpu_sheet
@@ -42,6 +43,9 @@ class _Rank:
 
     def needs(self, kind: str) -> int:
         return 0 if isinstance(self.plan, str) else needed_bytes(self.plan, kind)
+
+    def snapshots(self) -> int:
+        return 0 if isinstance(self.plan, str) else self.plan.host.get("snapshots", 0)
 
 
 @dataclass(frozen=True)
@@ -145,24 +149,50 @@ def _check(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) 
         raise MemoryLimitError(comm.all_gather_object(text)[0])
     least = min((size for rank in everyone for size in rank.free.values()), default=None)
     left = "" if least is None else f"; {format_bytes(least)} are free"
+    later = sorted({phase for rank in everyone if isinstance(rank.plan, RunPlan) for phase in rank.plan.unplanned})
+    left += f"; not planned in {LIMIT_S} s: {', '.join(later)}" if later else ""
     tell(f"planned: a rank needs at most {format_bytes(checked.before)} for tensors{left}")
+    if kind == "cpu" and _keeps_snapshots(load(())):
+        _tell_of_snapshots(everyone, tell)
     return checked
 
 
+def _keeps_snapshots(config: RunConfig) -> bool:
+    """Return whether this attempt takes snapshots for a later one."""
+    keep = KeepDirectory.of(checkpoints_directory(config))
+    return keep is not None and not keep.last
+
+
+def _tell_of_snapshots(everyone: Sequence[_Rank], tell: Callable[[str], None]) -> None:
+    """Say if the run fits, but not together with its snapshots, which it is not refused for."""
+    short = shortage(everyone, "cpu", snapshots=True)
+    if short is not None:
+        pool, needed, there = short
+        most = max(rank.snapshots() for rank in everyone)
+        tell(
+            f"with snapshots for restarts, {format_bytes(most)} for a rank, {format_bytes(needed)} are needed and the "
+            f"{pool.partition(':')[0]} has {format_bytes(there)}: memory may run out. --max-restarts 0 takes none"
+        )
+
+
 def needed_bytes(plan: RunPlan, kind: str) -> int:
-    """Return the most bytes of tensors on a device of ``kind``; a GPU does not hold a model while it is built."""
-    peaks = plan.phase_peaks.items()
-    return max(size for phase, size in peaks if kind == "cpu" or phase != "before_first_step")
+    """Return the most bytes of tensors on a device of ``kind``; a GPU does not hold a model while it is built.
+
+    Snapshots for restarts are not among them: a run whose snapshots would take too much takes none.
+    """
+    if kind == "cpu":
+        return max(plan.bytes_in(phase, snapshots=False) for phase in plan.phase_peaks)
+    return max(size for phase, size in plan.phase_peaks.items() if phase != "before_first_step")
 
 
-def shortage(ranks: Sequence[_Rank], kind: str) -> tuple[str, int, int] | None:
+def shortage(ranks: Sequence[_Rank], kind: str, *, snapshots: bool = False) -> tuple[str, int, int] | None:
     """Return a pool that has too little for its ranks, what these need and what there is; None if there is enough."""
     free: dict[str, int] = {}
     for rank in ranks:
         for pool, size in rank.free.items():
             free[pool] = min(size, free.get(pool, size))
     for pool, there in free.items():
-        needed = sum(rank.needs(kind) for rank in ranks if pool in rank.free)
+        needed = sum(rank.needs(kind) + snapshots * rank.snapshots() for rank in ranks if pool in rank.free)
         if needed > there:
             return pool, needed, there
     return None
@@ -173,7 +203,8 @@ def _tried(load: Load, data: Prepared, comm: Comm, started: float, *, listed: bo
     try:
         with time_limit(started + LIMIT_S - time.thread_time()):
             device = gpu_sheet(comm.device)
-            return plan_prepared(load(()), data, comm.size, device, roughly=comm.rank, listed=listed)
+            each = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
+            return plan_prepared(load(()), data, comm.size, device, roughly=comm.rank, listed=listed, ranks_each=each)
     except TookTooLongError:
         return f"it took longer than {LIMIT_S} s; `fullshard plan` with the run file has no limit"
     except UserError as error:
@@ -215,6 +246,10 @@ def _refusal(short: tuple[str, int, int], plan: RunPlan, need: Need) -> str:
     pool, needed, there = short
     parts = sorted(plan.parts.items(), key=lambda part: -part[1])
     lines = [f"  {LABELS[name]:<28}{format_bytes(size):>12}" for name, size in parts if size]
+    fullest = max(plan.phase_peaks, key=lambda phase: plan.bytes_in(phase, snapshots=False))
+    lines += [f"Its fullest phase: {PHASE_LABELS[fullest]}, {format_bytes(plan.phase_peaks[fullest])}."]
+    copies = plan.host.get("checkpoint_copies", 0)
+    lines += [f"Beside it there are copies of a checkpoint being saved: {format_bytes(copies)}."] if copies else []
     return "\n".join([
         f"The run cannot fit, so it was not started: its ranks need {format_bytes(needed)} for tensors, and their "
         f"{pool.partition(':')[0]} has {format_bytes(there)} left.",

@@ -10,7 +10,6 @@ from math import ceil
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fullshard.comm import Comm
@@ -28,7 +27,6 @@ from fullshard.data import (
     step_shapes,
     steps,
 )
-from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ConfigError
 from fullshard.models import Objective
 from fullshard.optim import ShardedGradScaler
@@ -48,8 +46,7 @@ from fullshard.planner import (
     time_step,
 )
 from fullshard.sizes import format_duration
-from fullshard.train.evaluation.evaluate import evaluation_mode
-from fullshard.train.forward import loss_sum
+from fullshard.train.around_steps import AroundSteps, HeldOutBatches, assumed
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.given_length import RowsOfLength
@@ -140,6 +137,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     rates: Rates | None = None,
     roughly: int | None = None,
     listed: bool = False,
+    ranks_each: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RunPlan:
     """Return the plan of a run whose data is read; see :func:`plan_run`.
@@ -150,8 +148,11 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
         world_size: Number of ranks.
         device: The GPU of each; None: CPU ranks.
         rates: What was measured on the machine; gives the time instead of the GPU's data sheet.
-        roughly: Plan this rank only, with at most two micro-batches a step, and time only what fits; None: exactly.
+        roughly: Plan this rank only, with at most two micro-batches a step and a step less, and time only what fits;
+            None: exactly.
         listed: See :func:`largest_steps`.
+        ranks_each: Ranks of each machine; None: ``nproc`` of the run file, else those of a machine with such GPUs, else
+            all.
         progress: Called with the steps taken and those to take, of all ranks that are planned.
     """
     refuse_unplanned(config)
@@ -166,15 +167,17 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     ranks = candidates(partial(_sharded, config, data), world_size) if roughly is None else [roughly]
     speed, given = speed_of(device, rates), isinstance(data, RowsOfLength)
     timed = 0 if speed is None else STEPS
-    told = _Told(progress, len(ranks) * (STEPS - 1 + len(largest)) + timed)
-    found = highest(
-        partial(_build, config, data, largest, held_out, told), ranks, world_size, device, rates, timed=False
-    )
+    first = STEPS - 1 if roughly is None else STEPS - 2
+    told = _Told(progress, len(ranks) * (first + len(largest)) + timed)
+    each = ranks_each or config.nproc or (world_size if device is None else device.devices_each)
+    around = AroundSteps(config, data, held_out, several=world_size > each)
+    build = partial(_build, config, data, largest, around, told, first=first)
+    found = highest(build, ranks, world_size, device, rates, timed=False)
     values = {one.name: getattr(found, one.name) for one in fields(Plan)}
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)
     if speed is not None and (roughly is None or found.fits()):
         batches = largest_steps(config, data, world_size)[-1] if given else middle_step(config, data, epoch)
-        build = partial(_build, config, data, [batches[:most]], [], told)
+        build = partial(_build, config, data, [batches[:most]], None, told)
         rehearsal = rehearse_on(build, found.rank, world_size, device, rates)
         values["timing"] = time_step(rehearsal.work, speed, times=max(len(batches) / most, 1))
     tokens = len(data.train_set) * (data.train_set.source_stats.mean + data.train_set.target_stats.mean)
@@ -190,7 +193,7 @@ def draw_plan(config: RunConfig, data: Prepared, plan: RunPlan) -> Course:
     """Return the course of the fullest step of ``plan``, which :func:`plan_prepared` returned for this run."""
     told = _Told(lambda done, total: None, 0)
     config = for_device(config, gpu=plan.device is not None)
-    build = partial(_build, config, data, largest_steps(config, data, plan.world_size), [], told)
+    build = partial(_build, config, data, largest_steps(config, data, plan.world_size), None, told)
     course = rehearse_on(build, plan.rank, plan.world_size, plan.device, draws=True).course
     assert course is not None, "it was asked for"
     return course
@@ -227,27 +230,35 @@ def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
 
 
 def _build(
-    config: RunConfig, data: Prepared, turns: list[list[Batch]], held_out: list[Batch], told: _Told, comm: Comm
+    config: RunConfig,
+    data: Prepared,
+    turns: list[list[Batch]],
+    around: AroundSteps | None,
+    told: _Told,
+    comm: Comm,
+    *,
+    first: int = STEPS - 1,
 ) -> Rehearsed:
-    """Return the run's step and evaluation; steps have the micro-batches of each turn."""
+    """Return the run's step, and what is ``around`` it: ``first`` steps, then one with micro-batches of each turn."""
     model = _sharded(config, data, comm)
     optimizer = make_optimizer(model, config)
     scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
     spec = step_spec(model, config, data)
-    each = chain(turns[:1] * (STEPS - 1), turns)  # the optimizer's state is there from the second step on
+    each = chain(turns[:1] * first, turns)  # the optimizer's state is there from the second step on
 
     def step() -> None:
         # Late: otherwise it reads the loss and the norm, which a plan does not know.
         issue_step(model, optimizer, next(each), comm, spec, scaler, late=scaler is None)
         told.step()
 
-    @torch.no_grad()
-    def evaluate() -> None:
-        with evaluation_mode(model):
-            loss_sum(model, held_out[0].to(comm.device), causal=data.causal)
-
     return Rehearsed(
-        model, optimizer, step, steps=STEPS - 1 + len(turns), evaluate=evaluate if held_out else None, assumed=_assumed
+        model,
+        optimizer,
+        step,
+        steps=first + len(turns),
+        after={} if around is None else around.phases(model, optimizer, comm),
+        host={} if around is None else around.host(model, optimizer, comm),
+        assumed=assumed if around is None else around.assumed,
     )
 
 
@@ -276,15 +287,6 @@ def at_limits(data: Prepared) -> Prepared:
     stats = rows.source_stats, rows.target_stats
     at_most = TokenizedSet(sources, targets, *stats, weights=rows.weights, set_rows=rows.set_rows)
     return replace(data, train_set=at_most)
-
-
-def _assumed() -> float:
-    """Return what a step reads of numbers that a plan does not know.
-
-    In backward a fused loss reads whether its gradients have their factor already: they have, by the factor that it
-    expects. Elsewhere fp16 reads whether anything overflowed: nothing has, so that the step is not skipped.
-    """
-    return 1.0 if in_backward() else 0.0
 
 
 def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed: bool = False) -> list[list[Batch]]:
@@ -341,16 +343,24 @@ def _collated(indices: NDArray[np.int64], rows: TokenizedSet, spec: CollateSpec)
     return collate([RowRef(row) for row in indices.tolist()], rows, spec)
 
 
-def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> list[Batch]:
-    """Return the evaluation batch with most tokens; none if the run never evaluates."""
+def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> HeldOutBatches | None:
+    """Return the evaluation batches with most tokens and with the longest prompts; None if the run never evaluates."""
     rows = data.held_out_set
     if rows is None:
-        return []
+        return None
     size = config.training.per_device_eval_batch_size
     plan = EpochPlan(len(rows), world_size, size, training=False, lengths=rows.lengths)
-    batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=data.causal))
-    _, largest = max(_in_time(batches), key=lambda one: one[0][0] * (one[0][1] + one[0][2]))
-    return [_with_padding(_collated(largest, rows, collate_spec(data.tokenizer, causal=data.causal)))]
+    spec = collate_spec(data.tokenizer, causal=data.causal)
+
+    def largest(tokens: Callable[[Shape], int], *, causal: bool) -> Batch:
+        batches = chain.from_iterable(step_shapes(plan, rows, plan.num_steps, causal=causal))
+        _, found = max(_in_time(batches), key=lambda one: tokens(one[0]))
+        return _with_padding(_collated(found, rows, spec))
+
+    return HeldOutBatches(
+        loss=largest(lambda shape: shape[0] * (shape[1] + shape[2]), causal=data.causal),
+        text=largest(lambda shape: shape[0] * shape[1], causal=False),  # prompts are the sources of either kind
+    )
 
 
 def _in_time(values: Iterable[T]) -> Iterator[T]:
@@ -392,16 +402,11 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
 
 def refuse_unplanned(config: RunConfig) -> None:
     """Raise if the plan would be wrong or impossible."""
-    problems = {
-        "sharding.cpu_offload": (config.sharding.cpu_offload, "it counts the memory of one device, not the host's"),
-        "training.torch_compile": (
-            config.training.torch_compile,
-            "compiled blocks allocate memory that it does not see",
-        ),
-    }
-    for name, (is_set, reason) in problems.items():
-        if is_set:
-            raise ConfigError(f"A plan does not support {name} yet: {reason}. Plan the run without it.")
+    if config.training.torch_compile:
+        raise ConfigError(
+            "A plan does not support training.torch_compile yet: compiled blocks allocate memory that it does not see. "
+            "Plan the run without it."
+        )
 
 
 def step_spec(model: Any, config: RunConfig, data: Prepared) -> StepSpec:

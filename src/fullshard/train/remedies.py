@@ -62,7 +62,7 @@ def find_remedies(need: Need) -> list[Remedy]:
             except UserError:
                 continue
             needed = need.bytes_of(plan)
-            if needed < need.before:
+            if needed < need.before and not plan.unplanned:
                 found.append(Remedy(overrides, need.before - needed, needed <= need.limit))
             if sum(remedy.fits for remedy in found) == MOST:
                 break

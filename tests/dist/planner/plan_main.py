@@ -1,8 +1,10 @@
 """Steps that were planned, measured on ranks: of a model with the library, and of run files with the program."""
 
+import os
 import sys
 import time
 from itertools import cycle
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,19 +14,24 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fullshard
 from fullshard.comm import GlooComm, MemoryMeter, RecordingComm
 from fullshard.config import load_run
+from fullshard.engine import saved_tensors
 from fullshard.engine.registry import runtime_of
+from fullshard.saving import Checkpoints, load_checkpoint, save
+from fullshard.storage.shard_file import BLOCK_BYTES
+from fullshard.train.evaluation.evaluate import evaluate
 from fullshard.train.plan import largest_steps
 from fullshard.train.run.assemble import assemble
 from fullshard.train.run.step import StepSpec, issue_step
 from fullshard.train.setup.prepare import prepare
+from fullshard.variables import KEEP_VARIABLE, RESTARTS_VARIABLE
 from support.planned import OPTIONS, RUNS, build
 from support.rank_script import parse, print_result
 
 STEPS = 3
 
 
-def measured(comm, build):
-    """Peak of the steps above what was there before ``build(comm)``, and what the last one sent."""
+def measured(comm, build, after=lambda meter: {}):
+    """Peak of the steps above what was there before ``build(comm)``, what the last one sent, and ``after(meter)``."""
     ledger = RecordingComm(comm)
     with MemoryMeter(comm.device) as meter:
         model, step, count = build(ledger)
@@ -32,13 +39,64 @@ def measured(comm, build):
         for _ in range(count):
             ledger.entries.clear()
             step()
-    account, names = runtime_of(model).account, sorted(set(ledger.names))
+        stepped, entries = time.perf_counter(), list(ledger.entries)
+        account = {**runtime_of(model).account.peak, "total": runtime_of(model).account.peak_total}
+        around = after(meter)
+    sent = {name: [e.sent_bytes for e in entries if e.collective == name] for name in sorted(set(ledger.names))}
     return {
-        "peak_bytes": max(count for at, count in meter.timeline if at >= built) - meter.start_bytes,
-        "collectives": {name: ledger.names.count(name) for name in names},
-        "sent_bytes": {n: sum(e.sent_bytes for e in ledger.entries if e.collective == n) for n in names},
-        "account": {**account.peak, "total": account.peak_total},
+        "peak_bytes": above(meter, built, stepped),
+        "around": {phase: measure() for phase, measure in around.items()},
+        "collectives": {name: len(each) for name, each in sent.items() if each},
+        "sent_bytes": {name: sum(each) for name, each in sent.items() if each},
+        "account": account,
     }
+
+
+def above(meter, begin, end):
+    """The most bytes between two moments, above those at the start."""
+    return max(count for at, count in meter.timeline if begin <= at < end) - meter.start_bytes
+
+
+def held(meter, moment):
+    """The bytes at a moment."""
+    return [count for at, count in meter.timeline if at < moment][-1]
+
+
+def around(meter, parts, config, directory):
+    """What a run does beside its steps: functions that say what it held, once the meter has stopped."""
+    ranks, marks = parts.comm, [time.perf_counter()]
+    if parts.evaluation is not None:
+        evaluate(parts.model, parts.tokenizer, parts.evaluation, ranks, step=1, epoch=1.0)
+    marks.append(time.perf_counter())
+    os.environ |= {KEEP_VARIABLE: str(directory), RESTARTS_VARIABLE: "3"}
+    with Checkpoints(directory / "checkpoints", ranks=ranks, in_memory=1) as checkpoints:
+        path = checkpoints.save(parts.model, parts.optimizer, step=1, base=parts.base)
+        save(parts.model, directory / "model")
+        marks.append(time.perf_counter())
+        checkpoints.save(parts.model, parts.optimizer, step=2, base=parts.base, background=True)
+        checkpoints.wait()
+        marks.append(time.perf_counter())
+        checkpoints.in_memory.note_made(parts.model)
+        checkpoints.in_memory.leave_out_made(parts.model)
+        for step in (3, 4):
+            checkpoints.snapshot(parts.model, parts.optimizer, step=step)
+            checkpoints.in_memory.wait()
+        snapshots = sum(file.stat().st_size for file in directory.glob(f"*/rank-{ranks.rank:05d}/*/state.bin"))
+    marks.append(time.perf_counter())
+    again = assemble(config, ranks)
+    again.model.train()
+    marks.append(time.perf_counter())
+    load_checkpoint(again.model, again.optimizer, path)
+    marks.append(time.perf_counter())
+    largest = max(prod(one.shape) * one.dtype.itemsize for one in saved_tensors(again.model))
+    found = {
+        "saving": lambda: above(meter, *marks[1:3]),
+        "checkpoint_copies": lambda: held(meter, marks[3]) - held(meter, marks[2]),
+        "snapshots": lambda: snapshots,
+        "resuming": lambda: above(meter, *marks[5:7]) - held(meter, marks[4]) + meter.start_bytes,
+        "block": lambda: min(BLOCK_BYTES, largest),
+    }
+    return found | ({} if parts.evaluation is None else {"evaluation": lambda: above(meter, *marks[:2])})
 
 
 def library(comm, options):
@@ -54,8 +112,11 @@ def program(comm, path):
     data = prepare(config)
     given = largest_steps(config, data, comm.size)
 
+    made = []
+
     def build(ranks):
         parts = assemble(config, ranks, data)
+        made.append(parts)
         parts.model.train()
         spec = StepSpec(1, 0.0, 1e-3, config.training.max_grad_norm, parts.collate.causal)
         turns = cycle(given)
@@ -65,7 +126,8 @@ def program(comm, path):
 
         return parts.model, step, STEPS - 1 + len(given)
 
-    return measured(comm, build)
+    kept = path.parent / "kept"
+    return measured(comm, build, lambda meter: around(meter, made[0], config, kept))
 
 
 def main():

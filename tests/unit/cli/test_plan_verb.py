@@ -40,10 +40,7 @@ def test_overrides_change_the_plan(run_file, capsys):
     assert peaks[0] < peaks[1]
 
 
-@pytest.mark.parametrize(
-    ("override", "name"),
-    [("sharding.cpu_offload=true", "sharding.cpu_offload"), ("training.torch_compile=true", "training.torch_compile")],
-)
+@pytest.mark.parametrize(("override", "name"), [("training.torch_compile=true", "training.torch_compile")])
 def test_what_cannot_be_planned_is_refused_by_name(run_file, override, name, capsys):
     assert main(["plan", run_file, override, "--world", "1"]) == 2
     assert f"A plan does not support {name} yet" in capsys.readouterr().err

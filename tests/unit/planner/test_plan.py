@@ -10,10 +10,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fullshard
-from fullshard import CPUOffload, ShardingStrategy, optim
+from fullshard import ShardingStrategy, optim
 from fullshard.comm import MemoryMeter
 from fullshard.errors import ConfigError, ModelError
-from fullshard.planner import Plan, Rehearsed, highest, rehearse
+from fullshard.planner import Plan, Rehearsed, TookTooLongError, highest, rehearse
 from support.planned import batch, make_model
 
 MIB = 1 << 20
@@ -181,15 +181,38 @@ def test_an_evaluation_is_a_phase_of_its_own():
             optimizer.step()
 
         @torch.no_grad()
-        def evaluate():
+        def evaluate(_meter):
             model(torch.zeros(4096, 256))
 
-        return Rehearsed(model, optimizer, step, evaluate=evaluates and evaluate)
+        return Rehearsed(model, optimizer, step, after={"evaluation": evaluate} if evaluates else {})
 
     without, with_one = rehearse(build, 0, 2), rehearse(partial(build, evaluates=True), 0, 2)
     assert with_one.peaks["evaluation"] > 4096 * 1024 * 4
     assert "evaluation" not in without.peaks
     assert (with_one.parts, with_one.account, with_one.sent) == (without.parts, without.account, without.sent)
+
+
+def test_a_phase_that_there_is_no_time_for_is_named_and_the_steps_stay():
+    def build(comm):
+        model = fullshard.fully_shard(Wide(), comm)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.zeros(8, 256)).mean().backward()
+            optimizer.step()
+
+        def too_long(_meter):
+            raise TookTooLongError
+
+        return Rehearsed(
+            model, optimizer, step, after={"quick": lambda meter: None, "late": too_long, "last": too_long}
+        )
+
+    found = rehearse(build, 0, 2)
+    assert found.unplanned == ("late", "last")
+    assert found.peaks["quick"] > 0
+    assert found.peaks["backward"] > 0
 
 
 def test_whole_numbers_of_the_batch_are_known():
@@ -209,7 +232,6 @@ def test_whole_numbers_of_the_batch_are_known():
     [
         ({"world_size": 0}, "at least 1; got 0"),
         ({"world_size": 2, "rank": 2}, "0 to 1; got 2"),
-        ({"offload_policy": CPUOffload()}, "does not support offload_policy="),
         ({"weights": object()}, "does not support weights="),
     ],
 )

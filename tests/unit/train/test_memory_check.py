@@ -48,13 +48,13 @@ def no_remedies(monkeypatch):
 
 @pytest.fixture(scope="module")
 def peak(run_file):
-    return plan_run(load_run(run_file, []), 1).highest_bytes
+    return needed_bytes(plan_run(load_run(run_file, []), 1), "cpu")
 
 
 def test_a_run_that_just_fits_starts_with_its_plan(start, peak):
     planned, (line,) = start(peak)
     assert line == f"planned: a rank needs at most {format_bytes(peak)} for tensors; {format_bytes(peak)} are free"
-    assert planned.values["highest_bytes"] == peak
+    assert planned.values["highest_bytes"] == peak + planned.values["host"]["snapshots"]
     assert [rank["peak"] for rank in planned.values["memory"]] == [planned.values["peak_bytes"]]
     assert "peak of a step" in planned.table
 
@@ -83,11 +83,13 @@ def test_ranks_of_a_machine_share_its_memory(start, peak):
 
 def test_each_rank_counts_where_it_is(run_file):
     plan = plan_run(load_run(run_file, []), 1)
-    size = plan.highest_bytes
+    size = needed_bytes(plan, "cpu")
     ranks = [_Rank(plan, {"machine: a": 2 * size, "control group: b": size}), _Rank(plan, {"machine: a": 2 * size})]
     assert shortage(ranks, "cpu") is None
     assert shortage([*ranks, _Rank(plan, {"machine: c": size - 1})], "cpu") == ("machine: c", size, size - 1)
     assert shortage([*ranks, _Rank(plan, {"machine: a": 3 * size})], "cpu") == ("machine: a", 3 * size, 2 * size)
+    more = size + plan.host["snapshots"]
+    assert shortage([_Rank(plan, {"machine: a": size})], "cpu", snapshots=True) == ("machine: a", more, size)
 
 
 @pytest.mark.slow
@@ -96,15 +98,15 @@ def test_batches_that_do_not_come_are_not_counted(start, run_file):
     """The run ends before the longest rows come; a plan begins with these."""
     one = ["training.max_steps=1", "training.per_device_train_batch_size=2"]
     one += ["training.train_sampling_strategy=random", "seed=0"]
-    bound = plan_run(load_run(run_file, one), 1).highest_bytes
+    bound = needed_bytes(plan_run(load_run(run_file, one), 1), "cpu")
     with pytest.raises(MemoryLimitError):
         start(1000, *one)
     planned, _ = start(bound - 1, *one)
-    assert planned.values["highest_bytes"] < bound
+    assert planned.values["highest_bytes"] - planned.values["host"]["snapshots"] < bound
 
 
-@pytest.mark.parametrize("override", ["sharding.cpu_offload=true", "training.torch_compile=true"])
-def test_what_cannot_be_planned_starts_with_a_line_about_it(start, override):
+def test_what_cannot_be_planned_starts_with_a_line_about_it(start):
+    override = "training.torch_compile=true"
     planned, (line,) = start(1000, override)
     assert planned is None
     assert line.startswith(f"starting without a plan: A plan does not support {override.split('=')[0]}")
@@ -132,8 +134,16 @@ def test_where_the_system_does_not_say_what_is_free_nothing_is_refused(start, mo
 
 def test_a_gpu_does_not_hold_the_model_while_it_is_built(run_file):
     plan = plan_run(load_run(run_file, ["training.per_device_train_batch_size=1"]), 1)
-    plan = type(plan)(**{**vars(plan), "phase_peaks": {"before_first_step": 9, "forward": 5}})
+    plan = type(plan)(**{**vars(plan), "phase_peaks": {"before_first_step": 9, "forward": 5}, "host": {}})
     assert (needed_bytes(plan, "cpu"), needed_bytes(plan, "cuda")) == (9, 5)
+
+
+def test_a_run_that_does_not_fit_with_its_snapshots_starts_and_says_so(start, peak, attempts):
+    attempts(0)
+    _, lines = start(peak)
+    assert len(lines) == 2
+    assert "memory may run out. --max-restarts 0 takes none" in lines[1]
+    assert len(start(100 * peak)[1]) == 1
 
 
 @pytest.fixture
@@ -172,7 +182,7 @@ def test_with_other_settings_or_on_another_machine_it_is_planned_again(start, pe
     start(peak)
     attempts(1)
     assert start(peak)[1] == []
-    assert len(start(2 * peak, "training.per_device_train_batch_size=2")[1]) == 1
+    assert len(start(3 * peak, "training.per_device_train_batch_size=2")[1]) == 1
     for file in tmp_path.rglob("plan-*"):
         file.unlink()
-    assert len(start(peak)[1]) == 1
+    assert len(start(3 * peak)[1]) == 1

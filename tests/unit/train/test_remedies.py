@@ -24,7 +24,7 @@ def found(tmp_path, monkeypatch):
 
     def found(limit, needs, *overrides):
         def planned(config, *_, **__):
-            return SimpleNamespace(needs=needs(config.training))
+            return SimpleNamespace(needs=needs(config.training), unplanned=())
 
         monkeypatch.setattr(remedies, "plan_prepared", planned)
         need = Need(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
+from fullshard.config import TrainingConfig
 from fullshard.data import Batch, step_sizes, steps
 from fullshard.train.run.assemble import Assembly
 
@@ -25,6 +26,15 @@ class StepInput:
 
     position: Position  # how far the run has come after the step
     micro_batches: list[Batch]  # this rank's micro-batches, on the CPU
+
+
+def saves_between_steps(settings: TrainingConfig, *, evaluates: bool) -> bool:
+    """Return whether some checkpoint is written while the next steps run: those before an evaluation are not."""
+    if settings.save_strategy == "no":
+        return False
+    if not evaluates or settings.eval_strategy != settings.save_strategy:
+        return True
+    return settings.save_steps is not None and settings.save_steps % (settings.eval_steps or 1) != 0
 
 
 class Timetable:

@@ -1,0 +1,61 @@
+"""Offloaded shards in a plan: on tensors of the CPU alone it tells which are the host's, and which the device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fullshard.comm.device import CpuDevice
+from fullshard.engine.registry import runtime_of
+from fullshard.engine.step.buffers import PermanentBuffer
+from fullshard.errors import ConfigError
+from fullshard.planner.hollow import HollowMode
+from fullshard.planner.meter import Meter
+
+
+class _Apart(CpuDevice):
+    """The device of a rank whose host memory is another one: lanes see that their shards are not on it."""
+
+    def __init__(self, meter: Meter, reduces_behind: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.reduces_behind = reduces_behind
+        self.device = torch.device("meta")  # no tensor is there: shards are elsewhere, whatever they are on
+        self._meter = meter
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        made = torch.empty(numel, dtype=dtype)
+        self._meter.to_host(made)
+        return made
+
+
+def set_apart(model: torch.nn.Module, mode: HollowMode, phase: Callable[[], str]) -> None:
+    """Count the shards of ``model`` as the host's from now on, and everything that is made of them alone.
+
+    Args:
+        model: Sharded with ``offload_policy``.
+        mode: The mode it runs in.
+        phase: Returns the phase of a step: what the optimizer makes of nothing is the host's too.
+
+    Raises:
+        ConfigError: Weights are replicated.
+    """
+    meter, runtime = mode.meter, runtime_of(model)
+    lanes = [lane for unit in runtime.units for lane in unit.lanes]
+    if any(isinstance(lane.full, PermanentBuffer) for lane in lanes):
+        raise ConfigError(
+            "A plan for GPUs does not support sharding.cpu_offload with replicated weights yet (no_shard, or sharding."
+            "frozen: replicate). Plan sharding.strategy=full_shard and sharding.frozen=shard."
+        )
+    apart = _Apart(meter, runtime.device.reduces_behind)
+    for lane in lanes:
+        meter.to_host(lane.shard)
+        lane.device = apart
+
+    def on_host(given: list[torch.Tensor]) -> bool:
+        return all(map(meter.is_on_host, given)) if given else phase() == "optimizer"
+
+    mode.on_host = on_host
