@@ -2,8 +2,16 @@
 
 import gc
 
+import pytest
+
 
 def pytest_collection_finish():
-    """Leave what is imported by now out of collections: one of a process that has all tests takes nearly a second."""
+    """Free what collecting the tests left in cycles, before it is frozen below."""
+    gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_look_at_this_files_objects_only():
+    """A collection among all that other files imported and kept takes a second, and some tests make dozens."""
     gc.collect()
     gc.freeze()
