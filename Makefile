@@ -8,6 +8,8 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Some images have it set; each of the tests' processes would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all check docs dist notebook bench bench-network faults mutants gpu clean
 

@@ -29,14 +29,27 @@ def test_whoever_can_shard_a_model_has_optimizers_judged(door):
     assert printed(f"{door}; import sys; print('fullshard.optim.guard.guard' in sys.modules)") == "True"
 
 
-def test_every_public_name_and_room_is_an_attribute():
-    names = "set(fullshard.__all__) | set(fullshard._ROOMS)"
-    code = f"import fullshard; print(all(hasattr(fullshard, n) and n in dir(fullshard) for n in {names}))"
-    assert printed(code) == "True"
-    with pytest.raises(subprocess.CalledProcessError):
-        printed("import fullshard; fullshard.nothing")
+NAMES = """
+import fullshard
+fullshard.save = 1
+print(hasattr(fullshard, "nothing"))
+fullshard.fully_shard
+print(fullshard.save)
+del fullshard.save
+names = set(fullshard.__all__) | set(fullshard._ROOMS)
+print(all(hasattr(fullshard, name) and name in dir(fullshard) for name in names))
+"""
 
 
-def test_what_was_set_in_place_of_a_name_stays_when_the_library_is_imported():
-    code = "import fullshard; fullshard.save = 1; fullshard.fully_shard; print(fullshard.save)"
-    assert printed(code) == "1"
+@pytest.fixture(scope="module")
+def of_names():
+    """What one process, which takes seconds, says of a name that there is not, of one that was set, and of all."""
+    return printed(NAMES).splitlines()
+
+
+def test_every_public_name_and_room_is_an_attribute(of_names):
+    assert (of_names[0], of_names[2]) == ("False", "True")
+
+
+def test_what_was_set_in_place_of_a_name_stays_when_the_library_is_imported(of_names):
+    assert of_names[1] == "1"

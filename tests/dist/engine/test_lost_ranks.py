@@ -1,15 +1,12 @@
 """Ranks that end, fail, stop or are cut off: the others learn the first cause at once, without the group's timeout."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.processes import SOURCE
+from support.processes import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -26,11 +23,9 @@ PLACES = {
 
 def run(size, cases, directory):
     """What each rank reported, by case and in rank order."""
-    env = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(size), str(directory), ",".join(cases)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
+    (output,) = run_ranks(1, SCRIPT, str(size), str(directory), ",".join(cases), timeout_s=110)
     files = {case: [directory / f"{case}.{rank}.json" for rank in range(size)] for case in cases}
-    assert all(file.exists() for of_case in files.values() for file in of_case), done.stderr
+    assert all(file.exists() for of_case in files.values() for file in of_case), output
     return {case: [json.loads(file.read_text()) for file in of_case] for case, of_case in files.items()}
 
 

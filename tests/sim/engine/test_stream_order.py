@@ -34,6 +34,12 @@ STRATEGIES = [
     if strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD) or prefetch is BackwardPrefetch.NONE
 ]
 CHECKPOINTING = {"plain": None, "checkpoint": False, "reentrant checkpoint": True}
+TRAININGS = [
+    # four ranks take twice the time; checkpoints recompute in the shard group, with each prefetch on two ranks too
+    pytest.param(*how, what, marks=pytest.mark.slow if how[0].needs_two_axes and what != "plain" else ())
+    for how in STRATEGIES
+    for what in CHECKPOINTING
+]
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +84,7 @@ def train(model):
 # The engine
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize(("strategy", "prefetch"), STRATEGIES)
+@pytest.mark.parametrize(("strategy", "prefetch", "checkpointing"), TRAININGS)
 def test_training_is_ordered(strategy, prefetch, checkpointing):
     def make():
         return TinyLM(reentrant=CHECKPOINTING[checkpointing], layers=LAYERS)

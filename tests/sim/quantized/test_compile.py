@@ -9,9 +9,9 @@ from fullshard.models import AdapterSpec, add_adapter, compile_blocks
 from fullshard.saving import AdaptedWeights
 from fullshard.testing import run_ranks
 from support import quantized
-from support.models import batches, seq2seq_loss
+from support.models import batches, causal_loss, seq2seq_loss
 from support.parity import ROWS_PER_RANK, train_sharded
-from support.quantized import SKIP, lora_values, t5
+from support.quantized import SKIP, llama, lora_values, t5
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -19,23 +19,28 @@ pytestmark = [
 ]  # torch's compiler warns about its own code
 
 
+MODELS = {"llama": (llama, causal_loss, ("lm_head",)), "t5": (t5, seq2seq_loss, SKIP)}
+
+
 @pytest.mark.parity
+@pytest.mark.parametrize("kind", ["llama", pytest.param("t5", marks=pytest.mark.slow)])  # two kinds of blocks
 @pytest.mark.parametrize("type", ["nf4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "fp8"))])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_blocks_of_quantised_layers_train_alike(type, backend):
-    _, path = quantized.saved(t5)
+def test_compiled_blocks_of_quantised_layers_train_alike(type, backend, kind):
+    make, loss_of, skip = MODELS[kind]
+    _, path = quantized.saved(make)
     data = batches(10, ROWS_PER_RANK)
 
     def train(comm, *, compiled):
         with torch.device("meta"):
-            model = t5()
+            model = make()
         model.tie_weights()
         adapted = add_adapter(model, AdapterSpec("lora", str(path), r=4, lora_alpha=8), seed=0)
         if compiled:
             compile_blocks(adapted.model, backend=backend, dynamic=True)
-        source = Pretrained(path, quantize=Quantize(type, skip=SKIP))
+        source = Pretrained(path, quantize=Quantize(type, skip=skip))
         fully_shard(adapted.model, comm, weights=AdaptedWeights(source, lora_values(adapted.model)))
-        return train_sharded(adapted.model, comm, seq2seq_loss, data, sharded=True)
+        return train_sharded(adapted.model, comm, loss_of, data, sharded=True)
 
     plain = run_ranks(1, lambda comm: train(comm, compiled=False))[0]
     torch._dynamo.reset()

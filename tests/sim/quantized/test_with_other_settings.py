@@ -1,6 +1,7 @@
 """What a step may be run with changes nothing of a quantised run either."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -60,14 +61,19 @@ SETTINGS = {
 }
 
 
+@functools.cache
+def plain_run(size):
+    """A T5's directory, the batches of ``size`` ranks, and the unsharded run on them."""
+    model, path = quantized.saved(t5)
+    data = batches(steps_for(size), size * ROWS_PER_RANK)
+    return path, data, train_unsharded(quantized.reference(model, NF4), seq2seq_loss, data)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_of_the_engine_does_not_change_the_run(setting):
     size, options = SETTINGS[setting]
-    model, path = quantized.saved(t5)
-    plain_model = quantized.reference(model, NF4)
-    data = batches(steps_for(size), size * ROWS_PER_RANK)
-    plain = train_unsharded(plain_model, seq2seq_loss, data)
+    path, data, plain = plain_run(size)
 
     def rank(comm):
         given = dict(options)

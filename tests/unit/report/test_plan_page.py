@@ -1,5 +1,7 @@
 """The page of a plan: its charts hold the plan's figures, and it asks nobody for anything."""
 
+import contextlib
+import io
 import json
 import re
 
@@ -10,20 +12,27 @@ from fullshard.report import frame
 from support.planned import write_run
 
 
-@pytest.fixture
-def page(tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
     """The plan as JSON, the charts of its page and the page."""
-    monkeypatch.setattr(frame, "_plotly", lambda: "/* plotly.js */")
-    monkeypatch.setattr("fullshard.cli.plan.DRAWN_WORLDS", (1, 4096))
-    target = tmp_path / "plan.html"
-    command = ["plan", str(write_run(tmp_path)), "--world", "2", "--gpu", "t4", "--json"]
-    assert main(command) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert main([*command, "--html", str(target)]) == 0
-    assert json.loads(capsys.readouterr().out) == plain
+    directory = tmp_path_factory.mktemp("page")
+    target = directory / "plan.html"
+    command = ["plan", str(write_run(directory)), "--world", "2", "--gpu", "t4", "--json"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame, "_plotly", lambda: "/* plotly.js */")
+        patch.setattr("fullshard.cli.plan.DRAWN_WORLDS", (1, 4096))
+        plain = printed(command)
+        assert printed([*command, "--html", str(target)]) == plain
     text = target.read_text()
     charts = json.loads(re.search(r'id="figures">(.*?)</script>', text)[1])
     return plain, charts, text
+
+
+def printed(command):
+    """The object that a command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(command) == 0
+    return json.loads(out.getvalue())
 
 
 def test_the_charts_hold_the_figures_of_the_plan(page):
