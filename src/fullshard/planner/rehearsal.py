@@ -89,8 +89,8 @@ def rehearse(
         reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
         draws: Whether to note the course of the fullest step too, which takes longer.
         timed: Whether to note the work of the last step, of which its time follows; a third of that step's planning.
-        has_host: Whether host memory is another one than the device's, a GPU: offloaded shards are counted apart, and no
-            memory is kept for large quantised weights.
+        has_host: Whether host memory is another one than the device's, a GPU: offloaded shards are counted apart, and
+            no memory is kept for large quantised weights.
 
     Raises:
         ModelError: A step depends on values.

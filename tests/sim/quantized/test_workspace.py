@@ -110,5 +110,5 @@ def test_only_the_plan_of_a_cpu_rank_has_kept_memory(gpu, monkeypatch):
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
         return Rehearsed(model, optimizer, lambda: model(torch.zeros(4, 128)).sum().backward())
 
-    rehearse(build, 0, 2, gpu=gpu)
+    rehearse(build, 0, 2, has_host=gpu)
     assert (made[0][0].workspace._kept is None) == gpu
