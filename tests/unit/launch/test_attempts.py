@@ -312,16 +312,18 @@ def test_the_first_step_of_a_later_attempt_says_how_long_the_run_was_without(tmp
 def test_the_launcher_notes_when_a_rank_was_lost_and_when_it_started_the_next_attempt(run, tmp_path):
     ended = run(
         """
+        if attempt == 0 and rank == 0:
+            signal.pause()  # it may get here after the loss of the other
         times = [os.stat(f"{keep}/{name}").st_mtime for name in ("lost", "started") if os.path.exists(f"{keep}/{name}")]
-        open(f"{out}/{attempt}", "w").write(json.dumps(times))
-        if attempt == 0:
-            die() if rank == 1 else signal.pause()
+        open(f"{out}/{attempt}.{rank}", "w").write(json.dumps(times))
+        attempt or die()
         """
     )
     assert ended is None
-    assert len(json.loads((tmp_path / "0").read_text())) == 1
-    lost, began = json.loads((tmp_path / "1").read_text())
-    assert (tmp_path / "0").stat().st_mtime <= lost <= began
+    assert len(json.loads((tmp_path / "0.1").read_text())) == 1
+    for rank in range(2):
+        lost, began = json.loads((tmp_path / f"1.{rank}").read_text())
+        assert (tmp_path / "0.1").stat().st_mtime <= lost <= began
 
 
 def test_a_summary_is_printed_once_though_a_rank_dies_after_it(tmp_path, monkeypatch, capsys):
