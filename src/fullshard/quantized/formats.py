@@ -253,7 +253,7 @@ class FourBit:
         for low in range(0, weights, _DEQUANTISED):
             high = min(low + _DEQUANTISED, weights)
             blocks = largest[low // BLOCK : -(-high // BLOCK)]
-            state = functional.QuantState(blocks, _rows_of_blocks(high - low), None, BLOCK, self.type, own)
+            state = functional.QuantState(blocks, torch.Size(_rows_of_blocks(high - low)), None, BLOCK, self.type, own)
             yield functional.dequantize_4bit(flat[low // 2 : -(-high // 2)], state).reshape(-1)
 
     def _largest(self, state: Any) -> torch.Tensor:
@@ -271,7 +271,7 @@ class FourBit:
         before = start % (BLOCK // 2)
         first, stop = 2 * (start - before), min(2 * (start + codes.numel()), prod(shape))
         blocks = largest[first // BLOCK : -(-stop // BLOCK)].contiguous()
-        part = functional.QuantState(blocks, _rows_of_blocks(stop - first), None, BLOCK, self.type, dtype)
+        part = functional.QuantState(blocks, torch.Size(_rows_of_blocks(stop - first)), None, BLOCK, self.type, dtype)
         padded = torch.cat([codes.new_zeros(before), codes]).reshape(-1, 1)
         return 2 * start, functional.dequantize_4bit(padded, part).reshape(-1)[2 * before :]
 
@@ -306,13 +306,13 @@ class FourBit:
         return self.dequantise(codes, scales, shape, own).to(dtype)
 
 
-def _rows_of_blocks(weights: int) -> torch.Size:
+def _rows_of_blocks(weights: int) -> Shape:
     """Return the shape to dequantise a run of blocks with.
 
     bitsandbytes 0.50's kernel for CPUs takes wrong scales for widths such as 32, 96 and 160, where a block of 64 ends
     inside of a row; of rows that are blocks, or one row, the right ones. Its threads share rows.
     """
-    return torch.Size((1, weights) if weights % BLOCK else (weights // BLOCK, BLOCK))
+    return (1, weights) if weights % BLOCK else (weights // BLOCK, BLOCK)
 
 
 class _Rows:
