@@ -94,8 +94,12 @@ def memory():
 def s3(monkeypatch):
     """Start a local S3 server in a thread; yield the URL of an empty prefix in a bucket of it."""
     import boto3  # noqa: PLC0415 (only where the packages are installed)
+    from moto import backends  # noqa: PLC0415
     from moto.server import ThreadedMotoServer  # noqa: PLC0415
 
+    # The server lists its modules' 200 directories for each request: most of the time that it took.
+    modules = list(backends.list_of_moto_modules())
+    monkeypatch.setattr(backends, "list_of_moto_modules", lambda: modules)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
