@@ -151,8 +151,10 @@ def _check(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) 
     left = "" if least is None else f"; {format_bytes(least)} are free"
     later = sorted({phase for rank in everyone if isinstance(rank.plan, RunPlan) for phase in rank.plan.unplanned})
     left += f"; not planned in {LIMIT_S} s: {', '.join(later)}" if later else ""
-    tell(f"planned: a rank needs at most {format_bytes(checked.before)} for tensors{left}")
-    if kind == "cpu" and _keeps_snapshots(load(())):
+    keeps = kind == "cpu" and _keeps_snapshots(load(()))
+    also = f" and {format_bytes(max(rank.snapshots() for rank in everyone))} for snapshots" if keeps else ""
+    tell(f"planned: a rank needs at most {format_bytes(checked.before)} for tensors{also}{left}")
+    if keeps:
         _tell_of_snapshots(everyone, tell)
     return checked
 

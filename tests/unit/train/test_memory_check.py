@@ -1,5 +1,6 @@
 """A run is planned before its model is built: what cannot fit is refused with numbers, what can starts."""
 
+import re
 from functools import partial
 
 import pytest
@@ -142,6 +143,7 @@ def test_a_run_that_does_not_fit_with_its_snapshots_starts_and_says_so(start, pe
     attempts(0)
     _, lines = start(peak)
     assert len(lines) == 2
+    assert re.search(r" for tensors and \S+ KiB for snapshots; ", lines[0])
     assert "memory may run out. --max-restarts 0 takes none" in lines[1]
     assert len(start(100 * peak)[1]) == 1
 
