@@ -37,7 +37,7 @@ GOODPUT = LATEST.with_name("goodput.json")
 """What benchmarks/goodput.py measured."""
 
 COUNTS = {"kill": 200, "machine": 50, "term": 100, "stop": 50, "server": 20}
-PER_RUN = 6
+PER_RUN = 12
 LONGEST_S = 300.0
 STOPPED, INTERRUPTED = 75, 130
 CHANGES = {
@@ -156,14 +156,18 @@ def disturbed(directory, kinds, draw, seconds):
     run.start()
     struck = started = time.time()
     for kind in kinds:
-        ends = time.time() + draw.uniform(0.0, seconds / 2)
+        ends = time.time() + draw.uniform(0.0, seconds / 4)
         found = run.step_after(struck, ends)
         if found is not None and done and done[-1] == "kill":
             recoveries.append(found)
         while time.time() < ends and run.process.poll() is None:
             time.sleep(0.01)
         struck = time.time()
-        if run.process.poll() is not None or not strike(run, kind, draw):
+        harmed = False
+        while not harmed and run.process.poll() is None:  # of a launcher that has just begun there are no ranks yet
+            harmed = strike(run, kind, draw)
+            time.sleep(0.01)
+        if not harmed:
             break
         done.append(kind)
         again(run, kind)
