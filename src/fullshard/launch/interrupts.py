@@ -57,7 +57,9 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         """Install the handlers."""
-        self._before = {number: signal.signal(number, self._interrupt) for number in STOP_SIGNALS}
+        # Whoever ignores SIGCHLD never learns how a child ended, and a program may have been started so.
+        self._before = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
+        self._before |= {number: signal.signal(number, self._interrupt) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -315,7 +315,7 @@ def _unreported(rank: int | None, code: int) -> Failure:
     if code >= 0:
         # It failed before it could write, during imports; Python has printed the reason.
         message = f"{who} ended with exit code {code} before it could report why; see its output above."
-        return Failure(rank, "ProcessGroupError", message, None, code, time.time(), transient=False)
+        return Failure(rank, "ProcessGroupError", message, None, code or 1, time.time(), transient=False)
     known = -code in {one.value for one in signal.Signals}
     name = signal.Signals(-code).name if known else "real-time"
     message = f"{who} was killed by signal {-code} ({name})."

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from fullshard.errors import ProcessGroupError
+
 FORK_SERVER = "fullshard.launch.programs.forks"
 """Module of the fork server."""
 
@@ -176,8 +178,15 @@ class Fork:
     def _poll(self) -> int | None:
         with self._lock:
             if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+                try:
+                    # The code is noted before Linux forgets it: a signal's handler may do all of this in the middle.
+                    ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    if ended is not None:
+                        self.returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                        os.waitpid(self.pid, 0)
+                except ChildProcessError:
+                    if self.returncode is None:
+                        raise
             return self.returncode
 
     def send_signal(self, sig: int, /) -> None:
@@ -192,11 +201,14 @@ def _adopting() -> Iterator[None]:
     """Context in which Linux gives orphans among this process's descendants to it.
 
     Raises:
-        OSError: The system does not allow it.
+        ProcessGroupError: The system does not allow it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "Linux did not let this process adopt its ranks (PR_SET_CHILD_SUBREAPER)")
+        raise ProcessGroupError(
+            "Ranks are forks, and the launcher must be made their parent (prctl PR_SET_CHILD_SUBREAPER), which this "
+            f"system refused: {os.strerror(ctypes.get_errno())}. Start the ranks with torchrun, or elsewhere."
+        )
     try:
         yield
     finally:

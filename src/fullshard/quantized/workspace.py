@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from math import prod
 from typing import Any
 
@@ -14,8 +15,16 @@ RECYCLED_BELOW = 32 << 20
 """Bytes from which on glibc returns memory to the system when it is freed, and takes new pages the next time."""
 
 
+class _Kept(threading.local):
+    """The memory of one thread: another one may run the same model at the same time."""
+
+    memory: torch.Tensor | None = None
+
+
 class Workspace:
     """Memory that the products of a model's quantised layers dequantise a large weight into, one after the other.
+
+    Each thread that runs the model has its own.
 
     A new 64 MiB weight takes 16,384 page faults: on two busy cores 40 to 53 ms, the same into kept memory 7 to 9 ms.
     Smaller ones lie in memory that glibc recycles, and on GPUs torch recycles all.
@@ -29,7 +38,7 @@ class Workspace:
         """Hold nothing yet."""
         self.numel = numel
         self.keeps = True
-        self._kept: torch.Tensor | None = None
+        self._kept = _Kept()
 
     def __reduce__(self) -> Any:
         """Copy and pickle it without its memory."""
@@ -43,7 +52,7 @@ class Workspace:
         own: torch.dtype,
         dtype: torch.dtype,
     ) -> torch.Tensor | None:
-        """Return a large weight in ``dtype``, valid until the next call; None for a small one or on a GPU.
+        """Return a large weight in ``dtype``, valid until the thread's next call; None for a small one or on a GPU.
 
         Args:
             format: The format.
@@ -56,10 +65,11 @@ class Workspace:
         numel = prod(shape)
         if not self.keeps or codes.device.type != "cpu" or numel * dtype.itemsize < RECYCLED_BELOW:
             return None
-        kept = self._kept
+        kept = self._kept.memory
         if kept is None or kept.dtype != dtype or kept.numel() < numel:
-            self._kept = None  # freed before the new one is taken
-            self._kept = kept = device_of(codes.device).empty(max(numel, self.numel), dtype)
+            self._kept.memory = None  # freed before the new one is taken
+            with torch.inference_mode(mode=False):  # training after an evaluation writes to it
+                self._kept.memory = kept = device_of(codes.device).empty(max(numel, self.numel), dtype)
         start = 0
         for part in format.parts(codes, scales, shape, own, dtype):
             kept[start : start + part.numel()].copy_(part)

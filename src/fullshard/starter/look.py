@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,12 +137,18 @@ def _encoding(path: Path) -> Encoding:
     """Return UTF-8; or windows-1252 where each line beyond ASCII is text in it and none of them is UTF-8.
 
     Raises:
-        DataError: The file is neither. Its lines would only be counted as unusable, and whole labels with them.
+        DataError: The file is neither. Its lines would only be counted as unusable, and whole labels with them. Or it
+            is UTF-16, whose zero bytes are characters of both.
     """
     broken, other, first, example = 0, 0, "", None
     total = 0
     with open_lines(path, "utf-8") as lines:
         for total, line in enumerate(lines, start=1):
+            if total == 1 and "\0" in line:
+                raise DataError(
+                    f"{path}: its first line has zero bytes, as text in UTF-16 has. Save the file as UTF-8 (in a "
+                    "shell: iconv -f utf-16 -t utf-8), or write a run file of your own with data.encoding: utf-16."
+                )
             problem = encoding_problem(line, "utf-8")
             if problem is None:
                 other += not line.isascii()
@@ -156,13 +163,19 @@ def _encoding(path: Path) -> Encoding:
                 example = example or text.strip()
     if not broken:
         return Encoding("utf-8")
-    if example is not None and not other:
+    if example is not None and not other and not _has_mark(path):
         return Encoding("windows-1252", example)
     raise DataError(
         f"{path}: {broken:,} of {total:,} lines cannot be read, the first of them {first}. Save the file as UTF-8 "
         "(in a shell: iconv -f windows-1252 -t utf-8), or write a run file of your own with data.encoding, or with "
         "data.max_bad_rows to skip such rows."
     )
+
+
+def _has_mark(path: Path) -> bool:
+    """Return whether the file begins with the byte-order mark of UTF-8."""
+    with open_lines(path, "windows-1252") as lines:
+        return lines.read(3).encode("windows-1252", "surrogateescape") == codecs.BOM_UTF8
 
 
 def _text(cell: object) -> str:

@@ -1,6 +1,7 @@
 """Large weights are dequantised into memory that is kept: the same bits, one weight's memory, and none on a GPU."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -47,6 +48,54 @@ def test_the_weight_has_the_bits_of_one_dequantised_at_once(type, double, own, d
     assert len(addresses) == 1
 
 
+def layer(width, seed):
+    """A layer in nf4."""
+    format, made = format_of(Quantize("nf4")), nn.Linear(width, width)
+    weight = torch.randn(width, width, generator=torch.Generator().manual_seed(seed))
+    codes, largest = format.quantise(weight.reshape(-1), (width, width))
+    stored = codes.reshape(format.codes_shape((width, width))), format.pack(largest)
+    QuantizedLinear.take_over(made, format, *stored, (torch.float32, None))
+    return made
+
+
+@pytest.mark.usefixtures("_every_weight_is_large")
+def test_a_thread_does_not_write_over_the_weight_of_another(monkeypatch):
+    """The second thread dequantises its weight while the first one multiplies with its own."""
+    one, other = layer(64, 0), layer(64, 1)
+    other.workspace = one.workspace
+    x = torch.eye(64)
+    with torch.no_grad():
+        expected = one(x), other(x)
+    linear, found, both = torch.nn.functional.linear, {}, threading.Barrier(2)
+
+    def late(*arguments):
+        both.wait(60)
+        return linear(*arguments)
+
+    def run(name, layer):
+        with torch.no_grad():
+            found[name] = layer(x)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", late)
+    threads = [threading.Thread(target=run, args=one) for one in (("one", one), ("other", other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(found["one"], expected[0])
+    assert torch.equal(found["other"], expected[1])
+
+
+@pytest.mark.usefixtures("_every_weight_is_large")
+def test_training_goes_on_after_an_evaluation_in_inference_mode():
+    one, x = layer(64, 0), torch.randn(3, 64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    with torch.inference_mode():
+        evaluated = one(x)
+    assert torch.equal(one(x), evaluated)
+    one(x).sum().backward()
+    torch.testing.assert_close(x.grad, one.weight.sum(0).expand(3, -1), atol=1e-5, rtol=1e-5)
+
+
 def trained(large, monkeypatch):
     monkeypatch.setattr(workspace, "RECYCLED_BELOW", 0 if large else 1 << 60)
     plain = quantized.reference(quantized.saved(t5)[0], NF4)
@@ -64,7 +113,7 @@ def trained(large, monkeypatch):
             losses.append(loss.item())
         layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
         assert len({id(layer.workspace) for layer in layers}) == 1
-        held = layers[0].workspace._kept
+        held = layers[0].workspace._kept.memory
         return losses, None if held is None else (held.numel(), max(layer.before.numel() for layer in layers))
 
     return run_ranks(2, rank)
@@ -89,7 +138,11 @@ def test_blocks_that_were_sharded_before_share_the_memory_and_a_copy_has_none(mo
         seq2seq_loss(model, batches(1, 1)[0])
         layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
         copied = copy.deepcopy(layers[0].workspace)
-        return len({id(layer.workspace) for layer in layers}), layers[0].workspace._kept is None, copied._kept is None
+        return (
+            len({id(layer.workspace) for layer in layers}),
+            layers[0].workspace._kept.memory is None,
+            copied._kept.memory is None,
+        )
 
     assert run_ranks(1, rank) == [(1, False, True)]
 
@@ -111,4 +164,4 @@ def test_only_the_plan_of_a_cpu_rank_has_kept_memory(gpu, monkeypatch):
         return Rehearsed(model, optimizer, lambda: model(torch.zeros(4, 128)).sum().backward())
 
     rehearse(build, 0, 2, has_host=gpu)
-    assert (made[0][0].workspace._kept is None) == gpu
+    assert (made[0][0].workspace._kept.memory is None) == gpu

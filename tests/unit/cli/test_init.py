@@ -1,6 +1,7 @@
 """``fullshard init``: from a table to a run file that trains as it is written."""
 
 import builtins
+import codecs
 import json
 import sys
 
@@ -119,6 +120,26 @@ def test_a_table_of_another_encoding_is_read_in_it_and_said(tmp_path, monkeypatc
     assert "not UTF-8: read as windows-1252 (data.encoding), with lines such as 'Frage 1 über Karte;Karte 1'" in said
     assert "cannot be used" not in said
     assert load_run("run.yaml").data.encoding == "windows-1252"
+
+
+@pytest.mark.parametrize(("name", "codec"), [("a.csv", "utf-16"), ("a.csv", "utf-16-le"), ("a.jsonl", "utf-16")])
+def test_utf_16_is_not_taken_for_windows_1252(name, codec, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"frage": f"über {i}", "antwort": f"Karte {i}"}, ensure_ascii=False) for i in range(40)]
+    table = rows if name == "a.jsonl" else ["frage,antwort", *(f"über {i},Karte {i}" for i in range(40))]
+    (tmp_path / name).write_text("\n".join(table), encoding=codec)
+    assert cli.main(["init", name, "--yes"]) == 3
+    assert f"{name}: its first line has zero bytes, as text in UTF-16 has." in capsys.readouterr().err
+    assert not (tmp_path / "run.yaml").exists()
+
+
+def test_a_table_that_says_it_is_utf_8_is_not_taken_for_windows_1252(tmp_path, monkeypatch, capsys):
+    """The mark would be the first letters of the first column."""
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"über {i};Karte {i % 4}\n" for i in range(40))
+    (tmp_path / "a.csv").write_bytes(codecs.BOM_UTF8 + f"frage;antwort\n{rows}".encode("windows-1252"))
+    assert cli.main(["init", "a.csv", "--yes"]) == 3
+    assert "40 of 41 lines cannot be read, the first of them line 2: byte 0xfc is not UTF-8." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("also", ["größer".encode(), b"\x81"])

@@ -12,7 +12,8 @@ import time
 import pytest
 
 from fullshard.comm.whereabouts import has_ended
-from fullshard.launch import attempts, launch, local
+from fullshard.errors import ProcessGroupError
+from fullshard.launch import attempts, launch, local, processes
 from fullshard.launch.processes import Fork
 from support.processes import SOURCE
 
@@ -88,8 +89,11 @@ def test_a_fork_finds_what_an_interpreter_finds(tmp_path, monkeypatch):
 
 
 def test_ranks_share_no_random_numbers(tmp_path):
-    main = "json.dump([random.random(), str(uuid.uuid4()), tempfile.mktemp()], open(f'{out}/drawn{rank}', 'w'))"
-    imports = "random.random(); tempfile.mktemp(); uuid.uuid4()"
+    main = """
+        drawn = random.random(), str(uuid.uuid4()), tempfile.mktemp(), numpy.random.random(), torch.rand(1).item()
+        json.dump(drawn, open(f"{out}/drawn{rank}", "w"))
+    """
+    imports = "import numpy, torch; random.random(); tempfile.mktemp(); uuid.uuid4()"
     assert launch(module(tmp_path, main, imports), nproc=2) is None
     one, other = (json.loads((tmp_path / f"drawn{rank}").read_text()) for rank in range(2))
     assert all(a != b for a, b in zip(one, other, strict=True))
@@ -183,6 +187,80 @@ def test_a_signal_during_the_imports_ends_the_launcher_and_all_else(tmp_path, ca
     assert time.monotonic() - started < 30
     assert "no step was being trained" in capfd.readouterr().err
     assert children() == before
+
+
+def test_a_signal_for_all_processes_prints_no_traceback_of_the_one_that_forks(tmp_path, capfd):
+    """Ranks have Python's handler."""
+    main = """
+        server = int(open(f"{out}/imported").read())
+        rank or os.kill(server, signal.SIGINT)
+        json.dump(signal.getsignal(signal.SIGINT) is signal.default_int_handler, open(f"{out}/default{rank}", "w"))
+        while not rank and open(f"/proc/{server}/stat").read().rpartition(")")[2].split()[0] not in "ZX":
+            os.sched_yield()
+    """
+    assert launch(module(tmp_path, main), nproc=2) is None
+    assert [json.loads((tmp_path / f"default{rank}").read_text()) for rank in range(2)] == [True, True]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_launcher_that_was_started_with_ignored_children_sees_how_ranks_end(tmp_path):
+    command = module(tmp_path, "os._exit(7 * rank)")
+    code = f"from fullshard.launch import launch; print(launch({command!r}, nproc=2).exit_code)"
+    ignores = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ignores, sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "7\n", done.stderr
+
+
+def test_imports_that_end_the_process_do_not_pass_for_success(tmp_path):
+    assert launch(module(tmp_path, imports="sys.exit(0)"), nproc=2).exit_code == 1
+
+
+def test_what_imports_start_does_not_hold_the_line_to_the_launcher(tmp_path):
+    """It lives on when the process that forks is killed, and the launcher would wait for both."""
+    imports = """
+        if not os.path.exists(out + "/died"):
+            open(out + "/died", "w")
+            os.system(f"tail -f /dev/null >/dev/null 2>&1 & echo $! > {out}/started")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    try:
+        assert launch(module(tmp_path, imports=imports), nproc=1, max_restarts=1) is None
+    finally:
+        os.kill(int((tmp_path / "started").read_text()), signal.SIGKILL)
+
+
+def test_a_system_that_gives_nobody_orphans_is_an_error_with_a_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_PR_SET_CHILD_SUBREAPER", 1 << 20)  # prctl knows no such option
+    with pytest.raises(
+        ProcessGroupError, match=r"PR_SET_CHILD_SUBREAPER.* refused: Invalid argument\. Start .*torchrun"
+    ):
+        launch(module(tmp_path), nproc=2)
+
+
+@pytest.mark.parametrize("call", ["waitid", "waitpid"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_signal_while_the_launcher_looks_at_a_rank_that_has_ended(monkeypatch, call, before):
+    """Its handler looks, too, and sends one."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(5)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    fork, real, handled = Fork(pid), getattr(os, call), []
+
+    def interrupted(*arguments):
+        done = None if before or handled else real(*arguments)
+        if not handled:
+            handled.append(call)
+            fork.send_signal(signal.SIGKILL)
+        return real(*arguments) if done is None else done
+
+    monkeypatch.setattr(os, call, interrupted)
+    assert fork.wait(0.0) == 5
+    assert handled == [call]
 
 
 def test_several_threads_may_wait_for_a_fork(tmp_path):

@@ -24,8 +24,14 @@ from fullshard.launch.processes import LONGEST_MESSAGE
 def main() -> int:
     """Import the module, then serve; in forks, run the module's ``main`` and return its exit code."""
     end_with_launcher()
+    # A SIGINT for all processes ends this one without a traceback: the launcher has it too, and says what follows.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     number, name, *arguments = sys.argv[1:]
     launcher = socket.socket(fileno=int(number))
+    # What imports start must not hold it: the launcher waits for its end when this process has died.
+    launcher.set_inheritable(False)
     # Nothing of what imports leave is garbage, so none is looked for, here or in ranks: that would copy shared pages.
     gc.disable()
     module = importlib.import_module(name)
@@ -39,9 +45,20 @@ def main() -> int:
         return 0
     launcher.close()
     gc.enable()
+    if is_default and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _draw_seeds()
     os.environ.update(variables)
     sys.argv = [str(module.__file__), *arguments]
     return module.main(arguments)
+
+
+def _draw_seeds() -> None:
+    """Give this rank random numbers of its own where imports have drawn a seed; Python's are its own after a fork."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def _serve(launcher: socket.socket) -> Mapping[str, str] | None:
