@@ -1,5 +1,6 @@
 """Steps that were planned, measured on ranks: of a model with the library, and of run files with the program."""
 
+import gc
 import os
 import sys
 import time
@@ -82,9 +83,11 @@ def around(meter, parts, config, directory):
             checkpoints.snapshot(parts.model, parts.optimizer, step=step)
             checkpoints.in_memory.wait()
         snapshots = sum(file.stat().st_size for file in directory.glob(f"*/rank-{ranks.rank:05d}/*/state.bin"))
+    gc.collect()  # what is freed after this mark would be missing from what a resumed run holds
     marks.append(time.perf_counter())
     again = assemble(config, ranks)
     again.model.train()
+    gc.collect()
     marks.append(time.perf_counter())
     load_checkpoint(again.model, again.optimizer, path)
     marks.append(time.perf_counter())

@@ -165,7 +165,7 @@ def test_one_rank_without_host_memory_ends_the_save_on_every_rank(tmp_path, monk
 
         with Checkpoints(tmp_path, ranks=comm) as checkpoints:
             if comm.rank == 1:
-                monkeypatch.setattr(checkpoints._copies, "_pairs", refuse)
+                monkeypatch.setattr(checkpoints._copies, "pairs", refuse)
             with pytest.raises(RuntimeError if comm.rank else FullshardError, match="not enough memory"):
                 checkpoints.save(model, step=1, background=True)
 
