@@ -31,6 +31,7 @@ LONG = {"training__num_train_epochs": 60}
 CUTS_PER_RUN = 5
 LONGEST_CUT_S = 30.0
 RESUMED = re.compile(r"resuming after step ([\d,]+)")
+RESTARTED = re.compile(r"restart (\d+) of")
 
 
 def rank_killed(run):
@@ -94,7 +95,7 @@ def cut_often(directory, calm, count, draw):
         steps, weights = run.facts()
     right, right_weights = calm
     wrong = sum(one != other for one, other in zip(steps, right, strict=False)) + abs(len(steps) - len(right))
-    restarts = max(text.count("fullshard: restart ") for text in said)
+    restarts = max(int(number) for text in said for number in RESTARTED.findall(text) or ["0"])
     return {"cuts_s": lengths, "restarts": restarts, "steps_differ": wrong, "weights_differ": weights != right_weights}
 
 
