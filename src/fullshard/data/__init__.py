@@ -1,4 +1,4 @@
-"""Data: a file's rows, their token ids, and the batches that each rank sees."""
+"""Data: reading rows from files, tokenizing them, and the batches of each rank."""
 
 from fullshard.data.batching.budget import TokenPlan as TokenPlan
 from fullshard.data.batching.collate import (

@@ -1,4 +1,4 @@
-"""Types shared by all of data: an example, a conversation, a table of examples, and where rows come from."""
+"""Types shared by all of data: example, conversation, table of examples, and where rows come from."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, of which some answers of the assistant are learned. Indices count from 0."""
+    """Turns of a conversation, some of whose assistant answers are learned. Indices count from 0."""
 
-    # each turn's role (system, user, assistant, tool, ...) and content, and whatever else a chat template may read
+    # each turn's role (system, user, assistant, tool, ...) and content, and other keys that a chat template may read
     messages: tuple[Mapping[str, Any], ...]
-    # indices of the turns that are learned, in order; the last turn is one of them. Empty: a history to be answered
+    # indices of the learned turns, in order, the last turn among them; empty: a history to be answered
     answers: tuple[int, ...]
     tools: tuple[Any, ...] = ()  # descriptions of the tools that the assistant may call
-    left_out: int = 0  # turns after the last answer, which would teach nothing
+    left_out: int = 0  # turns after the last answer, which are not learned
 
     @property
     def history(self) -> tuple[Mapping[str, Any], ...]:
@@ -35,13 +35,13 @@ class Conversation:
 
 
 def turn_text(turn: Mapping[str, Any]) -> str:
-    """Return a turn's content, followed by the calls of tools in it as JSON."""
+    """Return a turn's content, followed by its tool calls as JSON."""
     calls = turn.get("tool_calls")
     return turn["content"] + (_as_json(calls) if calls else "")
 
 
 def _as_json(value: Any) -> str:
-    """Return JSON as transformers' ``tojson`` writes it in chat templates."""
+    """Format JSON as transformers' ``tojson`` does in chat templates."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -110,6 +110,6 @@ class Table:
     """The rows of one split."""
 
     examples: list[Example]  # the examples in the order of the data
-    # messages for the user: columns chosen by name, rows that were skipped, with their lines
+    # messages for the user: columns chosen by name, skipped rows with their lines
     notes: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()  # a line for each skipped row, if there are more than the notes show
+    skipped: tuple[str, ...] = ()  # a line for each skipped row, if the notes do not show all

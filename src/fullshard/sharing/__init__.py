@@ -1,4 +1,4 @@
-"""Sharing a finished run on the Hugging Face Hub: what is published, and how it gets there."""
+"""Publishing a finished run on the Hugging Face Hub: which files are uploaded, and the upload."""
 
 from fullshard.sharing.contents import (
     Contents as Contents,

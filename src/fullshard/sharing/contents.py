@@ -1,4 +1,4 @@
-"""What is published of a finished run: the model and its card; texts of rows and data files only if asked for."""
+"""The files that are published of a finished run: model and card; texts of rows and data files only on request."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ MODEL_PATTERNS = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
-"""Files of a model and its tokenizer. Everything else of a run stays here: checkpoints, logs, predictions."""
+"""Files of a model and its tokenizer. Nothing else of a run is published: no checkpoints, logs or predictions."""
 
 CARD_FILES = (CURVES_NAME, f"{RESULTS_NAME}/*.yaml")
-"""Files beside the card."""
+"""Files that the card refers to."""
 
 SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
-"""A token of the Hub."""
+"""An access token of the Hub, in any file."""
 
 TEXT_BYTES = 5 << 20
-"""Files up to this size are searched for tokens; larger ones are weights."""
+"""Files up to this size are searched for tokens; larger ones are taken to be weights."""
 
 QUOTED_CHARACTERS = 16
-"""A text of a row this long is looked for in a card that somebody edited; shorter ones are words of the language."""
+"""Texts of rows of at least this length are searched for in an edited card; shorter ones are ordinary words."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class File:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that is published at once."""
+    """Everything that one upload publishes."""
 
     files: tuple[File, ...]
-    licences: tuple[str, ...]  # what is known about licences
-    notes: tuple[str, ...]  # what is left out, and what to know
+    licences: tuple[str, ...]  # what the card and the settings state
+    notes: tuple[str, ...]  # files that are left out, and remarks for the user
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files in bytes."""
         return sum(file.nbytes for file in self.files)
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,19 +86,19 @@ class Contents:
 def contents_of(
     run: Path, repo: str, *, samples: bool = False, data: bool = False, merged: Path | None = None
 ) -> Contents:
-    """Return what is published of a finished run; one process.
+    """Collect what is published of a finished run; one process.
 
     Args:
         run: The run's ``output_dir``.
-        repo: The repository: the card says how to load the model from there.
-        samples: Whether the card keeps its samples, which are texts of held-out rows.
-        data: Whether the data files and the predictions on held-out rows are published too; implies ``samples``.
-        merged: Directory of the model with the adapter merged into it; None: what is in ``run``.
+        repo: Id of the repository; the card says how to load the model from it.
+        samples: Keep the card's samples, which are texts of held-out rows.
+        data: Also publish the data files and the predictions on held-out rows; implies ``samples``.
+        merged: Directory of the model with the adapter merged into it; None publishes the model in ``run``.
 
     Raises:
         CheckpointError: The run is not finished, has no model, or a file cannot be read.
-        ConfigError: A file has a token of the Hub in it, or an edited card has texts of rows.
-        DataError: A data file is no longer there.
+        ConfigError: A file contains an access token of the Hub, or an edited card contains texts of rows.
+        DataError: A data file does not exist.
     """
     config = require_finished(run)
     model = merged or run
@@ -140,7 +140,7 @@ def model_files(directory: Path) -> list[Path]:
 
 
 def is_of_a_model(name: str) -> bool:
-    """Return whether a path in a repository is one that a published model may have."""
+    """Return True if a path in a repository may belong to a published model."""
     return any(fnmatch(name, pattern) for pattern in MODEL_PATTERNS if "/" in pattern or "/" not in name)
 
 
@@ -154,7 +154,7 @@ def _file(directory: Path, path: Path) -> File:
 
 
 def _cards(run: Path, repo: str, *, merged: bool, samples: bool, notes: list[str]) -> list[File]:
-    """Return the cards: one that nobody edited is made again, as what is published needs it."""
+    """Return the cards. A card that nobody edited is written anew for this upload."""
     found = []
     for name in CARD_NAMES:
         path = run / name
@@ -179,7 +179,7 @@ def _cards(run: Path, repo: str, *, merged: bool, samples: bool, notes: list[str
 
 
 def _require_no_rows(run: Path, path: Path, *, samples: bool) -> None:
-    """Raise if a card that the user edited has texts of held-out rows, and they were not asked for."""
+    """Raise if a card that the user edited contains texts of held-out rows without ``--with-samples``."""
     if samples:
         return
     text = _plain(path.read_text(encoding="utf-8", errors="replace"))
@@ -188,7 +188,7 @@ def _require_no_rows(run: Path, path: Path, *, samples: bool) -> None:
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{run / PREDICTIONS_NAME} cannot be read: {error!r}.") from error
     texts = {_plain(one) for row in predictions for one in (row.source, *row.references)}
-    # A card cuts long texts.
+    # A card shortens long texts, so only their beginning is compared.
     found = [one for one in texts if len(one) >= QUOTED_CHARACTERS and one[:200] in text]
     if found:
         raise ConfigError(
@@ -198,13 +198,13 @@ def _require_no_rows(run: Path, path: Path, *, samples: bool) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return a text without what a table of Markdown adds to it."""
+    """Return a text without the escapes and line breaks of a Markdown table."""
     return " ".join(text.replace("\\", "").replace("&lt;", "<").split())
 
 
 def _data_files(run: Path, config: RunConfig, notes: list[str]) -> list[File]:
     found = [_file(run, path) for path in _matching(run, (PREDICTIONS_NAME,))]
-    # In directories of their own: files of one name may come from two.
+    # In numbered directories: two sources may have files of the same name.
     for name, data in config.data.parts.items():
         for role, named in (("train", data.train_file), ("held_out", data.validation_file)):
             if named is None:
@@ -227,7 +227,7 @@ def _require_no_secret(file: File) -> None:
 
 
 def _licences(files: Iterable[File], config: RunConfig) -> tuple[str, ...]:
-    """Return what the card's metadata and the settings say about licences."""
+    """Return the licences that the card's metadata and the settings state."""
     stated = []
     for file in files:
         if file.name == CARD_NAMES[0]:

@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face Hub: everything in one commit, so that a repository is always as before or complete."""
+"""Uploads to the Hugging Face Hub in a single commit: a repository is either unchanged or complete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fullshard.version import __version__
 T = TypeVar("T")
 
 LIMIT_S = 120.0
-"""How long the Hub may be silent. Its library waits forever."""
+"""Longest wait for an answer of the Hub, in seconds; huggingface_hub itself waits forever."""
 
 AGAIN = "Run the same command again: files that have arrived are not sent again."
 
@@ -43,7 +43,7 @@ _TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 
 @dataclass(frozen=True)
 class Upload:
-    """What goes where."""
+    """Files to upload, and the repository they go to."""
 
     repo: str  # id of the repository: ``owner/name``
     files: tuple[File, ...]
@@ -57,8 +57,8 @@ class Uploaded:
 
     url: str  # page of the repository
     commit: str  # id of the repository's newest commit
-    changed: bool  # whether there was something to change
-    deleted: tuple[str, ...]  # files of an earlier model that are no part of this one
+    changed: bool  # False if the repository already had these files
+    deleted: tuple[str, ...]  # files of an earlier model that this one does not have
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -66,7 +66,7 @@ class Uploaded:
 
 
 def require_repo(repo: str) -> None:
-    """Raise unless a text is the id of a repository with its owner.
+    """Check that a text is a repository id with an owner.
 
     Raises:
         ConfigError: It is not.
@@ -81,18 +81,18 @@ def require_repo(repo: str) -> None:
 
 
 def upload(wanted: Upload, *, progress: bool = False) -> Uploaded:
-    """Make a repository have these files, in one commit; one process.
+    """Upload files to a repository in one commit; one process.
 
-    Large files are sent first; those that the Hub has are not sent again. The commit then refers to them, and deletes
-    files of an earlier model that are no part of this one. Until the Hub has accepted it, the repository is as before.
+    Large files are sent first, except those that the Hub already has. The commit then refers to them, and deletes
+    files of an earlier model that this one does not have. Until the Hub accepts it, the repository is unchanged.
 
     Args:
         wanted: What to upload.
-        progress: Whether to show the Hub's progress bars.
+        progress: Show the Hub's progress bars.
 
     Raises:
-        ConfigError: The repository's name is wrong, or it is public and must be private.
-        HubError: There is no token, or the Hub refuses, fails or is not reached.
+        ConfigError: The repository's name is wrong, or it is public although ``private`` is set.
+        HubError: There is no token, or the Hub refuses, fails or does not answer.
     """
     require_repo(wanted.repo)
     token = get_token()
@@ -118,7 +118,7 @@ def _upload(wanted: Upload, api: HfApi) -> Uploaded:
     operations: list[Any] = [CommitOperationDelete(name, is_folder=False) for name in deleted]
     operations += [CommitOperationAdd(file.name, file.content) for file in wanted.files]
     done = _asked(
-        # With its parent named, a commit of somebody else in between is refused, not overwritten.
+        # With its parent given, the Hub refuses the commit if somebody else committed in between.
         lambda: api.create_commit(wanted.repo, operations, commit_message=wanted.message, parent_commit=before.sha)
     )
     changed = done.oid != before.sha
@@ -136,14 +136,14 @@ def _find_or_create(wanted: Upload, api: HfApi) -> Any:
 
 
 def _asked(call: Callable[[], T]) -> T:
-    """Call with the limit of time; after a refused connection the library makes a session without it."""
+    """Call ``huggingface_hub`` with the time limit; after a refused connection it creates a session without one."""
     get_session().timeout = LIMIT_S
     return call()
 
 
 @contextmanager
 def _quiet(*, progress: bool) -> Iterator[None]:
-    """Keep the library's own lines out: they have addresses that allow uploads, and no remedy."""
+    """Suppress the library's own output: it contains upload addresses, and no remedy."""
     level, drew = hub_logging.get_verbosity(), not are_progress_bars_disabled()
     hub_logging.set_verbosity(logging.CRITICAL)
     if not progress:
@@ -158,13 +158,13 @@ def _quiet(*, progress: bool) -> Iterator[None]:
 
 @contextmanager
 def _explained(repo: str, token: str) -> Iterator[None]:
-    """Turn what the library raises into one sentence with its remedy."""
+    """Convert exceptions of ``huggingface_hub`` into a HubError of one sentence and its remedy."""
     try:
         yield
     except (ConfigError, HubError):
         raise
     except Exception as error:  # httpx, hf_xet and the library raise classes of their own, without a common base
-        # Without the cause: its traceback may have requests with their headers.
+        # Raised without the cause: its traceback may contain requests with their headers, and so the token.
         raise HubError(_explanation(error, repo).replace(token, "(the token)")) from None
 
 
@@ -213,7 +213,7 @@ def _refusal(error: HfHubHTTPError, repo: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterable[BaseException]:
-    """Yield an error, what caused it, and so on."""
+    """Yield an error and its chain of causes."""
     current: BaseException | None = error
     while current is not None:
         yield current

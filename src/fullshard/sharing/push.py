@@ -1,4 +1,4 @@
-"""``training.push_to_hub``: uploads of a run, which never delay, end or damage it; on rank 0 only."""
+"""``training.push_to_hub``: background uploads of a run that cannot delay, end or damage it; rank 0 only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.train.reporting.reports import EvaluationReport, RunStart, RunSum
 Say = Callable[[str], None]
 
 WAITING_NAME = "push"
-"""Directory in ``output_dir`` with the models that wait for their upload."""
+"""Directory in ``output_dir`` for models that wait for their upload."""
 
 
 def share_command(directory: Path, push: PushConfig) -> str:
@@ -28,7 +28,7 @@ def share_command(directory: Path, push: PushConfig) -> str:
 
 
 def push_finished(config: RunConfig, say: Say) -> None:
-    """Upload a finished run; a failure is said, and does not fail the run."""
+    """Upload a finished run; a failure is reported and does not fail the run."""
     push = config.training.push_to_hub
     if push is None:
         return
@@ -45,10 +45,10 @@ def push_finished(config: RunConfig, say: Say) -> None:
 
 
 class PushSink(Sink):
-    """Sink that uploads each model that is the best so far, one at a time in the background."""
+    """Sink that uploads each new best model in the background, one at a time."""
 
     def __init__(self, config: RunConfig, say: Say) -> None:
-        """Upload from ``config.output_dir``; ``say`` receives the failures."""
+        """Upload from ``config.output_dir``; failures are passed to ``say``."""
         assert config.training.push_to_hub is not None, "there is a repository"
         self._push = config.training.push_to_hub
         self._directory = Path(config.output_dir)
@@ -59,14 +59,14 @@ class PushSink(Sink):
         self._thread: Thread | None = None
 
     def start(self, run: RunStart) -> None:
-        """Delete what a killed run left, and start the thread."""
+        """Delete what a killed run left, and start the upload thread."""
         shutil.rmtree(self._directory / WAITING_NAME, ignore_errors=True)
-        # A daemon: a run that is stopped does not wait for the network.
+        # A daemon thread: a run that is stopped must not wait for the network.
         self._thread = Thread(target=self._work, name="push_to_hub", daemon=True)
         self._thread.start()
 
     def evaluation(self, report: EvaluationReport, *, is_best: bool) -> None:
-        """Note the best model: its files get a second name, which the next best one leaves alone."""
+        """Queue the new best model: hard links keep its files when the next best one replaces them."""
         if not is_best:
             return
         waiting = self._directory / WAITING_NAME / f"step-{report.step:08d}"
@@ -86,17 +86,17 @@ class PushSink(Sink):
             shutil.rmtree(skipped, ignore_errors=True)
 
     def finish(self, summary: RunSummary) -> None:
-        """Leave out what still waits: the finished run is uploaded next."""
+        """Drop the queued model: the finished run is uploaded next."""
         self._end()
 
     def close(self) -> None:
-        """Leave out what still waits; what is being sent is left to the thread."""
+        """Drop the queued model; an upload under way is left to its thread."""
         self._end()
 
     def join(self) -> None:
-        """Wait for the upload that is being sent: two commits at once would refuse each other."""
+        """Wait for the upload under way: of two simultaneous commits the Hub refuses one."""
         if self._thread is not None and self._thread.is_alive():
-            self._say(f"waiting for the model that is being sent to {self._push.repo}")
+            self._say(f"waiting for the upload under way to {self._push.repo}")
             self._thread.join()
         shutil.rmtree(self._directory / WAITING_NAME, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""The card of a finished run, made again from its files: for a merged model, or without texts of rows."""
+"""The card of a finished run, written anew from its files: for a merged model, or without texts of rows."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fullshard.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_
 
 
 def recorded_facts(directory: Path, repo: str, *, merged: bool, texts: bool) -> Run:
-    """Return what the card of a finished run states, from the run's files; one process.
+    """Read what the card of a finished run states from the run's files; one process.
 
     Args:
         directory: The run's ``output_dir``.
         repo: The repository that the card is for.
-        merged: Whether the adapter was merged into its base.
-        texts: Whether the card may have texts of rows.
+        merged: True if the adapter was merged into its base.
+        texts: True if the card may contain texts of rows.
 
     Raises:
-        CheckpointError: A file is missing, damaged, or of an earlier version.
+        CheckpointError: A file is missing, damaged, or of an earlier version of fullshard.
     """
     try:
         start, end = (_object(directory / name) for name in (RUN_NAME, SUMMARY_NAME))
-        # Neither is in a card, and both need classes of their own.
+        # A card shows neither of them, and reading them needs their own classes.
         start |= {"flops": None, "plan": None, "output_dir": str(directory)}
         predictions = tuple(recorded_predictions(directory))
         memory = tuple(RankMemory(**one) for one in end["memory"])
@@ -44,12 +44,12 @@ def recorded_facts(directory: Path, repo: str, *, merged: bool, texts: bool) -> 
 
 
 def recorded_predictions(directory: Path) -> list[Prediction]:
-    """Return the predictions of a finished run; none if it made none.
+    """Return the predictions of a finished run; empty if it has none.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: It is damaged.
-        KeyError: The same.
+        KeyError: The file is damaged.
     """
     path = directory / PREDICTIONS_NAME
     if not path.exists():

@@ -1,4 +1,4 @@
-"""A first run file for a table: what is in it, what this machine can train, and the settings that follow."""
+"""`fullshard init`: inspects a table and this machine, and writes a first run file."""
 
 from fullshard.starter.look import Look as Look, look_at as look_at
 from fullshard.starter.machine import Machine as Machine, this_machine as this_machine

@@ -1,4 +1,4 @@
-"""What is in a table: its format, columns and lengths, and the columns that are likely source and target."""
+"""Inspection of a table: format, columns, lengths of texts, and the likely source and target column."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowR
 from fullshard.errors import DataError
 
 MOST_DISTINCT = 1_000
-"""Distinct texts of a column that are counted."""
+"""Distinct texts are counted up to this number in each column."""
 
 FEW = 50
-"""Most distinct texts of a column that may be a label."""
+"""A column with at most this many distinct texts may hold labels."""
 
 _LONG = 20
-"""Mean characters from which a column is running text."""
+"""A column whose texts have at least this many characters on average is running text."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table."""
+    """Statistics of one column."""
 
     name: str
     filled: int  # rows with a text or a number in it
-    mean: float  # mean characters of those
-    longest: int  # most characters
+    mean: float  # their mean number of characters
+    longest: int  # characters of the longest
     distinct: int  # distinct texts, up to 1,000
     is_number: bool  # whether all of them are numbers
-    is_code: bool  # whether each text is another one, short and without a blank, as an identifier is
+    is_code: bool  # whether it looks like an identifier: short texts without blanks, each of them different
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a file's bytes become text."""
+    """The encoding of a file."""
 
     name: str  # a value of ``data.encoding``
-    example: str | None = None  # of one that is not UTF-8, a line in which it matters
+    example: str | None = None  # a line that needs it; None for UTF-8
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a table holds."""
+    """Result of inspecting a table."""
 
     path: Path
     format: str  # ``csv``, ``tsv``, ``jsonl``, ``json`` or ``parquet``
     encoding: Encoding
-    delimiter: str | None  # of a CSV file
+    delimiter: str | None  # None if it is not a CSV file
     rows: int
-    columns: tuple[Column, ...]  # none if the rows are conversations
-    turns: str | None = None  # the column of the conversations
+    columns: tuple[Column, ...]  # empty if the rows are conversations
+    turns: str | None = None  # the column that holds the conversations
 
     @cached_property
     def by_name(self) -> tuple[tuple[str, ...], str] | None:
-        """Source columns and target column that a run chooses by name or order; None: it would ask."""
+        """Source columns and target column as a run would choose them by name or order; None if it cannot."""
         try:
             recipe = choose(SourceSpec(train_file=self.path), [one.name for one in self.columns], str(self.path))
         except DataError:
@@ -72,17 +72,17 @@ class Look:
 
     @property
     def likely_source(self) -> str:
-        """The column that is likely the model's input."""
+        """The column that is most likely the model's input."""
         return self.by_name[0][0] if self.by_name else self._likely[0]
 
     @property
     def likely_target(self) -> str:
-        """The column that is likely what the model is to write."""
+        """The column that is most likely the text to be generated."""
         return self.by_name[1] if self.by_name else self._likely[1]
 
     @cached_property
     def _likely(self) -> tuple[str, str]:
-        """The earlier and the later of the two columns with the longest texts; or the longest, and a label."""
+        """The two columns with the longest texts, in order; or the longest and a column of labels."""
         used = [one for one in self.columns if one.filled * 2 >= self.rows and not one.is_code]
         used = used if len(used) > 1 else list(self.columns)
         texts = [one for one in used if not one.is_number] or used
@@ -99,11 +99,11 @@ class Look:
 
 
 def look_at(path: Path) -> Look:
-    """Read a whole table and describe it; one process.
+    """Read a complete table and describe it; one process.
 
     Raises:
-        DataError: It cannot be read, is empty, is neither UTF-8 nor windows-1252, or has fewer than two columns and no
-            conversations.
+        DataError: The file cannot be read, is empty, is neither UTF-8 nor windows-1252, or has fewer than two columns
+            and no conversations.
     """
     kind = _format(path)
     encoding = Encoding("utf-8") if kind == "parquet" else _encoding(path)
@@ -134,11 +134,11 @@ def look_at(path: Path) -> Look:
 
 
 def _encoding(path: Path) -> Encoding:
-    """Return UTF-8; or windows-1252 where each line beyond ASCII is text in it and none of them is UTF-8.
+    """Return UTF-8, or windows-1252 if no line with other than ASCII characters is UTF-8 and all are valid in it.
 
     Raises:
-        DataError: The file is neither. Its lines would only be counted as unusable, and whole labels with them. Or it
-            is UTF-16, whose zero bytes are characters of both.
+        DataError: The file is neither, so that complete labels could be dropped as unusable lines. Or it is UTF-16,
+            whose zero bytes are valid in both.
     """
     broken, other, first, example = 0, 0, "", None
     total = 0
@@ -173,13 +173,13 @@ def _encoding(path: Path) -> Encoding:
 
 
 def _has_mark(path: Path) -> bool:
-    """Return whether the file begins with the byte-order mark of UTF-8."""
+    """Return True if the file begins with the byte-order mark of UTF-8."""
     with open_lines(path, "windows-1252") as lines:
         return lines.read(3).encode("windows-1252", "surrogateescape") == codecs.BOM_UTF8
 
 
 def _text(cell: object) -> str:
-    """Return the text of a cell, as far as it has one: of a list its parts, of a nested object nothing."""
+    """Return the text of a cell: the joined parts of a list, nothing for a nested object."""
     if isinstance(cell, list):
         return " ".join(part for part in cell if isinstance(part, str))
     return str(cell) if isinstance(cell, (str, int, float)) else ""

@@ -1,4 +1,4 @@
-"""The text of a first run file: each setting with its reason."""
+"""Writer of a first run file, with a reason for each setting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.starter.look import FEW, Look
 from fullshard.starter.machine import Machine
 
 NEW_MODEL = "new"
-"""Answer for a small model with random weights, which needs no download."""
+"""Answer that chooses a small model with random weights, which needs no download."""
 
 _FRACTIONS = (0.1, 0.2, 0.3, 0.5)
 _STEPS_AN_EPOCH = 40
@@ -26,7 +26,7 @@ _NEW_MODEL_STEPS = 400
 _MOST_HELD_OUT = 1_000
 
 _NEW = """\
-  # A small T5 with random weights. It learns labels and short texts; pretrained weights do more, and need a network:
+  # A small T5 with random weights. It learns labels and short texts; pretrained weights do better but need a download:
   #   path: {suggested}        instead of config and tokenizer
   config:
     model_type: t5
@@ -44,30 +44,30 @@ _NEW = """\
 
 @dataclass(frozen=True)
 class Choice:
-    """What a run file is made for."""
+    """The user's answers: columns and model."""
 
-    sources: tuple[str, ...]  # source columns; several if they are a known combination, none of conversations
+    sources: tuple[str, ...]  # source columns; several for a known combination, none for conversations
     target: str  # target column; empty for conversations
     model: str  # directory or id of a model, or ``NEW_MODEL``
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows as the run reads them."""
+    """The table's rows as a run would read them."""
 
     examples: list[Example]
-    reasons: Mapping[str, Sequence[int]]  # why rows cannot be used, each with their lines
-    fraction: float | None  # share to hold out; None: the rows are too few or too alike
+    reasons: Mapping[str, Sequence[int]]  # why rows are unusable, with the line numbers of each reason
+    fraction: float | None  # share to hold out; None if the rows are too few or too alike
     held_out: int
 
     @property
     def unusable(self) -> int:
-        """Rows that cannot be used."""
+        """Number of unusable rows."""
         return sum(map(len, self.reasons.values()))
 
 
 def run_file_text(look: Look, machine: Machine, choice: Choice, rows: Rows, out: Path) -> str:
-    """Return the run file, which is to be written to ``out``; one process."""
+    """Return the text of a run file that will be written to ``out``; one process."""
     lines = [
         f"# Made by `fullshard init {look.path}`: {look.rows:,} rows, {machine}.",
         f"# Change anything: `fullshard config check {out}` prints every setting and finds mistakes.",
@@ -82,10 +82,10 @@ def run_file_text(look: Look, machine: Machine, choice: Choice, rows: Rows, out:
 
 
 def read_rows(look: Look, choice: Choice) -> Rows:
-    """Read the rows, and find a share to hold out that leaves rows on both sides; one process.
+    """Read the rows and choose a validation fraction that leaves rows on both sides; one process.
 
     Raises:
-        DataError: The columns have no usable row.
+        DataError: No row has text in the chosen columns.
     """
     source = choice.sources[0] if len(choice.sources) == 1 else None
     spec = SourceSpec(
@@ -98,7 +98,7 @@ def read_rows(look: Look, choice: Choice) -> Rows:
     )
     table = open_table(spec, "train")
     examples = list(table.usable())
-    table.notes()  # refuses a table without a usable row
+    table.notes()  # raises if no row is usable
     for fraction in _FRACTIONS:
         try:
             held_out = len(read_split(replace(spec, validation_fraction=fraction), "validation").examples)
@@ -109,7 +109,7 @@ def read_rows(look: Look, choice: Choice) -> Rows:
 
 
 def _run_name(path: Path) -> str:
-    """Return the name of a table without its suffixes; with them if another table there has the same one."""
+    """Name the run after the table, without suffixes unless another table here has the same stem."""
     name = path.name.partition(".")[0]
     others = (one.name for one in path.parent.iterdir() if FORMATS.keys() & {end.lower() for end in one.suffixes})
     alike = sum(other.partition(".")[0] == name for other in others)
@@ -125,13 +125,13 @@ def _model(machine: Machine, choice: Choice) -> str:
 def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
     lines = ["data:", f"  train_file: {_quoted(os.path.relpath(look.path, out.parent))}"]
     if look.encoding.example is not None:
-        lines.append(f"  encoding: {look.encoding.name}  # it is not UTF-8; another one if letters are wrong")
+        lines.append(f"  encoding: {look.encoding.name}  # the file is not UTF-8; change it if letters are wrong")
     if look.delimiter not in (None, ","):
         lines.append(f"  delimiter: {_quoted(str(look.delimiter))}")
     others = [one.name for one in look.columns if one.name not in (*choice.sources, choice.target)]
     unused = f"  # not used: {', '.join(others)}" if others else ""
     if look.turns is not None:
-        lines.append(f"  # {look.turns}: each row is a conversation; train_on: last learns its last answer alone")
+        lines.append(f"  # {look.turns}: each row is a conversation; train_on: last trains on its last answer only")
     elif len(choice.sources) == 1:
         lines += [f"  source_column: {_quoted(choice.sources[0])}{unused.replace(chr(10), ' ')}"]
         lines += [f"  target_column: {_quoted(choice.target)}"]
@@ -140,14 +140,14 @@ def _data(look: Look, choice: Choice, rows: Rows, out: Path) -> list[str]:
     if rows.fraction is not None:
         lines.append(f"  validation_fraction: {rows.fraction}  # {rows.held_out:,} rows; or validation_file: a file")
     if rows.unusable:
-        lines.append(f"  max_bad_rows: {rows.unusable}  # so many have an empty or broken cell; they are skipped")
+        lines.append(f"  max_bad_rows: {rows.unusable}  # rows with an empty or broken cell, which are skipped")
     source, target = ([len(text) for text in texts] for texts in _texts(rows))
     for side, lengths, each, most in (("source", source, 64, 1024), ("target", target, 16, 512)):
         usual = sorted(lengths)[(len(lengths) - 1) * 99 // 100]
         tokens = min(most, max(each, math.ceil(usual / 2.5 / each) * each))
         lines.append(f"  max_{side}_length: {tokens}  # tokens; 99 % have at most {usual:,} characters")
     if rows.held_out > _MOST_HELD_OUT:
-        lines.append(f"  max_eval_samples: {_MOST_HELD_OUT}  # of the held-out rows, as writing texts is slow")
+        lines.append(f"  max_eval_samples: {_MOST_HELD_OUT}  # held-out rows to evaluate; generating texts is slow")
     return lines
 
 
@@ -157,7 +157,7 @@ def _texts(rows: Rows) -> tuple[list[str], list[str]]:
 
 
 def _targets(example: Example) -> list[str]:
-    """Return what is learned of a row: of a conversation each answer."""
+    """Return the texts to be learned from a row; of a conversation, each answer."""
     if example.conversation is None:
         return [example.target]
     return [turn_text(example.conversation.messages[index]) for index in example.conversation.answers]
@@ -187,7 +187,7 @@ def _training(machine: Machine, choice: Choice, rows: Rows) -> list[str]:
 
 
 def _trained_rows(choice: Choice, rows: Rows) -> int:
-    """Return about how many rows an epoch has: of a conversation an encoder-decoder gets one for each answer."""
+    """Estimate the rows of an epoch: for an encoder-decoder, each answer of a conversation is a row."""
     trained = len(rows.examples) - rows.held_out
     if choice.sources or choice.model != NEW_MODEL:
         return trained

@@ -1,4 +1,4 @@
-"""Files that survive a kill: atomic directories, sharded checkpoints, and Hugging Face's format, streamed."""
+"""Storage of checkpoints and models: atomic directories, sharded checkpoints, Hugging Face's files by streaming."""
 
 from fullshard.storage import rules as rules
 from fullshard.storage.atomic import (

@@ -154,7 +154,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sibling(final: Path, suffix: str) -> Path:
-    """Return the name next to ``final`` of the directory being written (``tmp``) or replaced (``old``)."""
+    """Return the name next to ``final`` for the directory being written (``tmp``) or replaced (``old``)."""
     return final.with_name(f"{final.name}.{suffix}")
 
 

@@ -1,6 +1,6 @@
-"""What checkpoints need of the place where they are; a disk and an object store each do it in their own way.
+"""The interface of the places that hold checkpoints: a disk or an object store.
 
-Everything else in this room works on names, bytes and indexes, and does not know which of the two it is on.
+All other modules here work on names, bytes and indexes, and do not know which of the two is behind them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class Ranges(Protocol):
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What distinguishes this content from another one under the same name."""
+        """A value that changes when the content under this name is replaced."""
         ...
 
     @property
     def size(self) -> int:
-        """Bytes in it."""
+        """Size in bytes."""
         ...
 
     def read_into(self, view: memoryview, position: int) -> int:
-        """Read into ``view`` from a position on; returns the number of bytes, which may be fewer, 0 at the end."""
+        """Read into ``view`` from a position on; returns the number of bytes read: perhaps fewer, 0 at the end."""
         ...
 
 
 class NewFile(Protocol):
-    """A file or object that is being written; it appears, or is durable, with :meth:`finish`."""
+    """A file or object being written; :meth:`finish` makes it visible and durable."""
 
     def write_at(self, position: int, data: memoryview) -> None:
-        """Write all of ``data``; to an object store only where the last write ended."""
+        """Write all of ``data``; in an object store, positions must be consecutive."""
         ...
 
     def finish(self) -> None:
@@ -45,44 +45,44 @@ class NewFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Release it; without :meth:`finish` before, what was written is incomplete or gone."""
+        """Release the resource; without :meth:`finish` before, the content is incomplete or discarded."""
         ...
 
 
 class Lock(Protocol):
-    """Keeps two runs from writing to one directory."""
+    """A lock that keeps two runs from writing to one directory."""
 
     def require_held(self) -> None:
-        """Raise a CheckpointError if another run has taken it; before each save."""
+        """Raise a CheckpointError if another run has taken the lock; called before each save."""
         ...
 
     def require_commit(self) -> None:
-        """Raise a CheckpointError if another run has taken it; right before a commit."""
+        """Raise a CheckpointError if another run has taken the lock; called right before a commit."""
         ...
 
     def release(self) -> None:
-        """Release it."""
+        """Release the lock."""
         ...
 
 
 class Backend(Protocol):
-    """The operations; where a method says nothing of ranks, any rank may call it. All but the first raise on failure.
+    """Operations on checkpoints. Any rank may call a method that names none. Methods raise on failure.
 
-    ``OSError`` means that a disk refused; :class:`~fullshard.errors.StoreError` that an object store did.
+    The error is ``OSError`` from a disk, :class:`~fullshard.errors.StoreError` from an object store.
     """
 
     @property
     def fetches(self) -> int:
-        """Blocks to read at the same time: more than one where each read waits for a network."""
+        """Number of blocks to read at the same time: more than one where each read waits for a network."""
         ...
 
     @property
     def look_seconds(self) -> float:
-        """First interval of rank 0's polling for other ranks' parts."""
+        """First interval of rank 0's polling for other ranks' parts, in seconds."""
         ...
 
     def read(self, path: Any, nbytes: int) -> bytes:
-        """Read a whole file of at most ``nbytes``; a larger one, or one that is no file, is a ValueError."""
+        """Read a complete file of at most ``nbytes``; raises ValueError if it is larger or not a file."""
         ...
 
     def sha256(self, path: Any) -> str:
@@ -90,11 +90,11 @@ class Backend(Protocol):
         ...
 
     def opened(self, path: Any, known: tuple[Any, ...] | None) -> AbstractContextManager[Ranges]:
-        """Open a file to read ranges; ``known`` is its identity, if it was opened before."""
+        """Open a file for reading ranges; ``known`` is its identity if it was opened before."""
         ...
 
     def create(self, path: Any, nbytes: int) -> NewFile:
-        """Start a new file of ``nbytes``."""
+        """Start writing a new file of ``nbytes``."""
         ...
 
     def write_text(self, path: Any, text: str) -> None:
@@ -114,27 +114,27 @@ class Backend(Protocol):
         ...
 
     def copy_directory(self, source: Any, target: Path, left_out: Sequence[str]) -> None:
-        """Copy the files of a small directory, if there is one, to an existing directory on a disk."""
+        """Copy the files of a small directory, if it exists, to an existing directory on a disk."""
         ...
 
     def names(self, directory: Any, step: int, attempt: str) -> tuple[Any, Any]:
-        """Return where a checkpoint is written, and where it is when it is complete."""
+        """Return the path to write a checkpoint to, and its path once complete; the same one in an object store."""
         ...
 
     def begin(self, temporary: Any) -> None:
-        """Make the empty place that all ranks write a checkpoint to, after leftovers are cleared; on rank 0."""
+        """Clear leftovers and create the empty place that all ranks write a checkpoint to; on rank 0."""
         ...
 
     def small_files(self, path: Any) -> AbstractContextManager[Path]:
-        """Give a directory on a disk for small files, which are in the new directory ``path`` at the end."""
+        """Provide a directory on a disk; the files written there end up in the new directory ``path``."""
         ...
 
     def finish(self, temporary: Any, final: Any, mark: Callable[[], None]) -> None:
-        """Make a checkpoint appear: everything durable, and ``mark`` (which writes ``complete.json``) last."""
+        """Commit a checkpoint: everything durable, and ``mark`` (which writes ``complete.json``) last."""
         ...
 
     def remove(self, path: Any) -> None:
-        """Delete a checkpoint, such that part of one is never taken for one; on rank 0, under the lock."""
+        """Delete a checkpoint so that a kill never leaves a part that looks like one; on rank 0, under the lock."""
         ...
 
     def discard(self, temporary: Any) -> None:
@@ -142,11 +142,11 @@ class Backend(Protocol):
         ...
 
     def set_aside_text(self, path: Any) -> str:
-        """Return what :meth:`set_aside` would do to a checkpoint now, as what follows "is"."""
+        """Return what :meth:`set_aside` does to a checkpoint, as a phrase that follows "is"."""
         ...
 
     def set_aside(self, path: Any) -> Any:
-        """Make a damaged checkpoint no candidate any more, and return what marks it; on rank 0, under the lock."""
+        """Exclude a damaged checkpoint from the candidates, and return what marks it; on rank 0, under the lock."""
         ...
 
     def clear_leftovers(self, directory: Any) -> None:
@@ -154,15 +154,15 @@ class Backend(Protocol):
         ...
 
     def candidates(self, directory: Any) -> list[Any]:
-        """Return everything under a checkpoint's own name, complete or damaged, by step."""
+        """Return every path with a checkpoint's name, complete or damaged, by step."""
         ...
 
     def is_candidate(self, path: Any) -> bool:
-        """Return whether a path is still one: another process may have deleted it since it was listed."""
+        """Return False if another process has deleted the candidate since it was listed."""
         ...
 
     def unfinished(self, directory: Any) -> list[Any]:
-        """Return what is being written, replaced or deleted, or was left so by a killed process."""
+        """Return paths that are being written, replaced or deleted, or that a killed process left in that state."""
         ...
 
     def aside(self, directory: Any) -> list[Any]:
@@ -170,7 +170,7 @@ class Backend(Protocol):
         ...
 
     def lock(self, directory: Any) -> Lock:
-        """Make the directory and lock it; on rank 0."""
+        """Create the directory and take its lock; on rank 0."""
         ...
 
 
@@ -179,5 +179,5 @@ _OBJECTS: Backend = ObjectStore()
 
 
 def backend_of(path: Path | ObjectPath) -> Backend:
-    """Return what reads and writes at a path."""
+    """Return the backend for a path."""
     return _OBJECTS if isinstance(path, ObjectPath) else _DISK

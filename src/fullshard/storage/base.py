@@ -29,22 +29,22 @@ class Base:
 
     @property
     def quantisation(self) -> str:
-        """The format as the tensors of a model name it: ``nf4 (double)``."""
+        """The format as a model's tensors name it, such as ``nf4 (double)``."""
         return f"{self.type} (double)" if self.double_quant and self.type in ("nf4", "fp4") else self.type
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a run records and people read: name, directory, digest and quantisation."""
+        """What a run records and shows of it: name, directory, digest and quantisation."""
         plain = {"name": self.name, "directory": self.directory, "content": self.content}
         return plain | {"quantisation": self.quantisation}
 
     def as_plain(self) -> dict[str, Any]:
-        """Return what an index holds."""
+        """Return the entry of an index."""
         return asdict(self) | {"layers": list(self.layers)}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Base:
-        """Return what an index describes.
+        """Parse the entry of an index.
 
         Raises:
             KeyError, ValueError: A field is missing or breaks its rule.
@@ -56,13 +56,13 @@ class Base:
 
 
 def require_base(directory: Path, facts: Mapping[str, str], owner: str, remedy: str) -> None:
-    """Raise unless a directory has the files of the base model that an adapter was trained over; any process.
+    """Check that a directory has the files of the base model that an adapter was trained on; any process.
 
     Args:
         directory: Where the base model is now.
         facts: :attr:`Base.facts` of the run.
-        owner: The adapter or checkpoint, for the error.
-        remedy: What to do then, for the error.
+        owner: The adapter or checkpoint, for the message.
+        remedy: What the user should do, for the message.
 
     Raises:
         CheckpointError: It has other files, or they cannot be read.
@@ -99,7 +99,7 @@ def content_of(path: Path) -> str:
 
 
 def _sampled_hash(path: Path) -> str:
-    """Return the hash of a file, or of 64 samples of a large one: other weights differ everywhere, and this is fast."""
+    """Hash a file, or 64 samples of a large one: weights of another model differ everywhere, and this is fast."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:

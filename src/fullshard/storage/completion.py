@@ -19,7 +19,7 @@ from fullshard.storage.object_path import Place
 
 COMPLETE_NAME = "complete.json"
 _BOUNDS = Bounds(16 << 20, 200_000, 400_000)
-"""One name for each file: a rank's, or a small one."""
+"""Limits: one entry for each rank's file and each small file."""
 _SMALL = "model/"
 """Directory of the small files that an export needs in addition to tensors."""
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -34,10 +34,10 @@ class Completion:
         metric: The value that ``keep_best`` compares; None if none was given.
         index_sha256: SHA-256 of the index file.
         files: Size in bytes of each other file, by its path inside the checkpoint.
-        serial: Its number in the order of saving. The step does not give that order: a run that resumed from an earlier
+        serial: Position in the order of saving. Steps do not give that order: a run that resumed from an earlier
             step saves checkpoints that are newer than those of later steps.
-        greater_is_better: Whether a greater metric is better; None: not recorded, by an earlier version.
-        sha256: Hash of each small file, by its path inside the checkpoint; an earlier version recorded none.
+        greater_is_better: Direction of the metric; None: not recorded, by an earlier version.
+        sha256: Hash of each small file, by its path inside the checkpoint; earlier versions recorded none.
     """
 
     step: int
@@ -74,10 +74,10 @@ def parse_completion(content: bytes) -> Completion:
 
 
 def _require_rules(values: Mapping[str, Any]) -> None:
-    """Raise unless the values are as :class:`Completion` describes them.
+    """Check the values against the rules of :class:`Completion`.
 
     Raises:
-        ValueError: One breaks its rule.
+        ValueError: A value breaks its rule.
     """
     rules.count(values["step"], "step")
     rules.metric(values["metric"])
@@ -93,7 +93,7 @@ def _require_rules(values: Mapping[str, Any]) -> None:
 
 
 def completion_of(path: Place, index: Index) -> Completion:
-    """Return what marks a checkpoint as complete, after everything else in it is on disk; on one rank.
+    """Build the completion record after everything else in the checkpoint is on disk; on one rank.
 
     Args:
         path: Its directory while it is written.
@@ -118,14 +118,14 @@ def write_completion(path: Place, done: Completion) -> None:
 
 
 def add_small_file(path: Place, name: str, text: str, *, metric: float | None, greater_is_better: bool | None) -> None:
-    """Add a small file and a metric to a complete checkpoint, which stays complete throughout; on one rank.
+    """Add a small file and a metric to a complete checkpoint, which remains complete throughout; on one rank.
 
     Raises:
         CheckpointError: It is not complete, or the file system refused.
     """
     done, content = check_completion(path), text.encode()
     if name in done.files:
-        # Not listed while it is replaced: a kill in between would leave a file of another size than is listed.
+        # Taken off the list while it is replaced: after a kill in between, its size would differ from the listed one.
         files, hashes = ({key: of[key] for key in of if key != name} for of in (done.files, done.sha256))
         done = replace(done, files=files, sha256=hashes)
         write_completion(path, done)

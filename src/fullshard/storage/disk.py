@@ -22,13 +22,13 @@ _SET_ASIDE = re.compile(r"step-\d{8,}\.damaged(\.\d+)?")
 
 
 class Disk:
-    """The directory itself is the interface: names, renames and flushes; see :mod:`fullshard.storage.backend`."""
+    """The directory itself is the interface (names, renames, fsync); see :mod:`fullshard.storage.backend`."""
 
     fetches = 1
     look_seconds = 0.02
 
     def read(self, path: Path, nbytes: int) -> bytes:
-        """Read a regular file: a pipe would make the reader wait for ever."""
+        """Read a regular file; a pipe is refused, because reading it would block."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
@@ -48,7 +48,7 @@ class Disk:
 
     @contextlib.contextmanager
     def opened(self, path: Path, known: tuple[int, ...] | None) -> Iterator[_OpenFile]:
-        """Open the file anew: one that was replaced in between has another identity."""
+        """Open the file; if it was replaced in between, the identity differs."""
         del known
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -83,7 +83,7 @@ class Disk:
             shutil.copytree(source, target, dirs_exist_ok=True, ignore=ignored)
 
     def names(self, directory: Path, step: int, attempt: str) -> tuple[Path, Path]:
-        """Return both names; a rename leads from one to the other, so no save needs a name of its own."""
+        """Return the temporary and the final name; the commit is a rename."""
         del attempt
         final = directory / f"step-{step:08d}"
         return sibling(final, "tmp"), final
@@ -94,7 +94,7 @@ class Disk:
 
     @contextlib.contextmanager
     def small_files(self, path: Path) -> Iterator[Path]:
-        """Make the directory, which is written into directly."""
+        """Create the directory and give it to the caller to write into."""
         path.mkdir()
         yield path
 
@@ -104,7 +104,7 @@ class Disk:
         commit(temporary, final)
 
     def remove(self, path: Path) -> None:
-        """Rename a checkpoint and delete it: a kill never leaves part of one under its name."""
+        """Rename a checkpoint, then delete it: a kill never leaves part of one under its name."""
         doomed = sibling(path, "tmp")
         if os.path.lexists(doomed):
             delete(doomed)
@@ -117,7 +117,7 @@ class Disk:
         shutil.rmtree(temporary)
 
     def set_aside_text(self, path: Path) -> str:
-        """Name the name."""
+        """Return the name it gets."""
         return f"renamed to {_aside_name(path).name}"
 
     def set_aside(self, path: Path) -> Path:
@@ -128,14 +128,14 @@ class Disk:
         return name
 
     def clear_leftovers(self, directory: Path) -> None:
-        """Restore what was being replaced, and delete what was being written."""
+        """Restore directories that were being replaced, and delete those that were being written."""
         names = {match[1] for path in directory.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}
         for name in sorted(names):
             recover(directory / name)
 
     def candidates(self, directory: Path) -> list[Path]:
-        """Return ``step-…`` directories; one that was moved aside (``.old``) counts if nothing has taken its place."""
-        # Not only directories: a dangling link in place of the newest checkpoint must not be passed over.
+        """Return ``step-…`` directories; one that was renamed to ``.old`` counts if no other has taken its place."""
+        # Not only directories: a dangling link at the newest checkpoint must be reported as damage.
         names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
         return [
             directory / name
@@ -144,19 +144,19 @@ class Disk:
         ]
 
     def is_candidate(self, path: Path) -> bool:
-        """Return whether it has neither been deleted nor been replaced."""
+        """Return False if it has been deleted or replaced."""
         name = path.name.removesuffix(".old")
         return os.path.lexists(path) and (name == path.name or not (path.parent / name).exists())
 
     def unfinished(self, directory: Path) -> list[Path]:
-        """Return directories by their suffix."""
+        """Return directories with the suffixes of unfinished work."""
         if not directory.is_dir():
             return []
         found = self.candidates(directory)
         return sorted(p for p in directory.iterdir() if p.is_dir() and _UNFINISHED.fullmatch(p.name) and p not in found)
 
     def aside(self, directory: Path) -> list[Path]:
-        """Return directories by their suffix."""
+        """Return directories with the suffix of damaged checkpoints."""
         found = directory.iterdir() if directory.is_dir() else ()
         return sorted(path for path in found if _SET_ASIDE.fullmatch(path.name))
 
@@ -175,12 +175,12 @@ class _OpenFile:
         self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def read_into(self, view: memoryview, position: int) -> int:
-        """Read by one system call, which may read less."""
+        """Read with one system call, which may return fewer bytes."""
         return os.preadv(self._descriptor, [view], position)
 
 
 class _NewFile:
-    """A file at its full length, filled in any order."""
+    """A file of its final length that is filled in any order."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -191,7 +191,7 @@ class _NewFile:
             raise
 
     def write_at(self, position: int, data: memoryview) -> None:
-        """Write all of ``data``; a single system call may write less."""
+        """Write all of ``data``, repeating system calls that write less."""
         done = 0
         while done < len(data):
             done += os.pwrite(self._descriptor, data[done:], position + done)
@@ -213,5 +213,5 @@ def _aside_name(path: Path) -> Path:
 def _size_of(path: Path) -> int | None:
     try:
         return path.stat().st_size if path.is_file() else None
-    except OSError:  # a name that is too long, for one
+    except OSError:  # such as a name that is too long
         return None

@@ -23,7 +23,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The dtype of each code in a file's header."""
+"""The torch dtype of each code in a file's header."""
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-"""The code of each dtype in a file's header."""
+"""The code of each torch dtype in a file's header."""

@@ -26,7 +26,7 @@ VERSION = 2
 have a checksum of themselves and the index has the checkpoint's serial number."""
 
 INDEX_BOUNDS = Bounds(256 << 20, 4_000_000, 16_000_000)
-"""Names are four for each tensor; of 12 TB, checksums are three million values and 35 MB."""
+"""Limits. Each tensor has about four names; the checksums of 12 TB are three million values, 35 MB of text."""
 
 SHARD_NAME = re.compile(r"shard-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 """Names of ranks' files."""
@@ -102,7 +102,7 @@ class Index:
 
 _PLAIN = ("step", "world_size", "metric", "values", "groups", "scalars", "versions", "policies")
 _LATER = ("greater_is_better", "serial")
-"""Fields that the first checkpoints lack."""
+"""Fields that indexes of the first version lack."""
 
 
 def tensors_from_plain(values: Any) -> dict[str, TensorEntry]:
@@ -175,7 +175,7 @@ def parse_index(content: bytes, path: Place) -> Index:
 
 
 def _require_plain_rules(values: Mapping[str, Any]) -> None:
-    """Raise unless everything but the tensors is as :class:`Index` describes it.
+    """Check everything but the tensors against the rules of :class:`Index`.
 
     Raises:
         KeyError, ValueError: A field is missing or breaks its rule.
@@ -220,7 +220,7 @@ def merge_tensors(parts: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Tenso
 
 
 def require_covered(tensors: Mapping[str, TensorEntry], where: object) -> None:
-    """Raise unless the pieces of each tensor cover it, each element once; the message names ``where`` they are.
+    """Check that the pieces of each tensor cover every element exactly once; ``where`` names the file in the message.
 
     Raises:
         CheckpointError: An element is missing or covered twice.

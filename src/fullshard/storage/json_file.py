@@ -1,7 +1,7 @@
-"""JSON files that are not trusted: bounded before they are parsed, and with a checksum of themselves.
+"""Reading of untrusted JSON files: size limits before parsing, and a checksum inside the file.
 
-A sealed file ends with ``"own_sha256"``, the SHA-256 of every byte before that entry: a flipped bit is found in the
-file alone, without the files around it. It is a checksum, not a signature: who can write the file can seal it again.
+A sealed file ends with ``"own_sha256"``, the SHA-256 of every byte before that entry, so that a flipped bit is found
+without other files. It is a checksum, not a signature: anyone who can write the file can seal it again.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ SEAL = "own_sha256"
 
 _SEALED = re.compile(rb',\s*"own_sha256":\s*"([^"]*)"\s*\}\s*\Z')
 _SEAL_BYTES = 200
-"""The seal is within the last bytes of a file."""
+"""The seal lies within this many bytes of the end of a file."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most that a file may have; checked before it is parsed, because parsing takes twenty times its memory."""
+    """Limits of a file, checked before parsing, because parsing takes twenty times the memory of the text."""
 
     nbytes: int
-    names: int  # in its objects
-    values: int  # in its objects and lists
+    names: int  # keys of its objects
+    values: int  # values in its objects and lists
 
 
 SMALL = Bounds(256 << 20, 4_000_000, 16_000_000)
-"""Of configurations, tokenizers and the index of a model in several files."""
+"""Limits of configurations, tokenizers and the index of a model in several files."""
 
 
 def read_bounded(path: Place, nbytes: int) -> bytes:
@@ -49,7 +49,7 @@ def read_bounded(path: Place, nbytes: int) -> bytes:
 
 
 def require_bounded(content: bytes, bounds: Bounds) -> None:
-    """Count what is in a JSON text, without parsing it.
+    """Check a JSON text against limits without parsing it.
 
     Raises:
         ValueError: It has more than ``bounds``.
@@ -94,11 +94,11 @@ def seal(text: str) -> str:
 
 
 def require_sealed(content: bytes, *, needed: bool = False) -> None:
-    """Compare a file with its own checksum, if it has one.
+    """Check a file's own checksum, if it has one.
 
     Args:
         content: All bytes of the file.
-        needed: Whether it must have one.
+        needed: Raise if there is none.
 
     Raises:
         ValueError: It has another checksum, or none although it is needed.
@@ -125,10 +125,10 @@ def sha256_of(path: Place) -> str:
 
 
 def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's values as they will be read back; any rank.
+    """Return values as they will be read back from JSON; any rank.
 
     Raises:
-        CheckpointError: They would not be the same.
+        CheckpointError: They would change.
     """
     try:
         plain = json.loads(json.dumps(dict(values)))

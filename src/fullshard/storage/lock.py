@@ -21,8 +21,8 @@ class DirectoryLock:
     """Keeps two runs from writing into one directory; held by one rank until released or until the process dies.
 
     Two locks are held: that of the file ``lock``, which works on network file systems too, and that of the directory,
-    which is kept if somebody deletes the file. A writer calls :meth:`require_held` before each save, which finds out
-    where only the first one works.
+    which remains if somebody deletes the file. :meth:`require_held`, called before each save, covers file systems where
+    only the first one works.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -48,10 +48,10 @@ class DirectoryLock:
             raise
 
     def require_held(self) -> None:
-        """Take the lock again if its file was deleted; before each save.
+        """Check the lock before a save; takes it again if its file was deleted.
 
         Raises:
-            CheckpointError: Another run has taken it meanwhile, or the directory is not there any more.
+            CheckpointError: Another run has taken it, or the directory does not exist any more.
         """
         if _is_at(self._file, self.directory / LOCK_NAME) and _is_at(self._folder, self.directory):
             return
@@ -101,7 +101,7 @@ class DirectoryLock:
         """
         if self._folder < 0:
             self._folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            with contextlib.suppress(OSError):  # a network file system locks no directories; the file's lock remains
+            with contextlib.suppress(OSError):  # network file systems cannot lock directories; the file's lock remains
                 self._lock(self._folder)
         path = self.directory / LOCK_NAME
         while not _is_at(self._file, path):  # somebody may delete the file between opening and locking it
@@ -110,7 +110,7 @@ class DirectoryLock:
             try:
                 self._lock(self._file)
             except CheckpointError:
-                self._drop_file()  # open but not locked, it must not be taken for the lock
+                self._drop_file()  # an open file that is not locked must not count as the lock
                 raise
             except OSError as error:
                 warnings.warn(
@@ -138,7 +138,7 @@ class DirectoryLock:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still the one at a path."""
+    """Return True if an open file is still the one at a path."""
     try:
         return descriptor >= 0 and os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:

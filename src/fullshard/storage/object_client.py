@@ -1,4 +1,4 @@
-"""Requests to an object store through fsspec: repeated a bounded number of times; each failure is one sentence."""
+"""Requests to an object store through fsspec, with a bounded number of attempts and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fullshard.errors import StoreError
 T = TypeVar("T")
 
 PART_BYTES = 64 << 20
-"""Size of one part of an upload: what a writer holds in memory before it is sent."""
+"""Size of one part of an upload, which a writer holds in memory until it is sent."""
 
 ATTEMPTS = 4
-"""How often a request is sent that fails in a way that may pass."""
+"""Attempts for a request whose failure may be temporary."""
 
 FIRST_WAIT_SECONDS = 0.5
 """Wait before the second attempt; each further one is twice as long."""
 
 _S3_OPTIONS = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 3}}}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS, "file": {"auto_mkdir": True}}
-"""Without these a host that does not answer blocks S3 requests for a minute each, five times five times."""
+"""Without these, an S3 host that does not answer blocks each request for a minute, five times five times."""
 
 _EXTRAS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "NoAuthTokenError", "DefaultCredentialsError")
 _PASSING = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "azure", "requests", "urllib3", "fsspec")
-"""Modules of clients: their errors come from the network or the server, not from a mistake in a call."""
+"""Client modules whose errors come from the network or the server, not from a mistake in a call."""
 
 
 def file_system(url: str) -> Any:
@@ -38,8 +38,8 @@ def file_system(url: str) -> Any:
     Raises:
         StoreError: There is no package for the protocol.
     """
-    # By process, because a connection does not survive a fork. fsspec's own cache has one for each thread, and ours are
-    # made for each save.
+    # Keyed by process, because a connection does not survive a fork. fsspec's own cache is per thread, and our threads
+    # are created for each save.
     return _file_system(url.partition("://")[0], os.getpid())
 
 
@@ -61,11 +61,11 @@ def _file_system(protocol: str, _process: int) -> Any:
 
 
 def request(url: str, action: Callable[[Any], T]) -> T:
-    """Run ``action(file_system)``, again if it fails in a way that may pass; any rank.
+    """Run ``action(file_system)``; repeat it after failures that may be temporary; any rank.
 
     Args:
-        url: The object, for the error.
-        action: One request that may be repeated.
+        url: The object, for the message.
+        action: A request that may be repeated.
 
     Raises:
         FileNotFoundError: There is no such object, or no such bucket.
@@ -105,15 +105,15 @@ def put(url: str, content: bytes, *, mode: str = "overwrite") -> None:
 
 
 def no_bucket(url: str, error: Exception) -> StoreError:
-    """Return the error for an object that cannot be put because what it is in does not exist."""
+    """Return the error for an object that cannot be put because its bucket does not exist."""
     return StoreError(f"{url} cannot be written: {_short(error)}. The bucket must exist; make it, or correct the URL.")
 
 
 def refusal(url: str, error: Exception, attempt: int) -> StoreError | None:
-    """Return the error to raise for a failed request; None if it may be sent again.
+    """Return the error to raise for a failed request; None if the request may be repeated.
 
     Raises:
-        Exception: ``error`` itself, if it is no failure of a store but a mistake in the call.
+        Exception: ``error`` itself, if it was caused by a mistake in the call rather than by the store.
     """
     if isinstance(error, StoreError):
         return error

@@ -1,7 +1,8 @@
-"""The lock of a prefix in an object store: an object that its holder renews, because a store has no other locks.
+"""The lock of a prefix in an object store: an object that its holder renews, because stores offer no other lock.
 
-Who finds the object watches it. While it changes, its holder lives and the lock is refused. If it does not change for
-three renewals, or its holder was a process of this machine that is gone, it is taken over. Clocks are not compared.
+A run that finds the object watches it. If it changes, its holder is alive and the lock is refused. If it does not
+change for three renewals, or its holder was a process on this machine that has ended, the lock is taken over. Clocks
+are not compared.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from fullshard.storage.object_path import ObjectPath
 LOCK_NAME = "lock"
 
 RENEW_SECONDS = 10.0
-"""How often the holder puts the object again."""
+"""Interval at which the holder puts the object again, in seconds."""
 
 _held: set[str] = set()
 """Tokens of the locks that this process holds."""
 
 
 class ObjectLock:
-    """Keeps two runs from writing under one prefix; held by one rank until released, or until it stops renewing it."""
+    """Keeps two runs from writing under one prefix; held by one rank until released or no longer renewed."""
 
     def __init__(self, directory: ObjectPath) -> None:
-        """Take the lock; if a killed run of another machine left one, after it did not change for three renewals.
+        """Take the lock; one left by a killed run on another machine, after watching it for three renewals.
 
         Raises:
             CheckpointError: Another run holds it.
@@ -50,10 +51,10 @@ class ObjectLock:
         self._thread.start()
 
     def require_held(self) -> None:
-        """Compare the object with this run's.
+        """Check that the object is still this run's.
 
         Raises:
-            CheckpointError: Another run has taken the lock: this one did not renew it for long.
+            CheckpointError: Another run has taken the lock, because this one did not renew it in time.
         """
         found = self._read()
         if found is None:
@@ -61,15 +62,15 @@ class ObjectLock:
         elif found["token"] != self._token:
             raise CheckpointError(
                 f"Another run ({_holder(found)}) has taken the lock of {self.directory}, because this one did not "
-                "renew it for long: this run writes no more checkpoints there. Stop one of the two."
+                "renew it in time. This run writes no more checkpoints there. Stop one of the two."
             )
 
     def require_commit(self) -> None:
-        """Compare the object with this run's, right before a checkpoint is marked as complete."""
+        """Check that the object is still this run's, right before a checkpoint is marked as complete."""
         self.require_held()
 
     def release(self) -> None:
-        """Delete the object, if it is still this run's."""
+        """Delete the object if it is still this run's."""
         self._ended.set()
         _held.discard(self._token)
         with self._writing, contextlib.suppress(StoreError):
@@ -78,7 +79,7 @@ class ObjectLock:
                 self._path.delete()
 
     def _take(self) -> None:
-        """Put the object where there is none, or where its holder is gone."""
+        """Put the object if there is none or its holder is gone."""
         started, first = time.monotonic(), self._read()
         found = first
         while found is not None and not _is_gone(found):
@@ -99,14 +100,14 @@ class ObjectLock:
             )
 
     def _put(self, *, only_new: bool) -> bool:
-        """Put the object; returns False if it was to be a new one and there is one already."""
+        """Put the object; returns False if it had to be new and there is one already."""
         self._renewals += 1
         values = {"token": self._token, "renewals": self._renewals, "process": _process(), "host": socket.gethostname()}
         content = json.dumps(values).encode()
         try:
             put(self._path.url, content, mode="create" if only_new else "overwrite")
         except FileExistsError:
-            # Also where the answer to the first attempt was lost, and the second one finds the object.
+            # Also when the answer to the first attempt was lost, and the second attempt finds the object.
             found = self._read()
             return found is not None and found["token"] == self._token
         return True
@@ -122,9 +123,9 @@ class ObjectLock:
         return {"token": "", "renewals": 0, "process": [], "host": "unknown", **values}
 
     def _renew(self) -> None:
-        """Put the object again and again; the thread's function."""
+        """Put the object at intervals; runs in a thread."""
         while not self._ended.wait(RENEW_SECONDS):
-            with self._writing, contextlib.suppress(StoreError):  # a store that is away: the next save reports it
+            with self._writing, contextlib.suppress(StoreError):  # if the store is away, the next save reports it
                 found = self._read()
                 if self._ended.is_set() or (found is not None and found["token"] != self._token):
                     return
@@ -132,7 +133,7 @@ class ObjectLock:
 
 
 def _process() -> list[Any]:
-    """Return what no two living processes have in common: the boot, the space of process numbers, and the number."""
+    """Return an identity that no two living processes share: boot, namespace of process numbers, and process number."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return [boot, os.readlink("/proc/self/ns/pid"), os.getpid()]
@@ -140,13 +141,13 @@ def _process() -> list[Any]:
 
 
 def _is_here(found: dict[str, Any]) -> bool:
-    """Return whether the holder is a living process that this one can see."""
+    """Return True if the holder is a living process that this one can see."""
     mine, its = _process(), found["process"]
     return bool(mine) and mine[:2] == its[:2] and not _is_gone(found)
 
 
 def _is_gone(found: dict[str, Any]) -> bool:
-    """Return whether the holder is known to have ended; False where it cannot be known."""
+    """Return True if the holder is known to have ended; False if that cannot be known."""
     mine, its = _process(), found["process"]
     if not mine or mine[:2] != its[:2]:
         return False

@@ -1,4 +1,4 @@
-"""The place of an object or of a prefix in an object store, with the part of pathlib's interface that is used here."""
+"""Paths of objects and prefixes in an object store, with the part of pathlib's interface that is needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ObjectPath:
 
     @property
     def key(self) -> str:
-        """The path as fsspec's file system takes it."""
+        """The path in the form that fsspec's file systems take."""
         return self.url.partition("://")[2]
 
     @property
@@ -119,17 +119,17 @@ Place = Path | ObjectPath
 
 
 def relative(path: Place, top: Place) -> str:
-    """Return the components of a path after ``top``, which it is under."""
+    """Return the components of a path below ``top``."""
     return str(path)[len(str(top)) + 1 :]
 
 
 def is_url(path: object) -> bool:
-    """Return whether a path is the URL of an object store, as text or as an :class:`ObjectPath`."""
+    """Return True if a path, as text or :class:`ObjectPath`, is the URL of an object store."""
     return isinstance(path, ObjectPath) or (isinstance(path, str) and "://" in path)
 
 
 def as_place(path: str | Path | ObjectPath) -> Place:
-    """Return the place that a path or a URL names; nothing is opened.
+    """Convert a path or URL to a place; nothing is opened.
 
     Raises:
         ConfigError: A URL has no bucket.
@@ -145,6 +145,6 @@ def as_place(path: str | Path | ObjectPath) -> Place:
 
 
 def _fresh(files: Any) -> Any:
-    """Return the file system after it forgot listings: another process may have changed what is there."""
+    """Return the file system with its cached listings dropped: another process may have changed the objects."""
     files.invalidate_cache()
     return files

@@ -61,7 +61,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def opened(self, path: ObjectPath, known: tuple[Any, ...] | None) -> Iterator[_Object]:
-        """Ask for the size once: no save writes an object of this name again."""
+        """Ask for the size once; it stays valid, because no save writes an object of this name again."""
         yield _Object(path, _required_size(path) if known is None else known[1])
 
     def create(self, path: ObjectPath, nbytes: int) -> _NewObject:
@@ -93,7 +93,7 @@ class ObjectStore:
                 (target / name).write_bytes(self.read(source / name, size))
 
     def names(self, directory: ObjectPath, step: int, attempt: str) -> tuple[ObjectPath, ObjectPath]:
-        """Return the same prefix twice; no other save has it."""
+        """Return the same prefix twice; no other save uses it."""
         path = directory / f"step-{step:08d}.{attempt}"
         return path, path
 
@@ -103,46 +103,46 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def small_files(self, path: ObjectPath) -> Iterator[Path]:
-        """Give a temporary directory, and put its files at the end."""
+        """Provide a temporary directory, and put its files at the end."""
         with tempfile.TemporaryDirectory(prefix="fullshard-") as scratch:
             yield Path(scratch)
             for file in sorted(one for one in Path(scratch).rglob("*") if one.is_file()):
                 put((path / file.relative_to(scratch)).url, file.read_bytes())
 
     def finish(self, temporary: ObjectPath, final: ObjectPath, mark: Callable[[], None]) -> None:
-        """Put the marker last: that is the commit, and nothing gets another name."""
+        """Put the marker last: that is the commit. Nothing is renamed."""
         assert temporary == final, "a store has no renames"
         (temporary / WRITING_NAME).delete()
         mark()
 
     def remove(self, path: ObjectPath) -> None:
-        """Delete the marker first: from then on it is no checkpoint."""
+        """Delete the marker first: without it, the prefix is not a checkpoint."""
         self.discard(path)
 
     def discard(self, temporary: ObjectPath) -> None:
-        """Delete every object under the prefix, the marker first, also one whose put seemed to fail."""
+        """Delete every object under the prefix, the marker first, including objects whose put seemed to fail."""
         (temporary / COMPLETE_NAME).delete()
         for name in temporary.sizes():
             (temporary / name).delete()
 
     def set_aside_text(self, path: ObjectPath) -> str:
-        """Name the object."""
+        """Return the object that marks it."""
         del path
         return f"marked by an object {DAMAGED_NAME}"
 
     def set_aside(self, path: ObjectPath) -> ObjectPath:
-        """Put an object that marks it as damaged: there are no renames."""
+        """Put an object that marks the checkpoint as damaged, because there are no renames."""
         self.write_text(path / DAMAGED_NAME, json.dumps({"note": "set aside by a run that went back"}) + "\n")
         return path / DAMAGED_NAME
 
     def clear_leftovers(self, directory: ObjectPath) -> None:
-        """Delete saves without a marker; the lock says that no run is writing them."""
+        """Delete saves without a marker; holding the lock means that no run is writing them."""
         for name, files in _by_name(directory).items():
             if _SAVED_HERE.fullmatch(name) and COMPLETE_NAME not in files and DAMAGED_NAME not in files:
                 self.discard(directory / name)
 
     def candidates(self, directory: ObjectPath) -> list[ObjectPath]:
-        """Return the prefixes with a marker: without one, nothing is taken for a checkpoint."""
+        """Return the prefixes that have a marker."""
         return [
             directory / name
             for name, files in sorted(_by_name(directory).items(), key=lambda one: (one[0].partition(".")[0], one[0]))
@@ -150,7 +150,7 @@ class ObjectStore:
         ]
 
     def is_candidate(self, path: ObjectPath) -> bool:
-        """Return whether its marker is still there."""
+        """Return True if its marker is still there."""
         return (path / COMPLETE_NAME).is_file()
 
     def unfinished(self, directory: ObjectPath) -> list[ObjectPath]:
@@ -166,7 +166,7 @@ class ObjectStore:
         return [directory / name for name, files in sorted(_by_name(directory).items()) if DAMAGED_NAME in files]
 
     def lock(self, directory: ObjectPath) -> ObjectLock:
-        """Take the object that only one run renews."""
+        """Take the lock object, which only one run renews."""
         return ObjectLock(directory)
 
 
@@ -193,7 +193,7 @@ class _NewObject:
         self._file: Any = request(path.url, lambda files: files.open(path.key, "wb", block_size=PART_BYTES))
 
     def write_at(self, position: int, data: memoryview) -> None:
-        """Append ``data``; a full part is sent."""
+        """Append ``data``; each full part is sent."""
         assert position == self._at, f"{self._path}: byte {position} after {self._at}; an upload has one order"
         self._at += len(data)
         self._attempt(lambda: self._file.write(data), lambda: self._file.flush())
@@ -210,14 +210,14 @@ class _NewObject:
         self._finished = True
 
     def close(self) -> None:
-        """Give the upload up unless it was finished: no part of it appears."""
+        """Abandon the upload unless it was finished: none of its parts appears."""
         if not self._finished and not self._file.closed:
-            with contextlib.suppress(Exception):  # what led here is reported; the store deletes old parts by its rules
+            with contextlib.suppress(Exception):  # the causing error is reported; the store expires old parts itself
                 self._file.closed = True
                 self._file.discard()
 
     def _attempt(self, first: Callable[[], Any], again: Callable[[], Any]) -> None:
-        """Send a part once: fsspec's clients repeat the parts of an upload themselves, a bounded number of times."""
+        """Send a part once: fsspec's clients repeat the parts themselves, a bounded number of times."""
         try:
             first()
         except FileNotFoundError as error:
@@ -239,7 +239,7 @@ def _required_size(path: ObjectPath) -> int:
 
 
 def _by_name(directory: ObjectPath) -> dict[str, set[str]]:
-    """Return the objects under each prefix one component longer, in one listing."""
+    """Return the objects under each prefix that is one component longer, from one listing."""
     found: dict[str, set[str]] = {}
     for path in directory.sizes():
         name, _, rest = path.partition("/")

@@ -1,4 +1,4 @@
-"""A run of a tensor's flattened elements, and the runs that one rank saves; nothing here knows the engine."""
+"""Runs of a tensor's flattened elements, and the plan of one rank's runs to save; independent of the engine."""
 
 from __future__ import annotations
 

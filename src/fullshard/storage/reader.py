@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Block:
-    """One stored block, and the elements of it that are wanted."""
+    """One stored block, and which of its elements are wanted."""
 
     name: str  # of the tensor
     stored: PieceEntry  # the run it is a block of
@@ -91,7 +91,7 @@ class CheckpointReader:
                 yield _Block(piece.name, stored, number, last - first, dtype, target, max(first, low) - first)
 
     def _fetch(self, block: _Block) -> tuple[_Block, torch.Tensor]:
-        """Read one block, into its place if all of it belongs there."""
+        """Read one block, directly into its target if all of it is wanted."""
         target = block.target
         whole = target.numel() == block.numel and target.dtype == block.dtype and target.device.type == "cpu"
         content = target if whole else torch.empty(block.numel, dtype=block.dtype)
@@ -130,12 +130,12 @@ class CheckpointReader:
         return self._files[name]
 
     def _damage(self, text: str) -> CheckpointError:
-        """Return the error, with the checkpoint to use instead."""
+        """Return the error for damage, which names the checkpoint to use instead."""
         return CheckpointError(f"{text} {instead_of(self.path)}")
 
 
 def _ahead(fetch: Callable[[_Block], T], blocks: Iterator[_Block], most: int) -> Iterator[T]:
-    """Yield ``fetch`` of each block in order, of which ``most`` are under way at the same time."""
+    """Yield ``fetch`` of each block in order, with at most ``most`` of them under way."""
     if most == 1:
         yield from map(fetch, blocks)
         return

@@ -1,4 +1,4 @@
-"""Rules for values that were read from a file: each returns the value, or raises a ValueError that shows it."""
+"""Validation of values read from untrusted files: each function returns the value or raises a ValueError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import isfinite, isnan
 from typing import Any
 
 MOST = (1 << 63) - 1
-"""The largest count: files have no more bytes, tensors no more elements."""
+"""The largest accepted count: no file has more bytes, no tensor more elements."""
 
 _NAME_LENGTH = 4096
 
@@ -17,7 +17,7 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 
 
 def shown(value: object) -> str:
-    """Return a value as text of bounded length: a forged one may be huge, or nested deeply."""
+    """Return a value as text of bounded length: a forged one may be huge or deeply nested."""
     return _short.repr(value)
 
 
@@ -25,7 +25,7 @@ def count(value: Any, what: str, least: int = 0, most: int = MOST) -> int:
     """Require a whole number."""
     if (
         not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most
-    ):  # JSON's true is a number to Python
+    ):  # JSON's true is an int in Python
         raise ValueError(f"{what} is {shown(value)}; it must be a whole number of at least {least}")
     return value
 

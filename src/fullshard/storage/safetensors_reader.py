@@ -1,4 +1,4 @@
-"""Reader of one safetensors file by element ranges, which trusts nothing: the header is checked first.
+"""Reader of one untrusted safetensors file by element ranges; the header is checked first.
 
 The library's own reader maps the file, and every page of the mapping that a slice touches counts as the process's
 memory until it is unmapped: twice what is needed. Here ``preadv`` reads the bytes into place.
@@ -25,10 +25,10 @@ HEADER_LIMIT_BYTES = 100_000_000
 """Longest header that is accepted; the library's own limit."""
 
 STAGING_BYTES = 16 << 20
-"""Largest buffer of host memory for elements that are converted or go to another device."""
+"""Largest host buffer for elements that are converted or copied to another device."""
 
 _REMEDY = "The file is damaged or was not copied completely: fetch or save it again."
-# Linux reads at most 0x7ffff000 bytes a call; smaller pieces also let Ctrl-C in between.
+# Linux reads at most 0x7ffff000 bytes a call; smaller pieces also let Ctrl-C through in between.
 _READ_BYTES = 64 << 20
 
 
@@ -42,7 +42,7 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """A file whose header was checked, read by runs of elements; any rank, each for itself.
+    """A file with a checked header, read by runs of elements; each rank opens its own.
 
     The file is opened for each read, so nothing has to be closed. A file that was replaced in between is detected.
 

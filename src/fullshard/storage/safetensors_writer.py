@@ -23,7 +23,7 @@ from fullshard.storage.dtypes import CODES
 from fullshard.storage.object_path import Place
 
 _PIECE_BYTES = 1 << 20
-"""Bytes cast and written at once: all the memory that writing takes. Small pieces also let Ctrl-C in between."""
+"""Bytes cast and written at once, which is all the memory that writing takes; also small enough for Ctrl-C."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which are complete, which is the newest or the best, and which are kept.
+"""A directory of checkpoints: which are complete, which is the newest or best, and which are kept.
 
 ::
 
@@ -85,7 +85,7 @@ def _checked_index(path: Place, done: Completion) -> Index:
 
 
 def contradiction(index: Index, done: Completion) -> str | None:
-    """Return how an index contradicts ``complete.json`` or torch, as what follows the file's name; None if not."""
+    """Describe how an index contradicts ``complete.json`` or torch, to follow the file's name; None if it does not."""
     if index.step != done.step:
         return f"is of step {index.step:,}, but {COMPLETE_NAME} is of step {done.step:,}"
     listed: dict[str, int] = {}
@@ -104,7 +104,7 @@ def contradiction(index: Index, done: Completion) -> str | None:
 
 
 def instead_of(path: Place) -> str:
-    """Return a sentence that names the newest other complete checkpoint, for use instead of a damaged one; any rank."""
+    """Return a sentence that names the newest other complete checkpoint to use instead of a damaged one; any rank."""
     others: list[Place] = []
     with contextlib.suppress(OSError, StoreError):
         others = [other for other in find_checkpoints(path.parent) if other.name != path.name]
@@ -123,21 +123,21 @@ class Damaged:
 
     path: Place  # its directory
     problem: str  # the file and what is wrong with it
-    known: Completion | None  # what its undamaged files say of it; None if that cannot be read
+    known: Completion | None  # what its undamaged files record; None if they cannot be read
     scored: bool = True  # whether its metric is known too: an evaluation changes only ``complete.json``
 
     def may_be_newer(self, than: Completion) -> bool:
-        """Return whether it may have been saved after another one: unless its order of saving is known."""
+        """Return True if it may have been saved after another one; False if the known order of saving excludes it."""
         return self.known is None or (self.known.serial, self.known.step) > (than.serial, than.step)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The checkpoints in a directory."""
+    """The complete and the damaged checkpoints in a directory."""
 
     directory: Place
     complete: tuple[tuple[Completion, Place], ...]  # with their ``complete.json``, in the order they were saved in
-    damaged: tuple[Damaged, ...]  # the others, by step
+    damaged: tuple[Damaged, ...]  # by step
 
     def newer_damaged(self) -> tuple[Damaged, ...]:
         """Return the damaged checkpoints that may have been saved after the newest complete one."""
@@ -147,7 +147,7 @@ class Survey:
         """Return the checkpoint that was saved last; None if there is none.
 
         Raises:
-            CheckpointError: It is damaged, or a damaged one may be it.
+            CheckpointError: It is damaged, or a damaged one may be newer.
         """
         newer = self.newer_damaged()
         if not newer:
@@ -157,10 +157,10 @@ class Survey:
         raise CheckpointError(f"{damaged.problem} {place} {self._way_back(damaged)}")
 
     def best(self, *, otherwise: bool = True) -> Place | None:
-        """Return the checkpoint with the best metric, as :func:`rank_by_metric` orders them; None if none has one.
+        """Return the checkpoint with the best metric by :func:`rank_by_metric`; None if none has a metric.
 
         Raises:
-            CheckpointError: It is damaged, or a damaged one may be it.
+            CheckpointError: It is damaged, or a damaged one may be better.
         """
         known = [(one.known, one.path) for one in self.damaged if one.known is not None and one.scored]
         both = sorted((*self.complete, *known), key=lambda one: (one[0].serial, one[0].step))
@@ -180,7 +180,7 @@ class Survey:
         return f"{damaged.path.name} {verb} the {rank} checkpoint in {self.directory}; no other is used silently."
 
     def _way_back(self, damaged: Damaged) -> str:
-        """Return which checkpoint is the newest good one, and what to set to use it."""
+        """Name the newest good checkpoint and the setting that uses it."""
         if not self.complete:
             return (
                 "No checkpoint there is complete. Restore the files from a copy. To start from scratch, set "
@@ -189,18 +189,18 @@ class Survey:
         good = self.complete[-1][1]
         return (
             f"The newest good one is {good}. To go back to it, set resume=previous in fullshard train, or pass "
-            f"previous=True to Checkpoints.load: {damaged.path.name} is {set_aside_text(damaged.path)} "
-            "then. To use another one, pass its path: resume=PATH, path=PATH or fullshard export PATH."
+            f"previous=True to Checkpoints.load: {damaged.path.name} will be {set_aside_text(damaged.path)}. "
+            "To use another one, pass its path: resume=PATH, path=PATH or fullshard export PATH."
         )
 
 
 def survey(directory: Place, *, parse_newest: bool = False) -> Survey:
-    """Judge every checkpoint in a directory by its marker, the sizes of its files and the hash of its index; any rank.
+    """Classify every checkpoint in a directory by its marker, file sizes and the hash of its index; any rank.
 
     Args:
         directory: The directory of ``step-…`` directories; it need not exist.
-        parse_newest: Whether the index of the newest complete one is parsed too, and if it has values that no writer
-            writes, of the one before it.
+        parse_newest: Also parse the index of the newest complete one and, if its values are impossible, of the one
+            before it.
     """
     complete: list[tuple[Completion, Place]] = []
     damaged: list[Damaged] = []
@@ -211,7 +211,7 @@ def survey(directory: Place, *, parse_newest: bool = False) -> Survey:
         except StoreError:
             raise
         except CheckpointError as error:
-            # A reader without the lock may come upon one that is being deleted or replaced.
+            # A reader does not hold the lock: the checkpoint may have been deleted or replaced since it was listed.
             if backend.is_candidate(path):
                 damaged.append(_damaged(path, str(error)))
     complete.sort(key=lambda one: (one[0].serial, one[0].step, one[1]))
@@ -229,7 +229,7 @@ def survey(directory: Place, *, parse_newest: bool = False) -> Survey:
 
 
 def _damaged(path: Place, problem: str) -> Damaged:
-    """Return what is known of a damaged checkpoint from its ``complete.json``, or from its index."""
+    """Return what is known of a damaged checkpoint from its ``complete.json`` or its index."""
     with contextlib.suppress(OSError, ValueError):
         return Damaged(path, problem, parse_completion(read_bounded(path / COMPLETE_NAME, SMALL.nbytes)))
     with contextlib.suppress(OSError, ValueError, CheckpointError):
@@ -257,15 +257,15 @@ def next_serial(directory: Place) -> int:
 
 
 def set_aside_text(path: Place) -> str:
-    """Return what :func:`set_aside` would do to a checkpoint now, as what follows "is"."""
+    """Return what :func:`set_aside` does to a checkpoint, as a phrase that follows "is"."""
     return backend_of(path).set_aside_text(path)
 
 
 def set_aside(path: Place) -> Place:
-    """Make a damaged checkpoint no candidate any more; on one rank, under the lock.
+    """Exclude a damaged checkpoint from the candidates; on one rank, under the lock.
 
     Returns:
-        Its new name, in an object store the object that marks it; the user decides whether it is deleted.
+        Its new name, or in an object store the object that marks it. Deleting it is left to the user.
 
     Raises:
         OSError, StoreError: The file system or the store refused.
@@ -290,7 +290,7 @@ def rank_by_metric(found: Sequence[tuple[Completion, Place]], *, otherwise: bool
 
     Args:
         found: Checkpoints in the order they were saved in.
-        otherwise: Whether a greater metric is better if no checkpoint records it.
+        otherwise: Direction if no checkpoint records one.
     """
     judged = [(done, path, done.metric) for done, path in found if done.metric is not None]
     recorded = [done.greater_is_better for done, _, _ in judged if done.greater_is_better is not None]
@@ -313,8 +313,8 @@ def clear_leftovers(directory: Place) -> None:
 class Keep:
     """Which checkpoints are kept after the next one is saved."""
 
-    last: int | None = 2  # number of newest checkpoints; None: all
-    best: int = 0  # number of checkpoints with the best metric in addition to those
+    last: int | None = 2  # number of newest checkpoints to keep; None: all
+    best: int = 0  # number of checkpoints with the best metric to keep in addition
     greater_is_better: bool = True  # whether a greater metric is better if no checkpoint records it
 
 
@@ -329,7 +329,7 @@ def prune(directory: Place, keep: Keep, *, newest: Place) -> None:
     found = find_completions(directory)
     own = next((done for done, path in found if path == newest), None)
     for done, path in found:
-        # On a disk the rename replaced it.
+        # On a disk the rename has replaced it already.
         if own is not None and done.step == own.step and path != newest:
             remove_checkpoint(path)
     if keep.last is None:
@@ -344,7 +344,7 @@ def prune(directory: Place, keep: Keep, *, newest: Place) -> None:
 
 
 def remove_checkpoint(path: Place) -> None:
-    """Delete a checkpoint, such that a kill never leaves part of one that could be taken for one; on one rank.
+    """Delete a checkpoint so that a kill never leaves a part that looks like one; on one rank.
 
     Raises:
         OSError, StoreError: The file system or the store refused.

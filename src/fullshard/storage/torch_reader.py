@@ -22,7 +22,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 
 
 class TorchFile:
-    """A state dict in torch's own format; any rank, each for itself.
+    """A state dict in torch's own format; each rank opens its own.
 
     Attributes:
         path: The file.
@@ -52,7 +52,7 @@ class TorchFile:
                 part.copy_(flat[start + low : start + low + part.numel()])
 
     def same(self, one: str, other: str) -> bool:
-        """Return whether two names refer to one tensor: tied parameters are saved under each of their names."""
+        """Return True if two names refer to one tensor: tied parameters are saved under each of their names."""
         a, b = self._values[one], self._values[other]
         return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
@@ -100,7 +100,7 @@ def refused_name(error: Exception) -> str | None:
 
 
 def why_refused(error: Exception) -> str:
-    """Return what follows the name of a file that was not loaded, without torch's advice to load it unsafely."""
+    """Describe why a file was not loaded, to follow its name; without torch's advice to load it unsafely."""
     name = refused_name(error)
     if name is None:
         return f"it is damaged ({_reason(error)}). Fetch or save it again."

@@ -1,4 +1,4 @@
-"""Verification of everything that was written: all problems, and where they are."""
+"""Verification of checkpoints, models and weight files: lists all problems and where they are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem that was found."""
+    """One problem found by verification."""
 
     file: str  # the file, relative to the path that was checked
     text: str  # the problem
@@ -64,7 +64,7 @@ class VerifyResult:
     problems: tuple[Problem, ...]  # all problems
     # small files of a checkpoint of an earlier version, which recorded no checksums of them
     unhashed: tuple[str, ...] = ()
-    base: Mapping[str, str] | None = None  # the quantised base model, which is not in the checkpoint; None: all is
+    base: Mapping[str, str] | None = None  # the quantised base model outside the checkpoint; None: all weights are here
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -146,7 +146,7 @@ def verify(path: str | Place, progress: Progress = lambda done, total: None) -> 
 
 
 def _what_resumes(path: Place, kind: Kind, directory: Place | None, results: Sequence[VerifyResult]) -> list[str]:
-    """Return what a run that resumes would raise about damage in the newest checkpoint, or what to use instead."""
+    """Return what a resuming run would raise about damage in the newest checkpoint, or what to use instead."""
     if directory is not None:
         try:
             survey(directory, parse_newest=True).newest()
@@ -170,7 +170,7 @@ def _weight_bytes(path: Place) -> int:
 
 
 class _Meter:
-    """Counts what is read for one result, and reports the progress."""
+    """Counts the bytes read for one result, and reports progress."""
 
     def __init__(self, progress: Progress, before: int, total: int) -> None:
         self.nbytes = 0
@@ -291,7 +291,7 @@ def _check_index(path: Place, done: Completion | None, problems: list[Problem]) 
 
 
 def _open(file: Place, top: Place, problems: list[Problem]) -> SafetensorsFile | None:
-    """Open a file, or add what is wrong with its header to ``problems``."""
+    """Open a file; if its header is wrong, add that to ``problems``."""
     try:
         return SafetensorsFile(file)
     except StoreError:
@@ -317,7 +317,7 @@ def _check_files(files: Mapping[str, SafetensorsFile], index: Index, meter: _Met
 def _check_piece(
     file: SafetensorsFile, name: str, entry: TensorEntry, piece: PieceEntry, meter: _Meter
 ) -> Iterator[Problem]:
-    """Check one run of one tensor: that the file has it as the index lists it, and its blocks."""
+    """Check one run of one tensor: its entry in the file against the index, then its blocks."""
     stored = file.tensors.get(name)
     if stored is None:
         yield Problem(piece.file, f"does not contain {name}, which the index lists in it", name)
@@ -377,7 +377,7 @@ def _verify_weights(path: Place, kind: Kind, meter: _Meter) -> VerifyResult:
 
 
 def _every_problem(path: Place, first: CheckpointError) -> list[Problem]:
-    """Return the problems of each file of a model whose first problem prevented opening it."""
+    """Return the problems of each file of a model that could not be opened because of the first one."""
     top = path if path.is_dir() else path.parent
     index = path / WEIGHTS_INDEX_NAME if path.is_dir() else path
     problems: list[Problem] = []
@@ -405,7 +405,7 @@ def _check_json(directory: Place, top: Place) -> Iterator[Problem]:
     """Check that small files named ``*.json`` are JSON."""
     for file in sorted(directory.glob("*.json")):
         if file.name.endswith(INDEX_SUFFIX):
-            continue  # read with the weights
+            continue  # verified with the weights
         try:
             read_json(file)
         except (OSError, ValueError) as error:

@@ -20,13 +20,13 @@ WEIGHTS_IN_DIRECTORY = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""Files that are looked for in a directory, in order of preference."""
+"""Files looked for in a directory, in order of preference."""
 
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class WeightFiles:
-    """The tensors of a model on disk, by their stored names; any rank, each for itself.
+    """The tensors of a model on disk, by their stored names; each rank opens its own.
 
     Attributes:
         path: The given directory or file.

@@ -20,8 +20,8 @@ WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 _WEIGHTS = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, ADAPTER_NAME)
 _ENTRY_FILES = (*_WEIGHTS, "adapter_config.json", "config.json", "generation_config.json")
-"""In the order in which they are removed: weights first. An adapter's configuration left next to a complete model, or a
-model's next to an adapter, would be read as part of it."""
+"""In the order of their removal: weights first. An adapter's configuration left next to a complete model, or a model's
+next to an adapter, would be read as part of it."""
 
 _PARTS = "model-*-of-*.safetensors"
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
@@ -141,9 +141,9 @@ class WeightsWriter:
 
 
 def publish_model(source: Path, target: Path) -> None:
-    """Replace the model in the directory ``target``, which holds other files too, by a saved one; on one rank.
+    """Replace the model in the directory ``target``, which may hold other files, by a saved one; on one rank.
 
-    Whenever it is killed, a reader finds the new model in ``target``, or none.
+    After a kill at any time, ``target`` holds the new model or none.
 
     Raises:
         CheckpointError: The file system refused; ``source`` is still complete.
@@ -152,5 +152,5 @@ def publish_model(source: Path, target: Path) -> None:
 
 
 def holds_model(directory: Path) -> bool:
-    """Return whether a directory holds a model's weights as Hugging Face names them, or an adapter's as peft does."""
+    """Return True if a directory holds a model's weights as Hugging Face names them, or an adapter's as peft does."""
     return any((directory / name).exists() for name in _WEIGHTS)

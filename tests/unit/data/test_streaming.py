@@ -228,10 +228,10 @@ def test_a_file_that_is_written_to_is_refused(tmp_path, t5_like):
     streamed, _ = stream(tmp_path / "entry", spec_of(path), t5_like)
     before = path.read_bytes()
     path.write_bytes(before + b"\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl was changed while it is read"):
+    with pytest.raises(DataError, match=r"rows\.jsonl was changed while a run is reading it"):
         streamed.taken([0])
     path.write_bytes(before[: len(before) // 2])
-    with pytest.raises(DataError, match="was changed while it is read"):
+    with pytest.raises(DataError, match="was changed while a run is reading it"):
         streamed.taken([len(streamed) - 1])
 
 

@@ -45,7 +45,7 @@ def test_the_column_of_weights_is_never_source_or_target(tmp_path):
 @pytest.mark.parametrize("cell", ["-1", "0", "nan", "inf", "", "heavy", "-0.0"])
 def test_a_weight_that_is_no_positive_number_is_an_unusable_row(tmp_path, cell):
     path = write(tmp_path / "rows.csv", f"text,label,w\na,x,1\nb,y,{cell}\n")
-    with pytest.raises(DataError, match=r"rows.csv:3: column 'w' holds .*, and a weight is a positive number"):
+    with pytest.raises(DataError, match=r"rows.csv:3: column 'w' holds .*; a weight is a positive number"):
         read_split(spec_of(path), "train")
     table = read_split(spec_of(path, max_bad_rows=1), "train")
     assert [row.source for row in table.examples] == ["a"]

@@ -124,7 +124,7 @@ def test_the_second_upload_changes_nothing_and_sends_nothing(run, hub, capsys):
     assert share(run) == 0
     assert hub.sent == sent
     assert len(hub.repositories[REPO].commits) == 2
-    assert "already there, nothing to change" in capsys.readouterr().out
+    assert "already up to date" in capsys.readouterr().out
 
 
 def test_files_of_an_earlier_model_go_and_others_stay(run, hub, capsys):
@@ -135,7 +135,7 @@ def test_files_of_an_earlier_model_go_and_others_stay(run, hub, capsys):
     files = hub.files(REPO)
     assert "notes/mine.txt" in files
     assert not {"model-00001-of-00002.safetensors", "adapter_config.json"} & set(files)
-    assert "deleted there, no part of this model: adapter_config.json" in capsys.readouterr().out
+    assert "deleted there, not part of this model: adapter_config.json" in capsys.readouterr().out
 
 
 def test_a_public_repository_is_refused_where_a_private_one_is_wanted(run, hub, capsys):

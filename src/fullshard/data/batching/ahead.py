@@ -1,4 +1,4 @@
-"""Token ids of coming steps, made in a thread while the present one computes."""
+"""Reading ahead: token ids of coming steps are made in a thread while the current one computes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fullshard.data.tokenizing.tokenize import TokenizedSet
 T = TypeVar("T")
 
 STEPS_AHEAD = 2
-"""Steps whose rows are read ahead: one may be slow, and each holds its rows' ids only."""
+"""Steps read ahead. Two, because one may be slow; each holds only its rows' ids."""
 
 
 def read_ahead(
     tokenized: TokenizedSet, wanted: Iterator[Sequence[int]], use: Callable[[TokenizedSet], T]
 ) -> Iterator[T]:
-    """Yield what ``use`` makes of each step's rows, from a set that has their ids in memory or mapped.
+    """Yield ``use`` of each step's rows, which are read ahead into memory if the set makes ids on demand.
 
     Args:
-        tokenized: The set. One that has its ids is used as it is.
+        tokenized: The set; used as it is if it holds its ids.
         wanted: The rows of each step, ascending.
-        use: Called in the order of the steps, by the caller's thread.
+        use: Called in the order of the steps, in the caller's thread.
 
     Raises:
-        DataError: A row cannot be read; when its step is due.
+        DataError: A row cannot be read; raised when its step is due.
     """
     if tokenized.source is None:
         for _ in wanted:
@@ -40,7 +40,7 @@ def read_ahead(
                 waiting.append(worker.submit(tokenized.taken, rows))
             while waiting:
                 made = use(waiting.popleft().result())
-                # Only now: the thread would share Python's lock with ``use``, which then took 3 ms instead of 1.
+                # Started only here: the thread competes for the GIL with ``use``, which then took 3 ms instead of 1.
                 waiting += [worker.submit(tokenized.taken, rows) for rows in islice(wanted, 1)]
                 yield made
         finally:

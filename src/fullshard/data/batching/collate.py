@@ -24,7 +24,7 @@ class RowRef:
     """One row of a micro-batch."""
 
     index: int  # its index in the tokenized set
-    # whether it is only there to make the ranks' steps equal, and does not count in loss and metrics
+    # True if it only makes the ranks' steps equal and does not count in loss and metrics
     filler: bool = False
 
 
@@ -73,7 +73,7 @@ class Batch:
     fillers: tuple[bool, ...]  # for each row, whether it is a filler, which does not count in loss and metrics
     packing: Packing | None = None  # the row of each position; None if each row is a separate sequence
     weights_BT: Tensor | None = None  # float32, the weight of each label's row; None: all are 1
-    target_weight: float = 0.0  # sum of the weights of the tokens that count in the loss; ``target_tokens`` without
+    target_weight: float = 0.0  # sum of the weights of the tokens that count; ``target_tokens`` without weights
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy with its tensors on a device; shared tensors stay shared."""

@@ -20,7 +20,7 @@ from fullshard.data.tokenizing.tokenize import TokenizedSet
 from fullshard.errors import DataError
 
 WINDOW_GROUPS = 50
-"""Number of groups whose rows are sorted by length together; more would make the order less random."""
+"""Groups whose rows are sorted by length together; a larger number makes the order less random."""
 
 Places = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Indices of rows, and which of them are fillers."""
@@ -82,7 +82,7 @@ class EpochPlan:
     # run that resumes with another world size keeps its initial groups
     group_rows: int | None = None
     accumulation: int = 1  # micro-batches per step; the last step of an epoch may have fewer
-    mixture: Mixture | None = None  # in training, the sets that the rows are of; None: each row once
+    mixture: Mixture | None = None  # in training, the mixture that rows are drawn from; None: each row once
 
     def __post_init__(self) -> None:
         """Check the sizes.

@@ -1,1 +1,1 @@
-"""Mixtures: several data sets, the share of each in an epoch, and their rows one after another."""
+"""Mixtures of several data sets: the share of each in an epoch, and their concatenated rows."""

@@ -1,4 +1,4 @@
-"""Tokenized sets one after another, as one set, without copying their files into memory."""
+"""Concatenation of tokenized sets without copying their files into memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.data.tokenizing.tokenize import EncodedRows, LengthStats, Tokeniz
 
 
 class Chained(Ragged):
-    """Rows of several, one after another; there is no one array of ids."""
+    """The concatenated rows of several Ragged arrays; there is no single array of ids."""
 
     def __init__(self, parts: Sequence[Ragged]) -> None:
         """Keep the parts, at least one."""
@@ -36,14 +36,14 @@ class Chained(Ragged):
 
 
 class ChainedSource:
-    """The rows of several sources, one after another."""
+    """The concatenated rows of several row sources."""
 
     def __init__(self, parts: Sequence[RowSource], rows: Sequence[int]) -> None:
-        """Keep the parts, and the number of rows of each."""
+        """Keep the parts and the number of rows of each."""
         self._parts, self._starts = tuple(parts), np.cumsum([0, *rows])
 
     def encode(self, rows: Sequence[int]) -> EncodedRows:
-        """Return the ids of rows, which ascend."""
+        """Return the ids of rows, whose numbers ascend."""
         numbers = np.asarray(rows)
         part_of = np.searchsorted(self._starts, numbers, side="right") - 1
         found = [
@@ -54,10 +54,10 @@ class ChainedSource:
 
 
 def chained(sets: Sequence[TokenizedSet]) -> TokenizedSet:
-    """Return the rows of all sets as one set; of one set, that set.
+    """Return the concatenated rows of all sets; a single set is returned unchanged.
 
-    The sets are of one tokenizer and one kind of model, so either all have spans or none has, and of one run, so either
-    all are tokenized on demand or none is.
+    The sets share one tokenizer and kind of model, so either all or none have spans. They belong to one run, so either
+    all or none are tokenized on demand.
     """
     if len(sets) == 1:
         return sets[0]

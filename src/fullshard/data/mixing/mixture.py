@@ -1,4 +1,4 @@
-"""The rows that each set of a mixture gives to an epoch: exact shares, the same on every rank and in every run."""
+"""Rows that each set of a mixture contributes to an epoch: exact shares, the same on every rank and in every run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sets of rows with a weight each; the rows are numbered through all sets, one after another.
+    """Sets of rows with a weight each; rows are numbered consecutively through all sets.
 
-    An epoch has as many rows as all sets together, and a weight is a set's share of them. A set goes through all its
-    rows in an order drawn from the seed, and then through all of them again in another order, across epochs: at any
-    time each of its rows was taken equally often, or once more than others.
+    An epoch has as many rows as all sets together, and a set's share is in proportion to its weight. Each set is
+    traversed in an order drawn from the seed, then in another order, and so on across epochs: at any time, the numbers
+    of times that its rows were taken differ by at most one.
     """
 
     rows: tuple[int, ...]  # rows of each set
@@ -26,7 +26,7 @@ class Mixture:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Rows of each set in an epoch: its share, rounded by largest remainder; at least one."""
+        """Rows of each set in an epoch: its share, rounded by largest remainder, at least one."""
         return shares(sum(self.rows), self.weights)
 
     def epoch_rows(self, epoch: int) -> NDArray[np.int64]:
@@ -43,24 +43,24 @@ class Mixture:
         return np.concatenate(parts)
 
     def _taken(self, number: int, rows: int, first: int, end: int) -> NDArray[np.int64]:
-        """Return places ``first`` to ``end`` of one set's orders, one after another."""
+        """Return positions ``first`` to ``end`` of one set's successive orders."""
         passes = range(first // rows, (end - 1) // rows + 1)
         orders = np.concatenate([self._order(number, rows, one) for one in passes])
         return orders[first - passes.start * rows : end - passes.start * rows]
 
     def _order(self, number: int, rows: int, which: int) -> NDArray[np.int64]:
         """Return one order of all rows of a set."""
-        # A seed of its own for each set and pass, far from those of epochs, which are seed + epoch.
+        # Each set and pass has its own seed, far from the epochs' seeds, which are seed + epoch.
         mixed = np.random.SeedSequence([self.seed, number, which]).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(mixed) >> 1)
         return torch.randperm(rows, generator=generator).numpy()
 
 
 def shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Divide ``total`` in proportion to weights, by largest remainder; each gets at least one.
+    """Divide ``total`` in proportion to weights by largest remainder; each share is at least one.
 
     Args:
-        total: At least as many as there are weights.
+        total: At least the number of weights.
         weights: Positive numbers.
 
     Returns:
@@ -68,7 +68,7 @@ def shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """
     exact = [Fraction(weight) * total / sum(map(Fraction, weights)) for weight in weights]
     found = [int(share) for share in exact]
-    # Of equal remainders the first set's counts; fractions are exact, so that every machine decides alike.
+    # Of equal remainders, the first set's is rounded up; exact fractions make every machine decide alike.
     by_remainder = sorted(range(len(exact)), key=lambda number: (found[number] - exact[number], number))
     for number in by_remainder[: total - sum(found)]:
         found[number] += 1

@@ -1,1 +1,1 @@
-"""From files and datasets to examples: tables of many formats, the choice of columns, rows held out."""
+"""Reading: tables of many formats, choice of columns, and rows held out for validation."""

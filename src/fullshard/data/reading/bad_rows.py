@@ -8,11 +8,11 @@ SHOWN_PROBLEMS = 5
 
 
 class UnusableRowError(Exception):
-    """The reason why one row cannot be used; caught within this package."""
+    """Raised for a row that cannot be used; caught within this package."""
 
 
 class UnusableRowsError(DataError):
-    """More rows than allowed are unusable; ``beyond_shown`` as in :class:`BadRows`."""
+    """Raised if more rows than allowed are unusable; ``beyond_shown`` as in :class:`BadRows`."""
 
     def __init__(self, message: str, beyond_shown: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -23,8 +23,8 @@ class BadRows:
     """The unusable rows of one table.
 
     Attributes:
-        count: How many there are.
-        reasons: The lines of the rows of each reason.
+        count: Number of unusable rows.
+        reasons: For each reason, the lines of its rows.
     """
 
     def __init__(self, where: str) -> None:
@@ -46,7 +46,7 @@ class BadRows:
         return tuple(self._found) if self.count > SHOWN_PROBLEMS else ()
 
     def settle(self, num_rows: int, limit: int) -> tuple[str, ...]:
-        """Return the message about skipped rows, or none if all of the table's ``num_rows`` rows are usable.
+        """Return the message about skipped rows, if any of the table's ``num_rows`` rows were skipped.
 
         Raises:
             UnusableRowsError: More rows than ``limit`` (``data.max_bad_rows``) are unusable.

@@ -1,4 +1,4 @@
-"""The text of a cell, for every kind of table."""
+"""Conversion of cells to text, for every kind of table."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cell_weight(name: str, cell: object) -> float:
     if not (math.isfinite(weight) and weight > 0):
         shown = repr(text) if text else "nothing"
         raise UnusableRowError(
-            f"column {name!r} holds {shown}, and a weight is a positive number; 0: leave the row out"
+            f"column {name!r} holds {shown}; a weight is a positive number. To give a row no weight, leave it out"
         )
     return weight
 

@@ -1,4 +1,4 @@
-"""Rows of turns: OpenAI's messages, ShareGPT's conversations, prompts and completions that are lists of turns."""
+"""Rows that are conversations: OpenAI's messages, ShareGPT's conversations, prompts and completions of turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.data.reading.tables import Number, Row, RowReader, encoding_probl
 from fullshard.errors import DataError
 
 COLUMNS = ("messages", "conversations", "conversation")
-"""Columns whose cells may be conversations, by lower-case name; the first that a table has."""
+"""Columns whose cells may be conversations, by lower-case name; the first one in a table is used."""
 
 ROLES = {
     "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "function_call"),
@@ -23,13 +23,13 @@ ROLES = {
     "developer": ("developer",),
     "tool": ("tool", "function", "observation", "function_response", "tool_response"),
 }
-"""Roles, and the names they have in data."""
+"""Each role with the names used for it in data."""
 
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 _KEYS = (("role", "content"), ("from", "value"))
 _MAY_BE_BLANK = ("system", "developer", "tool")
 _LOOKED_AT = 100
-"""Rows in which a list of turns is looked for."""
+"""Number of rows in which a list of turns is looked for."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def find_conversations(
 
 @dataclass
 class TurnCounts:
-    """Counts of conversations, one after another."""
+    """Accumulated counts of conversations."""
 
     conversations: int = 0
     turns: int = 0
@@ -154,7 +154,7 @@ class TurnCounts:
 
 
 def conversation_note(recipe: ConversationRecipe, counts: TurnCounts, where: str) -> str:
-    """Return a line for the user: what the conversations are, and what is learned of them."""
+    """Return a line for the user with the number of conversations and what is learned of them."""
     turns = counts.turns / counts.conversations
     columns = recipe.turns if recipe.completion is None else f"{recipe.turns} and {recipe.completion}"
     learned = "every assistant turn" if recipe.train_on == "assistant" else "the last assistant turn"
@@ -167,7 +167,7 @@ def conversation_note(recipe: ConversationRecipe, counts: TurnCounts, where: str
 
 
 def require_conversations(spec: SourceSpec, where: str) -> None:
-    """Raise if an option applies to conversations only, for a table that has none.
+    """Raise if an option for conversations is set for a table that has none.
 
     Raises:
         DataError: ``data.train_on`` is last.
@@ -196,18 +196,18 @@ def answers_as_rows(examples: Iterable[Example]) -> list[Example]:
 
 
 def opening(conversation: Conversation) -> str:
-    """Return the turns before the assistant's first answer as text: conversations that begin alike have the same."""
+    """Return the turns before the assistant's first answer as text, equal for conversations that begin alike."""
     first = next(i for i in range(len(conversation.messages)) if _is_answer(conversation.messages, i))
     return replace(conversation, messages=conversation.messages[:first], answers=()).history_text
 
 
 def _is_answer(messages: Sequence[Mapping[str, Any]], index: int) -> bool:
-    """Return whether a turn is the assistant's and follows another turn, to which it is an answer."""
+    """Return True if a turn is the assistant's and follows another turn."""
     return index > 0 and messages[index]["role"] == "assistant"
 
 
 def _is_learned(messages: Sequence[Mapping[str, Any]], index: int) -> bool:
-    """Return whether a turn is an answer; OpenAI's format leaves those of weight 0 out."""
+    """Return True if an answer is learned; OpenAI's format excludes those of weight 0."""
     return _is_answer(messages, index) and messages[index].get("weight", 1) != 0
 
 
@@ -220,7 +220,7 @@ def _is_turns(cell: object) -> bool:
 
 
 def _turns(name: str, cell: object) -> list[dict[str, Any]]:
-    """Return the turns of a cell, with the roles' own names."""
+    """Return the turns of a cell, with roles renamed to their standard names."""
     if cell is None:
         raise UnusableRowError(f"column {name!r} is missing")
     if not isinstance(cell, list):
@@ -268,7 +268,7 @@ def _content(where: str, content: object, *, may_lack: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of JSON or Arrow with numbers as numbers and without keys that hold nothing."""
+    """Convert values of JSON or Arrow: numbers become numbers, and keys without a value are dropped."""
     if isinstance(value, Number):
         return json.loads(value)
     if isinstance(value, Mapping):

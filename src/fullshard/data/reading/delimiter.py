@@ -23,28 +23,28 @@ _QUOTED_CELL = re.compile(f'{_OPENING}{_INSIDE}"')
 _OPEN_CELL = re.compile(_OPENING)
 _REST_OF_CELL = re.compile(f'{_INSIDE}"')
 _BLANK = ' ",;\t|\r\n'
-"""Characters of a line that is no header."""
+"""Characters of a line that cannot be a header."""
 
 
 _SEPARATOR_LINE = re.compile('^"?sep=(.)"?$', re.IGNORECASE)
-"""A first line that Excel writes and reads: which delimiter the file has."""
+"""A first line that Excel writes and reads, which names the file's delimiter."""
 
 
 def named_delimiter(line: str) -> str | None:
-    """Return the delimiter that a first line such as ``sep=;`` names; None if it is another line."""
+    """Return the delimiter that a first line such as ``sep=;`` names; None for any other line."""
     found = _SEPARATOR_LINE.match(line.rstrip("\r\n"))
     return found.group(1) if found else None
 
 
 def find_delimiter(lines: Iterable[str], path: Path) -> str:
-    r"""Return the delimiter of a CSV text whose ``lines`` end at ``\n``: a comma wherever it can be one.
+    r"""Return the delimiter of a CSV text whose ``lines`` end at ``\n``; a comma wherever that is possible.
 
-    A first line ``sep=;`` names it. Otherwise it can be one that is in the header and equally often in each of the
-    first 20 rows, not counting those inside quoted cells. Where none is, the file has one column, or rows that are
-    broken: a comma then.
+    A first line ``sep=;`` names it. Otherwise a delimiter is possible if it occurs in the header and equally often in
+    each of the first 20 rows, not counting those inside quoted cells. If none is possible, the file has one column or
+    broken rows, and a comma is returned.
 
     Raises:
-        DataError: Several can be, and the comma is none of them.
+        DataError: Several are possible, but not the comma.
     """
     lines = iter(lines)
     first = next(lines, "")
@@ -70,7 +70,7 @@ def shown(delimiter: str) -> str:
 
 
 def _unquoted(lines: Iterable[str]) -> Iterator[str]:
-    """Yield each record without its quoted cells; one of several lines counts as one record."""
+    """Yield each record without its quoted cells; a record of several lines counts once."""
     record, inside = "", False
     for line in lines:
         rest = line
@@ -79,7 +79,7 @@ def _unquoted(lines: Iterable[str]) -> Iterator[str]:
             if end is None:
                 continue
             rest = line[end.end() :]
-        # What is left of a quoted cell is a mark: a record of such cells is not a blank line.
+        # A mark stands for a quoted cell, so that a record of quoted cells only is not a blank line.
         rest = _QUOTED_CELL.sub("x", rest)
         opening = _OPEN_CELL.search(rest)
         inside = opening is not None

@@ -1,4 +1,4 @@
-"""Rows held out by a hash, which are the same in every run and on every machine, whatever other rows there are."""
+"""Holding out rows by a hash: the same rows in every run and on every machine, independent of the other rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fullshard.errors import DataError
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Return whether rows with this key are held out, a ``fraction`` of keys; rows with the same key stay together."""
+    """Return True for a ``fraction`` of keys; rows with the same key are on the same side."""
     digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 class Sides:
-    """Which rows of a table are held out, by their sources; of conversations by their openings.
+    """Assigns rows to splits by their sources; conversations by their openings.
 
-    A conversation is on one side with all its turns, and so are those that begin with the same turns.
+    All turns of a conversation are on one side, and conversations that begin with the same turns share a side.
 
     Attributes:
         counts: Rows of each split so far.
@@ -41,7 +41,7 @@ class Sides:
         return split
 
     def note(self) -> str:
-        """Return the message about how many rows are held out, after all rows were seen.
+        """Return the message about how many rows are held out; called after all rows were seen.
 
         Raises:
             DataError: One of the splits is empty.
@@ -52,7 +52,7 @@ class Sides:
         what = "the turns before the first answer" if self._of_turns else "a row's source"
         return (
             f"{self._where}: {num_held_out} of {rows} rows are held out, {num_held_out / rows:.1%}, by "
-            f"data.validation_fraction {self._fraction:g}: the hash of {what} decides, whatever other rows there are."
+            f"data.validation_fraction {self._fraction:g}: the hash of {what} decides."
         )
 
 

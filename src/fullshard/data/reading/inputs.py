@@ -1,4 +1,4 @@
-"""Rows to predict for: only the source is read, every row counts, and a file may have plain lines."""
+"""Reading of rows to predict for: only the source is read, every row counts, and files of plain lines are allowed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SOURCES = {"wikihow": "text", "phrasebank": "sentence"}
 
 
 def read_inputs(path: Path, spec: SourceSpec) -> InputTable:
-    """Read the sources of a file's rows. Any process can call it.
+    """Read the source of each row of a file; any process.
 
     In a ``.txt`` file each line is a row. In other files the source is the spec's ``template`` or ``source_column``,
-    the only column, or the columns known by name, joined as in training; blank lines between rows are none.
+    the only column, or the columns known by name, joined as in training; blank lines are skipped.
 
     Args:
         path: The file; its suffix gives the format.
@@ -38,7 +38,7 @@ def read_inputs(path: Path, spec: SourceSpec) -> InputTable:
     if path.suffix.lower() == LINES_SUFFIX:
         return InputTable(_lines(path, spec.encoding))
     column = spec.source_column or _SOURCES.get(spec.format)
-    # Where columns are given, the source is read as its own target, a column that always exists.
+    # Where columns are given, the source also stands in for the target, which may not exist.
     target = spec.target_column
     if spec.template is not None:
         column, target = None, parse_template(spec.template)[0][0]
@@ -62,5 +62,5 @@ def _lines(path: Path, encoding: str) -> list[InputRow]:
 def _line(text: str, line: int, encoding: str) -> InputRow:
     problem = encoding_problem(text, encoding)
     if problem is not None:
-        return InputRow("", line, problem)  # what is not text cannot be written to the predictions either
+        return InputRow("", line, problem)  # undecodable text could not be written to the predictions either
     return InputRow(text, line, None if text.strip() else "it is empty")

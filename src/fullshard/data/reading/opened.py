@@ -1,4 +1,4 @@
-"""A table whose columns are chosen: its usable rows one after another, and what was found while they were read."""
+"""A table with chosen columns: yields its usable rows and collects what was found while reading them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fullshard.errors import DataError
 
 
 class OpenedTable:
-    """A table, how its rows become examples, and the unusable rows that were found.
+    """A table, the recipe for its examples, and the unusable rows found so far.
 
     Attributes:
         reader: The table's reader.
@@ -33,7 +33,7 @@ class OpenedTable:
     def __init__(
         self, reader: RowReader, spec: SourceSpec, weights: str | None, columns: list[str] | None = None
     ) -> None:
-        """Choose the columns; ``weights`` is the column of the rows' weights, None: all have weight 1.
+        """Choose the columns; ``weights`` names the column of the rows' weights, None gives all weight 1.
 
         Raises:
             DataError: Columns are missing or ambiguous.
@@ -95,7 +95,7 @@ class OpenedTable:
         return (example for _, example in self.usable_rows())
 
     def notes(self) -> tuple[str, ...]:
-        """Return messages for the user, after all rows were read.
+        """Return messages for the user; called after all rows were read.
 
         Raises:
             DataError: Too many rows are unusable, or none is usable.
@@ -112,7 +112,7 @@ class OpenedTable:
 
 
 def texts_of(columns: list[str], spec: SourceSpec) -> list[str]:
-    """Return the columns that may be source or target: all but that of the weights."""
+    """Return the columns that may be source or target: all but the weights' column."""
     return [name for name in columns if name != spec.weight_column]
 
 
@@ -120,7 +120,7 @@ def columns_of(reader: RowReader) -> list[str]:
     """Return the columns of a table.
 
     Raises:
-        DataError: No row could be read: the rows' problems, not missing columns.
+        DataError: No row could be read; the message lists the rows' problems instead of missing columns.
     """
     columns, bad, total = reader.columns(), BadRows(reader.where), 0
     for row in reader.rows(()) if not columns else ():

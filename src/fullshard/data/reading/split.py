@@ -23,7 +23,7 @@ FORMATS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".json": "json", ".p
 """Formats by suffix; all but Parquet may be gzipped, with .gz appended."""
 
 _RULES = 2
-"""Increased when the same file and options give other rows than before, to invalidate caches."""
+"""Increased when the same file and options give different rows than before, to invalidate caches."""
 
 _CHUNK_BYTES = 2**20
 
@@ -124,7 +124,7 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
         spec.max_bad_rows,
         [split, spec.validation_fraction] if by_hash else None,
     ]
-    # Only where it is not the default: runs of versions without the option resume.
+    # Hashed only if it is not the default, so that runs of versions without the option still resume.
     options += [spec.train_on] if spec.train_on != "assistant" else []
     options += [["weights", spec.weight_column]] if spec.weight_column is not None and split == "train" else []
     if _of_dataset(spec, split):

@@ -151,7 +151,7 @@ class LineStarts:
         """Yield the lines of :func:`open_lines` unchanged."""
         for number, line in enumerate(lines, start=1):
             self._starts[number] = self._next
-            # Undecodable bytes become themselves again.
+            # Surrogates encode back to the undecodable bytes, so byte positions stay right.
             self._next += len(line.encode("utf-8", "surrogateescape"))
             yield line
 
@@ -168,7 +168,7 @@ class CsvFile:
     def __init__(self, path: Path, encoding: str, delimiter: str | None = None) -> None:
         """Prepare to read ``path``; nothing is read yet. Delimiter None: found in the header and the first rows."""
         self.where = str(path)
-        self.starts: LineStarts | None = None  # notes where lines start, if somebody wants to know
+        self.starts: LineStarts | None = None  # set by a caller that needs the positions of lines
         self._path, self._encoding, self._given = path, encoding, delimiter
 
     @property
@@ -243,7 +243,7 @@ class JsonLinesFile:
     def __init__(self, path: Path, encoding: str) -> None:
         """Prepare to read ``path``; nothing is read yet."""
         self.where = str(path)
-        self.starts: LineStarts | None = None  # notes where lines start, if somebody wants to know
+        self.starts: LineStarts | None = None  # set by a caller that needs the positions of lines
         self._path, self._encoding = path, encoding
 
     def columns(self) -> list[str]:
@@ -320,7 +320,7 @@ class JsonFile:
 
 
 class Number(str):
-    """A number of JSON, as it is written."""
+    """A JSON number in its original notation."""
 
     __slots__ = ()
 
@@ -367,7 +367,7 @@ def _items_of(value: Any) -> list[Any] | None:
 
 
 class _LongCells:
-    """Raises the csv module's limit on cell length while any table is read, then restores it."""
+    """Raises the csv module's limit on cell length while a table is read, then restores it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,1 +1,1 @@
-"""Rows that are read and tokenized when a step needs them: the index of a file, and the rows at its places."""
+"""Streaming: rows are indexed once, then read and tokenized when a step needs them."""

@@ -1,4 +1,4 @@
-"""The index of a table that is too large to tokenize first: where each usable row starts, in one pass over the file."""
+"""The index of a table that is too large to tokenize first: the start of each usable row, found in one pass."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fullshard.data.reading.split import open_table, sides_of
 from fullshard.data.reading.tables import CsvFile, JsonLinesFile, LineStarts, Row
 
 ROWS_NAME = "rows.jsonl"
-"""Name of an entry's copy of the rows, for a table without access to single rows."""
+"""Name of the copy of the rows that a cache entry keeps for a table without access to single rows."""
 
 ANSWERS_NAME = "answers"
-"""Name of an index's file with the answer, counted from 0, that each row is of its conversation."""
+"""Name of the file that holds, for each row, the number of the answer within its conversation, from 0."""
 
 _FLUSHED_ROWS = 1 << 16
 _COLUMNS = {"starts": "q", "source_characters": "i", "target_characters": "i", "weights": "d", ANSWERS_NAME: "i"}
-"""Name of each of an index's files, and what :mod:`array` calls its type."""
+"""The index's files, each with its :mod:`array` type code."""
 
 
 def index_to(
     directory: Path, spec: SourceSpec, limit: int | None, most_labels: int, *, by_answer: bool = False
 ) -> dict[str, Any]:
-    """Write where each usable training row starts, and its lengths in characters; for ``build`` of ``cached``.
+    """Write where each usable training row starts, and its lengths in characters; a ``build`` for ``cached``.
 
-    Memory does not grow with the file. A CSV, TSV or JSON Lines file in UTF-8 is read in place later. A row of any
-    other table, such as Parquet or a compressed file, cannot be read alone: the columns in use are copied as JSON
+    Memory does not grow with the file. A CSV, TSV or JSON Lines file in UTF-8 is read in place later. Other tables,
+    such as Parquet or compressed files, have no access to single rows: the columns in use are copied as JSON
     Lines.
 
     Args:
@@ -43,10 +43,10 @@ def index_to(
         spec: Where the rows come from.
         limit: Maximum rows of the table, from the first; None: all.
         most_labels: Maximum distinct targets of a label set.
-        by_answer: Whether each learned answer of a conversation is a row, with the history before it.
+        by_answer: Make a row of each learned answer of a conversation, with the history before it.
 
     Returns:
-        Columns, notes, skipped rows, labels, and what else :func:`~fullshard.data.streaming.rows.open_stream` needs.
+        Columns, notes, skipped rows, labels, and other values for :func:`~fullshard.data.streaming.rows.open_stream`.
 
     Raises:
         DataError, ConfigError: See :func:`~fullshard.data.read_split`.
@@ -61,7 +61,7 @@ def index_to(
         found = _in_place(table, sides) if in_place else _copied(table, sides, directory / ROWS_NAME)
         for start, example in found:
             if used == limit:
-                continue  # the rest is only counted
+                continue  # rows beyond the limit are only counted
             used += 1
             for answer, row in enumerate(answers_as_rows([example]) if by_answer else [example]):
                 rows += 1
@@ -91,20 +91,20 @@ def index_to(
 
 
 def reads_in_place(table: OpenedTable, spec: SourceSpec) -> bool:
-    """Return whether single rows of a table can be read where they are."""
+    """Return True if single rows of a table can be read where they are."""
     text = isinstance(table.reader, CsvFile | JsonLinesFile) and not table.reader.where.lower().endswith(".gz")
     return text and spec.encoding.lower().replace("_", "-") in ("utf-8", "utf8", "ascii")
 
 
 class TargetCounts:
-    """Counts the distinct targets, of a file of any size in little memory.
+    """Counts distinct targets of a table of any size in little memory.
 
     Attributes:
-        labels: The rows of each target; None if there are more distinct ones than allowed.
+        labels: Number of rows of each target; None if there are too many distinct ones.
     """
 
     def __init__(self, most: int) -> None:
-        """Start with none; ``most`` is the maximum number of distinct targets."""
+        """Start empty; ``most`` is the maximum number of distinct targets."""
         self.labels: dict[str, int] | None = {}
         self._most = most
         self._counts: Counter[str] = Counter()
@@ -118,15 +118,15 @@ class TargetCounts:
 
     @property
     def majority(self) -> str:
-        """The most frequent target, of equally frequent ones the first; without labels, of the rows counted so far."""
+        """The most frequent target, the first of equals; with too many targets, among the rows counted so far."""
         return self._counts.most_common(1)[0][0]
 
 
 def training_texts(spec: SourceSpec, limit: int | None) -> Iterator[Example]:
-    """Yield the training rows one after another, the first ``limit`` of them, without keeping them; any process.
+    """Yield the first ``limit`` training rows without keeping them; any process.
 
     Raises:
-        DataError, ConfigError: See :func:`~fullshard.data.read_split`; not that too many rows are unusable.
+        DataError, ConfigError: See :func:`~fullshard.data.read_split`; a limit on unusable rows is not applied.
     """
     table = open_table(spec, "train")
     rows = _training_rows(table, sides_of(spec, table.reader.where))
@@ -141,7 +141,7 @@ def _training_rows(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[Ro
 
 
 def _in_place(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[int, Example]]:
-    """Yield the byte where each training row starts, and its example."""
+    """Yield the byte offset of each training row, and its example."""
     reader = table.reader
     assert isinstance(reader, CsvFile | JsonLinesFile)
     reader.starts = starts = LineStarts(Path(reader.where))
@@ -150,7 +150,7 @@ def _in_place(table: OpenedTable, sides: Sides | None) -> Iterator[tuple[int, Ex
 
 
 def _copied(table: OpenedTable, sides: Sides | None, path: Path) -> Iterator[tuple[int, Example]]:
-    """Copy each training row to a file as JSON, and yield where it starts there, and its example."""
+    """Copy each training row to a file as JSON; yield its byte offset there, and its example."""
     start = 0
     with path.open("wb") as file:
         for row, example in _training_rows(table, sides):
@@ -161,7 +161,7 @@ def _copied(table: OpenedTable, sides: Sides | None, path: Path) -> Iterator[tup
 
 
 def _as_line(row: Row, wanted: list[str]) -> bytes:
-    """Return the cells in use as a line of JSON; a number of a type that JSON lacks, such as Decimal, as its text."""
+    """Return the cells in use as a line of JSON; types that JSON lacks, such as Decimal, become text."""
     return json.dumps({name: row.cells.get(name) for name in wanted}, default=str).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""The rows of an index as a set: read where they are and tokenized when a step needs them."""
+"""The rows of an index as a set: read in place and tokenized when a step needs them."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 _SIDES = ("source", "target")
 _LENGTHS = "{}_lengths"
-"""Name of the file with the exact lengths of one side."""
+"""Name of the file with the exact lengths of source or target."""
 
 SAMPLED_ROWS = 1000
-"""Evenly spaced rows that are tokenized beforehand for the statistics of lengths."""
+"""Number of evenly spaced rows that are tokenized in advance for statistics of lengths."""
 
 
 class StreamedRows:
-    """Reads and tokenizes rows of an index; a row source. Threads may share it.
+    """Row source that reads and tokenizes rows of an index. Threads may share it.
 
-    The file stays open, so that one that replaces it changes nothing; one that is written to is refused.
+    The file stays open, so replacing it has no effect; a file that was written to is refused.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StreamedRows:
         self._state = self._stamp()
 
     def examples(self, rows: Sequence[int]) -> list[Example]:
-        """Return rows as text; their numbers ascend, as the places in the file do.
+        """Return rows as text, in the ascending order of their numbers, which is that of the file.
 
         Raises:
             DataError: The file was changed.
@@ -113,7 +113,7 @@ class StreamedRows:
         return found
 
     def encode(self, rows: Sequence[int]) -> EncodedRows:
-        """Return the ids of rows, whose numbers ascend.
+        """Return the ids of rows, whose numbers must ascend.
 
         Raises:
             DataError: The file was changed, or a row cannot be tokenized.
@@ -133,16 +133,16 @@ class StreamedRows:
 
     def _changed(self) -> DataError:
         return DataError(
-            f"{self._path} was changed while it is read by a run (data.streaming reads each row when a step needs it). "
-            "Restore its content and resume the run, or train anew on a copy that nobody writes to."
+            f"{self._path} was changed while a run is reading it (data.streaming reads each row when a step needs it). "
+            "Restore its content and resume the run, or train anew on a copy that does not change."
         )
 
 
 def sample_lengths(rows: StreamedRows, how: TokenizeSpec) -> dict[str, Any]:
-    """Tokenize evenly spaced rows, and return what is known of all rows' lengths, for :func:`open_stream`.
+    """Tokenize evenly spaced rows to estimate all lengths, for :func:`open_stream`.
 
     Returns:
-        The sample's statistics, and the tokens of each side for one character.
+        Statistics of the sample, and the tokens per character of each side.
 
     Raises:
         DataError: See :func:`~fullshard.data.tokenize`.
@@ -164,7 +164,7 @@ def sample_lengths(rows: StreamedRows, how: TokenizeSpec) -> dict[str, Any]:
 def lengths_to(
     directory: Path, rows: StreamedRows, how: TokenizeSpec, progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Tokenize all rows once and write the lengths of their two sides, not their ids; for ``build`` of ``cached``.
+    """Tokenize all rows once and write their lengths, not their ids; a ``build`` for ``cached``.
 
     Args:
         directory: Directory of the files.
@@ -194,13 +194,13 @@ def lengths_to(
 
 
 def open_stream(directory: Path, rows: StreamedRows, about: dict[str, Any], exact: Path | None = None) -> TokenizedSet:
-    """Return the rows of an index as a set whose ids are made when they are asked for.
+    """Return the rows of an index as a set that makes ids on demand.
 
     Args:
         directory: The entry with the index.
         rows: Its rows.
-        about: What :func:`sample_lengths` returned; with ``exact`` what :func:`lengths_to` did.
-        exact: The entry with the rows' lengths; None: they are estimated.
+        about: Result of :func:`sample_lengths`, or of :func:`lengths_to` with ``exact``.
+        exact: The entry with the rows' lengths; None: lengths are estimated.
     """
     weights = directory / "weights"
     stats = {name: LengthStats(**about["stats"][name]) for name in _SIDES}
@@ -217,6 +217,6 @@ def open_stream(directory: Path, rows: StreamedRows, about: dict[str, Any], exac
 
 
 def _estimated(path: Path, rate: float, stats: LengthStats) -> NDArray[np.int64]:
-    """Return the tokens of each row by its characters."""
+    """Estimate the tokens of each row from its characters."""
     characters = np.memmap(path, np.int32, mode="r")
     return np.minimum(np.ceil(characters * rate), stats.limit).astype(np.int64).clip(1)

@@ -1,1 +1,1 @@
-"""From examples to token ids, kept in memory-mapped files."""
+"""Tokenizing: from examples to token ids, which are kept in memory-mapped files."""

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONTENTS_NAME = "contents.json"
-"""Name of an entry's file with the sizes of its files and its builder's values; written last."""
+"""Name of the file in an entry with the sizes of its files and the values of its builder; written last."""
 
 _WEIGHTS_NAME = "weights.f64"
-"""Name of an entry's file with the weight of each row; missing where all are 1."""
+"""Name of the file in an entry with each row's weight; missing if all are 1."""
 
 
 def default_directory() -> Path:
@@ -177,9 +177,9 @@ def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, An
 
 @contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock on a file against other processes and threads; it is released if the process dies.
+    """Hold a lock on a file against other processes and threads; the kernel releases it if the process dies.
 
-    The holder writes which run it is a rank of: ``waiting`` is not called for another rank of the same run.
+    The holder writes its run's identity into the file: ``waiting`` is not called for another rank of the same run.
     """
     with path.open("a+") as file:
         run = _run_of_rank()
@@ -187,7 +187,7 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            if run is None or file.read() not in (run, ""):  # empty: it has not written yet
+            if run is None or file.read() not in (run, ""):  # empty: the holder has not written yet
                 waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
@@ -198,7 +198,7 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _run_of_rank() -> str | None:
-    """Return what the ranks of one run share and no other run has: the address they meet at; None: not a rank."""
+    """Return the rendezvous address, which only the ranks of one run share; None if this process is not a rank."""
     if "RANK" not in os.environ:
         return None
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -1,4 +1,4 @@
-"""Conversations in a tokenizer's chat template: prompt, completion, and the tokens that are learned."""
+"""Conversations rendered with a tokenizer's chat template: prompt, completion, and the learned tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Side = tuple[list[list[int]], list[int]]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = (
-    "Set data.train_on: last, or mark the assistant's turns in the template with {% generation %}. For rows that are "
-    "no conversations, data.chat_template: false does without the template."
+    "Set data.train_on: last, or mark the assistant's turns in the template with {% generation %}. If the rows are "
+    "not conversations, set data.chat_template: false."
 )
 
 
@@ -44,11 +44,11 @@ class EncodedChats:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """The texts of one conversation, and its ids where the template marks what is learned."""
+    """The rendered texts of one conversation, and its ids if the template marks what is learned."""
 
     prompt: str
     full: str
-    turns: tuple[tuple[str, str], ...] = ()  # before and after each learned answer: beginnings of the full text
+    turns: tuple[tuple[str, str], ...] = ()  # for each learned answer, the full text before it and up to its end
     ids: list[int] = field(default_factory=list)  # of the full text, with ``spans``
     spans: list[int] | None = None  # None: from the offsets of the turns
 
@@ -71,7 +71,7 @@ def as_conversation(example: Example) -> Conversation:
 
 
 def marks_answers(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template marks what the assistant writes, and the tokenizer can tell where it is."""
+    """Return True if the chat template marks what the assistant writes and the tokenizer can locate it."""
     return bool(tokenizer.is_fast) and _GENERATION.search(str(tokenizer.chat_template)) is not None
 
 
@@ -153,14 +153,14 @@ def _texts(one: _Rendered) -> list[str]:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of two texts' common prefix."""
     if second[: len(first)] == first:
         return len(first)
     return next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
 
 
 def _render(row: Conversation, tokenizer: PreTrainedTokenizerBase, *, by_marks: bool) -> _Rendered:
-    """Render prompt and complete conversation, and what is needed to tell which tokens are learned."""
+    """Render the prompt and the complete conversation, and what locates the learned tokens."""
     prompt = _apply(row, len(row.history), tokenizer)
     if not row.answers:
         return _Rendered(prompt, prompt)
@@ -177,7 +177,7 @@ def _render(row: Conversation, tokenizer: PreTrainedTokenizerBase, *, by_marks: 
 
 
 def _apply(row: Conversation, end: int, tokenizer: PreTrainedTokenizerBase, *, complete: bool = False) -> str:
-    """Render the first ``end`` turns, with the beginning of the assistant's turn unless they are complete."""
+    """Render the first ``end`` turns; unless they are complete, with the beginning of the assistant's turn."""
     return _call(row, end, tokenizer, tokenize=False, add_generation_prompt=not complete)
 
 
@@ -188,8 +188,8 @@ def _call(row: Conversation, end: int, tokenizer: PreTrainedTokenizerBase, **opt
     except Exception as error:  # a template is a program and may raise any exception
         roles = ", ".join(str(turn["role"]) for turn in row.messages[:end])
         raise DataError(
-            f"The tokenizer's chat template failed: {error}. The turns were: {roles}. Correct such rows; for rows that "
-            "are no conversations, data.chat_template: false does without it."
+            f"The tokenizer's chat template failed: {error}. The turns were: {roles}. Correct such rows. If rows "
+            "are not conversations, set data.chat_template: false."
         ) from error
 
 
@@ -215,7 +215,7 @@ def _marked(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     spoken = [place for place, turn in enumerate(row.messages) if turn["role"] == "assistant"]
     if len(spans) != len(spoken):
         raise DataError(
-            f"The tokenizer's chat template marks {len(spans)} answers with {{% generation %}}, where a conversation "
+            f"The tokenizer's chat template marks {len(spans)} answers with {{% generation %}}, but a conversation "
             f"has {len(spoken)} turns of the assistant. Mark each of them, or none."
         )
     learned = (span for place, span in zip(spoken, spans, strict=True) if place in row.answers)
@@ -223,7 +223,7 @@ def _marked(row: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _shortened(row: Conversation, tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int]) -> _Chat:
-    """Encode one conversation with its oldest turns left out and its texts truncated to both limits."""
+    """Encode one conversation with its oldest turns dropped and its texts truncated to both limits."""
     chat = _encode_rows([row], tokenizer)[0]
     while len(chat.prompt) > limits[0] and (shorter := without_oldest(row)) is not None:
         row, chat = shorter, _encode_rows([shorter], tokenizer)[0]

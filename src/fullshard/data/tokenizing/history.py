@@ -1,4 +1,4 @@
-"""Conversations made shorter: the oldest turns are left out, the system's turn and the question stay."""
+"""Shortening of conversations: the oldest turns are dropped; the system's turn and the question stay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def without_oldest(conversation: Conversation) -> Conversation | None:
-    """Return a conversation without its oldest turns up to the user's next; None if there is no later turn of the user.
+    """Return a conversation without its oldest turns, up to the user's next turn; None if the user has no later turn.
 
     Turns of the system at the beginning stay.
     """
@@ -28,7 +28,7 @@ def without_oldest(conversation: Conversation) -> Conversation | None:
 
 
 def fitting_history(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, prefix: str, limit: int) -> str:
-    """Return prefix and history of at most ``limit`` tokens with special tokens, if leaving turns out is enough."""
+    """Return prefix and history within ``limit`` tokens including special ones, if dropping turns suffices."""
     encode: Any = tokenizer
     while True:
         text = prefix + conversation.history_text

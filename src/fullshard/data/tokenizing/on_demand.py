@@ -1,4 +1,4 @@
-"""Rows whose token ids are made when they are asked for."""
+"""Rows whose token ids are made on demand."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class RowSource(Protocol):
-    """Where the ids of rows come from; threads may share it."""
+    """A source of token ids; threads may share it."""
 
     def encode(self, rows: Sequence[int]) -> EncodedRows:
-        """Return the ids of rows, whose numbers ascend."""
+        """Return the ids of rows, whose numbers must ascend."""
         ...
 
 
 class OnDemand(Ragged):
-    """One side of rows that are tokenized one by one; there is no array of ids."""
+    """One side of rows that are tokenized on demand; there is no array of ids."""
 
     def __init__(self, source: RowSource, side: str, lengths: NDArray[np.integer]) -> None:
-        """Give ``lengths`` as those of the rows, exact or estimated; ``side`` is source, target or spans."""
+        """Set the rows' lengths, exact or estimated; ``side`` is source, target or spans."""
         self._source, self._side = source, side
         self.offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(lengths, dtype=OFFSET_DTYPE)])
 
@@ -47,7 +47,7 @@ class OnDemand(Ragged):
 
 
 class Picked(Ragged):
-    """Some rows of a larger set, under their numbers in it."""
+    """Some rows of a larger set, indexed by their numbers in it."""
 
     def __init__(self, picked: Ragged, rows: Sequence[int]) -> None:
         """Give the rows of ``picked`` the numbers ``rows``."""

@@ -1,4 +1,4 @@
-"""The chat template for conversations of causal models whose tokenizer has none: roles as lines."""
+"""The chat template for causal models whose tokenizer has none: each turn is a line that begins with its role."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ANSWER = "{% if add_generation_prompt %}{{ '\\n' }}assistant:{% endif %}"
 
 
 def add_plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Give a tokenizer the plain chat template; return a note for the user. Any process, alone.
+    """Give a tokenizer the plain chat template; return a note for the user; any process.
 
-    Each turn is a line, ``role: content``, and the assistant's ends with the end-of-sequence token. The whole begins
+    Each turn is a line, ``role: content``, and the assistant's ends with the end-of-sequence token. The text begins
     with the special tokens that the tokenizer puts before a text. The template is saved with the model.
     """
     encode: Any = tokenizer
@@ -33,6 +33,6 @@ def add_plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
     turns = [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]
     shown = str(tokenizer.apply_chat_template(turns, tokenize=False))
     return (
-        f"the tokenizer has no chat template: a conversation is {shown!r}, roles as lines; this template is saved with "
+        f"the tokenizer has no chat template: conversations are rendered as {shown!r}. This template is saved with "
         "the model (data.chat_template)"
     )

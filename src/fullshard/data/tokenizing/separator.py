@@ -1,4 +1,4 @@
-"""The text between source and target of a causal model without a chat template, so that they are not one word."""
+"""The text between source and target of a causal model without a chat template, so that words do not merge."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LINE_BREAK = "\n"
 
 
 def choose_separator(given: str | None, template: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the separator of a causal model without a chat template; any process, alone.
+    """Choose the separator for a causal model without a chat template; any process.
 
     Args:
-        given: ``data.separator``; None: a line break, unless the source already ends with something of its own: a
+        given: ``data.separator``; None chooses a line break, unless the source already ends with a separator: a
             special token, or text of the template after its last column.
         template: ``data.template``.
         tokenizer: The model's tokenizer.

@@ -1,4 +1,4 @@
-"""One row as the model sees it: what is read and what is learned, as plain text."""
+"""Display of one row as the model sees it: which text is read and which is learned."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from fullshard.data.tokenizing.tokenize import TokenizedSet
 
 ONE_ROW = "one training row as the model sees it"
-"""Beginning of the note with one row."""
+"""Beginning of the note that shows one row."""
 
 MOST_CHARACTERS = 400
-"""Characters of a row that are shown; more are cut in the middle of its longest parts."""
+"""Maximum characters of a row to show; longer rows are cut in the middle of their longest parts."""
 
 
 def show_row(tokenized: TokenizedSet, row: int, tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> str:
-    """Return lines that show one row of a set as :func:`row_parts` does; any process, alone."""
+    """Format one row of a set as lines, by :func:`row_parts`; any process."""
     parts = row_parts(tokenized, row, tokenizer, causal=causal, most=MOST_CHARACTERS)
     lines = [f"  {name:6} | {text!r}" for name, text in parts]
     heading = f"{ONE_ROW} (masked: read, not learned; target: learned):"
@@ -31,17 +31,17 @@ def show_row(tokenized: TokenizedSet, row: int, tokenizer: PreTrainedTokenizerBa
 def row_parts(
     tokenized: TokenizedSet, row: int, tokenizer: PreTrainedTokenizerBase, *, causal: bool, most: int
 ) -> list[tuple[str, str]]:
-    """Return the parts of one row of a set, decoded from its ids with special tokens; any process, alone.
+    """Return the parts of one row of a set, decoded from its ids with special tokens; any process.
 
     Args:
         tokenized: The set.
         row: The row's index in it.
         tokenizer: The tokenizer that made the ids.
         causal: Whether source and target are one sequence.
-        most: Characters of the row; more are cut in the middle of its longest parts.
+        most: Maximum characters; longer rows are cut in the middle of their longest parts.
 
     Returns:
-        What each part is (``source``, ``masked``, ``prompt`` or ``target``) and its text, in order.
+        The kind of each part (``source``, ``masked``, ``prompt`` or ``target``) and its text, in order.
     """
     decode: Any = tokenizer.decode
     parts = [
@@ -54,7 +54,7 @@ def row_parts(
 
 
 def _parts(tokenized: TokenizedSet, row: int, *, causal: bool) -> Iterator[tuple[str, list[int]]]:
-    """Yield the parts of a row in order, each with what it is."""
+    """Yield the parts of a row in order, each with its kind."""
     source, target = tokenized.source_ids[row].tolist(), tokenized.target_ids[row].tolist()
     if not causal:
         yield from (("source", source), ("target", target))
@@ -64,12 +64,12 @@ def _parts(tokenized: TokenizedSet, row: int, *, causal: bool) -> Iterator[tuple
     borders = [0, *spans, len(ids)]
     for place, (start, end) in enumerate(pairwise(borders)):
         if start < end:
-            # The last masked part before the last target is what generation reads last: the prompt's end.
+            # The last masked part before the last target ends the prompt of generation.
             yield ("target" if place % 2 else "prompt" if end == len(source) else "masked"), ids[start:end]
 
 
 def _cut(text: str, room: int) -> str:
-    """Return a text with its middle left out if it is longer than ``room`` characters."""
+    """Return a text of at most ``room`` characters, with its middle left out if it is longer."""
     if len(text) <= room:
         return text
     kept = max(8, room // 2)

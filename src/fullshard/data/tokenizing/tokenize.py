@@ -60,7 +60,7 @@ class TokenizedSet:
     spans: Ragged | None = None
     weights: NDArray[np.float64] | None = None  # factor on the loss of each row's tokens; None: all are 1
     set_rows: tuple[int, ...] = ()  # rows of each set of a mixture, which follow one another; empty: one set
-    # what makes the ids when they are asked for; None: the ids are there
+    # makes the ids on demand; None: the set holds them
     source: RowSource | None = None
     estimated: bool = False  # whether the lengths of rows are estimates, and their statistics those of a sample
 
@@ -81,7 +81,7 @@ class TokenizedSet:
         return self.source_ids.lengths + self.target_ids.lengths
 
     def taken(self, rows: Sequence[int]) -> TokenizedSet:
-        """Return a set that has the ids of these rows, in ascending order; the set itself if it has its ids.
+        """Return a set that holds the ids of these rows, in ascending order; the set itself if it holds its ids.
 
         Raises:
             DataError: A row cannot be read or tokenized.
@@ -109,7 +109,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Both sides of some rows, and what is learned of them."""
+    """Both sides of some rows, and which of their tokens are learned."""
 
     source: Encoded
     target: Encoded
@@ -271,7 +271,7 @@ def uses_chat_template(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> bool:
-    """Return whether ids depend on the current date, because the chat template contains it.
+    """Return True if ids depend on the current date, because the chat template contains it.
 
     Raises:
         DataError: As for :func:`uses_chat_template`.
