@@ -1,4 +1,4 @@
-"""``--config_file``: a configuration file of Accelerate in addition to a run file."""
+"""``--config_file``: Accelerate's configuration file in addition to a run file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.launch.messages import say
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config_file`` to a verb that also takes a configuration file of Accelerate."""
+    """Add ``--config_file`` to a verb that accepts Accelerate's configuration file."""
     parser.add_argument(
         "--config_file",
         "--config-file",
@@ -28,7 +28,7 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def file_overrides(options: argparse.Namespace) -> list[str]:
-    """Return the settings of ``--config_file`` as overrides of the run file; [] without one.
+    """Return the settings of ``--config_file`` as overrides of the run file; empty without one.
 
     Settings without effect are reported on standard error, once: by the launching process, or by rank 0 under torchrun.
     GPUs that the file does not list are hidden from this process and its children.
@@ -37,7 +37,7 @@ def file_overrides(options: argparse.Namespace) -> list[str]:
         options: The parsed command line: ``config``, ``overrides`` and ``config_file``.
 
     Raises:
-        ConfigError: The file is wrong, or it contradicts the run file or an override.
+        ConfigError: The file is invalid, or contradicts the run file or an override.
     """
     if options.config_file is None:
         return []
@@ -56,7 +56,7 @@ def file_overrides(options: argparse.Namespace) -> list[str]:
 
 
 def require_one_machine(options: argparse.Namespace) -> None:
-    """Refuse to start the ranks of this machine alone if the file is for several machines.
+    """Refuse to start only this machine's ranks if the file is for several machines.
 
     Raises:
         ConfigError: The file is for several machines.
@@ -75,7 +75,7 @@ def require_one_machine(options: argparse.Namespace) -> None:
 
 
 def _leave_ranks(file: AccelerateFile, settings: dict[str, Setting]) -> list[str]:
-    """Remove the number of ranks, which are already running; return a warning if the file has another number."""
+    """Drop the number of ranks, which are already running; return a warning if the file has another number."""
     settings.pop("nproc", None)
     started = int(os.environ["WORLD_SIZE"])
     if file.num_processes in (None, started):
@@ -89,7 +89,7 @@ def _require_agreement(
     """Refuse a run file and a configuration file that contradict each other.
 
     Raises:
-        ConfigError: They contradict each other; one message has all differences.
+        ConfigError: They contradict each other; one message lists all differences.
     """
     given = load_run(run_file, overrides, under=nested(settings)).as_flat()
     problems = [

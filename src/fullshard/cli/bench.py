@@ -1,4 +1,4 @@
-"""``fullshard bench``: measure what a run's operators and collectives take on this machine."""
+"""``fullshard bench``: measures how long a run's operators and collectives take on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Measure what the operators and collectives of a run's steps take on this machine
 file for `fullshard plan --rates`. Nothing is trained or saved.
 
 Every rank takes steps of mean size, as one rank of --world, without the others' values; then the ranks measure the
-collectives, alone and behind computation. Leave the machine idle meanwhile: what else runs is measured too.
+collectives, alone and behind computation. Leave the machine idle meanwhile: other programs change the result.
 
 The file keeps rates for other numbers of ranks that were measured on the same machine. Under torchrun the ranks may be
 on several machines, and the collectives go over the network between them.
@@ -44,10 +44,10 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Measure; in the launching process, or on every rank under torchrun.
+    """Measure, in the launching process or on every rank under torchrun.
 
     Returns:
-        None on success, else why the first failing rank failed.
+        None on success, otherwise why the first failing rank failed.
 
     Raises:
         UserError: The settings are wrong.

@@ -56,7 +56,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--show-prompt", action="store_true", help="print what the model read, with special tokens")
     add_base(parser)
     add_json(parser, help="print one JSON object per line; print errors as JSON")
-    # What else the settings of predict take from its command line.
+    # Defaults for the settings of predict that this verb does not have.
     parser.set_defaults(batch_size=1, source_column=None)
 
 

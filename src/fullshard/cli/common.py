@@ -47,7 +47,7 @@ def add_json(parser: argparse.ArgumentParser, **more: Any) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add the settings that override those of a run file or a finished run."""
-    # Without a default argparse lists it among the required arguments.
+    # Without a default argparse lists the argument as required.
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=help_text)
 
 
@@ -67,8 +67,8 @@ def set_own_parsers(verbs: Any) -> None:
 def load_program(name: str) -> ModuleType:
     """Import the module that does a verb's work.
 
-    It imports transformers, which takes longer than everything else the command line does. ``--help`` and the process
-    that starts the ranks do without it.
+    The module imports transformers, which takes longer than the rest of the command line. ``--help`` and the process
+    that starts the ranks do not need it.
     """
     return importlib.import_module(name)
 
@@ -98,22 +98,22 @@ def start_ranks(
         program: Full name of the module that runs a rank.
         arguments: The rank's command line.
         nproc: Number of ranks.
-        saves: Whether ranks save a checkpoint when they are stopped.
+        saves: True if ranks save a checkpoint when they are stopped.
         max_restarts: How often to start all ranks again after one was lost.
-        notice: How else the ranks are told to stop, and for how long they may then run.
+        notice: Further ways to request a stop, and the time limit after a request.
 
     Returns:
-        None on success, else why the first failing rank failed, or that the run was stopped.
+        None on success, otherwise why the first failing rank failed or that the run was stopped.
     """
-    # The ranks print nothing before their imports are done, which takes seconds.
+    # The ranks print nothing until their imports are done, which takes seconds.
     say(f"starting {nproc} rank{'s' if nproc > 1 else ''}")
     return launch(rank_command(program, arguments), nproc=nproc, saves=saves, max_restarts=max_restarts, notice=notice)
 
 
 def require_model(name: str) -> None:
-    """Refuse the path of a model where nothing is, before ranks start or the network is asked; one process.
+    """Refuse the path of a model that does not exist, before ranks start or the Hub is contacted; one process.
 
-    It is a path, not an id on the Hub, if it has no id's form or lies in a directory that exists here.
+    A name is a path, not an id on the Hub, if it does not look like an id or its parent directory exists here.
 
     Raises:
         ModelError: There is nothing at the path.
@@ -139,12 +139,12 @@ def add_base(parser: argparse.ArgumentParser) -> None:
 
 
 def describe_base(base: Mapping[str, str]) -> str:
-    """Describe the base model that a checkpoint names instead of holding it."""
+    """Describe the base model that a checkpoint names instead of containing it."""
     return f"{base['name']} ({base['content']}), not in the checkpoint, quantised: {base['quantisation']}"
 
 
 def path_or_url(text: str) -> Path | str:
-    """Parse a path, or the URL of a checkpoint in an object store, which a path would shorten."""
+    """Parse a path, or a checkpoint's URL in an object store, which pathlib would mangle."""
     return text if "://" in text else Path(text)
 
 

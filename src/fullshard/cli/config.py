@@ -191,7 +191,7 @@ def run_check(options: argparse.Namespace) -> None:
     config = load_run(options.config, [*options.overrides, *file_overrides(options)])
     plain = dict(config.as_plain())
     if not options.dry_run:
-        if config.training.precision == "fp16":  # only this check needs the program, which is slow to load
+        if config.training.precision == "fp16":  # only this check loads the program, which is slow to import
             load_program(PROGRAM).check_kind(config)
         print(json.dumps(plain) if options.json else yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
         return

@@ -65,10 +65,10 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Evaluate; in the launching process, or on every rank under torchrun.
+    """Evaluate, in the launching process or on every rank under torchrun.
 
     Returns:
-        None on success, else why the first failing rank failed.
+        None on success, otherwise why the first failing rank failed.
 
     Raises:
         UserError: The settings are wrong.
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> Failure | None:
     """
     if options.model is not None:
         require_model(options.model)
-    # The run's own model.path need not exist any more.
+    # model.path of the run need not exist any more.
     moved = [] if options.base is None else [f"model.path={json.dumps(str(options.base.absolute()))}"]
     overrides = [*options.overrides, *moved]
     arguments = [str(options.path), *overrides]

@@ -1,4 +1,4 @@
-"""``fullshard export``: a checkpoint's model as a Hugging Face directory, or its LoRA adapter in peft's format."""
+"""``fullshard export``: writes a checkpoint's model as a Hugging Face directory, or its LoRA adapter for peft."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ _MOST_LINES = 3
 _MOST_CHARACTERS = 80
 
 DESCRIPTION = """\
-Look at a table and at this machine, ask at most four questions, and write a run file with a comment for each choice. It
-is complete: train it as it is, or change it first. Nothing is downloaded.
+Inspect a table and this machine, ask at most four questions, and write a run file with a comment for each choice. It
+can be trained as it is. Nothing is downloaded.
 
 DATA is .csv, .tsv, .jsonl, .json or .parquet, with a row for each example or conversation. An existing run file is not
 overwritten without asking.
@@ -46,10 +46,10 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Look, ask and write; one process.
+    """Inspect, ask and write; one process.
 
     Raises:
-        ConfigError: Standard input is not a terminal, it ended, or the run file exists and stays.
+        ConfigError: Standard input is not a terminal or has ended, or the run file exists and is kept.
         DataError: The table cannot be used.
         CheckpointError: The run file cannot be written.
     """
@@ -108,7 +108,7 @@ def _show_unusable(rows: Any, total: int) -> None:
 
 
 def _choose(starter: Any, look: Any, machine: Any, *, asks: bool) -> Any:
-    """Return columns and model: the likely ones, or the user's answers."""
+    """Return columns and model, as defaults or as the user's answers."""
     model = machine.at_hand or starter.NEW_MODEL
     if look.turns is not None:
         return starter.Choice((), "", _ask_model(starter, machine, model) if asks else _told(model))
@@ -143,7 +143,7 @@ def _told(model: str) -> str:
 
 
 def _ask(question: str, usual: str, parse: Callable[[str], Any]) -> Any:
-    """Ask until the answer is valid; Enter is the usual one."""
+    """Ask until the answer is valid; an empty answer means the default."""
     while True:
         try:
             return parse(input(f"{question} [{usual}]: ").strip() or usual)

@@ -1,4 +1,4 @@
-"""``fullshard launch``: run a user's script as ranks, on one machine or several."""
+"""``fullshard launch``: runs a user's script as ranks, on one machine or several."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 
 
 class _OtherLaunchersOption(argparse.Action):
-    """An option of another launcher; its error names the option to use instead."""
+    """An option of another launcher; its error names the equivalent here."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         parser.error(f"{self.option_strings[0]} is an option of another launcher; here it is {self.const}")
@@ -193,8 +193,8 @@ def run(options: argparse.Namespace) -> int:
         say(warning)
     use_cpu = file is not None and file.use_cpu
     if use_cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # fullshard.init() takes the GPUs that a rank sees
-    if "CUDA_VISIBLE_DEVICES" in environment:  # before GPUs are counted
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # fullshard.init() uses the GPUs that a rank can see
+    if "CUDA_VISIBLE_DEVICES" in environment:  # set before GPUs are counted
         os.environ["CUDA_VISIBLE_DEVICES"] = environment["CUDA_VISIBLE_DEVICES"]
     sources = [_of_command_line(options), _of_file(file), slurm_settings(os.environ)]
     plan = plan_machines([source for source in sources if source], _nproc_on_cpu if use_cpu else choose_nproc)
@@ -224,7 +224,7 @@ def _check_script(path: Path) -> None:
 
 
 def _nproc_on_cpu(requested: int | None) -> int:
-    """Return the number of ranks where the file has ``use_cpu: true``; see :func:`choose_nproc`."""
+    """Return the number of ranks if the file has ``use_cpu: true``; see :func:`choose_nproc`."""
     return requested or 2
 
 
@@ -251,7 +251,7 @@ def _of_command_line(options: argparse.Namespace) -> MachineSettings:
 
 
 def _of_file(file: AccelerateFile | None) -> MachineSettings | None:
-    """Return the settings that the file contains; defaults of missing keys are left out."""
+    """Return the settings that the file contains, without defaults for missing keys."""
     if file is None:
         return None
     machines = Nodes(file.num_machines, file.num_machines) if "num_machines" in file.raw else None

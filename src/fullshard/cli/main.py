@@ -46,12 +46,12 @@ exit codes:
   7 process group, 8 ranks differ, 9 checkpoint, 10 training diverged, 11 out of memory,
   12 the Hugging Face Hub refused or was not reached,
   70 bug in fullshard, 75 stopped after saving a checkpoint to resume from, 130 interrupted,
-  141 nothing reads the output any more, as after | head
+  141 the reader of the output is gone, as after | head
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code; ``arguments`` are without the program's name, None: this process's."""
+    """Run one verb and return the exit code. ``arguments``: without the program's name; None: this process's."""
     options = parse(arguments)
     try:
         outcome: Failure | int | None = options.run(options)
@@ -60,16 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted; nothing is left running.")
         return INTERRUPTED_EXIT_CODE
-    except BrokenPipeError:  # as after | head: what was read is all that was wanted
+    except BrokenPipeError:  # as after | head: the reader has all that it wanted
         return UNREAD_EXIT_CODE
     return report(outcome, as_json=options.json) if isinstance(outcome, Failure) else outcome or 0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line; an invalid one ends the process with exit code 2. The verb's function is ``run``."""
+    """Parse a command line. An invalid one ends the process with exit code 2. The result's ``run`` is the verb."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
-    # argparse accepts overrides in one place only, and a user may add some after an option.
+    # argparse accepts overrides in one place only, but a user may also add some after an option.
     takes_overrides = hasattr(options, "overrides")
     overrides = [text for text in rest if takes_overrides and "=" in text and not text.startswith("-")]
     if len(overrides) < len(rest):
@@ -113,7 +113,7 @@ def report(failure: Failure, *, as_json: bool) -> int:
 
 
 def entry() -> NoReturn:
-    """The console script ``fullshard``."""
+    """Entry point of the console script ``fullshard``."""
     code = main()
     if waits_for_store():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""``fullshard plan``: what each rank of a run will hold and send, and for how long, before there is a GPU for it."""
+"""``fullshard plan``: what each rank of a run will hold, send and compute, before there is a GPU for it."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ SEARCH = "fullshard.train.fit"
 LENGTHS = "fullshard.train.setup.given_length"
 
 DRAWN_WORLDS = (1, 2, 4, 8, 64, 512, 4096)
-"""Numbers of ranks on the page of a plan."""
+"""Numbers of ranks on a plan's page."""
 
 DOES_NOT_FIT = 1
-"""Exit code if the run needs more than the memory there is."""
+"""Exit code if the run needs more memory than there is."""
 
 RATES = Path("rates.json")
-"""Where `fullshard bench` writes, unless set otherwise."""
+"""Default file of `fullshard bench`."""
 
 DESCRIPTION = """\
-Show how many bytes the fullest rank of a run holds at its fullest moment, what they are, and how many bytes it sends in
-a step. The run's own model, schedule and optimizer take three steps on tensors without memory: this needs no GPU, no
-ranks, no weights and no network. The batch is the longest that the data can give; with --length no data is read.
+Show the most memory that a rank of a run holds, by use, and the bytes that it sends in a step. The run's own model,
+schedule and optimizer take three steps on tensors without memory, which needs no GPU, no ranks, no weights and no
+network. The batch is the longest that the data can give; with --length no data is read.
 
 With --gpu or --memory, also say whether it fits; the exit code is 1 if it does not. --gpu adds what a GPU holds besides
 tensors, and how long a step takes by its data sheet. --fit searches for the fastest settings that fit, among those that
 the run file leaves open, and prints them as overrides. --rates, from `fullshard bench`, gives the time of CPU ranks.
 
 Evaluation, its generated text, saving and resuming have peaks of their own. Host memory holds copies of checkpoints
-that are being saved and snapshots for restarts, on CPU ranks in addition to the peaks. Without --gpu, not counted is
-what a process holds besides tensors.
+that are being saved and snapshots for restarts, on CPU ranks in addition to the peaks. Without --gpu, what a process
+holds besides tensors is not counted.
 """
 
 EPILOG = """\
@@ -140,10 +140,10 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan; one process.
 
     Returns:
-        0, or 1 if the run does not fit, on none of the numbers of ranks.
+        0, or 1 if the run fits on none of the numbers of ranks.
 
     Raises:
-        UserError: The settings are wrong, cannot be planned, or data or model cannot be used.
+        UserError: The settings are wrong or cannot be planned, or data or model cannot be used.
     """
     config = load_run(options.config, options.overrides, reads_data=options.length is None)
     if options.price is not None and options.length is not None and config.training.max_steps is None:
@@ -185,14 +185,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _given_rows(options: argparse.Namespace, config: Any, sizes: list[int]) -> Any:
-    """Return the rows that ``--length`` describes; None without it."""
+    """Return the rows that ``--length`` describes; None without that option."""
     if options.length is None:
         return None
     return load_program(LENGTHS).prepare_length(config, *options.length, max(sizes))
 
 
 def _device(options: argparse.Namespace) -> Any:
-    """Return the GPU to plan for, if one is named; ``--memory`` takes the place of its own."""
+    """Return the GPU named by ``--gpu``, with the memory of ``--memory`` if given; None without ``--gpu``."""
     if options.gpu is None:
         for name in ("fit", "price", "network", "machine"):
             if getattr(options, name) and (options.rates is None or name != "price"):
@@ -205,7 +205,7 @@ def _device(options: argparse.Namespace) -> Any:
 
 
 def _rates_file(options: argparse.Namespace) -> Path | None:
-    """Return the file of measured rates: the one that is named, or for CPU ranks the usual one if it exists."""
+    """Return the file of measured rates: the given one, or for CPU ranks the default if it exists."""
     if options.rates is not None or not options.cpu:
         return options.rates
     if RATES.exists():
@@ -215,7 +215,7 @@ def _rates_file(options: argparse.Namespace) -> Path | None:
 
 
 def _check_page(options: argparse.Namespace, sizes: list[int]) -> None:
-    """Raise if ``--html`` does not go with the other options, or cannot be written."""
+    """Check that ``--html`` is compatible with the other options and can be written."""
     if options.html is None:
         return
     if options.fit or len(sizes) > 1:
@@ -225,7 +225,7 @@ def _check_page(options: argparse.Namespace, sizes: list[int]) -> None:
 
 
 def _write_page(options: argparse.Namespace, config: Any, data: Any, plan: Any, limit: int | None) -> None:
-    """Plan other numbers of ranks, and write the page."""
+    """Plan for other numbers of ranks too, and write the page."""
     program = load_program(PROGRAM)
     others = []
     with ShareProgress("drawing", len(DRAWN_WORLDS), shown=not options.json) as progress:
@@ -262,8 +262,8 @@ def _cost(plan: Any, price: float) -> float:
 
 
 def _verdict(plan: Any, memory_bytes: int) -> str:
-    """Return whether a plan fits, and by how much."""
-    need = f"{format_bytes(plan.needed_bytes)} of {format_bytes(memory_bytes)}, some to spare included"
+    """Describe whether a plan fits, and by how much."""
+    need = f"{format_bytes(plan.needed_bytes)} of {format_bytes(memory_bytes)}, including some to spare"
     apart = format_bytes(abs(memory_bytes - plan.needed_bytes))
     if plan.fits(memory_bytes):
         return f"fits: it needs {need}; {apart} are left"
@@ -275,7 +275,7 @@ def _verdict(plan: Any, memory_bytes: int) -> str:
 
 
 def _search(options: argparse.Namespace, sizes: list[int], device: Any, data: Any) -> int:
-    """Print the fastest settings that fit."""
+    """Search for the fastest settings that fit, and print them."""
     if len(sizes) > 1:
         raise ConfigError(f"--fit searches for one number of ranks; got {', '.join(map(str, sizes))}.")
 

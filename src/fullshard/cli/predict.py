@@ -1,4 +1,4 @@
-"""``fullshard predict``: a trained model's predictions for the rows of a file or the lines of standard input."""
+"""``fullshard predict``: predicts texts for the rows of a file or the lines of standard input."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Predict; in the launching process, or on every rank under torchrun.
+    """Predict, in the launching process or on every rank under torchrun.
 
     Returns:
-        None on success, else why the first failing rank failed.
+        None on success, otherwise why the first failing rank failed.
 
     Raises:
         UserError: The settings are wrong, or standard input is not text.
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> Failure | None:
 
 @contextmanager
 def _file_of_rows(name: str) -> Iterator[Path]:
-    """Yield the file itself, or a copy of standard input, which ranks do not have."""
+    """Yield the file itself, or a copy of standard input, which ranks cannot read."""
     if name != "-":
         if Path(name).is_dir():
             raise DataError(f"{name} is a directory; name a file of rows, or - for lines of standard input.")
@@ -107,6 +107,6 @@ def _file_of_rows(name: str) -> Iterator[Path]:
         say("reading lines; end with Ctrl-D")
     with tempfile.TemporaryDirectory(prefix="fullshard-") as directory:
         file = Path(directory, "standard_input.txt")
-        # As it is: a line that is not text is one row that cannot be used.
+        # Copied as bytes: a line that is not text is one unusable row, not an error.
         file.write_bytes(sys.stdin.buffer.read())
         yield file

@@ -1,4 +1,4 @@
-"""Progress bars on standard error: with bytes and rate, or with the share that is done."""
+"""Progress bars on standard error, with bytes and rate or with the completed share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LONG_BYTES = 64 << 20
 
 
 class ByteProgress(WorkProgress):
-    """A progress bar called with bytes done and in total; more than 64 MiB show it at once."""
+    """A progress bar called with bytes done and in total; shown at once for more than 64 MiB."""
 
     def is_long(self, total: int) -> bool:
-        """Return whether the work takes long enough for a bar."""
+        """Return True if the work is long enough for a bar."""
         return total > _LONG_BYTES or super().is_long(total)
 
     def columns(self) -> tuple[ProgressColumn, ...]:
@@ -24,11 +24,11 @@ class ByteProgress(WorkProgress):
 
 
 class ShareProgress(WorkProgress):
-    """A progress bar of several pieces of work one after the other; shows the share that is done.
+    """A progress bar over several pieces of work, one after the other; shows the completed share.
 
     Attributes:
-        pieces: How many pieces there are.
-        piece: The number of the piece that is under way, from 0.
+        pieces: Number of pieces.
+        piece: Number of the current piece, from 0.
     """
 
     def __init__(self, what: str, pieces: int, *, shown: bool) -> None:
@@ -37,7 +37,7 @@ class ShareProgress(WorkProgress):
         self.pieces, self.piece = pieces, 0
 
     def __call__(self, done: int, total: int) -> None:
-        """Update the bar: of this piece ``done`` of ``total`` is done."""
+        """Update the bar: ``done`` of ``total`` of the current piece."""
         super().__call__(self.piece * total + done, self.pieces * total)
 
     def columns(self) -> tuple[ProgressColumn, ...]:

@@ -1,4 +1,4 @@
-"""``fullshard share``: a finished run's model and card on the Hugging Face Hub."""
+"""``fullshard share``: uploads a finished run's model and card to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ PROGRAM = "fullshard.sharing"
 EXPORT = "fullshard.saving.export"
 
 MERGED_NAME = "merged.tmp"
-"""Directory in the run's own in which --merge writes the model; deleted afterwards."""
+"""Directory inside the run's for the model that --merge writes; deleted afterwards."""
 
 DESCRIPTION = """\
 Upload a finished run's model and its card to the Hugging Face Hub.
 
-RUN is the run's output_dir. First it is said what is uploaded: files, bytes, licence. The repository is created if
-there is none. Everything goes up in one commit: at any moment the repository is as before or complete, also if this
-command is killed; run it again, and files that have arrived are not sent again. Of a run with an adapter it is the
-adapter. Rows of the data stay here, checkpoints and logs too; the card is made again without its samples, which are
+RUN is the run's output_dir. First prints what will be uploaded: files, bytes, licence. The repository is created if
+there is none. Everything is uploaded in one commit: the repository is either unchanged or complete, even if this
+command is killed. If it is run again, files that have arrived are not sent again. A run with an adapter uploads the
+adapter. Data, checkpoints and logs are not uploaded. The card is written anew without its samples, which are
 texts of held-out rows. The token is that of HF_TOKEN or of `hf auth login`, and is never printed.
 """
 
 EPILOG = """\
 examples:
-  fullshard share runs/mine --repo ada/my-t5 --dry-run     # only says what would be uploaded; needs no network
+  fullshard share runs/mine --repo ada/my-t5 --dry-run     # only prints what would be uploaded; needs no network
   fullshard share runs/mine --repo ada/my-t5 --private
   fullshard share runs/lora --repo ada/my-llama --merge    # the base model with the adapter merged into it
 
@@ -49,8 +49,8 @@ def add_parser(verbs: Any) -> None:
     parser = add_verb(verbs, "share", run, "upload a finished run to the Hugging Face Hub", DESCRIPTION, EPILOG)
     parser.add_argument("run_directory", metavar="RUN", type=Path, help="output_dir of a finished run")
     parser.add_argument("--repo", metavar="OWNER/NAME", required=True, help="repository on the Hub")
-    parser.add_argument("--private", action="store_true", help="only a private repository: create it so, or refuse")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be uploaded, and upload nothing")
+    parser.add_argument("--private", action="store_true", help="create the repository as private; refuse a public one")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be uploaded, and upload nothing")
     parser.add_argument(
         "--merge", action="store_true", help="LoRA: the base model with the adapter merged into it, not the adapter"
     )
@@ -63,10 +63,10 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Say what is uploaded, and upload it; one process.
+    """Print what is uploaded, and upload it; one process.
 
     Raises:
-        UserError: The run is not finished, the options do not fit it, or the Hub refuses or is not reached.
+        UserError: The run is not finished, the options do not fit it, or the Hub refuses or cannot be reached.
     """
     program = load_program(PROGRAM)
     program.require_repo(options.repo)
@@ -86,15 +86,15 @@ def run(options: argparse.Namespace) -> None:
             done = program.upload(wanted, progress=sys.stderr.isatty())
             values |= done.as_dict()
             for name in done.deleted:
-                tell(f"deleted there, no part of this model: {name}")
-            tell(f"{'uploaded to' if done.changed else 'already there, nothing to change:'} {done.url}")
+                tell(f"deleted there, not part of this model: {name}")
+            tell(f"{'uploaded to' if done.changed else 'already up to date:'} {done.url}")
     if options.json:
         print(json.dumps(values))
 
 
 @contextmanager
 def _merged(program: ModuleType, options: argparse.Namespace) -> Iterator[Path | None]:
-    """Write the merged model to a directory of the run, if it is wanted, and delete it afterwards."""
+    """Yield a directory of the run with the merged model if ``--merge`` is set; it is deleted afterwards."""
     if not options.merge:
         if options.base is not None:
             raise ConfigError("--base is for --merge, which reads the base model. Add --merge, or leave --base out.")
@@ -104,7 +104,7 @@ def _merged(program: ModuleType, options: argparse.Namespace) -> Iterator[Path |
     program.require_finished(options.run_directory)
     checkpoint = export.choose_checkpoint(options.run_directory)
     target = options.run_directory / MERGED_NAME
-    shutil.rmtree(target, ignore_errors=True)  # of a killed command
+    shutil.rmtree(target, ignore_errors=True)  # left by a killed command
     try:
         with ByteProgress("merging") as progress:
             export.export(checkpoint, target, export.ExportOptions(lora="merge", base=options.base), progress)

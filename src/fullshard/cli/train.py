@@ -1,4 +1,4 @@
-"""``fullshard train``: start the ranks of a run, or be one of them under torchrun."""
+"""``fullshard train``: starts the ranks of a run, or is one of them under torchrun."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ current step and exits with code 75; a second Ctrl-C or SIGTERM ends it immediat
 or killed run, with the same result; resume=never starts from scratch.
 
 If a rank is lost (killed, out of memory, crashed in native code, cut off), all ranks end and start again from the
-newest checkpoint, at most --max-restarts times, with the same result. An error that would come again ends the run at
+newest checkpoint, at most --max-restarts times, with the same result. An error that would recur ends the run at
 once, and so does a step that fails twice in the same way. Under torchrun, torchrun restarts.
 
 Each rank plans its memory first, in at most five seconds (see `fullshard plan`). A run that cannot fit is not started:
-the message has the numbers and what would need less. --no-plan starts it without.
+the message has the numbers and settings that need less. --no-plan starts without a plan.
 
 With --config_file, sharding, precision and number of ranks come from Accelerate's configuration file, as written by
 `accelerate config` or `fullshard config`. The run file may omit them or set the same values; different values are an
@@ -65,16 +65,16 @@ def add_parser(verbs: Any) -> None:
         "--grace",
         metavar="SECONDS",
         type=amount,
-        help="end ranks that have not saved so long after the request to stop (default: as long as it takes)",
+        help="end ranks that have not saved this long after the request to stop (default: no limit)",
     )
     parser.add_argument("--no-plan", action="store_true", help="start without planning the run's memory first")
 
 
 def run(options: argparse.Namespace) -> Failure | None:
-    """Train; in the launching process, or on every rank under torchrun.
+    """Train, in the launching process or on every rank under torchrun.
 
     Returns:
-        None on success, else why the first failing rank failed, or that the run was stopped.
+        None on success, otherwise why the first failing rank failed or that the run was stopped.
 
     Raises:
         UserError: The settings are wrong.
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> Failure | None:
     if file is not None:
         if file.exists():
             raise ConfigError(
-                f"--stop-when-file {file}: the file is there already, so the run would stop at once. Remove it."
+                f"--stop-when-file {file}: the file exists already, so the run would stop at once. Remove it."
             )
         arguments += ["--stop-when-file", str(file)]
     join_other_launcher(PROGRAM, arguments)

@@ -1,4 +1,4 @@
-"""``fullshard verify``: read checkpoints and models and compare them with their checksums."""
+"""``fullshard verify``: reads checkpoints and models and compares them with their checksums."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_too_little_memory_is_exit_code_1_with_the_numbers(run_file, capsys):
     out = capsys.readouterr().out
     assert "peak of a step" in out
     assert "does not fit: it needs" in out
-    assert "of 97.7 KiB, some to spare included" in out
+    assert "of 97.7 KiB, including some to spare" in out
     assert "training.gradient_checkpointing=true" in out
 
 
