@@ -1,4 +1,4 @@
-"""The only room that touches ``torch.distributed``: collectives, process groups, device differences."""
+"""The only room that touches ``torch.distributed``: collectives, process groups, differences between devices."""
 
 from fullshard.comm.clock import Clock as Clock, clock_of as clock_of
 from fullshard.comm.device import Device as Device, device_of as device_of

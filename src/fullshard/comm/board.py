@@ -1,4 +1,4 @@
-"""What the ranks of a group publish to each other through the group's store, beside their collectives."""
+"""Posts that the ranks of a group publish to each other through the group's store, besides their collectives."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fullshard.comm.whereabouts import has_ended, is_stopped, machine
 T = TypeVar("T")
 
 PATIENCE_S = 1.0
-"""How long a question to the store may take before it goes on without an answer."""
+"""Longest wait for the store's answer, in seconds; the program then continues without it."""
 
 _NEIGHBOUR_LOOKS = 40
-"""How often a new board looks for other processes of this machine, which make theirs at about the same time."""
+"""Number of times that a new board looks for other processes of this machine, which create theirs at the same time."""
 
 _FOR_EVER = datetime.timedelta(days=365)
 
@@ -28,10 +28,10 @@ class Post(NamedTuple):
     """The state that one rank publishes to the others.
 
     Attributes:
-        waits: Number of the collective that it waits in; None: it waits in none of this group.
+        waits: Number of the collective that it waits in; None if it waits in none of this group.
         calls: Its last collectives, number to name and text.
-        place: Where its program is, if it waits in none; may be empty.
-        outside: If it waits in a collective of torch's own, the ranks of this group that have to join there.
+        place: Where its program is, if it waits in no collective; may be empty.
+        outside: If it waits in a collective of torch's own, the ranks of this group that must join it.
         stamp: Grows with each post of the group.
     """
 
@@ -53,17 +53,17 @@ class Post(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The number of the last collective that it has issued."""
+        """Number of the last collective that it has issued."""
         return max(self.calls, default=0)
 
 
 class RankFailure(NamedTuple):
-    """Why a rank can take no further part in a group.
+    """The reason why a rank can take no further part in a group.
 
     Attributes:
-        issued: Number of the last collective of this group that it has taken its full part in.
+        issued: Number of the last collective of this group that it has completed.
         origin: The rank, in the default group, whose failure or end is the cause; often the rank itself.
-        why: The error of that rank in one line; empty if it just is not there any more.
+        why: The error of that rank in one line; empty if the rank has simply disappeared.
     """
 
     issued: int
@@ -72,19 +72,19 @@ class RankFailure(NamedTuple):
 
 
 class Board:
-    """The posts of a group's ranks, one for each, their failures, and at most one verdict. For use by any thread.
+    """The posts of a group's ranks, one for each, their failures, and at most one verdict. Any thread may use it.
 
-    If the store is gone, the process that holds it has ended; from then on nothing is read or written.
+    If the store is gone, the process that holds it has ended; after that, nothing is read or written.
     """
 
     def __init__(self, store: Store, rank: int, size: int, line: Line = LINE) -> None:
         """Share ``store``, a connection of this board's own, with the other ranks; each makes one board for a group."""
         self.rank, self.size = rank, size
         self._store = store
-        self._store.set_timeout(_FOR_EVER)  # the line bounds waits; a question given up would spoil the connection
+        self._store.set_timeout(_FOR_EVER)  # the line bounds waits; an abandoned question would spoil the connection
         self._line = line
         self._lost = False
-        # A store may outlive a group and serve the next one of the same name, whose board must be a different one.
+        # A store may outlive a group and serve a later one of the same name, whose board must be a different one.
         self._life = store.add(f"fullshard/lives/{rank}", 1)
         self._changes = 0
         self._posts: dict[int, Post] = {}
@@ -107,7 +107,7 @@ class Board:
         return self._ask(write, 0)
 
     def report(self, failure: RankFailure) -> bool:
-        """Publish that this rank can take no further part; the first report counts. True if the store has it."""
+        """Publish that this rank can take no further part; only the first report counts. True if the store has it."""
 
         def write(store: Store) -> bool:
             store.compare_set(self._key(f"failed/{self.rank}"), "", json.dumps(failure))
@@ -117,7 +117,7 @@ class Board:
         return self._ask(write, self._lost)
 
     def look(self) -> None:
-        """Read what is new: a single question if nothing is."""
+        """Read new posts; a single request to the store if there are none."""
         self._ask(self._read, None)
 
     def _read(self, store: Store) -> None:
@@ -127,7 +127,7 @@ class Board:
         changes = store.add(self._key("changes"), 0)
         if changes == self._changes:
             return
-        posts, failures = dict(self._posts), dict(self._failures)  # other threads may be reading the old ones
+        posts, failures = dict(self._posts), dict(self._failures)  # copies, as other threads may be reading
         for rank in range(self.size):
             key = self._key(f"post/{rank}")
             if rank in posts or store.check([key]):
@@ -141,11 +141,11 @@ class Board:
         self._posts, self._failures, self._changes = posts, failures, changes
 
     def beat(self, text: str) -> None:
-        """Replace what this rank says once a second."""
+        """Replace this rank's beat, once a second."""
         self._ask(lambda store: store.set(self._key(f"beat/{self.rank}"), text), None)
 
     def beats(self, ranks: Iterable[int]) -> dict[int, bytes]:
-        """Return what each of ``ranks`` said last; without those that have not said anything, or when none answers."""
+        """Return the last beat of each of ``ranks`` that has one; none if the store does not answer."""
 
         def read(store: Store) -> dict[int, bytes]:
             keys = {rank: self._key(f"beat/{rank}") for rank in ranks}
@@ -155,7 +155,7 @@ class Board:
         return self._ask(read, {})
 
     def neighbours(self) -> Mapping[int, int]:
-        """Return the process ids of the ranks of this machine that are known by now."""
+        """Return the known process ids of the ranks on this machine."""
         return self._pids
 
     def posts(self) -> Mapping[int, Post]:
@@ -171,7 +171,7 @@ class Board:
         return self._verdict
 
     def propose(self, verdict: str) -> str:
-        """Make ``verdict`` the group's, unless it has one; return the one that it has."""
+        """Make ``verdict`` the group's unless it has one; return the group's."""
 
         def write(store: Store) -> str:
             stored = store.compare_set(self._key("verdict"), "", verdict).decode()
@@ -190,7 +190,7 @@ class Board:
         return self._ask(lambda store: store.add(self._key("acknowledged"), 0), self.size) >= self.size
 
     def silent_s(self) -> float:
-        """Return for how many seconds the store has not answered."""
+        """Return the seconds for which the store has not answered."""
         return 0.0 if self._lost else self._line.silent_s()
 
     def stopped(self, ranks: Iterable[int]) -> dict[int, int]:
@@ -198,11 +198,11 @@ class Board:
         return {rank: self._pids[rank] for rank in ranks if rank in self._pids and is_stopped(self._pids[rank])}
 
     def is_gone(self, rank: int) -> bool:
-        """Return whether the process of ``rank`` was on this machine and has ended."""
+        """Return True if the process of ``rank`` was on this machine and has ended."""
         return rank in self._pids and has_ended(self._pids[rank])
 
     def _register(self) -> None:
-        """Tell the other processes of this machine this one's id, with which they find out whether it is stopped."""
+        """Publish this process's id to the others of this machine, so that they can tell whether it is stopped."""
         if machine():
             slot = self._store.add(self._key(f"machine/{machine()}"), 1)
             self._store.set(self._key(f"machine/{machine()}/{slot}"), f"{self.rank} {os.getpid()}")
@@ -214,7 +214,7 @@ class Board:
         for slot in range(len(self._pids) + 1, count + 1):
             key = self._key(f"machine/{machine()}/{slot}")
             if not store.check([key]):
-                return  # it is just being written
+                return  # the entry is just being written
             rank, pid = store.get(key).split()
             self._pids[int(rank)] = int(pid)
 

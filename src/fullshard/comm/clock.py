@@ -13,14 +13,14 @@ from fullshard.comm.protocol import Work
 
 
 class Clock(Protocol):
-    """Records moments of the compute stream, and later returns the seconds between them."""
+    """Records moments of the compute stream and returns the seconds between them."""
 
     def mark(self) -> Any:
         """Record the moment at which the compute stream has finished everything issued so far."""
         ...
 
     def arrival(self, works: Sequence[Work]) -> Any | None:
-        """Record the moment at which the last of ``works`` is complete; None if only waiting for them would show it."""
+        """Record the moment at which the last of ``works`` is complete; None if only waiting for them would tell."""
         ...
 
     def seconds(self, since: Any, marks: Sequence[Any]) -> list[float]:
@@ -44,7 +44,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Events on CUDA streams: the time of the device, which the CPU runs ahead of."""
+    """Events on CUDA streams, which give the time of the device: the CPU runs ahead of it."""
 
     def __init__(self, device: torch.device) -> None:
         """Record moments of ``device``."""
@@ -58,9 +58,9 @@ class CudaClock:
         return event
 
     def arrival(self, works: Sequence[Work]) -> torch.cuda.Event | None:
-        """See :meth:`Clock.arrival`: recorded on a stream that does nothing but wait for them."""
+        """See :meth:`Clock.arrival`: recorded on a stream that only waits for them."""
         if not all(isinstance(work, dist.Work) for work in works):
-            return None  # fullshard's own works transfer data when they are waited for
+            return None  # fullshard's own works transfer data while they are waited for
         with torch.cuda.stream(self._side):
             for work in works:
                 work.wait()

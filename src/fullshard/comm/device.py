@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 HUGE_PAGE_BYTES = 2 << 20
 HUGE_FROM_BYTES = 4 << 20
-"""Smallest buffer for which huge pages are requested; a smaller one hardly contains a complete huge page.
+"""Smallest buffer for which huge pages are requested; smaller ones hardly contain a complete huge page.
 
-Fresh memory from glibc's heap below that size is recycled and gains nothing."""
+Fresh memory from glibc's heap below this size is recycled and gains nothing."""
 
 _HOST_COPIES = "offload"
 _MADV_HUGEPAGE = 14
@@ -77,7 +77,7 @@ class Device(Protocol):
 
     @property
     def queues(self) -> bool:
-        """Whether operations are queued, so that reading a number waits for everything issued before it."""
+        """True if operations are queued, so that reading a number waits for everything issued before it."""
         ...
 
     def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,11 +89,11 @@ class Device(Protocol):
         ...
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``, in host memory, copied to page-locked memory, from where copies overlap with compute."""
+        """Return ``tensor``, in host memory, copied to page-locked memory, from which copies overlap with compute."""
         ...
 
     def empty_host(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-        """Return a new flat host buffer with undefined content; ``pinned``: page-locked, if the device has that."""
+        """Return a new flat host buffer with undefined content; ``pinned``: page-locked, if the device supports it."""
         ...
 
     def copy_to_host(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
@@ -137,7 +137,7 @@ class Device(Protocol):
 
 
 class CpuDevice:
-    """The CPU, where everything happens in the order it is issued; also the meta device, where nothing does."""
+    """The CPU, where operations run in the order of issue; also the meta device, where nothing runs."""
 
     reduces_behind = 0
 
@@ -165,7 +165,7 @@ class CpuDevice:
         return buffer
 
     def on_side_stream(self, name: str, work: Callable[[], None]) -> Work:
-        """See :meth:`Device.on_side_stream`: it runs when waited for, so nothing waits for a collective earlier."""
+        """See :meth:`Device.on_side_stream`: runs when waited for, so that no collective is waited for earlier."""
         return _DeferredWork(work)
 
     def host_ready(self) -> None:
@@ -195,7 +195,7 @@ class CpuDevice:
         return lambda: None
 
     def read_later(self, work: Work, numbers: torch.Tensor) -> Callable[[], list[int]]:
-        """See :meth:`Device.read_later`: read when asked."""
+        """See :meth:`Device.read_later`: read on demand."""
 
         def read() -> list[int]:
             work.wait()
@@ -217,7 +217,7 @@ class CpuDevice:
 
 
 class _DeferredWork:
-    """A function that is called when it is waited for."""
+    """A function that runs when it is waited for."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         """Keep ``work`` for the first :meth:`wait`, which calls it."""
@@ -233,7 +233,7 @@ class _DeferredWork:
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
     """Request huge pages for the part of ``nbytes`` at ``address`` that consists of complete ones.
 
-    It is advice to Linux: if it cannot be followed (no contiguous memory, huge pages switched off), pages are small.
+    It is advice to Linux: if it cannot be followed (no contiguous memory, huge pages disabled), pages are small.
     """
     if sys.platform == "linux" and nbytes >= HUGE_FROM_BYTES:
         first = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -312,7 +312,7 @@ class CudaDevice:
         target = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
 
         def copy() -> None:
-            work.wait()  # on the side stream: compute goes on
+            work.wait()  # on the side stream, so that the compute stream continues
             target.copy_(numbers, non_blocking=True)
 
         copied = self.on_side_stream("numbers", copy)
@@ -344,14 +344,14 @@ class CudaDevice:
         name = f"{torch.cuda.get_device_name(self.device)} (compute capability {major}.{minor})"
         if native:
             return True, f"{name} computes bfloat16 in hardware."
-        return False, f"{name} has no bfloat16 arithmetic, which begins with compute capability 8.0."
+        return False, f"{name} has no bfloat16 arithmetic, which needs compute capability 8.0."
 
 
 class _SideWork:
     """Operations under way on a side stream."""
 
     def __init__(self, device: torch.device, done: torch.cuda.Event, work: Callable[[], None]) -> None:
-        """Complete when ``done`` is; ``work`` keeps the tensors alive that it uses, allocated on the compute stream."""
+        """Complete when ``done`` is; ``work`` keeps its tensors alive, which were allocated on the compute stream."""
         self._device = device
         self._done = done
         self._work: Callable[[], None] | None = work

@@ -1,4 +1,4 @@
-"""The collectives that a rank issued on a group, and the text that says where diverged ranks are."""
+"""Recorder of the collectives that a rank issued on a group, and the message that locates diverged ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fullshard.comm.board import Post
 
 HISTORY = 64
-"""Collectives in a post. Ranks are only a few apart: only sending, as in a gather, needs no answer of other ranks."""
+"""Collectives in a post. Ranks are never far apart: only sending, as in a gather, needs no answer of other ranks."""
 
 
 class Collective(NamedTuple):
@@ -20,10 +20,10 @@ class Collective(NamedTuple):
     Attributes:
         seq: Its number on this rank and group, from 1.
         kind: Name of the collective.
-        numel: Number of elements; 0 if it has no meaning.
+        numel: Number of elements; 0 if that has no meaning.
         dtype: Their dtype.
         announced: Its purpose, passed to :meth:`~fullshard.comm.protocol.Comm.announce`; may be empty.
-        bound: Whether ranks that announced different purposes are in different collectives.
+        bound: True if ranks that announced different purposes are in different collectives.
     """
 
     seq: int
@@ -34,11 +34,11 @@ class Collective(NamedTuple):
     bound: bool
 
     def text(self) -> str:
-        """Return the description in messages."""
+        """Return the description for messages."""
         return self._with(self.announced)
 
     def name(self) -> str:
-        """Return the text that is equal on all ranks that are in the same collective."""
+        """Return the text that is equal on all ranks in the same collective."""
         return self._with(self.announced if self.bound else "")
 
     def _with(self, purpose: str) -> str:
@@ -47,12 +47,12 @@ class Collective(NamedTuple):
 
 
 class FlightRecorder:
-    """The last collectives that this rank issued on one group, and the one that it waits in.
+    """Records the last collectives that this rank issued on one group, and the one that it waits in.
 
     Attributes:
         rank: This rank's number in the group.
         issued: The last collectives, oldest first.
-        waiting: The collective that the program waits in now. Setting it is the only cost of a wait.
+        waiting: The collective that the program waits in now. Setting it is all that a wait costs.
     """
 
     def __init__(self, rank: int) -> None:
@@ -83,7 +83,7 @@ def divergence(posts: Mapping[int, Post]) -> int | None:
 
 
 def divergence_text(seq: int, posts: Mapping[int, Post], ranks: Sequence[int]) -> str:
-    """Return the error text for ranks that diverged at collective ``seq``: where each is, and the remedy.
+    """Return the error for ranks that diverged at collective ``seq``: where each is, and the remedy.
 
     Args:
         seq: The collective.
@@ -110,6 +110,6 @@ def _place(seq: int, post: Post | None) -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return ranks as in a sentence: ``ranks 0, 2``."""
+    """Return ranks in the form of a sentence: ``ranks 0, 2``."""
     names = [str(rank) for rank in ranks]
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else "no rank"

@@ -1,4 +1,4 @@
-"""How much memory a rank may still take, and which other ranks would take it from the same place."""
+"""Memory that a rank may still allocate, and the pools that it shares with other ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 _LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-"""Files of a control group with its limit and what it uses: version 2, version 1."""
+"""Files of a control group with its limit and its usage: version 2, version 1."""
 
 _RECLAIMED = {"inactive_file", "active_file", "slab_reclaimable", "total_inactive_file", "total_active_file"}
-"""Lines of a control group's ``memory.stat`` about memory that the system takes back before it refuses any. Of a
-version 1, the totals: without that word they do not count the groups inside."""
+"""Lines of a control group's ``memory.stat`` for memory that the system reclaims before it refuses any. For version 1
+the totals: lines without that word do not count nested groups."""
 
 
 def free_memory(device: torch.device) -> dict[str, int]:
-    """Return the bytes that this process may still take for tensors on ``device``, by pool; any rank, alone.
+    """Return the bytes that this process may still allocate for tensors on ``device``, by pool; any rank.
 
     Ranks that name the same pool share it. A GPU is a pool. On the CPU the machine is one, and so is each control group
-    around this process that has a limit. The system's caches and swap count as free: they delay an allocation and do
-    not refuse it. What this process holds already, such as its libraries, is not free any more.
+    around this process that has a limit. The system's caches and swap count as free, because they delay an allocation
+    without refusing it. Memory that this process already holds, such as its libraries, is not free.
 
     Returns:
-        The pools by name, which is what a pool is, a colon, and which one; none where the system does not say, which is
+        The pools by name: kind, colon, identifier. Empty where the system does not report free memory, which is
         anywhere but on Linux.
     """
     if device.type == "cuda":  # not run on a GPU yet
@@ -43,7 +43,7 @@ def free_memory(device: torch.device) -> dict[str, int]:
 
 
 def _machine() -> str:
-    """Return a name that this machine's processes agree on, and those of other machines do not have."""
+    """Return a name shared by this machine's processes and by no other machine."""
     try:
         return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -51,8 +51,8 @@ def _machine() -> str:
 
 
 def _groups() -> Iterator[tuple[str, int]]:
-    """Yield the control groups around this process that limit memory, and the bytes that each has left."""
-    space = os.stat(_PROC / "self/ns/cgroup").st_ino  # paths mean something inside of a namespace only
+    """Yield the control groups around this process that limit memory, and the bytes left in each."""
+    space = os.stat(_PROC / "self/ns/cgroup").st_ino  # paths are only valid inside a namespace
     for line in (_PROC / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -65,7 +65,7 @@ def _groups() -> Iterator[tuple[str, int]]:
 
 
 def _left(group: Path) -> int | None:
-    """Return what a control group has left; None if it has no limit, or is not visible from here."""
+    """Return the bytes left in a control group; None if it has no limit or is not visible from here."""
     for limit_file, used_file in _LIMITS.items():
         try:
             limit, used = ((group / name).read_text().strip() for name in (limit_file, used_file))
@@ -81,6 +81,6 @@ def _left(group: Path) -> int | None:
 
 
 def _numbers(path: Path, unit: int = 1) -> dict[str, int]:
-    """Return the first number of each line of a file by the line's first word."""
+    """Return the first number of each line of a file, by the line's first word."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) * unit for words in lines if len(words) > 1}

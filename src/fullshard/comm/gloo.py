@@ -1,4 +1,4 @@
-"""Ranks as processes on CPU: every collective as direct gloo messages, whose tags identify the collective."""
+"""Ranks as CPU processes: every collective consists of direct gloo messages whose tags identify it."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _CODES = (1 << (31 - _SEQ_BITS)) - 1
 _SPARE_TAG = _CODES << _SEQ_BITS  # codes are smaller: no collective has this tag or a larger one
 
 _ONE_STEP_BYTES = 32 << 10
-"""An all-reduce up to this size sends the full tensor to every rank: more bytes, but one step instead of two."""
+"""All-reduces up to this size send the full tensor to every rank: more bytes, but one step instead of two."""
 
 _DIRECT_BYTES = 64 << 10
-"""From this size on, ranks of one host read each other's memory."""
+"""From this size on, ranks on one host read each other's memory."""
 
 _SPINS = 20
 """Number of polls of another rank's table before a rank sleeps between polls."""
 
 _TRANSPORT = ("/gloo/", "pair closure")
-"""Parts of the text of gloo's transport errors."""
+"""Parts of the texts of gloo's transport errors."""
 
 _REDUCE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": lambda total, term: total.add_(term),
@@ -56,7 +56,7 @@ def _code(kind: str, numel: int, dtype: torch.dtype, purpose: str) -> int:
 
 
 def code_of(call: Collective, step: str = "") -> int:
-    """Return the code under which ranks meet in a collective, or in a further step of it; equal in every process."""
+    """Return the code of a collective, or of a further step of it; equal in every process that joins it."""
     return _code(call.kind + step, call.numel, call.dtype, call.announced if call.bound else "")
 
 
@@ -70,7 +70,7 @@ class GlooWork:
         messages: Sequence[tuple[int, dist.Work]],
         finish: Callable[[], None] | None,
     ) -> None:
-        """Complete ``call`` by ``finish`` after ``messages``, each with its peer, are complete."""
+        """Complete ``call`` by ``finish`` after ``messages``, each with its peer, have completed."""
         self._watch = watch
         self._call = call
         self._messages = messages
@@ -88,9 +88,7 @@ class GlooWork:
         started = time.monotonic()
         peer = None
         try:
-            if (
-                self._watch.broken
-            ):  # gloo would wait again for a message that has failed, as long as the group's timeout
+            if self._watch.broken:  # gloo would wait for a failed message again, until the group's timeout
                 raise RuntimeError("waits were broken")
             for peer, message in self._messages:  # noqa: B007
                 message.wait()
@@ -121,7 +119,7 @@ class PeerMemoryWork:
         self._comm = comm
         self._memory = memory
         self._call = call
-        self._offered: torch.Tensor | None = offered  # alive until the others have read it
+        self._offered: torch.Tensor | None = offered  # kept alive until the others have read it
         self._read: Callable[[int, int], None] | None = read
         self._peers = sorted(comm.peers) if in_order else comm.peers
         self._code = code_of(call)
@@ -146,7 +144,7 @@ class PeerMemoryWork:
         if self._offered is not None:
             with self._comm.waiting_in(self._call) as poll:
                 for peer in self._comm.peers:
-                    # A rank that has ended will not read anything.
+                    # A rank that has ended reads nothing any more.
                     with contextlib.suppress(ProcessLookupError):
                         poll(peer, partial(self._memory.was_read, peer, self._call.seq))
             self._offered = None
@@ -186,7 +184,7 @@ class GlooComm:
         self._announced = what
 
     def hides_messages(self) -> bool:
-        """Return whether messages go through sockets, which gloo's threads serve while this rank computes.
+        """Return True if messages go through sockets, which gloo's threads serve while this rank computes.
 
         See :func:`fullshard.comm.protocol.hides_messages`.
         """
@@ -318,13 +316,13 @@ class GlooComm:
         return add
 
     def _peer_memory_for(self, full: torch.Tensor) -> PeerMemory | None:
-        """Return the access to other ranks' memory, if every rank has it and ``full`` is large enough for it to pay."""
+        """Return the access to other ranks' memory if every rank has it and ``full`` is large enough to benefit."""
         return None if full.nbytes < _DIRECT_BYTES or self.size == 1 else self._peer_memory()
 
     def _peer_memory(self) -> PeerMemory | None:
-        """Return the access to other ranks' memory, if every rank has it.
+        """Return the access to other ranks' memory if every rank has it.
 
-        The first call asks all ranks, which all make it: it is part of a collective.
+        The first call asks all ranks, each of which makes it: it is part of a collective.
         """
         if not self._direct:
             return None
@@ -345,7 +343,7 @@ class GlooComm:
 
     @contextlib.contextmanager
     def waiting_in(self, call: Collective) -> Iterator[Callable[[int, Callable[[], int | None]], int]]:
-        """Yield a function that polls until another rank has an answer, while the watchdog watches the wait."""
+        """Yield a function that polls until another rank has an answer; the watchdog watches the wait."""
         recorder, started = self._watch.recorder, time.monotonic()
         peer_now: int | None = None
 

@@ -1,4 +1,4 @@
-"""Questions to a group's store that never block for long: torch's store waits for ever while its process is stopped."""
+"""Requests to a group's store that never block for long: torch's store waits forever while its process is stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Question:
-    """A function for the thread, and its answer once ``answered`` is set."""
+    """A function for the thread; its answer is valid once ``answered`` is set."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self.ask = ask
@@ -22,21 +22,21 @@ class _Question:
 
 
 class Line:
-    """The thread that asks the store, one question after the other. One for each process.
+    """The thread that sends requests to the store, one after the other. One for each process.
 
-    A question that is not answered stays with the thread: the connection's bytes must not be read by another one. It is
-    answered when the store's process runs again, or the network is mended; then the line is free again.
+    An unanswered request keeps the thread: no other thread may read the connection's bytes. It is answered when the
+    store's process runs again or the network is repaired; then the line is free again.
     """
 
     def __init__(self) -> None:
-        """Start no thread yet."""
+        """Prepare the line; the thread starts with the first request."""
         self._free = threading.Lock()
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._asked_at: float | None = None
 
     def ask(self, question: Callable[[], T], default: T, patience_s: float) -> T:
-        """Return the answer of the store, or ``default`` if none came in time; for use by any thread.
+        """Return the store's answer, or ``default`` if none came in time; any thread.
 
         Raises:
             RuntimeError: The store is gone.
@@ -56,12 +56,12 @@ class Line:
         return asked.answer
 
     def silent_s(self) -> float:
-        """Return for how many seconds the store has not answered; 0 if it has answered all questions."""
+        """Return the seconds for which the store has not answered; 0 if it has answered all requests."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     def close(self) -> None:
-        """End the thread, unless a question is not answered: then it stays where it is until the process ends."""
+        """End the thread, unless a request is unanswered: then it remains until the process ends."""
         if self._thread is not None and self.silent_s() == 0:
             self._questions.put(None)
             self._thread.join(timeout=1.0)

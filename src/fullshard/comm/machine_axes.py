@@ -59,7 +59,7 @@ def machines_of_world(device: torch.device | None) -> tuple[Comm, Comm]:
 
 @functools.lru_cache(maxsize=4)
 def _axes_once(world: Any, device: torch.device | None, here: int) -> tuple[Comm, Comm]:
-    """Return the axes, cached: all units of a model must use the same groups."""
+    """Return the axes from a cache, because all units of a model must use the same groups."""
     return axes_of(comm_of_group(world, device), here)
 
 
@@ -99,7 +99,7 @@ def axes_of(comm: Comm, here: int) -> tuple[Comm, Comm]:
 
 
 def _split(comm: Any, groups: list[list[int]]) -> Comm:
-    """Return this rank's group among ``groups``; every rank makes every group, as torch requires."""
+    """Return this rank's group among ``groups``; every rank makes every group, because torch requires it."""
     if hasattr(comm, "split"):  # ranks as threads, and the simulated ranks of a dry run
         return comm.split(groups)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)

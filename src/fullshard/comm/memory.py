@@ -17,7 +17,7 @@ from fullshard.comm.placement import SHARED
 
 
 def live_tensor_bytes() -> int:
-    """Return the bytes of all distinct CPU storages that Python can reach: those allocated before a meter started."""
+    """Return the bytes of all distinct CPU storages that Python can reach, allocated before a meter started."""
     gc.collect()
     storages: dict[int, int] = {}
     with warnings.catch_warnings():
@@ -29,7 +29,7 @@ def live_tensor_bytes() -> int:
             if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
                 continue
             storage = tensor.untyped_storage()
-            if storage.device.type == "cpu":  # a compiler's fake tensors have no memory, and a symbol for a size
+            if storage.device.type == "cpu":  # a compiler's fake tensors have no memory and a symbolic size
                 storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
@@ -51,9 +51,9 @@ class MemoryMeter:
     """Context manager that measures one rank's peak tensor bytes; one at a time in a process.
 
     On CUDA it reads the caching allocator's peak. On CPU it records allocations with torch's profiler, which also sees
-    temporaries inside operators, and adds what was live before; memory that was allocated before and is freed inside
-    counts as held to the end, because the profiler does not report its size. The profiler is slow: measure steps whose
-    duration does not matter.
+    temporaries inside operators, and adds what was live before. Memory that was allocated before and is freed inside
+    counts as held until the end, because the profiler does not report its size. The profiler is slow: measure steps
+    whose duration does not matter.
 
     Attributes:
         start_bytes: Tensor bytes live on entry.
@@ -77,8 +77,8 @@ class MemoryMeter:
             self.start_bytes = torch.cuda.memory_allocated(self.device)
             return self
         self.start_bytes = live_tensor_bytes()
-        self._epoch_s = time.time() - time.perf_counter()  # the profiler's clock is the time of day
-        # Not torch.profiler's: under torch 2.11 it warns once of lost events, of which there are none here.
+        self._epoch_s = time.time() - time.perf_counter()  # the profiler's clock is the wall clock
+        # Not torch.profiler's: under torch 2.11 it warns once of lost events, although none are lost here.
         self._profile = profile(profile_memory=True, use_kineto=True)
         self._profile.__enter__()
         return self

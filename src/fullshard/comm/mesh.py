@@ -24,7 +24,7 @@ class SoloComm:
         self.rank, self.size, self.device = 0, 1, device
 
     def announce(self, what: str) -> None:
-        """See :meth:`Comm.announce`: ignored, there is no other rank to wait for."""
+        """See :meth:`Comm.announce`: ignored, because there is no other rank."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`."""
@@ -70,9 +70,9 @@ class Mesh:
     Attributes:
         shard_group: The ranks that share each unit: units are gathered and reduce-scattered among them.
         replica_group: The ranks that hold replicas of this rank's shards: gradients are all-reduced among them.
-        messages: What units' weights and gradients are rounded to on the way inside the shard group; None: not at all.
-        lane_group: The shard group for units' gathers and reduces, which rounds their messages; nothing else does.
-        size: Number of ranks in all, over which gradients are averaged.
+        messages: Format that units' weights and gradients are rounded to inside the shard group; None: not rounded.
+        lane_group: The shard group for units' gathers and reduces, which rounds their messages; used for nothing else.
+        size: Number of ranks, over which gradients are averaged.
         rank: This rank's number among them.
         device: Device of the collectives' tensors.
     """
@@ -115,7 +115,7 @@ class Mesh:
 
     @property
     def all_ranks(self) -> Any:
-        """One group of all ranks, for sums; with two axes the mesh itself, which has all-reduce but no gather."""
+        """A group of all ranks for sums; with two axes it is the mesh itself, which has all-reduce but no gather."""
         if self.replica_group.size == 1:
             return self.shard_group
         return self.replica_group if self.shard_group.size == 1 else self
@@ -127,17 +127,17 @@ class Mesh:
 
 
 def same_ranks(one: Mesh, other: Mesh) -> bool:
-    """Return whether two meshes consist of the same groups."""
+    """Return True if two meshes consist of the same groups."""
     return same_group(one.shard_group, other.shard_group) and same_group(one.replica_group, other.replica_group)
 
 
 def same_group(one: Comm, other: Comm) -> bool:
-    """Return whether two communicators, perhaps of two models, are of the same ranks."""
+    """Return True if two communicators, perhaps of two models, have the same ranks."""
     return one is other or _group(one) == _group(other)
 
 
 def _group(comm: Any) -> tuple[int, int, object]:
-    """Return what identifies a group: its size, this rank's place, and the process group or thread world behind it."""
+    """Return a group's identity: its size, this rank's place, and the underlying process group or thread world."""
     while hasattr(comm, "inner"):
         comm = comm.inner
     made_of = getattr(comm, "group", None) or getattr(comm, "world", None)
@@ -145,7 +145,7 @@ def _group(comm: Any) -> tuple[int, int, object]:
 
 
 def group_behind(mesh: Mesh) -> object:
-    """Return the process group or thread world of a mesh: that of its shards, or of replicas if they are not cut."""
+    """Return the underlying process group or thread world of a mesh: of its shards, or of replicas without shards."""
     comm = mesh.shard_group if mesh.shard_group.size > 1 else mesh.replica_group
     return _group(comm)[2] or comm
 
@@ -177,7 +177,7 @@ def as_mesh(mesh: object, strategy: ShardingStrategy, device: torch.device | Non
 
 
 def device_mesh_of(mesh: object, device: torch.device) -> DeviceMesh | None:
-    """Return torch's DeviceMesh of what :func:`as_mesh` takes; None of Comms and of pairs."""
+    """Return torch's DeviceMesh for an argument of :func:`as_mesh`; None for Comms and pairs."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     group = dist.group.WORLD if mesh is None else mesh
@@ -185,7 +185,7 @@ def device_mesh_of(mesh: object, device: torch.device) -> DeviceMesh | None:
 
 
 def _axes(mesh: object, device: torch.device | None) -> tuple[Comm | None, Comm]:
-    """Return the replicating axis, if there is one, and the sharding axis."""
+    """Return the replicating axis, if any, and the sharding axis."""
     if isinstance(mesh, Comm):
         return None, mesh
     if isinstance(mesh, tuple) and len(mesh) == 2 and all(isinstance(axis, (Comm, dist.ProcessGroup)) for axis in mesh):

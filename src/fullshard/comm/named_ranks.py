@@ -1,4 +1,4 @@
-"""Groups that are only described: a rank's number and how many there are."""
+"""Groups that are only described by a rank's number and the number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.errors import ProcessGroupError
 
 
 def named_ranks(group: Any, device: torch.device | None) -> Any:
-    """Return a Comm of an object that only has ``rank()`` and ``size()``, as tests of wrapping use; else ``group``."""
+    """Return a Comm for an object that only has ``rank()`` and ``size()``, as in tests of wrapping; else ``group``."""
     described = callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))
     if not described or isinstance(group, (Comm, dist.ProcessGroup)):
         return group
@@ -22,7 +22,7 @@ def named_ranks(group: Any, device: torch.device | None) -> Any:
 
 
 class NamedRanks:
-    """Ranks that cannot be reached: modules can be sharded for them and looked at, as if all held the same values."""
+    """Ranks that cannot be reached: modules can be sharded and inspected for them, as if all held the same values."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         """Describe rank ``rank`` of ``size``."""

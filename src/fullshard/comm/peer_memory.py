@@ -24,19 +24,19 @@ import torch
 from fullshard.comm.whereabouts import named_machine
 
 _CHUNK_BYTES = 1 << 20
-"""Bytes of a sum's terms read at a time, which stay in the processor's cache until they are added."""
+"""Bytes of a sum's terms read at a time; they stay in the processor's cache until they are added."""
 
 _RING = 4096
-"""Entries of a table: many more collectives than a rank can be ahead of another one."""
+"""Entries of a table: many more collectives than one rank can be ahead of another."""
 
 _FIELDS = 4
 """Fields of an entry: number, code, address; number of the collective that the table's owner has finished reading."""
 
 OTHER_MACHINE = "ranks are on several machines"
-"""The reason that needs no message: nothing is amiss."""
+"""The obstacle that needs no log message, because it is expected."""
 
 _MAGIC = 0x66756C6C73686172
-"""First entry of a new table, combined with the process id: proves that an address belongs to that process's table."""
+"""First entry of a new table, combined with the process id; proves that an address is that process's table."""
 
 
 class _Span(ctypes.Structure):
@@ -69,23 +69,23 @@ def _read_bytes(pid: int, address: int, into: int, nbytes: int) -> None:
         count = _READ(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:
             error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error))  # ProcessLookupError if it has ended
+            raise OSError(error, os.strerror(error))  # a ProcessLookupError if the process has ended
         done += count
 
 
 _TABLES: list[Any] = []
-"""Tables are never freed: a slower rank reads them after this one has left the group."""
+"""Tables are never freed: a slower rank may read them after this one has left the group."""
 
 
 class PeerMemory:
     """Access to the memory of the ranks of one host, through a table that each rank writes and all others read.
 
-    For each collective, by its number, a rank writes its kind and the address of its data, and later that it has read
+    For each collective, by its number, a rank writes its code and the address of its data, and later that it has read
     the others' data.
     """
 
     def __init__(self) -> None:
-        """Make this rank's table; no other rank knows its address yet."""
+        """Make this rank's table; its address must still be sent to the other ranks."""
         self._entries = (ctypes.c_int64 * (_RING * _FIELDS))()
         _TABLES.append(self._entries)
         self._entry = (ctypes.c_int64 * _FIELDS)()
@@ -115,14 +115,14 @@ class PeerMemory:
         return None
 
     def offer(self, seq: int, code: int, address: int) -> None:
-        """Publish that collective ``seq`` has the code ``code``, and that this rank's data is at ``address``."""
+        """Publish that collective ``seq`` has the code ``code`` and that this rank's data is at ``address``."""
         place = seq % _RING * _FIELDS
         self._entries[place + 1] = code
         self._entries[place + 2] = address
-        self._entries[place] = seq  # last: a reader that finds the number finds the other fields
+        self._entries[place] = seq  # last: a reader that finds the number also finds the other fields
 
     def find(self, rank: int, seq: int, code: int) -> int | None:
-        """Return the address of the data of ``rank``; None while it has not reached that collective."""
+        """Return the address of the data of ``rank``; None if it has not reached that collective."""
         there_seq, there_code, address, _ = self._look(rank, seq)
         return address if (there_seq, there_code) == (seq, code) else None
 
@@ -141,11 +141,11 @@ class PeerMemory:
             part.add_(piece)
 
     def has_read(self, seq: int) -> None:
-        """Publish that this rank has read all that it needs of collective ``seq``."""
+        """Publish that this rank has finished reading for collective ``seq``."""
         self._entries[seq % _RING * _FIELDS + 3] = seq
 
     def was_read(self, rank: int, seq: int) -> int | None:
-        """Return a number once ``rank`` has read what it needs of collective ``seq``, None before."""
+        """Return a number once ``rank`` has finished reading for collective ``seq``, None before."""
         number = self._look(rank, seq)[3]
         return number if number >= seq else None
 

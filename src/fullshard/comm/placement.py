@@ -1,4 +1,4 @@
-"""Where the ranks of a run compute: on a GPU each, on GPUs that they share, or on the CPU; all of them decide alike."""
+"""Placement of a run's ranks: on a GPU each, on shared GPUs, or on the CPU; all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 @dataclass
 class Shared:
-    """What this process knows of GPUs that ranks share.
+    """This process's knowledge of shared GPUs.
 
     Attributes:
-        gpu: This rank's GPU if ranks share GPUs: what gloo groups are used for unless a device is given.
-        ranks: Number of ranks on the GPU that has most of them.
+        gpu: This rank's GPU if ranks share GPUs; gloo groups use it unless a device is given.
+        ranks: Number of ranks on the GPU with the most.
     """
 
     gpu: torch.device | None = None
@@ -35,8 +35,8 @@ class Placement:
     Attributes:
         kind: ``"own"``: each on a GPU of its own. ``"shared"``: on GPUs of which some have several ranks, which NCCL
             refuses. ``"cpu"``: all on the CPU.
-        ranks: Number of ranks on the GPU that has most of them; 1 on the CPU.
-        note: What the user has to know, one sentence; empty if there is nothing.
+        ranks: Number of ranks on the GPU with the most; 1 on the CPU.
+        note: One sentence for the user; may be empty.
     """
 
     kind: Literal["own", "shared", "cpu"]
@@ -45,20 +45,20 @@ class Placement:
 
 
 def gpu_of_rank() -> torch.device | None:
-    """Return this rank's GPU: the one of its number on this machine, counted round; None if it sees none."""
+    """Return this rank's GPU: the one of its local rank, modulo the number of GPUs; None if it sees none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     return torch.device("cuda", local_rank % count) if count else None
 
 
 def agree(store: Any, rank: int, size: int, gpu: torch.device | None) -> Placement:
-    """Exchange which GPU each rank has, through the store of the ranks' rendezvous, and return what follows from it.
+    """Exchange each rank's GPU through the store of the rendezvous, and return the resulting placement.
 
-    Ranks of one machine may see different GPUs under one number, and machines may have different numbers of them:
-    only the GPUs' own identifiers tell whether two ranks have the same one.
+    Ranks of one machine may see different GPUs under one number, and machines may have different numbers of GPUs. Only
+    the GPUs' own identifiers tell whether two ranks have the same one.
     """
     keys = [f"fullshard/gpu/{number}" for number in range(size)]
-    # Its place among those that this rank sees, and an identifier that is the same in every process.
+    # Its index among the GPUs that this rank sees, and an identifier that is the same in every process.
     card = "" if gpu is None else f"{gpu.index} {torch.cuda.get_device_properties(gpu).uuid}"
     store.set(keys[rank], card)
     store.wait(keys)
@@ -66,7 +66,7 @@ def agree(store: Any, rank: int, size: int, gpu: torch.device | None) -> Placeme
 
 
 def placement_of(cards: Sequence[str]) -> Placement:
-    """Return where ranks compute that have these GPUs, in rank order: index and identifier, empty for none."""
+    """Return the placement for ranks with these GPUs, in rank order: index and identifier, empty for none."""
     without = cards.count("")
     if without:
         note = "" if without == len(cards) else f"{without} of {len(cards)} ranks see no GPU, so all use the CPU."
@@ -79,5 +79,5 @@ def placement_of(cards: Sequence[str]) -> Placement:
     return Placement(
         "shared",
         most,
-        f"{len(cards)} ranks share {which}: collectives go through host memory, which is slow; meant for trying out.",
+        f"{len(cards)} ranks share {which}: collectives go through host memory, which is slow and meant for testing.",
     )

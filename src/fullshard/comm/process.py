@@ -26,7 +26,7 @@ from fullshard.comm.staging import CudaStaging
 from fullshard.comm.watchdog import WATCHDOG
 from fullshard.errors import ProcessGroupError
 
-# torch 2.13 renamed the flat collectives; older releases have the old names only.
+# torch 2.13 renamed the flat collectives; older releases only have the old names.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 TIMEOUT_S = 600.0
@@ -36,7 +36,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 _RECORDERS: dict[int, FlightRecorder] = {}
-"""The collectives of this process's comms together, by its rank in the default group."""
+"""The recorder of all collectives of this process's comms, by its rank in the default group."""
 
 
 class ProcessComm:
@@ -52,7 +52,7 @@ class ProcessComm:
         self._announced = ""
 
     def announce(self, what: str) -> None:
-        """See :meth:`Comm.announce`: said with this rank's beats; collectives are compared by NCCL's own watchdog."""
+        """See :meth:`Comm.announce`: part of this rank's beats; NCCL's own watchdog compares collectives."""
         self._announced = what
 
     def _note(self, kind: str, about: torch.Tensor) -> None:
@@ -162,15 +162,15 @@ class FakeComm(ProcessComm):
 
 
 class TorchComm(ProcessComm):
-    """A group of any other backend (MPI, UCC, one of a plug-in, torch's threaded test group): torch's collectives.
+    """A group of any other backend (MPI, UCC, a plug-in, torch's threaded test group), with torch's collectives.
 
-    It asks no more of a backend than ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``all_reduce``,
-    ``broadcast`` and ``all_to_all_single``. Nothing here knows what the other ranks are doing, so ranks that diverge
-    wait until the backend gives up.
+    It needs only ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``all_reduce``, ``broadcast`` and
+    ``all_to_all_single`` of a backend. Nothing here knows what the other ranks are doing, so ranks that diverge
+    wait until the backend times out.
     """
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
-        """See :meth:`Comm.all_gather`; copies ``shard`` first: MPI forbids that it is a part of ``full``."""
+        """See :meth:`Comm.all_gather`; copies ``shard`` first, because MPI forbids it to be part of ``full``."""
         sent = shard.clone()
         return _CopyWork(super().all_gather(full, sent), sent)
 
@@ -181,7 +181,7 @@ class TorchComm(ProcessComm):
         return self._all_to_all(received, [received.numel() // self.size] * self.size, shard.view(-1), sizes)
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
-        """See :meth:`Comm.exchange`; copies what is sent and received, because gloo and others have no lists here."""
+        """See :meth:`Comm.exchange`; copies what is sent and received, because gloo and others take no lists here."""
         out = torch.cat([part.reshape(-1) for part in sent])
         sizes = [part.numel() for part in received]
         into = out.new_empty(sum(sizes))
@@ -193,7 +193,7 @@ class TorchComm(ProcessComm):
 
 
 class _CopyWork:
-    """A collective on copies: what it sends is kept, and what it received is copied to its place."""
+    """A collective on copies: keeps what it sends, and copies what it received to its place."""
 
     def __init__(
         self, work: Work, sent: torch.Tensor, received: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
@@ -216,23 +216,23 @@ _PULSES: weakref.WeakKeyDictionary[dist.ProcessGroup, Pulse] = weakref.WeakKeyDi
 
 
 def start_pulse(comm: ProcessComm) -> None:
-    """Beat for this process if ``comm`` is that of all ranks; its waits cannot be given up, so a dead rank ends it."""
+    """Start this process's beats if ``comm`` has all ranks. Its waits cannot be interrupted: a dead rank ends it."""
     group = comm.group
     if group is dist.group.WORLD and comm.size > 1 and group not in _PULSES:
-        # A connection of its own, as the watchdog's of a gloo group.
+        # A connection of its own, like the watchdog's for a gloo group.
         board = Board(group.get_group_store().clone(), comm.rank, comm.size)  # type: ignore[attr-defined]
         _PULSES[group] = Pulse(comm.recorder, board, end_process)
         WATCHDOG.add(_PULSES[group])
 
 
 _STAGES: weakref.WeakKeyDictionary[dist.ProcessGroup, Stage] = weakref.WeakKeyDictionary()
-"""Comms of one group run their collectives in one thread."""
+"""Comms of one group share a thread for their collectives."""
 
 
 def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm:
     """Return the :class:`Comm` of a process group, by the backend that carries tensors of ``device``.
 
-    A group of another backend than NCCL, gloo and torch's fake one uses torch's collectives; rank 0 logs what it lacks.
+    Backends other than NCCL, gloo and torch's fake one use torch's collectives; rank 0 logs what is missing.
 
     Args:
         group: The group; this process belongs to it.
@@ -253,16 +253,16 @@ def comm_of_group(group: dist.ProcessGroup, device: torch.device | None) -> Comm
             _warn_of(backend)
         return TorchComm(group, device)
     if device.type == "cuda":
-        # Whether a process may read another one's page-locked memory depends on the driver, so sockets carry it.
+        # Whether a process may read another one's page-locked memory depends on the driver, so sockets are used.
         return StagedComm(GlooComm(group, direct=False), _stage_of(group, device))
     return GlooComm(group)
 
 
 def _device_for(backends: dict[str, str]) -> torch.device:
-    """Return the device of collectives for which none was named; ``backends`` maps a device's type to a backend."""
-    # A build of torch for CUDA names it on a machine without a GPU too, unless asked whether there is one.
+    """Return the device of collectives if none is given; ``backends`` maps a device's type to a backend."""
+    # A build of torch for CUDA names it on a machine without a GPU too, unless asked to check for one.
     found = torch.accelerator.current_accelerator(check_available=True)
-    # gloo goes through host memory, MPI often cannot take memory of a device, a fake group is for dry runs.
+    # gloo uses host memory, MPI often cannot access device memory, and a fake group is for dry runs.
     if found is not None and backends.get(found.type) not in (None, "gloo", "mpi", "fake"):
         return torch.device(found.type, torch.accelerator.current_device_index())
     return SHARED.gpu or torch.device("cpu")
@@ -270,10 +270,10 @@ def _device_for(backends: dict[str, str]) -> torch.device:
 
 @functools.cache
 def _warn_of(backend: str) -> None:
-    """Log, once for each backend, what a group of it lacks."""
+    """Log what a group of a backend lacks, once for each backend."""
     logging.getLogger("fullshard").warning(
         "The process group's backend is %s, so fullshard uses torch's own collectives on it. There is no watchdog: "
-        "when a rank ends or runs other code, no error names it, and the others wait until the backend gives up. "
+        "when a rank ends or runs other code, no error names it, and the others wait until the backend times out. "
         "Direct messages between ranks are missing too, so exchanges and all-gathers copy what they send. Under NCCL "
         "or gloo (torch.distributed.init_process_group) you have both.",
         backend,
@@ -318,14 +318,14 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
 
 
 def _join(timeout: datetime.timedelta) -> Comm:
-    """Meet the other ranks, agree on where all compute, and make the process group."""
+    """Meet the other ranks, agree on the placement, and make the process group."""
     store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
     gpu = gpu_of_rank()
     placement = agree(store, rank, size, gpu)
     if placement.note and rank == 0:
         logging.getLogger("fullshard").warning("%s", placement.note)
-    # The prefix that torch gives to a rendezvous of its own.
+    # The prefix that torch uses for a rendezvous of its own.
     meeting: dict[str, Any] = {"store": PrefixStore("default_pg", store), "rank": rank, "world_size": size}
     if gpu is None or placement.kind == "cpu":
         dist.init_process_group("gloo", timeout=timeout, **meeting)
@@ -340,7 +340,7 @@ def _join(timeout: datetime.timedelta) -> Comm:
 
 
 def join_alone(device: torch.device) -> Comm:
-    """Return the default process group; if there is none, initialize one of this process alone. Any rank.
+    """Return the default process group; if there is none, create one with this process only. Any rank.
 
     Args:
         device: Device of the collectives' tensors.

@@ -1,4 +1,4 @@
-"""The one small protocol through which every other room communicates with other ranks."""
+"""The protocol through which every other room communicates with other ranks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Comm(Protocol):
 
         Ranks that announce different purposes for an all-gather, reduce-scatter, broadcast or gather are in different
         collectives: they exchange nothing and an error is raised. In an all-reduce, an exchange of objects or a barrier
-        they meet all the same, because ranks use these to find out whether they agree. The call is cheap: make it
-        before every collective.
+        they still meet, because ranks use these to find out whether they agree. The call is cheap: make it before every
+        collective.
 
         Args:
             what: The purpose, such as ``"all-gather of unit blocks.3"``.
@@ -104,9 +104,9 @@ def settle(work: Work) -> None:
 
 
 def hides_messages(comm: Comm) -> bool:
-    """Return whether collectives of ``comm`` go on while this rank computes; False: waiting for one does the work.
+    """Return True if collectives of ``comm`` proceed while this rank computes; False if waiting for one does the work.
 
-    A group that is not asked waits. Every rank calls it, like a collective.
+    Groups without the method do the work while waiting. Every rank calls it, like a collective.
     """
     ask = getattr(comm, "hides_messages", None)
     return ask is not None and ask()

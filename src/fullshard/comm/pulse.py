@@ -1,10 +1,10 @@
-"""Beats of each rank over the store, by which the others tell a rank that is slow from one that is dead.
+"""Beats of each rank over the store, which tell the others whether a rank is slow or dead.
 
-Each rank says once a second how many collectives it has issued, the last one (with its unit) and where its program is.
-A rank that has issued none for a while reads the others' beats. It names a rank that does not beat, or is behind, with
-its stack. A rank whose process is stopped, or beats no more and takes no processor time, is dead after a while: then
-this rank fails, so that its launcher starts all of them again. One that computes in a single long call of Python (a
-collection of garbage, a tokenizer) does not beat either, but takes processor time; it is slow.
+Once a second, each rank publishes how many collectives it has issued, the last one (with its unit) and its stack. A
+rank that has issued none for a while reads the others' beats. It names a rank that does not beat or is behind, with
+its stack. A rank is dead if its process stays stopped, or if it neither beats nor takes processor time for a while:
+then this rank fails, so that its launcher restarts all of them. A rank in a single long call of Python (a garbage
+collection, a tokenizer) does not beat either, but it takes processor time: it is slow.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from fullshard.comm.whereabouts import main_thread_stack, processor_ticks
 from fullshard.errors import ProcessGroupError
 
 BEAT_S = 1.0
-"""Interval of a rank's beats."""
+"""Interval of a rank's beats, in seconds."""
 
 STUCK_S = 2.0
-"""A rank that has issued no collective for more seconds reads the others' beats."""
+"""A rank that has issued no collective for this long reads the others' beats."""
 
 SILENT_S = 3.0
-"""A rank without a beat for more seconds is silent."""
+"""A rank without a beat for this long is silent."""
 
 NAME_S = 6.0
-"""A rank that others have waited for so long is named."""
+"""A rank that others have waited for this long is named."""
 
 STOPPED_S = 10.0
-"""A process that is stopped for more seconds is dead. Shorter ones happen: a snapshot, a debugger."""
+"""A process that is stopped for this long is dead. Shorter stops are normal: a machine's snapshot, a debugger."""
 
 IDLE_S = 30.0
-"""A silent process of this machine that takes no processor time for more seconds is dead."""
+"""A silent process of this machine that takes no processor time for this long is dead."""
 
 FAR_S = 60.0
-"""A silent process of another machine is dead after more seconds: nobody here knows whether it computes."""
+"""A silent process of another machine is dead after this long: its processor time cannot be read here."""
 
 ASLEEP_S = 3.0
-"""If this rank was not asked to look for so long, it has not run itself, and knows nothing of the others."""
+"""If this rank's check did not run for this long, it was stopped itself and knows nothing of the others."""
 
 LOOKERS = 4
-"""Number of ranks that look at all others."""
+"""Number of ranks that watch all others."""
 
 ENDINGS: list[Callable[[BaseException], None]] = []
-"""Called before :func:`end_process` ends the process; one may end it itself."""
+"""Called before :func:`end_process` ends the process; a callback may end it itself."""
 
 _log = logging.getLogger("fullshard")
 
 
 class Beat(NamedTuple):
-    """What a rank says once a second.
+    """The message that a rank publishes once a second.
 
     Attributes:
         count: Number of the beat.
         issued: Collectives that it has issued.
-        call: The last of them, as text; empty before the first.
-        stack: Where its program is, the innermost frame last.
+        call: The last of them as text; empty before the first.
+        stack: Stack of its program, innermost frame last.
     """
 
     count: int
@@ -71,18 +71,18 @@ class Beat(NamedTuple):
 
 
 class _Other:
-    """What this rank knows of another one, since it has been stuck itself."""
+    """This rank's knowledge of another one, since it has been stuck itself."""
 
     def __init__(self, now: float) -> None:
         self.count = -1  # number of its last beat
-        self.heard = now  # when that changed last
-        self.stopped: float | None = None  # since when its process is stopped
-        self.ticks, self.ran = -1, now  # its processor time, and when that changed last
-        self.named = ""  # how it was named last
+        self.heard = now  # when that last changed
+        self.stopped: float | None = None  # since when its process has been stopped
+        self.ticks, self.ran = -1, now  # its processor time, and when that last changed
+        self.named = ""  # how it was last named
 
 
 class Pulse:
-    """This rank's beats and what the others' say; one for each process, checked in the watchdog's thread."""
+    """Sends this rank's beats and evaluates the others'; one for each process, checked in the watchdog's thread."""
 
     def __init__(self, recorder: FlightRecorder, board: Board, fail: Callable[[ProcessGroupError], None]) -> None:
         """Beat for the rank of ``recorder``; ``fail`` is called once, when another rank is dead."""
@@ -96,10 +96,10 @@ class Pulse:
         self._failed = False
 
     def leave(self, error: BaseException | None) -> None:
-        """Do nothing: a rank that has ended is no longer there to be dead."""
+        """Do nothing: a rank that has ended is not dead."""
 
     def is_cause_of(self, error: BaseException) -> None:
-        """Return None: this knows no errors of other ranks."""
+        """Return None: the pulse knows no errors of other ranks."""
 
     def check(self, now: float) -> None:
         """Beat, and look for dead ranks if this one is stuck; ``now`` is in seconds of a monotonic clock."""
@@ -117,7 +117,7 @@ class Pulse:
         self._board.beat(json.dumps(beat))
         self._board.look()
         stuck = now - self._moved > STUCK_S and not self._failed
-        # Rank 0 often holds the store: what it said last is no longer there when its process is stopped.
+        # Rank 0 often holds the store: when its process is stopped, its last beat cannot be read any more.
         watched = self._watched() if stuck else [0]
         self._beats |= {rank: Beat(*json.loads(text)) for rank, text in self._board.beats(watched).items()}
         if stuck:
@@ -125,7 +125,7 @@ class Pulse:
                 self._look(rank, now)
 
     def _watched(self) -> list[int]:
-        """Return the ranks that this one looks at: a few look at all, and two of each machine at those there."""
+        """Return the ranks that this one watches: a few watch all, and two of each machine watch those on it."""
         me, near = self.recorder.rank, sorted(self._board.neighbours())
         watched = range(self._board.size) if me < LOOKERS else near if me in near[:2] else []
         return [rank for rank in watched if rank != me]
@@ -151,16 +151,16 @@ class Pulse:
         if dead:
             self._failed = True
             error = ProcessGroupError(
-                f"{waited}. It is given up. Look for what stopped it, and start again from the last checkpoint.{stack}"
+                f"{waited}. Find out what stopped it, and start again from the last checkpoint.{stack}"
             )
             error.transient = True
             self._fail(error)
 
     def _state(self, rank: int, other: _Other, pid: int | None, now: float) -> tuple[str, str, bool]:
-        """Return what is wrong with a rank, as a kind and in words, empty if nothing is, and whether it is dead."""
+        """Return a rank's trouble as a kind and in words, empty if there is none, and whether the rank is dead."""
         beat, silent_s = self._beats.get(rank), now - other.heard
         if other.stopped is not None:
-            state = f"the process of rank {rank} ({pid}, on this machine) is stopped; `kill -CONT {pid}` lets it go on"
+            state = f"the process of rank {rank} ({pid}, on this machine) is stopped; `kill -CONT {pid}` continues it"
             return "stopped", state, now - other.stopped > STOPPED_S
         if silent_s > SILENT_S and self._board.silent_s() < SILENT_S:
             state = f"rank {rank} has not beaten for {silent_s:.0f} s, because it is cut off or in one long call"
@@ -172,9 +172,9 @@ class Pulse:
 
 
 def end_process(error: ProcessGroupError) -> None:
-    """End this process because another rank is dead; for backends whose waits cannot be given up.
+    """End this process because another rank is dead; for backends whose waits cannot be interrupted.
 
-    A program of ours reports it as it reports any error; see :data:`ENDINGS`.
+    A program of fullshard's reports it like any error; see :data:`ENDINGS`.
     """
     for ending in ENDINGS:
         ending(error)

@@ -1,4 +1,4 @@
-"""Actions that every rank performs on its own, with one outcome for all: results and errors are exchanged.
+"""Actions that every rank performs on its own, with one outcome for all: ranks exchange results and errors.
 
 A rank that waits inside a collective while another writes a file would exceed the communication timeout. Here every
 rank takes part in a short exchange at least once a second, reports whether it is done, and waits on if not all are.
@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 1.0
 def await_all(
     ranks: Ranks, poll: Callable[[float], T | None], on_progress: Callable[[list[T | None]], None] | None = None
 ) -> list[T]:
-    """Return when ``poll`` has returned a result on every rank; every rank calls it.
+    """Wait until ``poll`` has returned a result on every rank. Every rank calls it.
 
     Args:
         ranks: The ranks that wait for each other.
@@ -52,7 +52,7 @@ def await_all(
 
 
 def together(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Run an action on each rank; if it fails on one, every rank raises the same error and none waits for ever.
+    """Run an action on each rank; if it fails on one, every rank raises the same error and none waits forever.
 
     Args:
         ranks: The ranks that call this.
@@ -62,7 +62,7 @@ def together(ranks: Ranks, action: Callable[[], T]) -> T:
         This rank's result.
 
     Raises:
-        UserError: That of the first rank that failed.
+        UserError: The error of the first rank that failed.
         FullshardError: Another rank failed with another kind of error, which that rank raises itself; the text has its
             traceback.
     """
@@ -87,7 +87,7 @@ def together(ranks: Ranks, action: Callable[[], T]) -> T:
 
 
 def together_in_background(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Run an action as :func:`together` does, for slow ones (reading or writing files): no collective lasts as long.
+    """Run a slow action (reading or writing files) as :func:`together` does, but in no collective that lasts as long.
 
     Args:
         ranks: The ranks that call this.

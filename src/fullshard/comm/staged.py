@@ -1,9 +1,9 @@
-"""Collectives of device tensors in host memory: for ranks that share a GPU, which NCCL refuses.
+"""Collectives of device tensors through host memory, for ranks that share a GPU, which NCCL refuses.
 
-A collective is issued at once and runs in a thread of its group: it copies the tensors to host memory piece by piece,
-runs the same collective of a group on the CPU, and copies the result back. To the program it is what a collective of
-NCCL is. Nothing of it comes before what the program had issued on its stream, and ``Work.wait()`` makes that stream
-wait for the last copy; but ``wait()`` also holds up the CPU until that copy is issued.
+A collective returns at once and runs in a thread of its group: it copies the tensors to host memory piece by piece,
+runs the same collective of a CPU group, and copies the result back. The program sees the behaviour of a NCCL
+collective: it starts after everything issued on the program's stream, and ``Work.wait()`` makes that stream wait for
+the last copy. But ``wait()`` also blocks the CPU until that copy is issued.
 
 A group holds two host buffers of :data:`STAGE_BYTES` each, however large the tensors are.
 """
@@ -30,7 +30,7 @@ Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Job:
-    """A function that another thread calls, its end and its error."""
+    """A function that another thread calls, with its completion and its error."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         """Call ``work``, once."""
@@ -42,7 +42,7 @@ class Job:
         """Call the function; an error is raised by :meth:`wait`."""
         assert self._work is not None
         try:
-            # Buffers may have been made under inference mode, which allows changes of them there only.
+            # Buffers may have been created under inference mode, which allows changing them only in that mode.
             with torch.inference_mode():
                 self._work()
         except BaseException as error:
@@ -51,11 +51,11 @@ class Job:
             self._over.set()
 
     def drop(self) -> None:
-        """Let go of the function and the tensors that it uses."""
+        """Release the function and the tensors that it uses."""
         self._work = None
 
     def wait(self) -> None:
-        """Return when the function has returned; raise what it raised."""
+        """Wait until the function has returned; raise its error."""
         self._over.wait()
         if self._error is not None:
             raise self._error
@@ -70,10 +70,10 @@ class Jobs(Protocol):
 
 
 class JobThread:
-    """The :class:`Jobs` of a group in a thread of its own, which ends when this object is gone."""
+    """The :class:`Jobs` of a group in a thread, which ends with this object."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
-        """Call ``settle`` after each job, before the tensors that it uses are let go of."""
+        """Call ``settle`` after each job, before its tensors are released."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_serve, args=(self._jobs, settle), name="fullshard collectives", daemon=True)
         thread.start()
@@ -89,16 +89,16 @@ class JobThread:
 def _serve(jobs: queue.SimpleQueue[Job | None], settle: Callable[[], None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        # The program may have dropped the work without waiting for it: the copies' tensors must outlive them. An error
-        # of the device is raised by whatever uses it next.
+        # The program may have dropped the work without waiting for it, so the copies' tensors must outlive them. An
+        # error of the device is raised by its next user.
         with contextlib.suppress(RuntimeError):
             settle()
         job.drop()
-        del job  # not kept until the next one comes
+        del job  # otherwise kept until the next one arrives
 
 
 class Stage:
-    """What one group needs of its device: the staging stream, the thread that runs collectives, and host buffers.
+    """A group's resources on its device: the staging stream, the thread that runs collectives, and host buffers.
 
     Attributes:
         staging: Copies from and to the device.
@@ -112,7 +112,7 @@ class Stage:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a host buffer, (numel,), of at most STAGE_BYTES; its memory is that of the last one of this name."""
+        """Return a host buffer, (numel,), of at most STAGE_BYTES; it reuses the memory of the last one of this name."""
         if name not in self._buffers:
             self._buffers[name] = self.staging.empty_host(STAGE_BYTES)
         return self._buffers[name][: numel * dtype.itemsize].view(dtype)
@@ -123,12 +123,12 @@ class Stage:
         return list(self.buffer(name, sum(sizes), parts[0].dtype).split(sizes))
 
     def fetch(self, copies: Copies) -> None:
-        """Copy from the device, and return when the CPU may use all host buffers, whatever was copied before."""
+        """Copy from the device; return when the CPU may use all host buffers."""
         self.bring(copies)
         self.staging.settle()
 
     def bring(self, copies: Copies) -> None:
-        """Start to copy to the device."""
+        """Start copying to the device."""
         for target, source in copies:
             if target.numel():
                 self.staging.copy(target, source)
@@ -138,7 +138,7 @@ class StagedWork:
     """A collective under way in host memory."""
 
     def __init__(self, staging: Staging, job: Job, marks: list[Any]) -> None:
-        """Complete when ``job`` is, which appends the mark of its copies to ``marks``, and the copies are."""
+        """Complete when ``job`` and its copies are; ``job`` appends the mark of its copies to ``marks``."""
         self._staging = staging
         self._job: Job | None = job
         self._marks = marks
@@ -155,12 +155,12 @@ class StagedComm:
     """A group of ranks whose collectives of device tensors run in host memory.
 
     Attributes:
-        inner: The group's :class:`Comm` for tensors in host memory. Only jobs use it, or the program while there is
-            none: a group's collectives are numbered in the order of its calls.
+        inner: The group's :class:`Comm` for tensors in host memory. Only jobs use it, or the program while none runs:
+            a group's collectives are numbered in the order of its calls.
     """
 
     def __init__(self, inner: Comm, stage: Stage) -> None:
-        """Run the collectives of ``inner`` for tensors on the device of ``stage``, which is this group's only."""
+        """Run the collectives of ``inner`` for tensors on the device of ``stage``, which only this group uses."""
         self.inner = inner
         self.rank, self.size, self.device = inner.rank, inner.size, stage.staging.device
         self._stage = stage
@@ -247,7 +247,7 @@ class StagedComm:
         return self._submit(work)
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
-        """See :meth:`Comm.exchange`; one small all-reduce more finds out how many pieces the largest part takes."""
+        """See :meth:`Comm.exchange`; a small additional all-reduce finds the number of pieces of the largest part."""
         to, out = [part.data.view(-1) for part in received], [part.data.reshape(-1) for part in sent]
         dtype = sent[self.rank].dtype
         each = self._numel_of_piece(dtype, self.size)
@@ -277,7 +277,7 @@ class StagedComm:
         self.inner.barrier()
 
     def _submit(self, work: Callable[[Stage], None]) -> Work:
-        """Run ``work`` after everything that was issued to the current stream so far."""
+        """Run ``work`` after everything issued to the current stream so far."""
         staging, what = self._stage.staging, self._announced
         before, marks = staging.issued(), []
 
@@ -290,7 +290,7 @@ class StagedComm:
         return StagedWork(staging, self._stage.jobs.submit(job), marks)
 
     def _drain(self) -> None:
-        """Return when no job runs, so that the program may call ``inner`` itself."""
+        """Wait until no job runs, so that the program may call ``inner`` itself."""
         self._stage.jobs.submit(lambda: None).wait()
         self.inner.announce(self._announced)
 
@@ -298,13 +298,13 @@ class StagedComm:
         return max(1, STAGE_BYTES // (ranks * dtype.itemsize))
 
     def _pieces(self, tensor: torch.Tensor, ranks: int) -> Iterator[tuple[int, int]]:
-        """Yield the bounds of the pieces of ``tensor`` of which ``ranks`` fit into a host buffer; at least one."""
+        """Yield the bounds of pieces of ``tensor`` such that ``ranks`` of them fit into a host buffer; at least one."""
         step = self._numel_of_piece(tensor.dtype, ranks)
         for low in range(0, max(1, tensor.numel()), step):
             yield low, min(low + step, tensor.numel())
 
 
 def _finish(work: Work) -> None:
-    """Return when a collective in host memory is complete, and other ranks have read what this one sent."""
+    """Wait until a collective in host memory is complete and other ranks have read this one's data."""
     work.wait()
     settle(work)

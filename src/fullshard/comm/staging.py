@@ -1,4 +1,4 @@
-"""Copies between a device and page-locked host memory, on a stream of their own, for collectives in host memory."""
+"""Copies between a device and page-locked host memory, on a separate stream, for collectives in host memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Staging(Protocol):
-    """What :class:`fullshard.comm.staged.StagedComm` needs of a device. Marks are opaque.
+    """The operations that :class:`fullshard.comm.staged.StagedComm` needs of a device. Marks are opaque.
 
-    ``issued`` and ``wait`` are called by the rank's program, about its current stream. The others are called by the
-    thread that runs collectives, about the staging stream, which runs copies one after the other.
+    ``issued`` and ``wait`` are called by the rank's program and concern its current stream. The others are called by
+    the thread that runs collectives and concern the staging stream, which runs copies in order.
 
     Attributes:
         device: Device of the tensors; a CUDA device with its index.
@@ -20,7 +20,7 @@ class Staging(Protocol):
     device: torch.device
 
     def issued(self) -> Any:
-        """Return a mark of everything that was issued to the current stream so far."""
+        """Return a mark of everything issued to the current stream so far."""
         ...
 
     def begin(self, mark: Any) -> None:
@@ -28,15 +28,15 @@ class Staging(Protocol):
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start to copy between tensors of one dtype and size; those in host memory are from :meth:`empty_host`."""
+        """Start copying between tensors of one dtype and size; host tensors come from :meth:`empty_host`."""
         ...
 
     def settle(self) -> None:
-        """Return when all copies so far are complete: the CPU may read and write their host memory."""
+        """Wait until all copies so far are complete and the CPU may use their host memory."""
         ...
 
     def copied(self) -> Any:
-        """Return an event that is reached when all copies issued so far are done."""
+        """Return an event that is reached when all copies issued so far are complete."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -83,7 +83,7 @@ class CudaStaging:
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         """See :meth:`Staging.empty_host`."""
-        # Page-locking is done by way of a device: a thread's default is the first one, where this rank may have none.
+        # Page-locking uses a device: a thread's default is the first one, on which this rank may have nothing.
         with torch.cuda.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 

@@ -1,4 +1,4 @@
-"""Takes the time of what a device computes: by the clock on the CPU, by events of the compute stream on CUDA."""
+"""Timing of device computations: by the clock on the CPU, by events of the compute stream on CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Stopwatch(Protocol):
     """Marks moments of the compute stream."""
 
     def mark(self) -> Any:
-        """Return the moment after what was issued so far."""
+        """Return the moment after everything issued so far."""
         ...
 
     def seconds(self, start: Any, stop: Any) -> float:
@@ -20,12 +20,12 @@ class Stopwatch(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until everything that was issued is computed."""
+        """Wait until everything issued is computed."""
         ...
 
 
 class CpuStopwatch:
-    """The clock: see :class:`Stopwatch`."""
+    """The CPU's clock; see :class:`Stopwatch`."""
 
     def mark(self) -> float:
         """See :meth:`Stopwatch.mark`."""
@@ -36,14 +36,14 @@ class CpuStopwatch:
         return stop - start
 
     def finish(self) -> None:
-        """See :meth:`Stopwatch.finish`: nothing is queued."""
+        """See :meth:`Stopwatch.finish`: the CPU queues nothing."""
 
 
 class CudaStopwatch:
-    """Events of CUDA's current stream: see :class:`Stopwatch`."""
+    """Events of CUDA's current stream; see :class:`Stopwatch`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take the time of ``device``."""
+        """Time operations of ``device``."""
         self._device = device
 
     def mark(self) -> torch.cuda.Event:

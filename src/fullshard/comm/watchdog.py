@@ -1,13 +1,13 @@
-"""Detection of ranks that wait for each other in vain, reported on every rank by name.
+"""Detection of ranks that can never meet in a collective, reported by name on every rank.
 
 Each rank keeps a flight recorder of the collectives that it issued on a group. During a long wait it publishes the
-recorder to the other ranks, through the group's store, and those that do not wait answer with where their program is.
-Two recorders that differ in the collective of one number belong to ranks that have diverged: nothing later corrects
-that, so every rank raises an error that states where each of them is. So do ranks of which one waits in a collective of
-torch's own that the others will never join. A rank that is merely slow (it computes, or writes a file) never counts as
-diverged; one whose process is stopped, or that cannot be reached, is named in a warning, because it may come back.
+recorder to the other ranks through the group's store, and those that do not wait answer with where their program is.
+If two recorders have different collectives of the same number, the ranks have diverged: nothing later can correct
+that, so every rank raises an error that states where each of them is. The same happens if one of them waits in a
+collective of torch's own that the others will never join. A rank that is merely slow (it computes, or writes a file)
+never counts as diverged. One whose process is stopped, or that cannot be reached, is named in a warning.
 
-A rank that fails publishes why, so that the others name the failure that came first and not the one next to them.
+A rank that fails publishes the reason, so that the others report the first failure and not that of a neighbour.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from fullshard.comm.whereabouts import Place, main_thread_place
 from fullshard.errors import MismatchError, ProcessGroupError, UserError
 
 WAIT_S = 2.0
-"""A wait of more seconds is published to the other ranks."""
+"""A wait is published to the other ranks after this many seconds."""
 
 TICK_S = 0.25
 """Interval at which the thread checks this process's wait and the other ranks' posts."""
 
 GRACE_S = 2.0
-"""How long diverged ranks wait for the others: to publish where they are, and to read the verdict."""
+"""Seconds that diverged ranks wait for each other: to publish where they are, and to read the verdict."""
 
 ANSWER_S = 3.0
-"""A rank that has not answered another one's post after more seconds does not answer."""
+"""A rank that has not answered another one's post after this many seconds is silent."""
 
 ASK_AGAIN_S = 10.0
-"""Interval at which a rank that waits publishes its post again, to be answered again."""
+"""Interval at which a waiting rank publishes its post again for a new answer, in seconds."""
 
 WARN_S = 30.0
-"""A wait of more seconds is logged as a warning, once."""
+"""A wait is logged once as a warning after this many seconds."""
 
 LOST_S = 0.3
-"""How long a rank that lost a connection waits for the other rank's own report."""
+"""Seconds that a rank which lost a connection waits for the other rank's own report."""
 
 ENDED = "the end of its program"
-"""Place of a rank whose program is over without an error."""
+"""Place of a rank whose program has ended without an error."""
 
 _LOST = (
     "that rank has ended or failed, or the network to it was cut. Look for its own error; if it has none, it ran fewer "
@@ -69,8 +69,8 @@ class GroupWatch:
 
     Attributes:
         recorder: This rank's collectives, and the one that it waits in.
-        broken: Whether the group is unusable, so that every wait must fail, at once.
-        pulse: The process's beats, if the group is that of all ranks; they end with it.
+        broken: True if the group is unusable, so that every wait must fail at once.
+        pulse: The process's beats, if the group has all ranks; they end with it.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class GroupWatch:
         """Compare ``recorder`` with the other ranks'.
 
         Args:
-            recorder: This rank's.
-            board: The group's.
+            recorder: Records this rank's collectives.
+            board: The group's board.
             ranks: The group's ranks, numbered as in the default group.
             break_waits: Makes this process's waits on the group fail.
         """
@@ -112,19 +112,19 @@ class GroupWatch:
     # In the program's thread
 
     def must_fail(self, call: Collective) -> bool:
-        """Return whether ``call`` cannot complete: the group is broken, or another rank has failed before it."""
+        """Return True if ``call`` cannot complete: the group is broken, or another rank has failed before it."""
         return self.broken or any(call.seq > failed.issued for failed in self._others().values())
 
     def failure(self, call: Collective, error: RuntimeError, waited_s: float, peer: int | None) -> UserError:
-        """Return the exception to raise for an ``error`` of the backend in ``call``; the group is unusable from now on.
+        """Return the exception to raise for a backend's ``error`` in ``call``; afterwards the group is unusable.
 
-        Every later failure is the first one again: what fails then, such as the clean-up, has the same cause.
+        Every later failure returns the first one again: what fails then, such as the clean-up, has the same cause.
 
         Args:
             call: The collective that failed.
             error: The backend's error.
             waited_s: Seconds that this rank waited.
-            peer: Rank that the failed message was from or for; None: none in particular.
+            peer: Rank that the failed message was from or for; None: no particular one.
         """
         if self._error is None:
             what = f"Rank {self._me} waited {waited_s:.1f} s in {call.text()}"
@@ -142,7 +142,7 @@ class GroupWatch:
         if "Timed out" in error:
             silent = self._silent(call)
             text = (
-                f"{what}, longer than the group's timeout. Not there: {named(self._absent(call))}. "
+                f"{what}, longer than the group's timeout. Missing: {named(self._absent(call))}. "
                 f"{f'{silent} ' if silent else ''}If these ranks "
                 "are only slow, set a longer timeout for the group; otherwise find out what they wait for."
             )
@@ -163,10 +163,10 @@ class GroupWatch:
         return ProcessGroupError(f"{what} and lost its connection to {where}: {how} (gloo: {reason})")
 
     def _wait_for_report(self, call: Collective, peer: int | None) -> tuple[int, RankFailure] | None:
-        """Return the rank whose failure explains the end of the connection to ``peer``, and the failure."""
+        """Return the rank whose failure explains the end of the connection to ``peer``, and that failure."""
         deadline = time.monotonic() + LOST_S
         while (failed := self._failed_rank(peer)) is None and peer is not None:
-            # Reported first: if only the network is cut, the other rank looks for this report meanwhile.
+            # This rank reports first: if only the network is cut, the other rank looks for this report meanwhile.
             self._report(call.seq - 1, self._ranks[peer], "")
             if self._board.is_gone(peer) or time.monotonic() > deadline:
                 break
@@ -175,7 +175,7 @@ class GroupWatch:
         return failed
 
     def _failed_rank(self, peer: int | None) -> tuple[int, RankFailure] | None:
-        """Return the failure of ``peer``; without one, or if it knows no error, that of any rank that does."""
+        """Return the failure of ``peer``; if it has none or knows no error, that of a rank that does."""
         others = self._others()
         known = min((rank for rank, failed in others.items() if failed.why), default=None)
         number = peer if known is None and peer is not None else known
@@ -187,7 +187,7 @@ class GroupWatch:
         """Return the second half of an error's text, for the failure that rank ``number`` has reported."""
         rank, origin = self._ranks[number], failed.origin
         if failed.why:
-            return f"rank {origin} has failed first: {failed.why}"
+            return f"rank {origin} failed first: {failed.why}"
         both = {**self._others(), self.recorder.rank: self._own}
         back = both.get(self._ranks.index(origin)) if origin in self._ranks else None
         if origin == self._me or (back is not None and back.origin == rank and not back.why):
@@ -204,18 +204,18 @@ class GroupWatch:
         return {rank: failed for rank, failed in failures.items() if rank != self.recorder.rank}
 
     def _report(self, issued: int, origin: int, why: str) -> None:
-        """Publish, once, that this rank can take no further part in the group."""
+        """Publish once that this rank can take no further part in the group."""
         if self._own is None:
             self._own = RankFailure(issued, origin, why)
             self._reported = self._board.report(self._own)
 
     def fail(self, error: ProcessGroupError) -> None:
-        """Make every wait on the group fail with ``error``; for any thread."""
+        """Make every wait on the group fail with ``error``; any thread."""
         self._error, self.broken = self._error or error, True
         self._break_waits()
 
     def leave(self, error: BaseException | None) -> None:
-        """Publish that this rank's program is over, because of ``error`` if there is one."""
+        """Publish that this rank's program has ended, because of ``error`` if there is one."""
         if self._board.size == 1:
             return
         if error is None:
@@ -224,7 +224,7 @@ class GroupWatch:
             self._report(self.recorder.last, *_origin(error, self._me))
 
     def is_cause_of(self, error: BaseException) -> RankFailure | None:
-        """Return what this rank has reported in this group if ``error`` was raised for it, else None."""
+        """Return this rank's report in this group if ``error`` was raised because of it, else None."""
         return self._own if self._error is not None and str(self._error) == str(error) else None
 
     # In the watchdog's thread
@@ -260,7 +260,7 @@ class GroupWatch:
         self._outside = None
 
     def _post(self, call: Collective | None) -> Post:
-        # The collective waited for may have been issued too long ago to be in ``issued``.
+        # The awaited collective may be too old to be in ``issued``.
         calls = [*([call] if call else []), *tuple(self.recorder.issued)]
         return Post(call.seq if call else None, {issued.seq: (issued.name(), issued.text()) for issued in calls})
 
@@ -268,11 +268,11 @@ class GroupWatch:
         place = main_thread_place() if call is None else None
         post = self._post(call)._replace(place=place.text if place else "", outside=outside)
         self._stamp = self._board.publish(post)
-        if self._stamp:  # else the store does not answer: tried again at the next check
+        if self._stamp:  # 0 if the store does not answer: retried at the next check
             self._published, self._asked = call, now
 
     def _answer(self, call: Collective | None, now: float) -> None:
-        """Tell ranks that wait long where this one is, and look whether it waits outside of the group's collectives."""
+        """Tell ranks that wait long where this one is, and check whether it waits outside the group's collectives."""
         asking = {
             rank: post.stamp
             for rank, post in self._board.posts().items()
@@ -298,7 +298,7 @@ class GroupWatch:
             self._outside = (place, self._outside[1], self._stamp > 0)
 
     def _diverged(self, now: float) -> bool:
-        """Return whether the group has a verdict and the other ranks have had time to read it.
+        """Return True if the group has a verdict and the other ranks have had time to read it.
 
         Breaking a wait closes this rank's connections, so other ranks' waits fail too. They must have read the verdict
         by then, or they would report a lost connection instead.
@@ -310,7 +310,7 @@ class GroupWatch:
             if self._verdict is None:
                 return False
             if self._outside is not None:
-                _log.error("%s", self._verdict)  # the program is in torch's code, whose error cannot say it
+                _log.error("%s", self._verdict)  # the program is in torch's code, whose error cannot contain it
             self._board.acknowledge()
         return self._board.all_acknowledged() or now - self._verdict_since >= GRACE_S
 
@@ -328,12 +328,12 @@ class GroupWatch:
         if not self._warned_slow and not self._warned_silent and waited >= WARN_S:
             self._warned_slow = True
             _log.warning(
-                "Rank %d has waited %.0f s in %s. Not there so far: %s.",
+                "Rank %d has waited %.0f s in %s. Missing so far: %s.",
                 self._me, waited, call.text(), self._absent_with_places(call),
             )  # fmt: skip
 
     def _judge(self, call: Collective, posts: Mapping[int, Post], now: float) -> bool:
-        """Propose a verdict if ranks have diverged; return whether they have."""
+        """Propose a verdict if ranks have diverged; return True if they have."""
         seq = divergence(posts)
         if seq is not None:
             if self._diverged_since is None:
@@ -349,18 +349,18 @@ class GroupWatch:
         return True
 
     def _waits_outside(self, post: Post, call: Collective) -> bool:
-        """Return whether a rank waits elsewhere for this one, which waits for it in ``call``; the post is an answer."""
+        """Return True if a rank answered by ``post`` that it waits for this one elsewhere, and this one in ``call``."""
         return self.recorder.rank in post.outside and call.seq > post.last and post.stamp > self._stamp > 0
 
     def _silent(self, call: Collective) -> str:
-        """Return which ranks, or the store, do not answer, and what may be the reason; empty if all do."""
+        """Describe which ranks, or the store, do not answer, and the possible reasons; empty if all answer."""
         absent = self._absent_numbers(call)
         store_is_silent = self._board.silent_s() >= ANSWER_S / 2
         stopped = self._board.stopped(range(self._board.size) if store_is_silent else absent)
         if stopped:
             return " ".join(
                 f"The process of rank {self._ranks[number]} ({pid}, on this machine) is stopped: `kill -CONT {pid}` "
-                "lets it go on."
+                "continues it."
                 for number, pid in stopped.items()
             )
         if store_is_silent:
@@ -406,18 +406,18 @@ def _origin(error: BaseException, me: int) -> tuple[int, str]:
 
 
 class Watched(Protocol):
-    """What the watchdog's thread checks: a :class:`GroupWatch`, or the process's pulse."""
+    """An object that the watchdog's thread checks: a :class:`GroupWatch`, or the process's pulse."""
 
     def check(self, now: float) -> None:
-        """Look whether anything is wrong, at ``now`` seconds of a monotonic clock."""
+        """Look for trouble, at ``now`` seconds of a monotonic clock."""
         ...
 
     def leave(self, error: BaseException | None) -> None:
-        """Publish that this process's program is over."""
+        """Publish that this process's program has ended."""
         ...
 
     def is_cause_of(self, error: BaseException) -> RankFailure | None:
-        """Return what this rank has reported if ``error`` was raised for it, else None."""
+        """Return this rank's report if ``error`` was raised because of it, else None."""
         ...
 
 
@@ -425,7 +425,7 @@ class Watchdog:
     """The thread that checks every :class:`Watched` of this process."""
 
     def __init__(self) -> None:
-        """Start no thread yet."""
+        """Prepare the watchdog; the thread starts with the first :meth:`add`."""
         self._watches: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -443,12 +443,12 @@ class Watchdog:
                 atexit.register(self._end, os.getpid())
 
     def watches(self) -> list[Watched]:
-        """Return those in use."""
+        """Return the watched objects in use."""
         with self._lock:
             return list(self._watches)
 
     def leave(self, error: BaseException | None) -> None:
-        """Publish that this process's program is over, because of ``error`` if there is one; the first call counts."""
+        """Publish that this process's program has ended, because of ``error`` if given; the first call counts."""
         if not self._left:
             self._left = True
             for watch in self.watches():
@@ -456,13 +456,13 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
-            if not threading.main_thread().is_alive():  # other threads may keep the process for long
+            if not threading.main_thread().is_alive():  # other threads may keep the process alive for long
                 self.leave(_uncaught())
             for watch in self.watches():
                 watch.check(time.monotonic())
 
     def _end(self, pid: int) -> None:
-        if os.getpid() != pid:  # a fork, without these threads
+        if os.getpid() != pid:  # a fork does not have these threads
             return
         self._stop.set()
         if self._thread is not None:

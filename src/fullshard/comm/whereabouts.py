@@ -1,4 +1,4 @@
-"""Where this process's program is, and whether another process of this machine is stopped: for messages about waits."""
+"""Where this process's program is, and whether another process on this machine is stopped, for messages about waits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 MACHINE_VARIABLE = "FULLSHARD_MACHINE"
-"""Name of this rank's machine, for ranks that see each other's processes but shall count as several machines."""
+"""Name of this rank's machine, for ranks that see each other's processes but must count as several machines."""
 
 _TORCH_COLLECTIVES = frozenset({
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
     "all_to_all_single", "barrier", "monitored_barrier", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_tensor",
 })  # fmt: skip
-"""torch's collectives that end only when every member of the group has joined."""
+"""Collectives of torch that end only when every member of the group has joined."""
 
 _SHOWN_FRAMES = 12
 
@@ -35,12 +35,12 @@ _LIBRARIES = (
 
 
 class Place(NamedTuple):
-    """Where the main thread is.
+    """The position of the main thread.
 
     Attributes:
-        text: The line, for messages.
-        members: If it is inside a collective of torch's own, the global ranks of its group, else empty.
-        frames: Equal for two looks only if the thread has not left this place in between, or has come back to it.
+        text: The source line, for messages.
+        members: Inside a collective of torch's own, the global ranks of its group; otherwise empty.
+        frames: Equal for two looks only if the thread has stayed at this place in between, or has returned to it.
     """
 
     text: str
@@ -64,7 +64,7 @@ def main_thread_place() -> Place | None:
 
 
 def main_thread_stack() -> str:
-    """Return the innermost frames of the main thread, as Python prints them without the source, the innermost last."""
+    """Return the innermost frames of the main thread as Python prints them, without source lines, innermost last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [] if frame is None else _outwards(frame)[:_SHOWN_FRAMES]
     lines = (f'  File "{one.f_code.co_filename}", line {one.f_lineno}, in {one.f_code.co_name}' for one in frames)
@@ -72,7 +72,7 @@ def main_thread_stack() -> str:
 
 
 def _outwards(frame: FrameType) -> list[FrameType]:
-    """Return the frames of a thread, the innermost first."""
+    """Yield the frames of a thread, innermost first."""
     frames, outer = [frame], frame.f_back
     while outer is not None:
         frames.append(outer)
@@ -85,10 +85,10 @@ def _is_collective(code: CodeType) -> bool:
 
 
 def _members(frame: FrameType) -> tuple[int, ...]:
-    """Return the global ranks of the group of torch's collective that ``frame`` runs; empty if they are unknown."""
+    """Return the global ranks of the group in the collective of torch that ``frame`` runs; empty if unknown."""
     try:
         return tuple(dist.get_process_group_ranks(frame.f_locals.get("group")))
-    except (RuntimeError, ValueError, KeyError):  # not among the groups that torch knows
+    except (RuntimeError, ValueError, KeyError):  # a group that torch does not know
         return ()
 
 
@@ -103,11 +103,11 @@ def machine() -> str:
 
 
 def named_machine() -> str:
-    """Return an identifier of this rank's machine, as the environment says; ranks with the same one share memory.
+    """Return an identifier of this rank's machine from the environment; ranks with the same one share memory.
 
-    Processes that see each other are on one machine, unless :data:`MACHINE_VARIABLE` differs. Where a launcher says
-    that there are several machines, those with another number of it, or another network namespace, are others too: that
-    is how containers that share process ids are told apart.
+    Processes that see each other are on one machine, unless :data:`MACHINE_VARIABLE` differs. If a launcher states
+    that there are several machines, another machine number or network namespace also makes another machine: this
+    distinguishes containers that share process ids.
     """
     parts = [machine()]
     world = os.environ.get("WORLD_SIZE", "")
@@ -126,29 +126,29 @@ def _link(path: str) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether process ``pid`` of this machine is stopped, by a signal or a debugger."""
+    """Return True if process ``pid`` on this machine is stopped by a signal or a debugger."""
     return _state(pid) in ("T", "t")
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether process ``pid`` of this machine is no more, or waits only to be noticed by its parent."""
+    """Return True if process ``pid`` on this machine has ended, even if its parent has not reaped it."""
     return _state(pid) in ("", "Z", "X")
 
 
 def processor_ticks(pid: int) -> int:
-    """Return the processor time that a process of this machine has taken, in the kernel's ticks; -1 without one."""
+    """Return the processor time of a process on this machine in the kernel's ticks; -1 if there is no such process."""
     fields = _stat(pid)
     return int(fields[11]) + int(fields[12]) if fields else -1
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process as Linux writes it; empty if there is no such process."""
+    """Return the state letter of a process from Linux; empty if there is no such process."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what Linux says of a process, from its state on; empty if there is no such process."""
+    """Return the fields of Linux's ``stat`` for a process from its state on; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Models: building and loading them with their tokenizers, changes for training, adapters, and the loss."""
+"""Models: building and loading them with their tokenizers, changing them for training, adapters, and the loss."""
 
 from fullshard.models.activation_checkpointing import enable_activation_checkpointing as enable_activation_checkpointing
 from fullshard.models.adapters import (

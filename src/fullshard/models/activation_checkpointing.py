@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block's activations are recomputed in backward instead of kept."""
+"""Activation checkpointing: a block's activations are recomputed in backward instead of being kept."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not support activation checkpointing. "
             "Set training.gradient_checkpointing to false."
         )
-    # Newer transformers renamed the method; the old name warns there.
+    # Newer transformers renamed the method; there the old name warns.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

@@ -27,7 +27,7 @@ _MISUSE = (TypeError, ValueError, AttributeError, KeyError, RuntimeError, NotImp
 
 
 COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
-"""In the name of a parameter of a base layer's copy that is trained."""
+"""Marks, in a parameter's name, a trained copy of a layer of the base model."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Adapted:
 
 
 def base_of(model: Any) -> PreTrainedModel:
-    """Return the Hugging Face model inside an adapter, or the model itself if it has none."""
+    """Return the Hugging Face model inside an adapter, or the model itself if it has no adapter."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adapted:
-    """Freeze a model and add an adapter to it, in place; any rank: the same seed gives the same values.
+    """Freeze a model and add an adapter to it, in place; any rank. The same seed gives the same values.
 
     Torch's global random state does not change. The adapter's parameters are on the CPU, even if the model is on the
     meta device.
@@ -103,26 +103,26 @@ def add_adapter(model: PreTrainedModel, spec: AdapterSpec, *, seed: int) -> Adap
 
 
 def magnitude_layers(model: nn.Module) -> dict[str, tuple[Any, str]]:
-    """Return peft's layer and its adapter's name for each parameter of DoRA's magnitudes over a matrix, by its name."""
+    """Return, by name of each DoRA magnitude parameter over a matrix, peft's layer and its adapter's name."""
     found = {}
     for path, module in model.named_modules():
         layer: Any = module
         for adapter in getattr(layer, "lora_magnitude_vector", ()):
-            # Not of embeddings, whose factors peft keeps elsewhere, or of convolutions.
+            # Embeddings are excluded because peft keeps their factors elsewhere, and convolutions are not matrices.
             if adapter in layer.lora_A and layer.get_base_layer().weight.dim() == 2:
                 found[f"{path}.lora_magnitude_vector.{adapter}.weight"] = layer, adapter
     return found
 
 
 def load_adapter(model: PreTrainedModel, directory: Path) -> tuple[Any, Mapping[str, Tensor]]:
-    """Load the adapter that peft saved in a directory, around the base model; any rank, alone.
+    """Load the adapter that peft saved in a directory, around the base model; any rank.
 
     Args:
         model: On the CPU with its weights, or on the meta device.
-        directory: The adapter's.
+        directory: Directory of the adapter.
 
     Returns:
-        peft's model, and if the base model is on the meta device the adapter's values by their names in it.
+        peft's model and, if the base model is on the meta device, the adapter's values by their names in it.
 
     Raises:
         ModelError: peft is not installed, or the adapter does not match the model.
@@ -139,13 +139,13 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> tuple[Any, Mapping[
 
 
 def _ignore_position_warning() -> None:
-    """Suppress peft's warning, at each generated token, that prompts ignore positions: callers ensure none matter."""
+    """Suppress peft's warning, at each token, that positions are ignored; callers ensure they do not matter."""
     warnings.filterwarnings("ignore", message="Position ids are not supported for parameter efficient tuning")
 
 
 @contextmanager
 def _peft_context() -> Iterator[None]:
-    """Context of one thread at a time, without warnings that users cannot act on."""
+    """Run peft one thread at a time inside the context, without warnings that users cannot act on."""
     with ONE_AT_A_TIME, warnings.catch_warnings():
         # peft sets the first automatically and warns about it; the second is peft's own use of a deprecated name.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
@@ -176,11 +176,11 @@ class _StandIns:
 
     @property
     def exist(self) -> bool:
-        """Whether the model had meta parameters."""
+        """True if the model had meta parameters."""
         return bool(self._kept)
 
     def replace(self, adapted: nn.Module) -> dict[str, Tensor]:
-        """Put the meta parameters back, and return the other parameters by name, if there were stand-ins."""
+        """Restore the meta parameters, and return the other parameters by name if there were stand-ins."""
         for module in adapted.modules():
             for key, param in module._parameters.items():
                 original = self._originals.get(id(param))
@@ -197,14 +197,14 @@ class _StandIns:
 
 
 def _without_memory(copy: nn.Module) -> None:
-    """Put the parameters of a copied base layer that have no values yet on the meta device."""
+    """Move the parameters of a copied base layer that have no values yet to the meta device."""
     for key, param in copy._parameters.items():
         if param is not None and param.isnan().any():
             copy._parameters[key] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
 
 
 def import_peft(what: str) -> Any:
-    """Import peft, which takes more than a second, for ``what`` needs it; any process.
+    """Import peft on demand, because it takes more than a second; ``what`` names its user in the error. Any process.
 
     Raises:
         ModelError: It is not installed.

@@ -1,4 +1,4 @@
-"""Models and tokenizers: loaded from a local Hugging Face directory, or made from a config and texts."""
+"""Models and tokenizers: loaded from a local Hugging Face directory, or created from a config and texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 """T5's special tokens; a trained tokenizer gives them T5's ids 0, 1 and 2."""
 
 PUNCTUATION = r"[^\w\s▁]"
-"""Every character that is not part of a word; the word marker is part of one."""
+"""Matches every character that is not part of a word; the word marker is part of one."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.*", "*.tiktoken")
 SENTENCEPIECE_HINT = (
@@ -49,8 +49,8 @@ SENTENCEPIECE_HINT = (
 SHOWN_NAMES = 5
 
 ONE_AT_A_TIME = threading.Lock()
-"""Held while a model is loaded: transformers patches methods of its classes meanwhile, and two threads would leave them
-patched."""
+"""Held while a model is loaded: transformers patches methods of its classes in the meantime, and two threads would
+leave them patched."""
 
 _SPECIAL_IDS = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 
@@ -133,7 +133,7 @@ def build_model(
     attention: str | None = None,
     seed: int,
 ) -> PreTrainedModel:
-    """Build a model with new weights, on the CPU in fp32; any rank, alone: the same seed gives the same weights.
+    """Build a model with new weights, on the CPU in fp32; any rank. The same seed gives the same weights.
 
     The vocabulary size and the ids of special tokens are the tokenizer's, unless the config has them. Torch's global
     random state does not change.
@@ -190,7 +190,7 @@ def load_model(
     directory, hf_config, auto_class = _read_config(path, tokenizer, model_class)
     _require_attention(hf_config, auto_class, attention)
     try:
-        # Mismatched shapes are ignored here and reported below, with their names, like missing weights.
+        # Mismatched shapes are ignored here and reported below with their names, like missing weights.
         with ONE_AT_A_TIME, _without_bar():
             model, info = auto_class.from_pretrained(
                 directory,
@@ -216,8 +216,8 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """Build the model of a local Hugging Face directory without its weights, on the meta device; any rank, alone.
 
-    It is the model of :func:`load_model`, with its arguments, but without memory: weights are read into the shards
-    later. It is in training mode, its parameters are fp32.
+    It is the model of :func:`load_model` with the same arguments, but without memory: weights are read into the shards
+    later. It is in training mode and its parameters are fp32.
 
     Raises:
         ModelError: There is no such directory or config, the type has no such class, or the vocabulary is smaller than
@@ -274,7 +274,7 @@ def _read_config(
 
 @contextmanager
 def _without_bar() -> Iterator[None]:
-    """Context without transformers' progress bars, which would disturb what the program prints."""
+    """Disable transformers' progress bars inside the context: they would disturb the program's output."""
     hub_draws = not are_progress_bars_disabled()
     logging.disable_progress_bar()
     try:
@@ -285,7 +285,7 @@ def _without_bar() -> Iterator[None]:
 
 
 def _generation_config(directory: Path) -> GenerationConfig:
-    """Return the generation config as ``from_pretrained`` does: the directory's own, or one from its model config."""
+    """Return the generation config as ``from_pretrained`` does: the directory's own, or one made from its config."""
     if (directory / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(directory, local_files_only=True)
     return GenerationConfig.from_pretrained(
@@ -313,7 +313,7 @@ def _make_config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"Unknown model_type {model_type!r}.{_nearest(str(model_type), CONFIG_MAPPING.keys())}")
     config_class = CONFIG_MAPPING[model_type]
-    # The configuration class accepts any keyword: a misspelt option would silently be ignored.
+    # The configuration class accepts any keyword and would silently ignore a misspelt option.
     known = {*inspect.signature(config_class).parameters, *config_class.attribute_map, *PreTrainedConfig().to_dict()}
     known |= {*_SPECIAL_IDS, "vocab_size", "tie_word_embeddings"}
     for name in options:
@@ -328,7 +328,7 @@ def _make_config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase, *, is_encoder_decoder: bool) -> dict[str, Any]:
-    """Return the tokenizer's special ids: a configuration's defaults are those of its first checkpoint."""
+    """Return the tokenizer's special ids; a configuration's defaults belong to its type's first checkpoint."""
     eos = tokenizer.eos_token_id
     ids = {
         "pad_token_id": tokenizer.pad_token_id,
@@ -375,7 +375,7 @@ def _require_attention(hf_config: PreTrainedConfig, auto_class: type[Any], atten
 
 
 def _require_vocabulary(hf_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise if the tokenizer has ids that the model has no embedding for."""
+    """Raise if the tokenizer has ids for which the model has no embedding."""
     vocab_size = hf_config.get_text_config().vocab_size
     if vocab_size < len(tokenizer):
         raise ModelError(
@@ -385,7 +385,7 @@ def _require_vocabulary(hf_config: PreTrainedConfig, tokenizer: PreTrainedTokeni
 
 
 def _require_all_weights(directory: Path, info: Mapping[str, Any]) -> None:
-    """Raise if a weight was not in the files, or had another shape, and so has random values."""
+    """Raise if a weight was missing in the files or had another shape, so that its values are random."""
     missing = sorted(info["missing_keys"])
     mismatched = [f"{name} {tuple(found)} for {tuple(needed)}" for name, found, needed in info["mismatched_keys"]]
     for kind, names in (("are missing", missing), ("have another shape than in the config", sorted(mismatched))):
@@ -398,6 +398,6 @@ def _require_all_weights(directory: Path, info: Mapping[str, Any]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the nearest name, with a leading space, or an empty string."""
+    """Return a hint with the nearest name, beginning with a space; empty if none is near."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""torch.compile, block by block."""
+"""torch.compile for each transformer block."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor", dynamic: bool | None = None) -> None:
     """Compile every transformer block of a Hugging Face model, in place; every rank calls it, before sharding.
 
-    Names of modules and parameters do not change. Blocks are compiled in the first forward. An adapter is added before.
+    Names of modules and parameters do not change. Blocks are compiled in the first forward. Add an adapter before.
 
     Args:
         model: The model.
-        backend: What compiles the graphs.
-        dynamic: Whether the first graph is for every batch size and length. None: it is for those of the first batch,
-            which is faster where all batches have the same; a second one is compiled for others.
+        backend: The compiler of the graphs.
+        dynamic: True compiles the first graph for every batch size and length. None compiles it for those of the first
+            batch, which is faster if all batches have the same; others need a second graph.
 
     Raises:
         ModelError: The model has no blocks of transformers' ``GradientCheckpointingLayer``.
@@ -42,13 +42,13 @@ def compile_blocks(model: PreTrainedModel, *, backend: str = "inductor", dynamic
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Context in which compiled blocks run as if they were not.
+    """Run compiled blocks as if they were not compiled, inside the context.
 
-    For evaluation: ``generate`` has a longer cache for every token, and the compiler gives up on a block that was
-    compiled for too many kinds of inputs, in training too.
+    For evaluation: ``generate`` has a longer cache at every token, and the compiler gives up on a block that was
+    compiled for too many kinds of inputs, also for training.
     """
     if not any(module._compiled_call_impl is not None for module in model.modules()):
-        yield  # without importing the compiler, which takes a second
+        yield  # avoids importing the compiler, which takes a second
         return
     with torch.compiler.set_stance("force_eager"):
         yield

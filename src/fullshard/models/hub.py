@@ -1,4 +1,4 @@
-"""The files of a model: in a local directory, or from the Hugging Face Hub, in its cache or downloaded into it."""
+"""Finding a model's files: in a local directory, or on the Hugging Face Hub by its cache or a download."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SMALL_FILES = ("README.md", "*.json", "*.model", "*.txt", "*.tiktoken", "*.jinj
 _SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors")
 _BIN = ("pytorch_model.bin", "pytorch_model-*-of-*.bin")
 _ELSEWHERE = "*/*"
-"""Files in subdirectories of a repository, which are other formats of the same weights."""
+"""Files in subdirectories of a repository, which hold other formats of the same weights."""
 
 
 def resolve_model(path_or_id: str) -> Path:
-    """Return the local directory of a model; any process, alone. A model on the Hub is downloaded if necessary.
+    """Return the local directory of a model, downloading it from the Hub if necessary; any process.
 
     The configuration, the tokenizer and the safetensors are downloaded, or the ``.bin`` files if there are no
     safetensors. With ``HF_HUB_OFFLINE=1`` only the cache is used.
@@ -50,9 +50,9 @@ def resolve_model(path_or_id: str) -> Path:
 
 
 def stated_license(path_or_id: str) -> str | None:
-    """Return the licence that a model's card states; None: it has no card here, or the card states none.
+    """Return the licence that a model's card states; None if it has no card here or the card states none.
 
-    Any process, alone; the network is not asked.
+    Any process; the network is not used.
     """
     found = Path(path_or_id, "README.md")
     if not Path(path_or_id).is_dir():
@@ -73,7 +73,7 @@ def stated_license(path_or_id: str) -> str | None:
 
 
 def card_metadata(text: str) -> Mapping[str, Any]:
-    """Return the YAML block at the start of a model card; empty if there is none that can be read."""
+    """Return the YAML block at the start of a model card; empty if there is no readable one."""
     block = re.match(r"\s*---\r?\n(.*?)\r?\n---\s", text, re.DOTALL)
     try:
         values = yaml.safe_load(block[1]) if block else {}
@@ -87,7 +87,7 @@ def _fetch(model_id: str, patterns: tuple[str, ...]) -> Path:
 
 
 def _nowhere(path_or_id: str, error: Exception) -> str:
-    """Return an error message: where the model was searched, why that failed, and the remedy."""
+    """Return the error message for a model that was not found: where it was searched, why that failed, the remedy."""
     searched = f"There is no directory {Path(path_or_id).absolute()}"
     if isinstance(error, HFValidationError):
         return f"{searched}, and {path_or_id!r} is not an id of a model on the Hugging Face Hub. Correct model.path."

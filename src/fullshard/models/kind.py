@@ -1,4 +1,4 @@
-"""Facts from a model's configuration, known before the model is built: its kind and its task prefixes."""
+"""Facts read from a model's configuration before the model is built: its kind and its task prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.models.build import ModelClass
 
 
 def reads_one_sequence(source: Path | Mapping[str, Any], model_class: ModelClass = "auto") -> bool:
-    """Return whether source and target are one sequence (decoder-only) rather than two; any process, alone.
+    """Return True if source and target are one sequence (decoder-only) rather than two; any process.
 
     Args:
         source: The model's local directory, or its ``model_type`` and options.
@@ -29,7 +29,7 @@ def reads_one_sequence(source: Path | Mapping[str, Any], model_class: ModelClass
     if model_class != "auto":
         return model_class == "causal"
     if isinstance(source, Mapping):
-        # An unknown type raises an error when the model is built, with the nearest name.
+        # An unknown type fails when the model is built, with an error that names the nearest one.
         kind = source.get("model_type")
         own = source.get("is_encoder_decoder")
         if own is not None or kind not in CONFIG_MAPPING:
@@ -42,7 +42,7 @@ def reads_one_sequence(source: Path | Mapping[str, Any], model_class: ModelClass
 
 
 def known_kind(source: str | Mapping[str, Any]) -> str | None:
-    """Return a model's type; None if it has none, or is not on this machine. Any process, alone, without a network.
+    """Return a model's type; None if it has none or is not on this machine. Any process; no network.
 
     ``source`` is the model's local directory or id on the Hub, or its ``model_type`` and options.
     """
@@ -63,7 +63,7 @@ def known_kind(source: str | Mapping[str, Any]) -> str | None:
 
 
 def task_prefixes(directory: Path) -> dict[str, str]:
-    """Return the prefixes in a model's configuration, by task: T5 was trained with them; any process, alone."""
+    """Return the prefixes in a model's configuration, by task; T5 was trained with them. Any process."""
     try:
         values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         tasks = values.get("task_specific_params") or {}

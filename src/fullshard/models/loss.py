@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IGNORED = -100
-"""Label of positions that are not targets."""
+"""Label of positions without a target."""
 
 _CHUNK_NUMEL = 1 << 23
-"""Elements of logits computed at once: 32 MB in float32."""
+"""Most elements of logits computed at once: 32 MB in float32."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def fuse_head(model: PreTrainedModel, *, fuses: bool = True) -> FusedHead:
         model: The model.
         fuses: Whether the head avoids logits wherever it can; if not, only while its rows stay home.
 
-    Raises:
+    fuses: If True, the head avoids logits wherever it can; otherwise only while its rows stay home.
         ModelError: The head is not a plain linear layer, or the model changes logits after it, as soft-capping does.
     """
     head = model.get_output_embeddings()
@@ -100,7 +100,7 @@ def fuse_head(model: PreTrainedModel, *, fuses: bool = True) -> FusedHead:
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Return whether :func:`fuse_head` can make a model compute the loss in its head; any rank, alone."""
+    """Return True if :func:`fuse_head` can make a model compute the loss in its head; any rank."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return False
@@ -112,7 +112,7 @@ def can_fuse(model: PreTrainedModel) -> bool:
 
 
 def fused_head_of(model: Any) -> FusedHead | None:
-    """Return the fused head of a model, also if it is sharded or has an adapter; None if its head is not fused."""
+    """Return the fused head of a model, which may be sharded or have an adapter; None if its head is not fused."""
     fused = getattr(model.get_output_embeddings(), "forward", None)
     return fused if isinstance(fused, FusedHead) else None
 
@@ -133,8 +133,8 @@ def model_loss(
         forward: Runs the model and returns its logits, (B, T or more, V).
         labels_BT: int64, on the model's device; labels of the last T positions, -100 where there is no target.
         objective: Label smoothing and z-loss.
-        expected_gradient: Factor that the loss is multiplied by before backward, 0-d if a tensor. Any other is
-            right as well, but with this one a fused head rounds 16-bit gradients only once, as an unfused head does.
+        expected_gradient: Expected factor of the loss before backward, 0-d if a tensor. Another factor is correct as
+            well, but with the expected one a fused head rounds 16-bit gradients only once, as an unfused head does.
         weights_BT: float32, factor on the loss of each target; None: 1.
 
     Returns:
@@ -157,7 +157,7 @@ def model_loss(
                 "the logits after it (final_logits_bias) that is not zero. Set training.fused_cross_entropy to false."
             )
         fused.bias_is_zero = True
-    # Adding the bias, which is zero, has given the loss its shape.
+    # Adding the bias, which is zero, broadcast the loss to its shape.
     return returned.flatten()[0] if returned.dim() else returned
 
 
@@ -180,7 +180,7 @@ class FusedHead:
     """
 
     def __init__(self, head: nn.Linear, *, fuses: bool = True) -> None:
-        """Return logits, as ``head`` does, outside :meth:`loss_context`; ``fuses``: see :func:`fuse_head`."""
+        """Wrap ``head``; outside :meth:`loss_context` it returns logits. ``fuses``: see :func:`fuse_head`."""
         self._head = head
         self._fuses = fuses
         self._spec: _LossSpec | None = None
@@ -194,7 +194,7 @@ class FusedHead:
         expected_gradient: float | Tensor = 1.0,
         weights_BT: Tensor | None = None,
     ) -> Iterator[None]:
-        """Context in which the head returns the loss, summed over ``labels_BT``, in place of logits.
+        """Return the loss, summed over ``labels_BT``, in place of logits inside the context.
 
         The arguments are those of :func:`model_loss`.
         """
@@ -205,7 +205,7 @@ class FusedHead:
             self._spec = None
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Return logits, (B, T, V), of the last hidden states; in :meth:`loss_context` the loss, 0-d."""
+        """Return logits, (B, T, V), of the last hidden states; inside :meth:`loss_context` the loss, 0-d."""
         if self._spec is None:
             return nn.Linear.forward(self._head, input)
         spec, weight, bias = self._spec, self._head.weight, self._head.bias
@@ -226,7 +226,7 @@ class FusedHead:
             return _LinearCrossEntropy.apply(rows, weight, bias, labels, spec, records)  # type: ignore[return-value]
 
     def choose(self, tokens: int) -> None:
-        """Choose, before a forward, whether ``tokens`` of this rank travel to rows of the head that stay home."""
+        """Decide before a forward whether this rank's ``tokens`` travel to head rows that stay home."""
         table = table_of(self._head.weight)
         if table is not None and self._head.bias is None:
             table.choose(tokens)
@@ -252,7 +252,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wants_rows, wants_weight, wants_bias = (records and wanted for wanted in ctx.needs_input_grad[:3])
         wide = torch.promote_types(rows.dtype, torch.float32)
-        # Gradients are multiplied by the factor before they are rounded to 16 bits.
+        # Gradients are scaled before they are rounded to 16 bits.
         ctx.factor = 1.0 if wide == rows.dtype else spec.expected_gradient
         sums = _Sums(weight, wide, weight=wants_weight, bias=wants_bias)
         loss = torch.zeros((), dtype=wide, device=rows.device)
@@ -274,7 +274,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("Backward through a fused loss runs once: its gradients are not kept.")
-        # A 1-d tensor keeps its dtype in the product: rounded to 16 bits, it would bias all gradients the same way.
+        # A 1-d factor is not rounded to the product's 16 bits; a 0-d one would be, and bias all gradients the same way.
         left = (gradient / ctx.factor).reshape(1)
         one = left.device.type == "cpu" and left.item() == 1
         scaled = (g if g is None or one else g.mul_(left) for g in gradients)
@@ -299,7 +299,7 @@ class _Sums:
             self.bias += chunk.sum(0, dtype=self.bias.dtype)
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Return both in the parameters' dtype."""
+        """Return both gradients in the parameters' dtype."""
         weight, bias = (None if one is None else one.to(dtype) for one in (self.weight, self.bias))
         return weight, bias
 
@@ -313,7 +313,7 @@ def _chunk(
     objective: Objective,
     factor: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a few rows, 0-d, and its gradient of their logits times a factor, (rows, V)."""
+    """Return the summed loss of a few rows, 0-d, and the scaled gradient of their logits, (rows, V)."""
     logits = functional.linear(rows, weight, bias)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     picked = wide.gather(1, labels[:, None]).squeeze(1)
@@ -338,7 +338,7 @@ def _chunk(
 
 
 class _LogitsMarker(torch.Tensor):
-    """Placeholder of logits: adding the given bias returns the placeholder, any other operation another tensor."""
+    """Placeholder for logits; adding the given bias returns the placeholder, any other operation returns a tensor."""
 
     bias: Tensor | None
 
@@ -352,7 +352,7 @@ class _LogitsMarker(torch.Tensor):
 
 
 class _Output(dict[str, Any]):
-    """Output of a stubbed module: hidden states as its first element, None for everything else."""
+    """Output of a stubbed module: hidden states as its first element, None as all others."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__(last_hidden_state=hidden)

@@ -1,7 +1,7 @@
 """A model's own terms of the loss, which ``model(..., labels=...)`` adds to the cross-entropy: trained, or refused.
 
-Mixtures of experts add their routers' loss where ``output_router_logits`` is set. For other types that add something,
-training would silently be another one: they are refused.
+Mixtures of experts add their routers' loss if ``output_router_logits`` is set. Other types that add a term are
+refused, because they would silently be trained with a different loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 GATE = "output_router_logits"
-"""Name of transformers' option of configurations and forwards."""
+"""Name of transformers' option, in configurations and forwards."""
 
 MIXTURES = frozenset(
     (
@@ -44,7 +44,7 @@ MIXTURES = frozenset(
         "switch_transformers",
     )
 )
-"""Model types whose routers' loss is compared with transformers' in a test."""
+"""Model types whose routers' loss a test compares with transformers'."""
 
 _BALANCE = ("router_aux_loss_coef", ("aux_loss",))
 _TERMS = {
@@ -54,7 +54,7 @@ _TERMS = {
         ("router_z_loss_coef", ("encoder_z_loss", "decoder_z_loss")),
     ),
 }
-"""Coefficients in the configuration, and the outputs of forward that they multiply; of other types ``_BALANCE``."""
+"""Coefficients in the configuration, and the outputs of forward that they multiply; ``_BALANCE`` for other types."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class RouterLoss:
     terms: tuple[tuple[str, float], ...]
 
     def of(self, output: Any) -> Tensor:
-        """Return the loss of one forward with ``output_router_logits``, 0-d: what transformers adds to its loss.
+        """Return the loss, 0-d, that transformers adds for one forward with ``output_router_logits``.
 
         Raises:
             ConfigError: No part of the model returned its routers' outputs, so there is nothing to train.
         """
         total: Any = 0.0
         for name, coefficient in self.terms:
-            # A stack without routers returns the number 0.
+            # A stack without routers returns the number 0 instead of a tensor.
             total = total + coefficient * getattr(output, name)
         if not isinstance(total, Tensor):
             raise ConfigError(
@@ -94,10 +94,10 @@ def router_loss(config: PreTrainedConfig, wanted: bool | None = None) -> tuple[R
         wanted: ``model.output_router_logits`` of the run file; None: the configuration's.
 
     Raises:
-        ConfigError: The routers' loss is requested, and the model has none, or one that is not known here.
+        ConfigError: The routers' loss is requested, but the model has none, or one of an unknown form.
     """
     if config.model_type not in MIXTURES:
-        config = getattr(config, "text_config", config)  # of a model that has other parts too
+        config = getattr(config, "text_config", config)  # of a model with other parts, such as images
     kind = config.model_type
     coefficients = _TERMS.get(kind, (_BALANCE,))
     has_routers = kind in MIXTURES or hasattr(config, GATE)
@@ -122,10 +122,10 @@ def router_loss(config: PreTrainedConfig, wanted: bool | None = None) -> tuple[R
 
 
 def require_plain_loss(config: PreTrainedConfig) -> None:
-    """Raise if a model's own loss has a term that is not trained here; any process, alone.
+    """Refuse a model whose own loss has a term that is not trained here; any process.
 
     Raises:
-        ConfigError: It is z-loss over all positions (Bamba), or of several tokens ahead (ProphetNet).
+        ConfigError: The term is a z-loss over all positions (Bamba), or a loss of several tokens ahead (ProphetNet).
     """
     kind = config.model_type
     if kind == "bamba" and getattr(config, "z_loss_coefficient", 0):

@@ -1,4 +1,4 @@
-"""Packing: several rows in one sequence, with masks and positions that keep them apart, so that results are exact."""
+"""Packing: several rows in one sequence, kept apart by masks and positions, so that results are exact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PackedRows:
 
     input_ids_BS: Tensor  # int64
     labels_BT: Tensor  # int64, -100 where there is no target; causal: T = S
-    segments_BS: Tensor  # int64, the number of each token's row, from 1; 0 on padding
+    segments_BS: Tensor  # int64, number of each token's row within its sequence, from 1; 0 on padding
     target_segments_BT: Tensor  # the same for labels
     positions_BS: Tensor  # int64, from 0 in each row
 
@@ -40,11 +40,11 @@ class PackedRows:
 def enable_packing(model: PreTrainedModel, longest: int) -> None:
     """Make a model accept the result of :func:`packed_inputs`, in place; every rank calls it, before sharding.
 
-    Batches without packing are not affected. The model may be on any device.
+    Batches without packing are unaffected. The model may be on any device.
 
     Args:
         model: Any model.
-        longest: Most tokens of a row, source and target together. A sliding window of as many hides nothing of a row.
+        longest: Most tokens of a row, source and target together. A sliding window at least as long hides nothing.
 
     Raises:
         ModelError: The model's type, attention implementation or sliding window is incompatible with packing.
@@ -73,7 +73,7 @@ def enable_packing(model: PreTrainedModel, longest: int) -> None:
 
 
 def _sliding_window(config: PreTrainedConfig) -> int | None:
-    """Return the tokens that a layer sees before it and at its place, of the layers that do not see all."""
+    """Return the length of the sliding window of the layers that have one; None if no layer has."""
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None)
     sliding = getattr(config, "use_sliding_window", True) if layers is None else "sliding_attention" in layers
@@ -108,7 +108,7 @@ def packed_inputs(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
 
 
 def _same(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return (B, queries, keys): whether both are in one row. Padding attends to everything: no softmax is empty."""
+    """Return (B, queries, keys), True within one row. Padding attends to everything, so that no softmax is empty."""
     same = queries[:, :, None] == keys[:, None, :]
     return same | ~same.any(-1, keepdim=True)
 
@@ -126,7 +126,7 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 def _take_encoder_mask(
     _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Take the encoder's mask, the upper part of the joint mask: it is square."""
+    """Take the encoder's mask, the square upper part of the joint mask."""
     mask = kwargs.get("attention_mask")
     if mask is None or mask.dim() != 4:
         return None

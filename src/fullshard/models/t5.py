@@ -1,4 +1,4 @@
-"""T5's family: its attention dropout, and its overflow in float16."""
+"""T5's family of models: attention dropout, and the refusal of float16."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def set_attention_dropout(model: PreTrainedModel, probability: float) -> None:
 
 
 def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Return the modules that drop attention weights; the layers around them have an ``nn.Dropout`` of that name."""
+    """Return the modules that drop attention weights; other layers have an ``nn.Dropout`` under the same name."""
     return (
         m for m in model.modules() if "Attention" in type(m).__name__ and isinstance(getattr(m, "dropout", None), float)
     )
 
 
 def require_fp16_fit(kind: str) -> None:
-    """Raise if a model of this type is known to overflow in float16; any process, alone.
+    """Refuse a type of model that is known to overflow in float16; any process.
 
     Raises:
         ModelError: The model is of T5's family.

@@ -1,4 +1,4 @@
-"""The charts, as plain values for plotly. Colors are CSS variables of the page, which differ in light and dark mode."""
+"""Charts as plain values for plotly. Colors are CSS variables of the page, which has a light and a dark mode."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def schedule(trace: StepTrace, ranks: Sequence[RankTrace]) -> Figure:
 
 
 def schedule_height(rows: Sequence[str]) -> int:
-    """Return the pixels that a schedule of these rows takes."""
+    """Return the height of a schedule with these rows, in pixels."""
     return 130 + (30 if len(rows) <= 40 else 18) * len(rows)
 
 
@@ -313,7 +313,7 @@ class Bar:
 
 
 def gantt(events: Iterable[Bar], rows: Sequence[str], axis: tuple[str, float], measure: str) -> Record:
-    """Return a schedule: one row per name, the first for waits; ``axis`` has a title and an end in ``measure``."""
+    """Return a schedule: one row per name, the first for waits; ``axis`` is title and end, in ``measure``."""
     place = {name: index for index, name in enumerate(rows)}
     bars: dict[str, Record] = {}
     for event in events:
@@ -354,7 +354,7 @@ _RULE = {"color": "var(--grid)", "width": 1}
 def _add_bar(
     bars: dict[str, Record], label: str, colour: str, span: tuple[float, float], event: Bar, what: str
 ) -> None:
-    """Add ``event``'s bar; ``span`` is its offset from the row's number, and its width."""
+    """Add the bar of ``event``; ``span`` is its offset from the row's number, and its width."""
     empty = {
         "type": "bar",
         "orientation": "h",

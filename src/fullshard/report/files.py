@@ -1,4 +1,4 @@
-"""The files of a run. Only the metrics are required: the run may be running, or have been killed."""
+"""Reader of a run's files. Only the metrics are required: the run may still be running or have been killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame of a page: head, sections with their charts, and plotly, all in one file that asks no network."""
+"""The frame of a page: head, sections with charts, and plotly, in a single file that needs no network."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def frame(title: str, heading: str, lead: str, sections: Sequence[PageSection]) 
     """Return a page as HTML.
 
     Args:
-        title: Of the browser's window, as text.
+        title: Title of the browser's window, as text.
         heading: As text.
         lead: The line below the heading, as HTML.
-        sections: In their order.
+        sections: In order of appearance.
 
     Raises:
         ConfigError: plotly is missing.
     """
     drawn = {figure.name: list(figure.choices.values()) for section in sections for figure in section.figures}
-    # Only "<" could end the script element.
+    # Escaped, because a "<" in the data could end the script element.
     values = json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in sections)
     body = "".join(

@@ -1,4 +1,4 @@
-"""The page's style and its script. Charts take their colours from the style, so that both follow light and dark."""
+"""The page's style and script. Charts take their colours from the style, so that both follow light and dark mode."""
 
 STYLE = """
 :root {

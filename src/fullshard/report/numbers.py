@@ -1,17 +1,17 @@
-"""Numbers as text that reads right at any size, in tiles, tables and on the axes of charts."""
+"""Formatting of numbers in tiles, tables and on the axes of charts, readable at any magnitude."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 WHOLE = ",~f"
-"""Plotly's format of an axis of counts: no digits that say nothing, but those that tell two ticks apart."""
+"""Plotly's format for an axis of counts: no needless digits, but enough to distinguish two ticks."""
 
 PERCENT = ",~%"
-"""The same of an axis of shares."""
+"""Plotly's format for an axis of shares."""
 
 FEW_STEPS = 12
-"""An axis of at most this many steps has a tick for each of them; else plotly puts some between two steps."""
+"""An axis of at most this many steps has a tick for each; otherwise plotly adds ticks between steps."""
 
 
 def shown(value: float) -> float:
@@ -31,7 +31,7 @@ def share(value: float) -> str:
 
 
 def memory_unit(nbytes: Iterable[int]) -> tuple[str, int]:
-    """Return name and bytes of the unit in which the largest of these sizes reads well: KiB, MiB or GiB."""
+    """Return name and bytes of the unit (KiB, MiB or GiB) that suits the largest of these sizes."""
     largest = max(nbytes, default=0)
     if largest < 1 << 20:
         return "KiB", 1 << 10

@@ -1,4 +1,4 @@
-"""The report page: its sections, each made from the files that exist; a missing file is named instead."""
+"""The report page: each section is made from the files that exist, and a missing file is named instead."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fullshard.train.reporting.trace import TRACE_NAME, RankTrace
 REPORT_NAME = "report.html"
 
 MOST_RANKS = 8
-"""Maximum ranks of the recorded step on the page: the first, the slowest, the fullest and some between."""
+"""Maximum ranks of the recorded step on the page: the first, the slowest, the fullest and some in between."""
 
 
 def write_report(directory: Path, target: Path | None = None) -> dict[str, Any]:
-    """Write the report of a run; one process, also while it is running.
+    """Write the report of a run, which may still be running; one process.
 
     Args:
         directory: The run's ``output_dir``.
@@ -137,7 +137,7 @@ def _bar_line(name: str, part: float, value: str, kind: str) -> str:
 def _facts(files: RunFiles, numbers: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return name, value and remark of the known facts."""
     total = numbers["total_steps"]
-    # The score is of the best step, which need not be the last one.
+    # The score belongs to the best step, which need not be the last one.
     last, best = f" ({numbers['steps']:,})", ""
     if numbers["best_step"] is not None:
         best = f", step {numbers['best_step']:,}"
@@ -240,7 +240,7 @@ def _data(files: RunFiles) -> PageSection:
     body += tables.tiles(facts) if facts else ""
     body += tables.set_table(files.fact("sets"), files.best) if files.fact("sets") else ""
     shown = files.fact("shown_rows")
-    # Among the notes is one row as text.
+    # One of the notes is a row as text; the section shows it as a table.
     kept = (str(one) for one in files.fact("notes") or () if not (shown and str(one).startswith(ONE_ROW)))
     notes = "".join(f"<li>{escape(one)}</li>" for one in kept)
     body += f'<ul class="notes">{notes}</ul>' if notes else ""
@@ -253,7 +253,7 @@ def _data(files: RunFiles) -> PageSection:
 def _samples(files: RunFiles) -> PageSection:
     drawn: tuple[Figure, ...] = ()
     if files.predictions:
-        # Comparing makes sense for labels; longer texts are hardly ever equal.
+        # Marking equal texts makes sense for labels; longer texts are hardly ever equal.
         compared = headline(files)["metric"] in ("exact_match", "accuracy")
         body = tables.prediction_table(files.predictions, compared=compared)
     else:

@@ -1,4 +1,4 @@
-"""The page of a plan: memory over its fullest step, the schedule of units, and memory and time by number of ranks."""
+"""The page of a plan: memory over the fullest step, the schedule of units, memory and time by number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.sizes import format_bytes, format_duration
 from fullshard.storage import write_text
 
 MOST_MOMENTS = 600
-"""Moments of a step that are drawn; of the others each interval shows its fullest and its emptiest."""
+"""Moments of a step that are drawn; longer steps show the fullest and the emptiest moment of each interval."""
 
 COLOURS = {
     "shards": "var(--blue)",
@@ -40,9 +40,9 @@ def write_plan(
 
     Args:
         target: The file.
-        name: What is planned, as text.
+        name: The planned run, as text.
         plan: The plan.
-        course: Of its fullest step.
+        course: The course of the plan's fullest step.
         others: Plans of the same run for other numbers of ranks, ascending.
         limit_bytes: Memory of a rank's device; None: not known.
 
@@ -85,7 +85,7 @@ def _memory(plan: Plan, course: Course) -> PageSection:
         for part, colour in COLOURS.items()
         if any(course.parts[part])
     }
-    # Two moments of one operator need two places: a stack has one value at each.
+    # A stacked chart has one value at each place, so two moments of one operator get two places.
     again = [one == before for before, one in zip((-1, *course.places), course.places, strict=False)]
     places = [course.places[place] + 0.5 * again[place] for place in drawn]
     chart = stacked(places, columns, plan.peak_bytes, (_AXIS, course.operators))
@@ -126,8 +126,8 @@ def _ranks(plans: Sequence[Plan], limit: int | None) -> PageSection:
         for plan in plans
     ]
     head = ["ranks", "peak of a step", "needed", *([] if limit is None else ["fits"]), *(["a step"] if timed else [])]
-    notes = "Each is planned for rank 0 alone. Where data has fewer rows than ranks have places, steps are shorter."
-    notes += " What does not fit is not timed." if timed else ""
+    notes = "Only rank 0 of each is planned. If the data has too few rows for all ranks, steps are shorter."
+    notes += " Plans that do not fit are not timed." if timed else ""
     body = placeholders(figures) + tables.table("By number of ranks", head, rows) + tables.note(notes)
     return PageSection("ranks", "Number of ranks", body, tuple(figures))
 

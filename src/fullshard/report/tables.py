@@ -1,4 +1,4 @@
-"""Tables, tiles and numbers of the page as HTML; all data is escaped here."""
+"""Tables, tiles and notes of the page as HTML; all data is escaped here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_TEXT = 1_500
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers_from: int = 1) -> str:
-    """Return a table. Its first column has the row headings; columns from ``numbers_from`` on have numbers."""
+    """Return a table whose first column holds row headings; columns from ``numbers_from`` on hold numbers."""
     classes = [' class="number"' if place >= numbers_from else "" for place in range(len(head))]
     titles = "".join(f'<th scope="col"{of}>{escape(name)}</th>' for of, name in zip(classes, head, strict=True))
     lines = []
@@ -48,13 +48,13 @@ def note(text: str) -> str:
 
 
 def resting(rank: RankTrace) -> Record:
-    """Return a rank's memory at the end of the recorded step, when temporary tensors are freed."""
+    """Return a rank's memory at the end of the recorded step, after temporary tensors were freed."""
     last = {part: getattr(rank.memory, part)[-1] for part in ("parameters", "gradients", "optimizer")}
     return {"rank": rank.rank, **last, "peak": rank.peak_bytes}
 
 
 def memory_table(ranks: Sequence[Mapping[str, int]], planned: Mapping[int, int]) -> str:
-    """Return a table of each rank's memory, beside the peak that was planned for it, if there was a plan."""
+    """Return a table of each rank's memory, next to its planned peak if there is a plan."""
     columns = {
         "parameters": "parameters",
         "gradients": "gradients",
@@ -142,10 +142,10 @@ def _text(value: object) -> str:
 
 
 def row_table(rows: Sequence[Sequence[Sequence[str]]]) -> str:
-    """Return a table of training rows as the model sees them: a line for what is masked, read or learned."""
+    """Return a table of training rows as the model sees them, with a line for each masked, read or learned part."""
     bodies = []
     for row in rows:
-        # A line break is often all that is between two turns.
+        # A line break is often all that separates two turns, so it must be visible.
         parts = ((escape(name), escape(text.replace("\n", "↵\n"))) for name, text in row)
         lines = (
             f'<tr class="{name}"><th scope="row">{name}</th><td><div class="text">{text}</div></td></tr>'

@@ -93,6 +93,6 @@ def test_at_the_groups_timeout_the_error_names_the_cut(said):
         assert logged.startswith(f"logged Rank {number} has waited ")
         assert re.fullmatch(
             rf"ProcessGroupError: Rank {number} waited \d\.\d s in all-reduce \(sum\) of 2 float32, longer than the "
-            rf"group's timeout\. Not there: rank {1 - number}\. " + re.escape(REMOTE[number]) + " If these ranks .*",
+            rf"group's timeout\. Missing: rank {1 - number}\. " + re.escape(REMOTE[number]) + " If these ranks .*",
             error,
         )

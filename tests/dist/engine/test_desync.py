@@ -84,7 +84,7 @@ def test_ranks_that_are_slow_or_only_ask_are_left_alone(pair, case):
 
 def test_a_long_wait_is_logged_once_with_who_is_missing(pair):
     line = re.compile(
-        r"Rank 0 has waited \d s in all-reduce \(sum\) of 2 float32\. Not there so far: rank 1; rank 1 is at "
+        r"Rank 0 has waited \d s in all-reduce \(sum\) of 2 float32\. Missing so far: rank 1; rank 1 is at "
         r"desync_main\.py:\d+ \(main\)\."
     )
     assert sum(line.fullmatch(logged) is not None for logged in pair[0]["log"]) == 1
@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_come_in_time_is_named(pair):
     assert pair[1]["outcomes"]["timeout"]["text"] == "no error"
     assert re.match(
         r"ProcessGroupError: Rank 0 waited \d\.\d s in all-gather of 16 float32 \(all-gather of unit blocks\.2\), "
-        r"longer than the group's timeout\. Not there: rank 1\. ",
+        r"longer than the group's timeout\. Missing: rank 1\. ",
         pair[0]["outcomes"]["timeout"]["text"],
     )
 

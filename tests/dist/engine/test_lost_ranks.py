@@ -60,7 +60,7 @@ def test_every_survivor_names_the_rank_and_its_error(lost, place):
     for number, rank in enumerate(survivors(lost, place)[0]):
         what = rf"ProcessGroupError: Rank {number} waited \d\.\d s in {PLACES[place]} and "
         if how == "raised":
-            assert re.fullmatch(what + "rank 2 has failed first: Fault: no rows left", rank["text"])
+            assert re.fullmatch(what + "rank 2 failed first: Fault: no rows left", rank["text"])
         else:
             assert re.match(
                 what + r"(rank \d )?lost its connection to rank 2: that rank has ended or failed", rank["text"]
@@ -110,7 +110,7 @@ def test_a_stopped_rank_is_named_and_goes_on(with_stops, who):
     (line,) = ranks[1 - who]["log"]
     assert re.fullmatch(
         rf"Rank {1 - who} has waited \d s in all-reduce \(sum\) of 2 float32\. The process of rank {who} \((\d+), on "
-        r"this machine\) is stopped: `kill -CONT \1` lets it go on\.",
+        r"this machine\) is stopped: `kill -CONT \1` continues it\.",
         line,
     )
 

@@ -152,7 +152,7 @@ def test_ranks_that_wait_for_one_that_failed_are_told_its_error(launch):
     )
     assert code == 1
     (line,) = out
-    assert re.search(r"waited \d\.\d s in barrier and rank 1 has failed first: ValueError: no rows left$", line)
+    assert re.search(r"waited \d\.\d s in barrier and rank 1 failed first: ValueError: no rows left$", line)
 
 
 def test_json_tells_ranks_code_duration_and_failure_and_keeps_stdout_free(launch):

@@ -329,7 +329,7 @@ def test_staged_copies_come_after_what_was_issued_and_the_current_stream_waits_f
 def test_bf16_on_cuda(cuda, monkeypatch):
     assert device_of(CUDA).supports_bf16() == (
         False,
-        "Tesla T4 (compute capability 7.5) has no bfloat16 arithmetic, which begins with compute capability 8.0.",
+        "Tesla T4 (compute capability 7.5) has no bfloat16 arithmetic, which needs compute capability 8.0.",
     )
     monkeypatch.setattr(cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))

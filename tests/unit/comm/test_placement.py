@@ -10,7 +10,7 @@ from fullshard.comm import device_memory_bytes, placement, process, shutdown
 from fullshard.comm.gloo import GlooComm
 from fullshard.comm.placement import SHARED, Placement, agree, gpu_of_rank, placement_of
 
-SLOW = "collectives go through host memory, which is slow; meant for trying out."
+SLOW = "collectives go through host memory, which is slow and meant for testing."
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_a_long_wait_is_logged_once(caplog):
         group.run(WARN_S - TICK_S)
         assert caplog.messages == []
         group.run(WARN_S)
-    line = "has waited 30 s in all-gather of 8 float32 (unit 3). Not there so far: rank 1; rank 1 is at "
+    line = "has waited 30 s in all-gather of 8 float32 (unit 3). Missing so far: rank 1; rank 1 is at "
     for number, message in zip((0, 2), caplog.messages, strict=True):
         assert re.fullmatch(re.escape(f"Rank {number} {line}") + r"\S+:\d+ \(.*\)\.", message)
 
@@ -252,7 +252,7 @@ def test_failures_say_what_was_waited_for_and_for_whom():
     group.run(WAIT_S + TICK_S)
     text = str(first.failure("[gloo/buffer.cc:2] Timed out waiting 9ms for recv operation to complete"))
     assert text.startswith(
-        "Rank 0 waited 3.2 s in all-gather of 8 float32 (unit 3), longer than the group's timeout. Not there: rank 2."
+        "Rank 0 waited 3.2 s in all-gather of 8 float32 (unit 3), longer than the group's timeout. Missing: rank 2."
     )
     first, *_ = Group(2).ranks
     first.wait("all-gather", "unit 3")
@@ -312,12 +312,10 @@ def test_the_first_failure_is_named_and_not_the_one_next_to_this_rank(no_wait):
     third.watch.leave(ValueError("no rows\nleft"))
     second.wait("all-gather")
     error = second.failure(peer=2)
-    assert str(error) == (
-        "Rank 5 waited 3.2 s in all-gather of 8 float32 and rank 6 has failed first: ValueError: no rows"
-    )
+    assert str(error) == ("Rank 5 waited 3.2 s in all-gather of 8 float32 and rank 6 failed first: ValueError: no rows")
     second.watch.leave(error)  # it was not caught, so the program ends
     first.wait("all-gather")
-    assert "and rank 6 has failed first: ValueError: no rows" in str(first.failure(peer=1))
+    assert "and rank 6 failed first: ValueError: no rows" in str(first.failure(peer=1))
 
 
 def test_what_a_failed_rank_has_still_joined_is_not_broken():
@@ -373,7 +371,7 @@ def test_a_rank_that_does_not_answer_is_logged_once_within_seconds(caplog):
     assert len(caplog.messages) == 1
     assert not first.broken_at
     text = str(first.failure("Timed out"))
-    assert "Not there: ranks 1, 2. Rank 1 does not answer: the network is cut" in text
+    assert "Missing: ranks 1, 2. Rank 1 does not answer: the network is cut" in text
 
 
 def test_a_rank_that_stops_answering_during_a_wait_is_logged_too(caplog):
@@ -404,7 +402,7 @@ def test_a_stopped_process_of_this_machine_is_named(caplog):
         stopped.wait()
     assert caplog.messages == [
         f"Rank 0 has waited 5 s in all-gather of 8 float32. The process of rank 1 ({stopped.pid}, on this machine) is "
-        f"stopped: `kill -CONT {stopped.pid}` lets it go on."
+        f"stopped: `kill -CONT {stopped.pid}` continues it."
     ]
     assert not is_stopped(os.getpid())
 
