@@ -23,14 +23,14 @@ _COUNTERPARTS = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": f"{_OURS}.checkpointing",
     "torch.distributed.checkpoint.optimizer": _OURS,
 }
-"""torch's modules, and where the names in them are found here; names that are not there keep torch's meaning."""
+"""torch's modules, and where the names in them are found here; names that are missing there keep torch's meaning."""
 
 
 class Redirection:
-    """What :func:`redirect` returns: names that are fullshard's until :meth:`restore`, or the end of a ``with``."""
+    """Result of :func:`redirect`: names are fullshard's until :meth:`restore`, or the end of a ``with``."""
 
     def __init__(self, originals: list[tuple[ModuleType, str, Any]]) -> None:
-        """Keep ``originals``: module, name, and the value before."""
+        """Store ``originals``: module, name, and the value before."""
         self._originals = originals
 
     def restore(self) -> None:
@@ -64,9 +64,9 @@ def redirect() -> Redirection:
     ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``, and ``load_sharded_optimizer_state_dict`` of
     ``torch.distributed.checkpoint.optimizer``. torch's own FSDP cannot be used meanwhile.
 
-    A name that a module has taken by value (``from torch.distributed.fsdp import ...`` at its top) before this call
-    stays torch's there: such modules that are imported are named in a warning, and this is to be called before they
-    are. A module that is first imported within a ``with`` block keeps fullshard's names after its end.
+    A name that a module imported by value (``from torch.distributed.fsdp import ...`` at its top) before this call
+    stays torch's there. A warning names such modules; call this before they are imported. A module first imported
+    within a ``with`` block keeps fullshard's names after its end.
 
     Returns:
         The redirection, a context manager; outside of a ``with`` statement its ``restore()`` ends it.

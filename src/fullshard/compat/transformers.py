@@ -29,7 +29,7 @@ __all__ = ["Seq2SeqTrainer", "Trainer", "install"]
 
 _FILES = ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
 _METHODS = ("create_accelerator_and_postprocess", "_wrap_model", "save_model")
-_library = {name: getattr(transformers.Trainer, name) for name in _METHODS}  # as they were before any install()
+_library = {name: getattr(transformers.Trainer, name) for name in _METHODS}  # taken before any install()
 
 
 def _create_ours(self: Any) -> None:
@@ -45,7 +45,7 @@ def _create_ours(self: Any) -> None:
         _set_for_a_while(accelerate.utils, "FullyShardedDataParallelPlugin", FullyShardedDataParallelPlugin),
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings("ignore", "DistributedDataParallelKwargs")  # not the user's: every trainer passes them
+        warnings.filterwarnings("ignore", "DistributedDataParallelKwargs")  # every trainer passes them, not the user
         _library["create_accelerator_and_postprocess"](self)
 
 
@@ -73,7 +73,7 @@ def _save_model(self: Any, output_dir: str | None = None, _internal_call: bool =
 
 @contextmanager
 def _set_for_a_while(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute, and put it back: other trainers of this process may be the library's."""
+    """Set an attribute for a context, then restore it: other trainers of this process may be the library's."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -83,7 +83,7 @@ def _set_for_a_while(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _replace(module: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Replace a function ``(…, accelerator, …)`` of ``module``: for accelerators of fullshard ``ours`` is called."""
+    """Replace a function ``(…, accelerator, …)`` of ``module``: ``ours`` is called for fullshard's accelerators."""
     theirs = getattr(module, name)
     if hasattr(theirs, "of_fullshard"):
         return
@@ -100,7 +100,7 @@ def _replace(module: Any, name: str, ours: Callable[..., Any]) -> None:
 def _prepare_reference(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Shard a model that only runs forward, such as DPO's reference; every rank calls it."""
     sharded = accelerator.prepare_model(model.requires_grad_(requires_grad=False))
-    accelerator._models.remove(sharded)  # the trainer prepares its own model for evaluation only where there is none
+    accelerator._models.remove(sharded)  # otherwise the trainer would not prepare its own model for evaluation
     return sharded.eval()
 
 
@@ -125,7 +125,7 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
 def install() -> None:
     """Make every trainer created from now on in this process shard by fullshard, also those of TRL.
 
-    Trainers that exist keep what they have.
+    Trainers that exist already are unchanged.
     """
     for name in _METHODS:
         setattr(transformers.Trainer, name, vars(Trainer)[name])

@@ -1,4 +1,4 @@
-"""The engine: shards a model, runs its training steps and gives full parameters back."""
+"""The engine: shards a model, runs its training steps and returns full parameters."""
 
 from fullshard.engine.controls import (
     check_wrapped as check_wrapped,

@@ -123,7 +123,7 @@ def reset(model: nn.Module) -> None:
 
 
 def unshard(unit: Unit) -> None:
-    """Start the gather of a unit on the user's request; it is kept until the next pass begins. Every rank calls it."""
+    """Start the gather of a unit for the user; it is kept until the next pass begins. Every rank calls it."""
     runtime = unit.runtime
     bring_tables(unit)
     if in_backward():
@@ -131,13 +131,13 @@ def unshard(unit: Unit) -> None:
         return
     runtime.forward_event()
     if not runtime.open_calls and not unit.stays_shown and not runtime.unchanged([unit]):
-        unit.reshard()  # what is gathered is older than the shards
+        unit.reshard()  # the gathered values may be older than the shards
     runtime.issue_gather(unit)
     unit.keep.add(Keep.NEXT_PASS)
 
 
 def reshard(unit: Unit) -> None:
-    """Free the full parameters of a unit on the user's request. Every rank calls it.
+    """Free the full parameters of a unit for the user. Every rank calls it.
 
     Raises:
         ShardingError: Its forward is running.

@@ -1,4 +1,4 @@
-"""Which sharded model a module belongs to."""
+"""Registry of sharded models: which one a module belongs to."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Recorder(SilentRecorder):
             self._spans.append((unit, kind, begun, self._clock.mark()))
 
     def issued(self, unit: str, kind: Transfer, works: Sequence[Work]) -> None:
-        """Note when the collectives arrive, where the device tells; without collectives, forget the interval."""
+        """Record when the collectives arrive, if the device can tell; without collectives, forget the interval."""
         if not works:
             self._open.pop((unit, kind), None)
             return

@@ -1,4 +1,4 @@
-"""The part of a tensor of optimizer state that a rank holds, also for states that are not elementwise.
+"""The part of an optimizer state tensor that a rank holds, for elementwise states and others.
 
 An optimizer's state is split like its parameter, so that the ranks' parts form the tensor of the unsharded optimizer:
 row statistics by rows, column statistics in full on every rank that holds rows, the scales of block-wise quantised
@@ -51,7 +51,7 @@ def elementwise(meta: ShardMeta) -> StatePart:
 def along_rows(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
     """Return the part of a tensor whose dimension 0 is that of the parameter, which is split by full rows.
 
-    Args:
+    meta: Metadata of the parameter.
         meta: The parameter's.
         shape: Shape of the unsharded tensor.
 
@@ -76,7 +76,7 @@ def on_all_owners(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
     """Return the part of a tensor that every owner of the parameter holds in full; the first owner writes it.
 
     Args:
-        meta: The parameter's.
+        meta: Metadata of the parameter.
         shape: Shape of the tensor, with at least one dimension.
 
     Examples:
@@ -97,7 +97,7 @@ def by_block(meta: ShardMeta, block: int) -> StatePart:
     A rank holds it for each block of which it holds any element; the rank with the block's first element writes it.
 
     Args:
-        meta: The parameter's.
+        meta: Metadata of the parameter.
         block: Elements of a block, at least 1; the last one may be shorter.
 
     Examples:

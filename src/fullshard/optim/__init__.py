@@ -1,4 +1,4 @@
-"""Optimizers for sharded models, and what any optimizer needs there: clipping, scaling, steps in backward, averages."""
+"""Optimizers for sharded models, and their companions: clipping, loss scaling, steps in backward, averages."""
 
 from fullshard.optim.adafactor import Adafactor as Adafactor, TorchAdafactor as TorchAdafactor
 from fullshard.optim.average import ExponentialMovingAverage as ExponentialMovingAverage
@@ -13,7 +13,7 @@ from fullshard.optim.repoint import Places as Places, repoint as repoint
 from fullshard.optim.scaler import ShardedGradScaler as ShardedGradScaler
 from fullshard.optim.walk import load_parameter_states as load_parameter_states, parameter_states as parameter_states
 
-# The public names; the others serve fullshard's own packages. Without __all__, help(fullshard.optim) lists no class.
+# The public names; others are internal. Without __all__, help(fullshard.optim) lists no class.
 __all__ = [
     "Adafactor",
     "AdamW8bit",

@@ -19,7 +19,7 @@ from fullshard.shards import rows_of
 
 
 def meta_of(param: nn.Parameter) -> ShardMeta:
-    """Return the :class:`ShardMeta` of a parameter; one that is not sharded is treated as one rank's shard."""
+    """Return the :class:`ShardMeta` of a parameter; an unsharded one is treated as one rank's shard."""
     meta: ShardMeta | None = getattr(param, "shard_meta", None)
     if meta is not None:
         return meta
@@ -30,7 +30,7 @@ def meta_of(param: nn.Parameter) -> ShardMeta:
 
 
 def comm_of(param: nn.Parameter) -> Comm:
-    """Return the ranks that share a parameter; for one that is not sharded, a group of this rank alone."""
+    """Return the ranks that share a parameter; for an unsharded one, a group of this rank only."""
     comm: Comm | None = getattr(param, "shard_comm", None)
     return SoloComm(param.device) if comm is None else comm
 
@@ -41,7 +41,7 @@ def holds_rows(param: nn.Parameter) -> bool:
 
 
 def is_split(param: nn.Parameter) -> bool:
-    """Return whether several ranks hold parts of a parameter; any rank, also one that holds none of it."""
+    """Return True if several ranks hold parts of a parameter; any rank, including ranks that hold none of it."""
     return len(meta_of(param).owners) > 1
 
 
@@ -64,9 +64,9 @@ def by_comm(
 
 
 def require_same_parameters(comm: Comm, params: Sequence[nn.Parameter], what: str) -> None:
-    """Refuse an optimizer that has other parameters, or another order, on other ranks; every rank calls it once.
+    """Refuse an optimizer whose parameters or their order differ between ranks. Every rank calls it once.
 
-    Ranks that take part in each other's collectives must agree on what these are about.
+    Ranks in a common collective must agree on its parameters.
 
     Args:
         comm: The ranks that share ``params``.

@@ -1,4 +1,4 @@
-"""An optimizer's state parameter by parameter, for every kind of optimizer."""
+"""Iteration over an optimizer's state by parameter, for every kind of optimizer."""
 
 from __future__ import annotations
 

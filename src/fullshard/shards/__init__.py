@@ -1,7 +1,7 @@
-"""Shards that tell the truth: tensors that know that they are this rank's rows of a larger tensor.
+"""Shards that know that they are this rank's rows of a larger tensor.
 
-Between passes a sharded model's parameters and gradients are of the class :class:`Shard`. A function of torch that gets
-one follows one of three rules (``rules`` has the tables):
+Between passes a sharded model's parameters and gradients are of the class :class:`Shard`. A function of torch that is
+called with one follows one of three rules (``rules`` has the tables):
 
 - **local**: computed element by element on the rows here; the result is a shard again (``elementwise``, ``views``).
 - **global**: computed over all ranks; the result is a plain tensor, the same bits on every rank (``reductions``).

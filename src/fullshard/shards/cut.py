@@ -1,4 +1,4 @@
-"""How ranks divide dimension 0 of a tensor, and which tensors are divided alike."""
+"""The division of a tensor's dimension 0 over ranks, and which tensors are divided alike."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fullshard.layout import ShardMeta
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Cut:
-    """How ranks divide dimension 0 of a tensor. Rows of a vector are its elements.
+    """The division of dimension 0 of a tensor over ranks. Rows of a vector are its elements.
 
     Attributes:
         name: The parameter, for messages.
         comm: The ranks.
-        key: The same on all ranks, and equal for two tensors whose rows lie alike; None if rows were picked by a mask.
+        key: The same on all ranks, and equal for two tensors whose rows are divided alike; None if a mask picked rows.
         first: First row here, counted in the full tensor.
         total: Rows of the full tensor; not meaningful without a key.
-        shape: Full shape where it does not follow from the rows here: of scalars, and where rows are divided too.
-        whole_rows: Whether this rank holds full rows.
-        parts: Of a vector put together from several: the cut, elements in full and elements here of each.
+        shape: Full shape if it does not follow from the rows here: for scalars, and if rows are divided too.
+        whole_rows: True if this rank holds full rows.
+        parts: For a vector joined from several: the cut, elements in full and elements here of each.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Cut:
     parts: tuple[tuple[Cut, int, int], ...] = ()
 
     def full_shape(self, rows: torch.Tensor) -> tuple[int, ...] | None:
-        """Return the shape of the full tensor that ``rows``, (rows here, *rest), are part of; None if not known."""
+        """Return the shape of the full tensor that ``rows``, (rows here, *rest), belong to; None if not known."""
         if self.key is None:
             return None
         return (self.total, *rows.shape[1:]) if self.shape is None else self.shape
@@ -63,7 +63,7 @@ class Cut:
         return Cut(self.name, self.comm, ("flat", self.key, inner), self.first_element(rows), total)
 
     def picked(self) -> Cut:
-        """Return the cut of elements picked by a mask: how many other ranks have is not known."""
+        """Return the cut of elements picked by a mask: the numbers of other ranks are not known."""
         return Cut(f"elements of {self.name}", self.comm, None, 0, 0)
 
 
@@ -78,7 +78,7 @@ def cut_of(meta: ShardMeta, comm: Comm) -> Cut:
 
 
 def joined(parts: list[tuple[Cut, torch.Tensor]]) -> Cut:
-    """Return the cut of flattened shards one after the other, in this rank's order; of ``parameters_to_vector``."""
+    """Return the cut of flattened shards joined in this rank's order, as ``parameters_to_vector`` does."""
     of_parts = []
     for cut, rows in parts:
         numel = cut.full_numel(rows)
@@ -94,7 +94,7 @@ def joined(parts: list[tuple[Cut, torch.Tensor]]) -> Cut:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among arguments, inside lists, tuples and dicts too."""
+    """Yield the tensors among arguments, including those inside lists, tuples and dicts."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
             yield value

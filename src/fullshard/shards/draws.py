@@ -1,4 +1,4 @@
-"""Rules of random numbers and of ``torch.nn.init``: as on the full tensor."""
+"""Rules of random numbers and of ``torch.nn.init``: the same results as on the full tensor."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _rows(full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 def drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Fill a shard in place as the full tensor would be filled; returns the shard.
 
-    Each rank draws the full tensor and keeps its rows, so ranks whose random states are equal get the rows of one
-    draw, and the states stay equal. Memory: the full tensor, for a moment.
+    Each rank draws the full tensor and keeps its rows: if ranks' random states are equal, they get the rows of one draw
+    and the states stay equal. Needs memory for the full tensor for a moment.
     """
     kwargs = dict(kwargs)
     shard, rest = (args[0], args[1:]) if args else (kwargs.pop("tensor"), ())
@@ -48,15 +48,15 @@ def drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
     full = _full_like(shard, func)
     with torch.no_grad():
         func(full, *rest, **kwargs)
-    # Initialisers, functions in Python (torch's, or those that transformers puts in their place while it initialises),
-    # write into Parameters; torch refuses normal_() and its like outside of no_grad, and so does copy_().
+    # Initialisers, Python functions (torch's, or those that transformers substitutes while it initialises), write into
+    # Parameters; torch refuses normal_(), copy_() and similar outside of no_grad.
     with torch.set_grad_enabled(torch.is_grad_enabled() and not isinstance(func, FunctionType)):
         shard.copy_(_rows(full, shard))
     return shard
 
 
 def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Compute ``randn_like`` and its like: the rows here of what the full tensor would get."""
+    """Compute ``randn_like`` and similar: the rows here of the result for the full tensor."""
     shard = args[0]
     kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
     full = func(_full_like(shard, func), *args[1:], **kwargs)
@@ -78,14 +78,14 @@ def _for_shards(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fans(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return fan-in and fan-out as torch does, of the full shape."""
+    """Return fan-in and fan-out of the full shape, as torch does."""
     if isinstance(tensor, Shard):
         tensor = torch.empty(tensor.global_shape, device="meta")
     return _fans_of_tensor(tensor)
 
 
 _fans_of_tensor = init._calculate_fan_in_and_fan_out
-# For initialisers that were imported by name before this module was.
+# Also replaced where they were imported by name before this module.
 init._calculate_fan_in_and_fan_out = _fans
 for _name in _INITIALISERS:
     setattr(init, _name, _for_shards(getattr(init, _name)))

@@ -29,8 +29,8 @@ def common_cut(values: Any) -> tuple[Cut, Shard]:
         same = one.cut.key == cut.key and one.cut.key is not None and same_group(one.cut.comm, cut.comm)
         if not same or one.dim() != widest.dim():
             raise ShardingError(
-                f"{cut.name} and {one.cut.name} are in one operation, but ranks hold other rows of the one than of the "
-                "other. Compute with what full_tensor() of both returns, on every rank."
+                f"{cut.name} and {one.cut.name} are in one operation, but ranks hold different rows of the two. "
+                "Compute with what full_tensor() of both returns, on every rank."
             )
     return cut, widest
 
@@ -40,11 +40,11 @@ def rows_of_full(value: Any, cut: Cut, like: torch.Tensor) -> Any:
 
     Args:
         value: An argument of a function.
-        cut: The cut of the shard beside it.
+        cut: The cut of the shard in the same operation.
         like: That shard.
 
     Raises:
-        ShardingError: It has neither these rows, nor the full tensor's, nor one for all.
+        ShardingError: It has neither these rows, nor the full tensor's, nor a single row.
     """
     if not isinstance(value, torch.Tensor) or isinstance(value, Shard):
         return value
@@ -61,12 +61,12 @@ def rows_of_full(value: Any, cut: Cut, like: torch.Tensor) -> Any:
         return value[cut.first : cut.first + here]
     raise ShardingError(
         f"{cut.name} is a shard: {here} rows on this rank, of {cut.total}. It was combined with a tensor of shape "
-        f"{tuple(value.shape)}. Give one of the full shape, of which it takes its rows, or of the rows here."
+        f"{tuple(value.shape)}. Give one of the full shape, whose rows are selected, or of the rows here."
     )
 
 
 def _part_of_rows(value: torch.Tensor, cut: Cut, like: torch.Tensor) -> torch.Tensor:
-    """Return what stands beside this rank's elements where ranks hold parts of rows: of ``value`` in the full shape."""
+    """Return the operand for this rank's elements if ranks hold parts of rows, from ``value`` in the full shape."""
     assert cut.shape
     try:
         full = value.expand(cut.shape)
@@ -80,9 +80,9 @@ def _part_of_rows(value: torch.Tensor, cut: Cut, like: torch.Tensor) -> torch.Te
 
 
 def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute on the rows. The result is a shard, also where it was written into a plain tensor."""
+    """Compute on the rows. The result is a shard, even if it was written into a plain tensor."""
     first = args[0] if args else None
-    if func.__name__ in ("to", "type_as"):  # of another tensor only dtype and device are read
+    if func.__name__ in ("to", "type_as"):  # only dtype and device of another tensor are read
         result = func(*args, **kwargs)
         return as_shard(result, first.cut) if isinstance(first, Shard) else result
     cut, widest = common_cut((args, kwargs))
@@ -96,7 +96,7 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*given, **named)
     for one in result if isinstance(result, tuple) else (result,):
         if isinstance(one, torch.Tensor):
-            # Not after a write, which has happened by now; what is written has the rows of its target.
+            # Not checked after a write, which has happened already and whose target determines the rows.
             if not writes and one.dim() and widest.dim() and one.shape[:1] != widest.shape[:1]:
                 raise refusal(f"{func.__name__} with a tensor of other rows", (args, kwargs))
             as_shard(one, cut)
@@ -104,7 +104,7 @@ def local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute ``where`` by the local rule; with a condition alone it returns indices, and is refused."""
+    """Compute ``where`` by the local rule; refused with only a condition, because it then returns indices."""
     if len(args) + len(kwargs) < 2:
         raise refusal("where(condition) without values", (args, kwargs))
     return local(func, args, kwargs)
@@ -138,7 +138,7 @@ def _is_list(value: object) -> bool:
 
 
 def about(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a question about the rows as a tensor in memory."""
+    """Answer a question about the rows as for any tensor in memory."""
     return func(*args, **kwargs)
 
 
@@ -175,7 +175,7 @@ def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Assign ``shard.data`` or ``shard.grad``: rows, or a full tensor, of which the shard gets its rows."""
+    """Assign ``shard.data`` or ``shard.grad``: rows, or a full tensor, whose rows are selected."""
     shard, value = args
     if not isinstance(shard, Shard):  # plain.data = shard
         func(shard, value)

@@ -1,4 +1,4 @@
-"""What shards communicate: full tensors, and partial results of reductions."""
+"""Communication of shards: full tensors, and partial results of reductions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gather_full(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tensor
     full = torch.empty(prod(shape), dtype=flat.dtype, device=comm.device)
     done = 0
     for first, stop, rank in sorted((*run, rank) for rank, run in enumerate(runs.view(-1, 2).tolist())):
-        first = max(first, done)  # several ranks may hold the same
+        first = max(first, done)  # several ranks may hold the same elements
         if first >= stop:
             continue
         piece = full[first:stop]
@@ -45,7 +45,7 @@ def gather_full(comm: Comm, shape: Sequence[int], start: int, flat: torch.Tensor
 
 
 def _all_gather(comm: Comm, full: torch.Tensor, mine: torch.Tensor) -> None:
-    """Fill ``full``, and return when other ranks have read ``mine``: the caller may drop it."""
+    """Fill ``full``, and return when other ranks have read ``mine``, so that the caller may drop it."""
     work = comm.all_gather(full, mine)
     work.wait()
     settle(work)

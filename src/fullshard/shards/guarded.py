@@ -1,4 +1,4 @@
-"""Classes of a model's Parameters at the times when their elements are not to be used, or their use is noted."""
+"""Classes of a model's Parameters while their elements must not be used, or while their use is recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.shards.shard import ShardParameter
 # Attributes that can be read without memory behind the tensor.
 _HARMLESS = frozenset({"shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "is_cuda"})
 
-# Attributes and methods of a shard allowed while the model computes: none reads or writes its elements.
+# Attributes and methods of a shard that are allowed while the model computes: none accesses its elements.
 _ABOUT_SHARDS = (
     _HARMLESS
     | {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "element_size", "itemsize", "nbytes"}
@@ -33,7 +33,7 @@ def _attribute_of(func: Any) -> str:
 
 
 def reads_metadata(func: Any) -> bool:
-    """Return whether a function of torch reads only what is known of a parameter without its elements."""
+    """Return True if a function of torch reads only a parameter's metadata, not its elements."""
     name = getattr(func, "__name__", "")
     name = _attribute_of(func) if name in ("__get__", "__set__", "__delete__") else name
     return name in _ABOUT_SHARDS - {"data_ptr", "_version", "new_tensor"}
@@ -63,10 +63,10 @@ class FreedParameter(nn.Parameter):
 
 
 class FullParameter(nn.Parameter):
-    """The class of a full parameter while it is shown: what is written to it through ``data`` is not lost in silence.
+    """The class of a full parameter while it is shown: a write through ``data`` is not lost silently.
 
     Attributes:
-        watcher: Returns what the engine knows of the parameter.
+        watcher: Returns the engine's object for the parameter.
     """
 
     watcher: Callable[[], Any]
@@ -80,7 +80,7 @@ class FullParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if _is_same(self, value):
-            return  # module.to(dtype) in forward, where it is of that dtype
+            return  # module.to(dtype) in forward, if it has that dtype already
         name = self.watcher().meta.name
         raise ShardingError(
             f"{name}.data was assigned during forward ({self.dtype} to {value.dtype}): the gathered memory is freed "
@@ -99,13 +99,13 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class WatchedParameter(FullParameter):
-    """The class of a table while it is shown: notes any use outside linear and embedding modules."""
+    """The class of a table while it is shown: records any use outside linear and embedding modules."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note the use, unless it only reads metadata."""
+        """Record the use, unless it only reads metadata."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if _attribute_of(func) not in _HARMLESS:
@@ -118,8 +118,8 @@ class WatchedParameter(FullParameter):
 class GuardedShard(ShardParameter):
     """The class of a shard while its model's forward runs: it must not be used as if it were the full parameter.
 
-    A root that uses a block's weight outside the block meets it, or a module that keeps a Parameter in a list or a
-    closure: slots show the full parameter only inside the call of its unit.
+    It appears if a root uses a block's weight outside the block, or a module keeps a Parameter in a list or a
+    closure: the full parameter is only shown inside the call of its unit.
     """
 
     shard_meta: ShardMeta
@@ -152,7 +152,7 @@ class GuardedShard(ShardParameter):
 
 
 def table_of(weight: torch.Tensor) -> Any:
-    """Return what the engine knows of a weight of a sharded model, if its rows may stay home; else None."""
+    """Return the engine's object for a weight of a sharded model if its rows may stay home; else None."""
     full = weight.full_parameter() if isinstance(weight, ShardParameter) else weight  # type: ignore[attr-defined]
     watcher = getattr(full, "watcher", None)
     table = None if watcher is None else watcher()

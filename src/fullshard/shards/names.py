@@ -1,4 +1,4 @@
-"""Names of torch's functions by kind. A name stands for every spelling: ``mul`` for mul_, __imul__, _foreach_mul_."""
+"""Names of torch's functions by kind. A name covers every spelling: ``mul`` for mul_, __imul__, _foreach_mul_."""
 
 _ARITHMETIC = """
 add sub subtract rsub mul multiply div divide true_divide floor_divide truediv rtruediv floordiv rfloordiv mod rmod radd

@@ -1,7 +1,7 @@
-"""The global rule: reductions over elements, of the full tensor.
+"""The global rule: reductions of the full tensor.
 
 Each rank reduces its rows; the partial results are gathered (one number a tensor, or one row) and combined on every
-rank. Along other dimensions than 0 nothing is communicated where ranks hold full rows.
+rank. Reductions along other dimensions than 0 need no communication if ranks hold full rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _dims(value: torch.Tensor, dim: Any) -> tuple[int, ...] | None:
-    """Return the dimensions to reduce, counted from 0; None: all."""
+    """Return the dimensions to reduce, counted from 0; None for all."""
     if dim is None or dim == () or dim == []:
         return None
     rank = max(1, value.dim())
@@ -37,10 +37,10 @@ def _dims(value: torch.Tensor, dim: Any) -> tuple[int, ...] | None:
 
 
 def _stays_here(func: Any, value: Shard, dims: tuple[int, ...] | None) -> bool:
-    """Return whether each row is reduced alone.
+    """Return True if each row is reduced alone.
 
     Raises:
-        ShardingError: Rows, or columns, are to be reduced, and ranks hold parts of rows.
+        ShardingError: Rows or columns are to be reduced, but ranks hold parts of rows.
     """
     if dims is not None and not value.cut.whole_rows:
         raise refusal(f"{func.__name__} along a dimension", (value,))
@@ -48,7 +48,7 @@ def _stays_here(func: Any, value: Shard, dims: tuple[int, ...] | None) -> bool:
 
 
 def _left(value: torch.Tensor, dims: tuple[int, ...] | None) -> list[int]:
-    """Return the shape of what is left when ``dims`` are reduced."""
+    """Return the remaining shape after ``dims`` are reduced."""
     return [] if dims is None else [n for d, n in enumerate(value.shape) if d not in dims]
 
 
@@ -60,11 +60,11 @@ def _kept(result: torch.Tensor, value: torch.Tensor, dims: tuple[int, ...] | Non
 
 
 def reduction(combine: Callable[..., torch.Tensor], neutral: float | None = None) -> Rule:
-    """Return the rule of a reduction of which ``combine(stacked, 0)`` combines the ranks' partial results.
+    """Return the rule for a reduction whose partial results are combined by ``combine(stacked, 0)``.
 
     Args:
         combine: A reduction over dimension 0.
-        neutral: The partial result of no elements, for functions that refuse to reduce none.
+        neutral: The partial result of no elements, for functions that refuse an empty input.
     """
 
     def reduce(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -72,7 +72,7 @@ def reduction(combine: Callable[..., torch.Tensor], neutral: float | None = None
         if isinstance(dim, torch.Tensor) or "other" in kwargs or not isinstance(value, Shard):
             return local(func, args, kwargs)  # torch.max(a, b)
         if func.__name__ == "count_nonzero" and len(args) > 2:
-            args, dim = (value, args[1:]), args[1:]  # it has no keepdim: every integer is a dimension
+            args, dim = (value, args[1:]), args[1:]  # without keepdim, every integer is a dimension
         dims = _dims(value, dim)
         if kwargs.get("out") is not None:
             raise refusal(f"{func.__name__}(out=)", args)
@@ -131,10 +131,10 @@ def norm(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
 
 
 def _require_floating(func: Any, value: torch.Tensor) -> None:
-    """Raise for whole numbers on every rank: torch raises where there are rows, and other ranks would wait for it.
+    """Refuse whole numbers on every rank: torch would raise only where there are rows, and other ranks would wait.
 
     Raises:
-        ShardingError: The tensor has whole numbers, as codes of quantised weights.
+        ShardingError: The tensor has whole numbers, such as the codes of quantised weights.
     """
     if not value.is_floating_point() and not value.is_complex():
         name = value.cut.name if isinstance(value, Shard) else "a tensor"
@@ -147,7 +147,7 @@ def _require_floating(func: Any, value: torch.Tensor) -> None:
 def _norm_here(
     value: torch.Tensor, order: float, dims: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the norm of the rows here, in float32 or wider; of none, what does not change the others'."""
+    """Return the norm of the rows here in float32 or wider; without rows, a value that does not change the total."""
     wide = dtype or _wide(value.dtype)
     if value.numel() == 0:
         return torch.full(_left(value, dims), math.inf if order < 0 else 0.0, dtype=wide, device=value.device)
@@ -221,7 +221,7 @@ def moments(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
 
 
 def _with_other(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the arguments with the second operand, however it was named, by position."""
+    """Return the arguments with the second operand by position, whatever keyword it was given by."""
     kwargs = dict(kwargs)
     for name in ("input", "x1", "other", "tensor", "x2"):
         if name in kwargs:
@@ -264,7 +264,7 @@ def cosine_similarity(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
 
 
 def agree(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Compute ``equal`` and ``allclose``: true where they are on every rank.
+    """Compute ``equal`` and ``allclose``: true if they are on every rank.
 
     Raises:
         ShardingError: On some rank the tensors cannot be compared. Raised on every rank, none of which waits.

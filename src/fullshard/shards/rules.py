@@ -1,4 +1,4 @@
-"""Which rule each function of torch follows. A function that no table names is refused."""
+"""The tables of rules by function of torch. A function in no table is refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _FOREACH: dict[str, Rule] = {"norm": reductions.foreach_norm, "max": reductions.
 _CONVERSIONS = frozenset({"__bool__", "__float__", "__int__", "__index__", "__complex__"})
 
 _IN_PLACE_ONLY = frozenset({"normal", "bernoulli"})
-"""Names of fills in place that are something else without the underscore."""
+"""Names that are fills in place with an underscore and something else without."""
 
 _known: dict[Any, Rule] = {}
 RULES = MappingProxyType(_known)
@@ -71,8 +71,8 @@ RULES = MappingProxyType(_known)
 
 
 def find_rule(func: Any) -> Rule:
-    """Return the rule of a function, by its name; found once for each."""
-    # Getters are made anew at each access, but compare and hash as equal.
+    """Return the rule of a function by its name; looked up once for each function."""
+    # Getters are created anew at each access, but compare and hash as equal.
     rule = _known.get(func)
     if rule is None:
         rule = _known[func] = _of_attribute(func) if _is_accessor(func) else _of_function(func.__name__)

@@ -1,4 +1,4 @@
-"""The class of shards between passes, and the ways around it for code that computes with rows."""
+"""The class of shards between passes, and ways around it for code that computes with rows."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from fullshard.shards.gather import gather_full
 from fullshard.shards.untraced import untraced
 
 STATE_ON_ALL_RANKS = "_fullshard_state_on_all_ranks"
-"""Mark on a parameter of which every rank is asked for its optimizer state, also a rank without rows."""
+"""Mark on a parameter whose optimizer state every rank must have, including ranks without rows."""
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Computes a function, given with its arguments, of which at least one is a shard. Shards are plain tensors to it."""
+"""Computes a function, given with its arguments, at least one of which is a shard. Inside, shards are plain tensors."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Shard(torch.Tensor):
-    """This rank's rows of a tensor, (rows here, *rest), that know that they are rows.
+    """This rank's rows of a tensor, (rows here, *rest), with the knowledge that they are rows.
 
     Elementwise functions compute on the rows and return shards. Reductions (``norm``, ``sum``, ``mean``, ``max``,
     ``dot``…) compute over all ranks and return plain tensors, so every rank must call them. Functions that need the
-    full tensor are refused by name. ``shape`` and ``size`` are those of the rows; ``numel`` counts the full tensor.
+    full tensor are refused by name. ``shape`` and ``size`` describe the rows; ``numel`` counts the full tensor.
 
     It is a ``__torch_function__`` class: below autograd, shards are plain tensors, also for fused and foreach kernels.
 
     Attributes:
-        cut: Which rows they are, and of which ranks' tensor.
+        cut: Which rows these are, and of which ranks' tensor.
     """
 
     cut: Cut
@@ -65,7 +65,7 @@ class Shard(torch.Tensor):
         """Return the full tensor, on the device of collectives, without autograd; every rank calls it.
 
         Raises:
-            ShardingError: These are elements picked by a mask, or a vector of several shards.
+            ShardingError: The elements were picked by a mask, or form a vector of several shards.
         """
         rows, shape = rows_of(self), self.cut.full_shape(self)
         if shape is None or self.cut.parts:
@@ -106,7 +106,7 @@ class Shard(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """Show the rows here and which they are."""
+        """Show the rows here and their place in the full tensor."""
         rows = rows_of(self)
         full = self.cut.full_shape(rows)
         what = f"{tuple(rows.shape)} from row {self.cut.first}, of {full}" if full else f"{tuple(rows.shape)}"
@@ -141,7 +141,7 @@ def parameter_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def as_shard(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Return ``rows``, a plain tensor, as a shard: the same object. Tensors of other classes stay what they are."""
+    """Turn ``rows``, a plain tensor, into a shard: the same object. Tensors of other classes are unchanged."""
     if type(rows) is torch.Tensor:
         rows.__class__ = Shard
     if isinstance(rows, Shard):
@@ -169,7 +169,7 @@ def on_rows(function: Function) -> Function:
 def lay_aside(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
     """Make shards and their gradients plain, for a step that is known to treat each rank's rows alone.
 
-    It then costs nothing more. Parameters of which this rank has no rows have no gradient meanwhile, and so get no
+    The step then has no overhead. Parameters without rows on this rank have no gradient meanwhile, and so get no
     optimizer state: some optimizers divide by the number of rows. Those with the mark keep their gradient.
 
     Returns:
@@ -192,11 +192,11 @@ def lay_aside(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch.
 
 
 def take_up(laid: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
-    """Make shards again of what :func:`lay_aside` returned; a gradient that the step replaced becomes one too."""
+    """Turn the result of :func:`lay_aside` back into shards; a gradient that the step replaced becomes one too."""
     for param, before in laid:
         gradient = param.grad
         if gradient is not None and gradient is before:
-            gradient.__class__ = Shard  # it has kept its cut; to set it again would double the time of this loop
+            gradient.__class__ = Shard  # it still has its cut; setting it again would double the time of this loop
         elif gradient is not None:
             as_shard(gradient, param.cut)  # type: ignore[attr-defined]
         elif "laid_aside" in vars(param):
@@ -205,7 +205,7 @@ def take_up(laid: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
 
 
 def take_up_all(params: Iterable[nn.Parameter]) -> None:
-    """Make shards of those parameters that a step which raised has left laid aside."""
+    """Turn parameters back into shards that a step which raised has left plain."""
     take_up((param, None) for param in params if type(param) is nn.Parameter and "cut" in vars(param))
 
 

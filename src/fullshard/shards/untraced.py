@@ -1,4 +1,4 @@
-"""Keeping torch.compile out of a function."""
+"""Exclusion of a function from torch.compile."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Untraced = TypeVar("Untraced", bound=Callable[..., Any])
 
 
 def untraced(function: Untraced) -> Untraced:
-    """Have torch.compile break its graph at ``function`` and not trace anything it calls.
+    """Make torch.compile break its graph at ``function`` and trace nothing that it calls.
 
-    The same as ``torch.compiler.disable``, which would import the compiler: one second of every start.
+    Like ``torch.compiler.disable``, which would import the compiler and add a second to every start.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Rules of functions about shape: views and indices that keep each element's place known."""
+"""Rules of functions about shape: views and indices after which each element's place is known."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def flatten(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
     if result.dim() != 1 or end != max(1, value.dim()) - 1:
         raise refusal(func.__name__, args)
     cut = value.cut.flat(value)
-    return as_shard(value.view(-1) if result is value else result, cut)  # else it would change the cut of its argument
+    return as_shard(value.view(-1) if result is value else result, cut)  # a view, to keep the argument's own cut
 
 
 def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Compute ``unsqueeze`` of a dimension after the rows; a number has none, on any rank."""
+    """Compute ``unsqueeze`` of a dimension after the rows; a scalar has none, on any rank."""
     value, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if not value.cut.shape or not value.cut.whole_rows or dim % (value.dim() + 1) == 0:
         raise refusal(f"{func.__name__}({dim})", args)
@@ -118,7 +118,7 @@ def getitem(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _keeps_rows(index: tuple[Any, ...]) -> bool:
-    """Return whether an index takes every row, in order; indices of further dimensions are not tensors."""
+    """Return True if an index takes every row in order; indices of further dimensions are not tensors."""
     first = index[0] if index else Ellipsis
     every_row = (isinstance(first, slice) and first == slice(None)) or (first is Ellipsis and len(index) == 1)
     return every_row and all(isinstance(one, (slice, int, type(None))) or one is Ellipsis for one in index[1:])
@@ -135,7 +135,7 @@ def _part_of(value: Shard, wanted: slice, args: Args) -> torch.Tensor:
 
 
 def setitem(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """Assign rows, columns or masked elements: each rank writes what it holds of them."""
+    """Assign rows, columns or masked elements: each rank writes those that it holds."""
     value, index, new = args
     if not isinstance(value, Shard):
         raise refusal("an assignment to an index", args)
@@ -156,20 +156,20 @@ def setitem(func: Any, args: Args, kwargs: Kwargs) -> None:
 
 
 def _own_rows(new: Any, cut: Cut, value: torch.Tensor) -> Any:
-    """Return this rank's rows of values for columns; values of fewer dimensions are for every row."""
+    """Return this rank's rows of the values for columns; values with fewer dimensions apply to every row."""
     if isinstance(new, torch.Tensor) and new.dim() == value.dim() and new.shape[0] == cut.total != 1:
         return new[cut.first : cut.first + value.shape[0]]
     return new
 
 
 def _set_rows(func: Any, value: Shard, first: int | slice, rest: Args, new: Any) -> None:
-    """Write those of the rows ``first`` of the full tensor that are here."""
+    """Write those of the rows ``first`` of the full tensor that are on this rank."""
     cut = value.cut
     if isinstance(new, Shard):
         raise refusal("an assignment of a shard to rows", (value,))
     stop_here = cut.first + value.shape[0]
     if isinstance(first, int):
-        row = range(cut.total)[first]  # IndexError as for the full tensor
+        row = range(cut.total)[first]  # raises IndexError as for the full tensor
         if cut.first <= row < stop_here:
             func(value, (row - cut.first, *rest), new)
         return

@@ -144,7 +144,7 @@ def test_a_gradient_of_an_older_forward_that_would_be_lost_is_refused():
         second.backward()
         model.way = "hidden"
         hidden_loss(model, THIRD)
-        with pytest.raises(ShardingError, match="came from another forward than the last one"):
+        with pytest.raises(ShardingError, match="belongs to an earlier forward"):
             first.backward()
 
     _, copies = replicas(OddLM, 2)

@@ -57,7 +57,7 @@ _OTHERS_BY_ENVIRONMENT = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_U
 
 
 class _State(AcceleratorState):
-    """The library's state, which all Accelerators of a process share, with a plugin of this Accelerator alone."""
+    """The library's state, shared by all Accelerators of a process, with a plugin of this Accelerator only."""
 
     __slots__ = ("fsdp_plugin",)
 

@@ -1,7 +1,7 @@
 """Accelerate's modules under our name: ``fullshard.compat.accelerate.utils`` is ``accelerate.utils``, and so on.
 
-A finder answers for every module of Accelerate that this package has no file of. Such a module has the names of
-Accelerate's, and where we have an object of our own (``replaced.REPLACED``), ours.
+A finder answers for every module of Accelerate for which this package has no file. Such a module has Accelerate's
+names, with our objects in place of some (``replaced.REPLACED``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ THEIRS = "accelerate"
 
 
 def name_of(module: str, name: str) -> Any:
-    """Return what ``name`` is in our module in place of Accelerate's ``module``.
+    """Return the value of ``name`` in our module that replaces Accelerate's ``module``.
 
     Raises:
         AttributeError: Accelerate's module has no such name.
@@ -63,7 +63,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Put the finder last, so that the files of this package come first; call it once."""
+    """Install the finder last, so that the files of this package come first; call it once."""
     sys.meta_path.append(_Finder())
     # The one module that both have a file of: other names of Accelerate's.
     vars(sys.modules[f"{OURS}.accelerator"])["__getattr__"] = functools.partial(name_of, f"{THEIRS}.accelerator")

@@ -1,4 +1,4 @@
-"""Functions and classes of Accelerate that need another body for a model that fullshard sharded."""
+"""Replacements of Accelerate's functions and classes for models that fullshard sharded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def save_fsdp_model(
 ) -> None:
     """Write one model as ``save_state`` does; every rank calls it.
 
-    With ``adapter_only``, of a PEFT model what trains and buffers, under the model's names.
+    With ``adapter_only``, only the trained parameters and buffers of a PEFT model, under the model's names.
     """
     _state(fsdp_plugin, accelerator, output_dir, adapter_only, use_dcp).save_model(unwrapped(model), model_index)
 
@@ -130,4 +130,4 @@ REPLACED: list[tuple[Any, Any]] = [
         )
     ),
 ]
-"""Objects of Accelerate, compared by identity, and ours in their place."""
+"""Objects of Accelerate, compared by identity, each with its replacement."""

@@ -107,7 +107,7 @@ def load_state(
     def load_rest() -> None:
         random_states = state.directory / f"random_states_{accelerator.process_index}.pkl"
         if random_states.exists():
-            _plain_state(random_states, None)  # Accelerate goes on without a word where it cannot read it
+            _plain_state(random_states, None)  # raises if unreadable, which Accelerate would silently ignore
         overrides = checkpointing.load_accelerator_state(
             directory,
             [],
@@ -212,7 +212,7 @@ class State:
             load_dcp_optimizer(model, optimizer, self.directory / f"{_OPTIMIZER}_{number}")
 
     def _takes_frozen(self, model: nn.Module) -> bool:
-        """Return whether frozen parameters are saved, and must be there to be loaded."""
+        """Return True if frozen parameters are saved, and required for loading."""
         return not (self.adapter_only and is_peft_model(model))
 
     def _model_of(self, optimizer: Optimizer) -> nn.Module | None:
@@ -267,7 +267,7 @@ def _load_local(model: nn.Module, path: Path, world: int) -> None:
 def _plain_state(path: Path, load_kwargs: dict[str, Any] | None) -> Any:
     """Load the state of a registered object, or a rank's random state.
 
-    Accelerate unpickles objects without a restriction; here ``load_kwargs={"weights_only": False}`` asks for that.
+    Accelerate unpickles objects without restriction; here ``load_kwargs={"weights_only": False}`` is needed for that.
     """
     if (load_kwargs or {}).get("weights_only") is False:
         return torch.load(path, map_location="cpu", weights_only=False)

@@ -1,4 +1,4 @@
-"""Options of ``accelerate launch`` that a configuration file has as keys: they override the file's."""
+"""Options of ``accelerate launch`` that correspond to keys of a configuration file; they override the file's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONLY_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping")
 """Options that ``accelerate launch`` passes to DeepSpeed only."""
 
 _DEST = "accelerate:"
-"""What the attributes of the options start with, before the dotted key."""
+"""Prefix of the options' attribute names, before the dotted key."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def read_settings(path: Path | None, options: argparse.Namespace) -> AccelerateF
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
-    """Return the variables of options that no file has."""
+    """Return the variables for options that have no key in a file."""
     threads = options.num_cpu_threads_per_process
     return {} if threads is None else {"OMP_NUM_THREADS": threads}
 

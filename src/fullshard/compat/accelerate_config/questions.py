@@ -51,13 +51,13 @@ class Question:
     text: str  # the question
     reason: str  # reason for the default, in one line
     explain: str  # text printed for the answer ``?``
-    # function from the answer's text, the previous answers and the machine to the value; its ``ValueError`` states the
+    # converts the answer's text, the previous answers and the machine to the value; its ``ValueError`` states the
     # rule
     parse: Callable[[str, Answers, Machine], Any]
-    # function from the previous answers and the machine to the value of Enter; None: an answer is required
+    # computes the default for Enter from the previous answers and the machine; None: an answer is required
     default: Callable[[Answers, Machine], Any]
     choices: tuple[tuple[str, str], ...] = ()  # allowed words with their explanations; their numbers are allowed too
-    # function from the previous answers to whether the question is asked
+    # decides from the previous answers whether the question is asked
     asked: Callable[[Answers], bool] = lambda answers: True
 
 

@@ -102,7 +102,7 @@ def _strategy(kwargs: Mapping[str, Any]) -> policy.ShardingStrategy:
 def own_settings(
     module: nn.Module, kwargs: Mapping[str, Any], root_kwargs: Mapping[str, Any], root: UnitSettings
 ) -> UnitSettings:
-    """Convert the arguments with which a policy wraps ``module`` to settings of its unit; ``root``: those of the model.
+    """Convert the arguments with which a policy wraps ``module`` to settings of its unit; ``root``: the model's.
 
     Raises:
         ConfigError: An argument that all units share differs from the root's, or is unknown.

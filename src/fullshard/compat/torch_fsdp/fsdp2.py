@@ -149,7 +149,7 @@ def _fsdp_classes(members: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _present_as_fsdp2(members: Sequence[nn.Module], params: Sequence[ShardedParam], mesh: Any) -> None:
-    """Give a new unit what torch's FSDP2 users expect: its state dicts, and the place of each shard."""
+    """Add to a new unit what users of torch's FSDP2 expect: its state dicts, and the placement of each shard."""
     for member in members:
         engine.on_state_dict(member, model_state_dict, load_model_state_dict)
     set_state_dict_type(members[0], StateDictType.SHARDED_STATE_DICT)
@@ -232,7 +232,7 @@ def _check_parameters(
 
 
 def _check_placements(params: Sequence[nn.Parameter], placement: Callable[[nn.Parameter], Any]) -> None:
-    """Take the placement of each parameter for advice: all are cut by rows, which changes no value.
+    """Check the requested placements, which are only hints: all parameters are cut by rows, with the same results.
 
     Raises:
         ConfigError: It is not a ``Shard``, or not of a dimension that the parameter has.
@@ -251,7 +251,7 @@ def _check_placements(params: Sequence[nn.Parameter], placement: Callable[[nn.Pa
         warnings.warn(
             f"shard_placement_fn returned {one!r} for a parameter of shape {tuple(param.shape)}, and a dimension other "
             f"than 0 for {len(others) - 1} more: fullshard cuts all parameters by rows. What is computed is the same; "
-            "to_local() differs from torch's. Return None or Shard(0) to hear no more of it.",
+            "to_local() differs from torch's. Return None or Shard(0) to silence this warning.",
             stacklevel=4,
         )
 

@@ -158,7 +158,7 @@ class FullyShardedDataParallel(nn.Module):
         return inner._modules.get("_checkpoint_wrapped_module") or inner
 
     def __getattr__(self, name: str) -> Any:
-        """Look up what this wrapper does not have in the wrapped module."""
+        """Look up attributes that this wrapper lacks in the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -225,7 +225,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def training_state(self) -> TrainingState:
-        """What the wrapper's model does now; the names are those of torch's enum."""
+        """The current activity of the wrapper's model; the names are those of torch's enum."""
         units = [unit for root in sharded_roots(self._fsdp_wrapped_module) for unit in runtime_of(root).units]
         if any(unit.summoned for unit in units):
             return TrainingState.SUMMON_FULL_PARAMS
@@ -297,7 +297,7 @@ class FullyShardedDataParallel(nn.Module):
         return load_model_state_dict(self, state_dict, strict, assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell torch's getters and setters of state dicts that this wrapper is no part of names."""
+        """Tell torch's getters and setters of state dicts that this wrapper is not part of names."""
         return {"": WRAPPED}
 
     def _load_from_state_dict(

@@ -90,7 +90,7 @@ def _in_module_order(module: nn.Module, tensors: dict[str, Any], prefix: str) ->
 
 def _requested(module: nn.Module) -> tuple[StateDictType, Any]:
     """Return the kind of state dict and its settings: those of torch's getter if one calls, else the set ones."""
-    if getter_asks():  # as torch's getters do with its FSDP1, whatever the type that was set
+    if getter_asks():  # as torch's getters do with its FSDP1, whatever type was set
         return StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
     settings = get_state_dict_type(module)
     return settings.state_dict_type, settings.state_dict_config
@@ -192,7 +192,7 @@ def load_model_state_dict(
     kind = get_state_dict_type(module).state_dict_type
     if getter_asks():
         kind = StateDictType.SHARDED_STATE_DICT
-        # Of names that the given state lacks, torch's setters put the model's own parameters in.
+        # torch's setters insert the model's own parameters for names that the given state lacks.
         state_dict = {name: value for name, value in state_dict.items() if not hasattr(value, "shard_meta")}
     root = sharded_roots(module)[0]
     copies, missing, unexpected = together(mesh_of(root), lambda: _plan(module, state_dict, kind, strict=strict))
@@ -245,13 +245,13 @@ def _rows(entry: StateEntry, name: str, value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, ShardTensor):
         comm: Comm | None = getattr(entry.tensor, "shard_comm", None)
         return value.elements(name, (start, stop), comm).view(entry.tensor.shape)
-    # Not by value's methods: what Lightning reads from a file when it is used has functions only.
+    # Not by value's methods: a lazily read value of Lightning supports functions only.
     rows = torch.reshape(value, (-1,))[start:stop].view(entry.tensor.shape)
     return rows if isinstance(value, torch.Tensor) else rows.clone()  # or all tensors would be in memory until copied
 
 
 def _place_of(entry: StateEntry) -> tuple[int, ...]:
-    """Return this rank, the number of ranks, and this rank's elements: what a pickled local state dict remembers."""
+    """Return this rank, the number of ranks, and this rank's elements, which a pickled local state dict records."""
     comm: Comm = entry.tensor.shard_comm  # type: ignore[attr-defined]
     assert entry.meta is not None
     return (comm.rank, comm.size, *entry.meta.element_range)

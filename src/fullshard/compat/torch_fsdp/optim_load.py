@@ -79,7 +79,7 @@ def state_to_load(
 
 
 def _with_groups(own: Sequence[Stepped], groups: Sequence[dict[str, Any]], saved: StateDict) -> StateDict:
-    """Return ``saved`` with the optimizer's own groups if they were removed: options stay what they are here."""
+    """Return ``saved`` with the optimizer's own groups if it has none: the options here are kept."""
     if "state" not in saved or "param_groups" in saved:
         return saved
     names = iter(one.saved_name(saved["state"]) for one in own)
@@ -152,7 +152,7 @@ def _local_part(one: Stepped, key: str, value: Any) -> Any:
 
 
 class _Scatter:
-    """Gives each rank its part of a state dict, one tensor at a time: of one on rank 0, or of one cut otherwise."""
+    """Gives each rank its part of a state dict, one tensor at a time: from rank 0, or from ranks with other parts."""
 
     def __init__(self, mesh: Mesh, own: Sequence[Stepped]) -> None:
         """Create it for the ranks of ``mesh``, of which this one holds ``own``."""
@@ -184,9 +184,9 @@ class _Scatter:
         return {**outline, "state": state} if "state" in outline else outline
 
     def cut_anew(self, saved: StateDict) -> StateDict:
-        """Return ``saved`` with this rank's parts of tensors of which some rank has another part than it steps.
+        """Return ``saved`` with this rank's parts of tensors, if some rank has another part than it steps.
 
-        A state dict of a model with other units has such; the ranks that share a tensor gather it, in the same order.
+        This happens with a state dict of a model with other units; its ranks gather each in one order.
         """
         parts = {
             (name, key): value

@@ -21,16 +21,16 @@ from fullshard.saving.stepped import Stepped, by_parameter, local_of
 
 
 class Contents:
-    """The sharded models that a module is, belongs to or holds, and the parameters beside them, which are full.
+    """The sharded models that a module is, belongs to or holds, and the other parameters, which are full.
 
     Attributes:
         mesh: The ranks of the sharded models.
-        parts: Each sharded model, with what its names begin with in the module, such as ``"layers.0."``.
-        by_param: What this rank holds of each parameter, under its names in the module, by ``id`` of the Parameter.
+        parts: Each sharded model with the prefix of its names in the module, such as ``"layers.0."``.
+        by_param: This rank's part of each parameter, under its names in the module, by ``id`` of the Parameter.
     """
 
     def __init__(self, model: nn.Module, group: Any) -> None:
-        """Look at ``model``; no communication.
+        """Inspect ``model``; no communication.
 
         Raises:
             ShardingError: It holds no sharded model, or some over different numbers of ranks.
@@ -44,7 +44,7 @@ class Contents:
         if len(sizes) > 1:
             raise ShardingError(
                 f"{type(model).__name__} holds {len(roots)} models, sharded over {' and '.join(map(str, sizes))} "
-                "ranks: they have no optimizer state in common. Pass each of them, with an optimizer of its own."
+                "ranks, which have no common optimizer state. Pass each of them with its own optimizer."
             )
         if group is not None and group.size() not in (mesh.size, mesh.shard_group.size):
             raise ProcessGroupError(
@@ -150,7 +150,7 @@ class OptimState:
         return {"state": state} if self.without_groups else {"state": state, "param_groups": self.groups}
 
     def _beside(self) -> dict[str, dict[str, Any]]:
-        """Return the state of the parameters that are in none of the sharded models."""
+        """Return the state of the parameters outside of the sharded models."""
         return {
             one.local.name: {
                 key: self._copied(value) if isinstance(value, torch.Tensor) else value

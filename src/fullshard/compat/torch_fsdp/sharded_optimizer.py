@@ -58,7 +58,7 @@ def _parameter(path: tuple[Any, ...]) -> str:
 
 
 def _empty(entry: Any, param: Any) -> Any:
-    """Return memory to read a value into: as large a part of it as ``param`` is of its parameter."""
+    """Return memory for reading a value: the same share of it as ``param`` is of its parameter."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     if isinstance(param, ShardTensor) and param.shape == entry.size:

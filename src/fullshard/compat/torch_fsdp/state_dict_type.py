@@ -44,7 +44,7 @@ def set_state_dict_type(
         module: A wrapped or sharded model, a module inside one (the setting is the model's), or one that contains some.
         state_dict_type: The kind.
         state_dict_config: Settings of the model's state dict, of the kind's class; None: its defaults.
-        optim_state_dict_config: Settings of the optimizer's, of the kind's class; None: its defaults.
+        optim_state_dict_config: Settings of the optimizer's state dict, of the kind's class; None: its defaults.
 
     Returns:
         The former settings.

@@ -41,7 +41,7 @@ class _AnyDTensor(type):
 
 
 class DTensor(metaclass=_AnyDTensor):
-    """What ``isinstance`` finds to be a distributed tensor: a shard, its part in a state dict, or torch's DTensor.
+    """Matches distributed tensors in ``isinstance``: a shard, its part in a state dict, or torch's DTensor.
 
     Other attributes (``from_local``) are those of torch's class.
     """
@@ -51,7 +51,7 @@ class DTensor(metaclass=_AnyDTensor):
 class RaggedShard:
     """The placement of a tensor that is cut into runs of elements of any size, in the order of ranks.
 
-    It equals ``Shard(0)``, which says as much about the dimension and is wrong about the sizes.
+    It equals ``Shard(0)``, which describes the dimension correctly but not the sizes.
 
     Attributes:
         mesh: The ranks that share the tensor, and those that hold replicas of it.
@@ -89,7 +89,7 @@ class RaggedShard:
 
 
 def place_like(tensor: torch.Tensor, param: torch.Tensor, elements: tuple[int, int]) -> torch.Tensor:
-    """Give a part, of ``elements``, the ``device_mesh`` and ``placements`` of what ``param`` is a shard of."""
+    """Give a part, of ``elements``, the ``device_mesh`` and ``placements`` of the full tensor of ``param``."""
     if "placements" in vars(param) and isinstance(tensor, (ShardTensor, UnsplitTensor)):
         *replicas, place = vars(param)["placements"]
         placements = (*replicas, replace(place, elements=elements))
@@ -108,8 +108,8 @@ def distribute_tensor(
 
     Args:
         tensor: The full tensor; the values of ``src_data_rank`` count.
-        device_mesh: Of the parameter or its part in a state dict.
-        placements: Of the same. With torch's own placements torch's function is called.
+        device_mesh: Mesh of the parameter or its part in a state dict.
+        placements: Placements of the same. With torch's own placements, torch's function is called.
         src_data_rank: The rank, along each axis of the mesh, that has the values; None: each rank has them.
 
     Returns:

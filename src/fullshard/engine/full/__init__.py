@@ -1,1 +1,1 @@
-"""Full parameters of a sharded model: shown, streamed, loaded and listed."""
+"""Full parameters of a sharded model: showing, streaming, loading and listing them."""

@@ -1,4 +1,4 @@
-"""Evaluation in the parameters' own dtypes, of a model that trains in narrower ones."""
+"""Evaluation in the parameters' own dtypes, for a model that trains in narrower ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fullshard.policy import MixedPrecision, UnitPolicy
 from fullshard.shards import untraced
 
 _NARROW: weakref.WeakKeyDictionary[Unit, tuple[UnitPolicy, list[Dtypes]]] = weakref.WeakKeyDictionary()
-"""Policy and dtypes of lanes in training, of the units that compute in full precision now."""
+"""Training policy and lane dtypes of the units that currently compute in full precision."""
 
 _BUFFERS: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
-"""The dtypes that modules' buffers have in the mode that they are not in now: those before sharding at first."""
+"""The dtypes of modules' buffers in the mode that is currently off; at first, those before sharding."""
 
 
 def remember_buffers(modules: Iterable[nn.Module], precision: MixedPrecision) -> None:
-    """Note the dtypes of floating buffers before they are cast, if evaluation is to have them."""
+    """Record the dtypes of floating buffers before they are cast, if evaluation needs them."""
     for module in modules if precision.full_in_eval else ():
         floating = {key: b.dtype for key, b in module._buffers.items() if b is not None and b.is_floating_point()}
         if floating:
@@ -35,7 +35,7 @@ def remember_buffers(modules: Iterable[nn.Module], precision: MixedPrecision) ->
 
 
 def follow_mode(units: Sequence[Unit]) -> None:
-    """Have ``units`` with ``full_in_eval`` compute in full precision while the root of their model does not train.
+    """Make ``units`` with ``full_in_eval`` compute in full precision while the root of their model does not train.
 
     The hooks run before the engine's own, which cast inputs and gather.
     """

@@ -1,4 +1,4 @@
-"""Generation in lockstep: ranks run the same number of forwards, however many tokens each of them needs."""
+"""Generation in lockstep: ranks run the same number of forwards, whatever number of tokens each needs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _INPUT_NAMES = ("decoder_input_ids", "input_ids", "inputs_embeds")
 
 
 class Lockstep:
-    """Context in which every rank of a sharded model generates, each its own rows, and the root stays gathered.
+    """Context in which every rank of a sharded model generates its own rows, and the root stays gathered.
 
-    Every token is a forward, which gathers units, so all ranks must run it together. Before each forward ranks tell
-    each other that they still generate. A rank that is finished runs forwards of one dummy token until all are.
+    Every token is a forward, which gathers units, so all ranks must run it together. Before each forward, ranks
+    exchange whether they still generate. A rank that is finished runs forwards of one dummy token until all are.
     Inside ``unsharded(model)`` nothing is gathered, and a rank may generate alone.
     """
 
     def __init__(self, runtime: Runtime, model: nn.Module) -> None:
-        """Follow the forwards of ``model``, or of the model inside a peft adapter: what runs once for each token."""
+        """Follow the forwards of ``model``, or of the model inside a peft adapter, which runs once for each token."""
         self._mesh = runtime.mesh
         self._writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         self._held = RootHeld(runtime)
@@ -35,16 +35,16 @@ class Lockstep:
         self._idle: _Inputs = (), {}
 
     def __enter__(self) -> None:
-        """Meet the other ranks, gather the root, and count ranks before each forward from now on."""
+        """Meet the other ranks, gather the root, and start counting ranks before each forward."""
         if self._follows:
-            # Before anything is gathered: another rank that trains meanwhile would take that for its own.
+            # Before anything is gathered: another rank that trains meanwhile would mistake it for its own collective.
             self._count("the start of generate()", writes=True)
         self._held.__enter__()
         if self._follows:
             self._hook = self._writer.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        """Run dummy forwards until all ranks are finished; not after an error, which the other ranks are told."""
+        """Run dummy forwards until all ranks are finished; not after an error, which is reported to the other ranks."""
         try:
             if self._follows:
                 self._hook.remove()
@@ -79,7 +79,7 @@ class Lockstep:
 def _one_token(args: tuple[Any, ...], inputs: dict[str, Any]) -> _Inputs:
     """Return the inputs of a dummy forward that runs the same units: the last token, without the cache.
 
-    Of a model whose inputs are not named as transformers names them, all that this forward got.
+    For a model whose inputs have other names than transformers', all inputs of this forward.
     """
     name = next((name for name in _INPUT_NAMES if inputs.get(name) is not None), None)
     if args or name is None:

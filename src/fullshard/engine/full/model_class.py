@@ -1,4 +1,4 @@
-"""The class of a sharded model: a subclass of the model's class whose state_dict and generate know about shards."""
+"""The class of a sharded model: a subclass of the model's class with its own state_dict and generate."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _load(
             "load_state_dict(assign=True) would replace the shards by full tensors. Omit assign: each rank copies its "
             "rows."
         )
-    if Keep.CONTEXT in runtime_of(model).root.keep:  # inside unsharded(model), at whose end the shards take the values
+    if Keep.CONTEXT in runtime_of(model).root.keep:  # inside unsharded(model): at its end the shards take the values
         return cls.load_state_dict(model, state_dict, strict)
     return _IncompatibleKeys(*load_full_state(model, state_dict, strict=strict))
 

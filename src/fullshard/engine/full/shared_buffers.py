@@ -1,4 +1,4 @@
-"""Buffers that follow the data (running means of BatchNorm): compared between ranks, and made equal."""
+"""Buffers that follow the data (running means of BatchNorm): comparing them between ranks and making them equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.engine.step.runtime import Runtime
 
 
 def warn_if_buffers_differ(runtime: Runtime) -> None:
-    """Warn, on every rank, if ranks hold other values of a persistent buffer; every rank calls it.
+    """Warn on every rank if ranks hold different values of a persistent buffer. Every rank calls it.
 
     Each rank evaluates with its own buffers, and rank 0's are saved.
     """
@@ -28,18 +28,18 @@ def warn_if_buffers_differ(runtime: Runtime) -> None:
         warnings.warn(
             f"{len(differing)} buffers, such as {differing[0]}, differ between ranks: they follow each rank's own "
             "data, so ranks evaluate differently, and rank 0's are saved. Call fullshard.broadcast_buffers(model) "
-            "before, or use layers whose statistics are common (SyncBatchNorm).",
+            "before, or use layers with common statistics (SyncBatchNorm).",
             stacklevel=2,
         )
 
 
 def _checksum(buffer: torch.Tensor) -> int:
-    """Return a checksum of the bytes: some dtypes, such as those of 8 bits, have no sum."""
+    """Return a checksum of the bytes: some dtypes, such as those of 8 bits, cannot be summed."""
     return zlib.crc32(buffer.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's values of the model's persistent buffers; every rank calls it.
+    """Set the model's persistent buffers to rank 0's values on every rank. Every rank calls it.
 
     Raises:
         ShardingError: The model is not sharded.

@@ -1,4 +1,4 @@
-"""Full parameters of a sharded model: shown, streamed to rank 0, loaded; and this rank's part of its saved state."""
+"""Full parameters of a sharded model: showing, streaming and loading them; and this rank's part of its saved state."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     for unit in runtime.units:
         bring_tables(unit)
         runtime.gather(unit)
-        unit.settle()  # what is written inside must not reach a rank that still reads
+        unit.settle()  # writes inside the context must not reach a rank that still reads
     for unit in entered:
         unit.keep.add(Keep.CONTEXT)
         for param in unit.params:
-            param.full.__class__ = nn.Parameter  # what is written inside is kept, however it is written
+            param.full.__class__ = nn.Parameter  # writes inside the context are kept, by whatever means
     try:
         yield
     finally:
@@ -59,9 +59,9 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 
 class _Order:
-    """The order of units that ranks compare and prefetch by. A rank may run forwards alone where nothing is gathered.
+    """The order of units that ranks compare and prefetch by. Without gathers, a rank may run forwards alone.
 
-    It is restored then, also on ranks that ran none: all have the same again.
+    Afterwards the order is restored, also on ranks that ran none, so that all agree again.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -102,16 +102,16 @@ def _write_back(unit: Unit) -> None:
             )
     _take_assigned(unit)
     for lane in unit.lanes:
-        # Only where it differs: a shard is wider than the compute dtype, and unchanged elements must keep their bits.
+        # Only where they differ: a shard is wider than the compute dtype, and unchanged elements must keep their bits.
         shown = lane.mesh.as_sent(lane.shard, lane.own_part)
-        # nan is no change where nan was shown: in fp8 one such number shows 128 of them.
+        # nan where nan was shown is no change: in fp8 one such number shows 128 of them.
         kept = (lane.own_part == shown) | (lane.own_part.isnan() & shown.isnan())
         changed = kept.logical_not_().to(lane.shard.device)
         lane.shard[changed] = lane.own_part.to(lane.shard.device)[changed].to(lane.shard.dtype)
 
 
 def _take_assigned(unit: Unit) -> None:
-    """Copy values that ``param.data = x`` put elsewhere into the gathered memory, and point the parameters at it.
+    """Move values that ``param.data = x`` put elsewhere into the gathered memory, and point the parameters at it.
 
     Raises:
         ShardingError: They have another shape or dtype.
@@ -152,7 +152,7 @@ class RootHeld:
             return
         self.outermost = Keep.GENERATION not in root.keep
         if not root.stays_shown:
-            root.reshard()  # what is gathered may be older than the shards
+            root.reshard()  # the gathered values may be older than the shards
             runtime.follow_changes([root])
         bring_tables(root)
         runtime.gather(root)
@@ -184,7 +184,7 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor
             mine = lane.shard.to(runtime.mesh.device)
             if writes:
                 full = torch.empty(lane.numel, dtype=mine.dtype, device=mine.device)
-            if lane.mesh.replica_group.rank == 0:  # replicas hold the same
+            if lane.mesh.replica_group.rank == 0:  # other replicas hold the same values
                 runtime.mesh.announce(f"gather of unit {unit.name} to rank 0")
                 lane.mesh.shard_group.gather(mine, full).wait()
             full = None if full is None else full.cpu()
@@ -235,7 +235,7 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
     Sharded parameters unit by unit, then ignored parameters, then persistent buffers.
     """
     runtime = runtime_of(model)
-    runtime.guard_shards(on=False)  # left on by a forward that was interrupted
+    runtime.guard_shards(on=False)  # still on after a forward that was interrupted
     runtime.follow_changes()
     found = []
     for _, param in runtime.all_params():
@@ -252,7 +252,7 @@ def local_tensors(model: nn.Module) -> list[LocalTensor]:
 
 
 def require_one_state(model: nn.Module) -> None:
-    """Refuse a model in which groups of ranks hold parameters of their own; before its state is saved or loaded.
+    """Refuse to save or load a model in which groups of ranks hold parameters of their own.
 
     Raises:
         ShardingError: There are such parameters.
@@ -264,7 +264,7 @@ def require_one_state(model: nn.Module) -> None:
             f"{own[0]} and {len(own) - 1} other parameters are sharded over some of the model's {runtime.mesh.size} "
             "ranks only (another mesh or process_group). Each group of ranks holds its own values, so what all ranks "
             "save together, or rank 0 alone, would have one group's. Save a full state dict on each rank, in a file "
-            "of its own: StateDictType.FULL_STATE_DICT, or model.state_dict() inside `with unsharded(model):`."
+            "of its own. Use StateDictType.FULL_STATE_DICT, or model.state_dict() inside `with unsharded(model):`."
         )
 
 

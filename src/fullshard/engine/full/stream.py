@@ -1,4 +1,4 @@
-"""Streams a full model to rank 0 in runs of elements, with bounded memory."""
+"""Streaming of a full model to rank 0 in runs of elements, with bounded memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def full_runs(
     Args:
         model: The sharded model.
         limit_bytes: Most bytes of all buffers.
-        ahead: How many of the last steps' runs may still be in use when the next step is asked for.
+        ahead: Number of previous steps whose runs may still be in use when the next step is requested.
         names: First names of the tensors to stream, the same on every rank; tensors in the same lanes are included.
             None: all.
 
@@ -131,7 +131,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Host:
-    """Host memory of rank 0 in which steps take turns.
+    """Host memory of rank 0 that steps use in turn.
 
     One block, kept to the end: the C library returns a block of this size to the system, whereas new ones for each step
     would leave holes that the process keeps.
@@ -179,7 +179,7 @@ def _gather(runtime: Runtime, lane: Lane, mine: torch.Tensor, host: _Host) -> to
     device, writes = runtime.mesh.device, runtime.mesh.rank == 0
     if lane.mesh.shard_group.size == 1:
         return host.flat(mine) if writes else None
-    if lane.mesh.replica_group.rank > 0:  # replicas hold the same
+    if lane.mesh.replica_group.rank > 0:  # another replica sends the same values
         return None
     mine, full = mine.to(device), None
     if writes:

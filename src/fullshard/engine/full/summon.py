@@ -1,4 +1,4 @@
-"""Full tensors in the dtype of the shards: gathered one lane at a time, or registered on the modules for a while."""
+"""Full tensors in the dtype of the shards: gathered one lane at a time, or registered on the modules temporarily."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _gather(
 ) -> torch.Tensor | None:
     """Gather one lane, (numel,), from each rank's part of ``members``."""
     comm = lane.mesh.shard_group
-    if rank0_only and lane.mesh.replica_group.rank > 0:  # replicas hold the same
+    if rank0_only and lane.mesh.replica_group.rank > 0:  # another replica sends the same values
         return None
     low, high = lane.layout.shard_bounds(comm.rank)
     full = torch.empty(lane.numel if not rank0_only or comm.rank == 0 else 0, dtype=dtype, device=comm.device)
@@ -100,7 +100,7 @@ class StateEntry:
         name: In the ``state_dict()`` of the module without wrappers.
         tensor: The parameter or buffer that is registered on the module now.
         meta: Place of ``tensor`` in the full tensor; None if it is the full one.
-        is_full: Whether it is the full tensor of a sharded parameter, registered for a while.
+        is_full: True if it is the full tensor of a sharded parameter, registered temporarily.
     """
 
     name: str
@@ -183,7 +183,7 @@ def summoned_parameters(
 def _check(runtime: Runtime, units: Iterable[Unit]) -> None:
     if in_backward() or runtime.open_calls:
         raise ShardingError(
-            "Full parameters cannot be shown during forward or backward, which gather and free units themselves. Enter "
+            "Full parameters cannot be shown during forward or backward, which gather and free units. Enter "
             "the context before or after."
         )
     for unit in units:
@@ -195,7 +195,7 @@ def _check(runtime: Runtime, units: Iterable[Unit]) -> None:
 
 
 class _Shown:
-    """Full Parameters that replace the shards on the modules for a while."""
+    """Full Parameters that temporarily replace the shards on the modules."""
 
     def __init__(
         self, runtime: Runtime, params: list[ShardedParam], device: torch.device | None, *, rank0_only: bool

@@ -60,7 +60,7 @@ class UnitTable:
         return {"world_size": self.world_size, "units": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        """The table as text, 120 characters wide at most; runs of alike units take one line."""
+        """Return the table as text, at most 120 characters wide; runs of similar units take one line."""
         title = f"{_count(len(self.rows), 'unit')} over {_count(self.world_size, 'rank')}"
         frozen = any(row.trainable < row.parameters for row in self.rows)
         counts = ("parameters", "trainable") if frozen else ("parameters",)
@@ -115,7 +115,7 @@ def _shared_parent(rows: tuple[UnitRow, ...]) -> str:
 
 
 def _shortened(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Shorten lines that are too wide: first class names, then unit names, which keep their ends."""
+    """Shorten lines that are too wide: first class names, then unit names, whose ends are kept."""
     widths = _widths(lines)
     over = sum(widths) - 2 - _WIDEST
     if over <= 0:

@@ -1,1 +1,1 @@
-"""What runs once, when a model is sharded."""
+"""The parts that run once, when a model is sharded."""

@@ -110,9 +110,9 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
         offload_policy: Whether shards, gradients and optimizer states are in host memory.
         frozen: Placement of frozen parameters: ``"shard"``, ``"replicate"`` (on every rank, without communication), or
             ``"auto"``: replicate if they take at most a quarter of the smallest rank's memory.
-        tables: What happens to large embeddings and heads outside the blocks: ``"gather"`` (like the rest), ``"auto"``
+        tables: Use of large embeddings and heads outside the blocks: ``"gather"`` (like the rest), ``"auto"``
             (tokens travel to their rows, in lookups and in :func:`vocab_parallel_loss`, where that sends fewer bytes),
-            or ``"home"`` (always). A table that anything else reads is gathered there.
+            or ``"home"`` (always). A table that anything else reads is gathered for it.
         ignored_params: Parameters that stay unsharded, on every rank; ``module.parameters()`` excludes a module.
         device: Device that units compute on; None: this rank's accelerator, else CPU.
         weights: Source of all parameters and persistent buffers, such as ``fullshard.Pretrained(path)``: each rank
@@ -163,7 +163,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     initializer = Initializer(root, ranks, builder.device, first, differing)
     if reader is not None:
         ignored = give_memory(root, ignored, builder.device, reader)
-        initializer.prepare_rest()  # while parameters have no memory: their initial values cost nothing
+        initializer.prepare_rest()  # parameters have no memory yet, so their initial values cost nothing
     move_buffers(own, builder.device, None)
     units = _build_units(specs, builder, None if reader is not None else initializer)
     if builder.device.type != "meta":
@@ -225,9 +225,9 @@ def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingSt
 
 
 def _check_weights(weights: WeightSource | None, first_values: FirstValues | None, *, is_model: bool) -> None:
-    """Refuse what ``weights`` cannot be combined with; ``is_model``: a model is sharded, not a list of modules."""
+    """Refuse combinations with ``weights``; ``is_model``: a model is sharded, not a list of modules."""
     if weights is not None and not is_model:
-        raise ConfigError("weights= fills a model, not a list of modules: pass it where you shard the model itself.")
+        raise ConfigError("weights= fills a model, not a list of modules: pass it when you shard the model itself.")
     if weights is not None and first_values is not None:
         raise ConfigError("weights= sets all values of the model, so first_values= has no effect: pass one of them.")
 
@@ -235,7 +235,7 @@ def _check_weights(weights: WeightSource | None, first_values: FirstValues | Non
 def _compare_ranks(
     root: nn.Module, ranks: Mesh, specs: Sequence[UnitSpec], policies: tuple[Any, ...], own: Iterable[nn.Module]
 ) -> Differing:
-    """Raise if ranks hold different models, and return where they take rank 0's values because theirs differ.
+    """Compare the model over ranks, and return where their values differ and rank 0's are taken.
 
     Args:
         root: The model.
@@ -273,7 +273,7 @@ def _build_units(specs: Sequence[UnitSpec], builder: UnitBuilder, initializer: I
 
 
 def _hook(units: Sequence[Unit], kept: frozenset[int]) -> None:
-    """Have PyTorch call the engine around passes of ``units``; ``kept``: ids of modules that compute in float32."""
+    """Register the engine's hooks on ``units``; ``kept``: ids of modules that compute in float32."""
     for unit in units:
         unit.hooks = UnitHooks(unit, kept)
         fuse(unit.hooks)
@@ -282,7 +282,7 @@ def _hook(units: Sequence[Unit], kept: frozenset[int]) -> None:
 
 
 def _warn_of_ignored(ignored: Iterable[nn.Parameter], ranks: Mesh) -> None:
-    """Say that parameters which are left out are trained by each rank alone."""
+    """Warn that each rank trains its own values of trainable ignored parameters."""
     trainable = sum(param.requires_grad for param in ignored)
     if trainable and ranks.size > 1:
         warnings.warn(
@@ -348,13 +348,13 @@ def _check_ranks(name: str, root: nn.Module, inner: Mesh, ranks: Mesh) -> None:
     """Refuse a part of ``root`` over ranks that are neither those of the model nor a group of them; both call it.
 
     Raises:
-        ProcessGroupError: They are not; on every rank.
+        ProcessGroupError: Its ranks are neither; on every rank.
     """
     if same_ranks(inner, ranks):
         return
     mine = uuid.uuid4().hex
     theirs, ours = inner.all_gather_object(mine), ranks.all_gather_object(mine)
-    # Equal in number and in another order, rank 0 of one would not be rank 0 of the other, which saves the model.
+    # With equally many ranks in another order, its rank 0 would not be the model's, which saves the model.
     if not all(ranks.all_gather_object(theirs == ours or set(theirs) < set(ours))):
         raise ProcessGroupError(
             f"{name} was sharded over {inner.replica_group.size} x {inner.shard_group.size} ranks (replicas x shards), "
@@ -382,7 +382,7 @@ def _specs(
     try:
         found = find_units(root, chosen)
     except NoRepeatedBlocksError as error:
-        unwrapped = error  # right for a block that a later call includes, wrong for a model
+        unwrapped = error  # fine for a block that a later call includes, an error for a complete model
     specs = assign_parameters(root, found, ignored | sharded)
     if chosen == "auto":
         specs = merge_tiny(specs, frozen_too=policy.frozen == "shard")
@@ -447,9 +447,9 @@ def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[An
 
 
 def _one_of(comms: list[Any], comm: Any) -> Any:
-    """Return that of ``comms`` which has the ranks of ``comm``, or ``comm``, which is added.
+    """Return the one of ``comms`` that has the ranks of ``comm``; otherwise ``comm``, which is added.
 
-    Two groups of the same ranks each number their messages: one model communicates through one.
+    Two groups of the same ranks would each number their messages: a model communicates through one.
     """
     if comm.size == 1:
         return comm

@@ -24,7 +24,7 @@ from fullshard.policy import MixedPrecision, ShardingStrategy, UnitPolicy
 
 
 def check_messages(specs: Iterable[UnitSpec], policy: UnitPolicy) -> None:
-    """Refuse rounded messages of what they cannot round; before anything changes.
+    """Refuse rounded messages for what they cannot round, before anything changes.
 
     Raises:
         ConfigError: Nothing is gathered, or gradients are not added in float32.
@@ -60,11 +60,11 @@ class UnitBuilder:
         self.kept = kept
 
     def build(self, spec: UnitSpec, *, values: bool) -> Unit:
-        """Make a unit; never more than its own full parameters are in memory besides the shards made so far.
+        """Make a unit; at most its own full parameters are in memory besides the shards made so far.
 
         Args:
             spec: Its modules and parameters.
-            values: Whether the shards get the parameters' values; otherwise they hold zeros, for a source to fill.
+            values: If True, the shards get the parameters' values; otherwise they hold zeros, for a source to fill.
         """
         tables = {id(member) for member in spec.params if is_table(member)}
         homes = self._homes(spec)
@@ -87,11 +87,11 @@ class UnitBuilder:
         return dtypes_of(self.policy.precision, member.param, kept=self._is_kept(member))
 
     def _mesh_of(self, member: ParamSpec) -> Mesh:
-        """Return the mesh that its messages travel on: those of frozen ones and of keep_fp32 are not rounded."""
+        """Return the mesh for its messages: those of frozen parameters and of keep_fp32 are not rounded."""
         return self.lane_mesh if member.param.requires_grad and not self._is_kept(member) else self.mesh
 
     def _homes(self, spec: UnitSpec) -> set[int]:
-        """Return the ids of the parameters whose rows stay home: tables, and heads that are units of their own."""
+        """Return the ids of the parameters whose rows stay home: tables, and heads in units of their own."""
         if self.policy.tables == "gather" or self.policy.strategy is ShardingStrategy.NO_SHARD:
             return set()
         size, homes = self.mesh.shard_group.size, set()
@@ -120,7 +120,7 @@ class UnitBuilder:
         return offload is not None and offload.pin_memory and self.device.type != "cpu"
 
     def _host(self, piece: torch.Tensor) -> torch.Tensor:
-        """Move a shard to host memory, if that is the policy."""
+        """Move a shard to host memory if the policy says so."""
         if self.policy.offload is None or piece.is_meta:
             return piece
         return self.runtime_device.pin(piece.cpu()) if self._pinned else piece.cpu()
@@ -183,7 +183,7 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: str 
 
 
 def keep_in_float32(modules: list[nn.Module], precision: MixedPrecision, root: Unit) -> None:
-    """Have ``modules`` take float32 and return the compute dtype, unless the model of ``root`` runs unsharded."""
+    """Make ``modules`` take float32 and return the compute dtype, unless the model of ``root`` runs unsharded."""
 
     def to_float32(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return cast_floats((args, kwargs), "float32")

@@ -35,7 +35,7 @@ def give_memory(
     """Allocate unsharded meta tensors that will be read: ignored parameters and persistent buffers.
 
     Returns:
-        The ignored parameters, replaced where they were on the meta device.
+        The ignored parameters, with replacements for those on the meta device.
     """
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():

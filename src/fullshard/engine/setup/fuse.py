@@ -1,4 +1,4 @@
-"""Which modules of a unit write their weight gradients straight into the lane."""
+"""Selection of the modules of a unit that write their weight gradients straight into the lane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SITE = "_fullshard_site"  # in a module's __dict__
 
 
 def fuse(hooks: UnitHooks) -> None:
-    """Have the plain linear and embedding modules of a unit write their weight gradients into the lane."""
+    """Make the plain linear and embedding modules of a unit write their weight gradients into the lane."""
     for param in hooks.unit.params:
         for module, key in param.slots:
             if key != "weight" or "forward" in module.__dict__:
@@ -34,8 +34,8 @@ def _replace_forward(module: nn.Module, site: LinearSite | EmbeddingSite) -> Non
 
 
 def _forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    # One function for all modules, not each module's site: the compiler takes another ``forward`` for another kind of
-    # block, compiles each block anew, and gives up after the eighth.
+    # One function for all modules, not each module's site: the compiler would take another ``forward`` for another kind
+    # of block, compile each block anew, and give up after the eighth.
     if torch.compiler.is_compiling():
         return type(module).forward(module, input)
     return module.__dict__[_SITE](input)

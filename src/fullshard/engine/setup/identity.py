@@ -22,7 +22,7 @@ _WARNED: weakref.WeakSet[object] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Differing:
-    """Where ranks hold different values, the same on every rank; from where they take rank 0's.
+    """Units and buffers in which ranks hold different values and take rank 0's; the same on every rank.
 
     Attributes:
         units: Positions of units.
@@ -33,7 +33,7 @@ class Differing:
     buffers: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
+        """Return True if there are any."""
         return bool(self.units or self.buffers)
 
 
@@ -116,7 +116,7 @@ def refuse_different_values(mesh: Mesh, units: Sequence[UnitSpec], differing: fr
 def different_values(
     mesh: Mesh, units: Sequence[UnitSpec], differing: frozenset[int], buffers: Mapping[str, torch.Tensor]
 ) -> Differing:
-    """Return where ranks hold different values, also among ``buffers``; every rank calls it.
+    """Return where ranks hold different values, including ``buffers``. Every rank calls it.
 
     Rank 0 warns once for each group of ranks. Buffers that are not the same in name, shape and dtype on every rank are
     not compared: modules that are left out of sharding may differ between ranks.

@@ -49,7 +49,7 @@ class Initializer:
         self.first = first
         self.differing = differing
         self._seed: int | None = torch.initial_seed() if first.from_rank0 else None
-        if differing:  # now: in a unit that differs, perhaps only some ranks make values
+        if differing:  # created now: in a unit that differs, perhaps only some ranks make values
             self._seed = int(mesh.all_gather_object(torch.initial_seed())[0])
         self._called: set[nn.Module] = set()
 
@@ -148,7 +148,7 @@ class Initializer:
                 self._call(initialize, spec, inside)
 
     def _call(self, initialize: Callable[[nn.Module], object], spec: UnitSpec, inside: list[nn.Module]) -> None:
-        """Call the caller's function with the modules of the unit and the owners of its tied parameters."""
+        """Call the user's function with the modules of the unit and the owners of its tied parameters."""
         owners = (module for member in spec.params for module, _ in member.slots)
         for module in dict.fromkeys([*inside, *owners]):
             if module not in self._called:
@@ -212,7 +212,7 @@ class Initializer:
         if initializer is not None:
             initializer()
         if self.device.type == "meta":
-            return  # layout only: there are no values
+            return  # only the layout is wanted: there are no values
         for key, marked in fresh.items():
             if torch.equal(module._buffers[key].nan_to_num(7.0), _marked_like(marked, self.device).nan_to_num(7.0)):  # type: ignore[union-attr]
                 raise WrapError(
@@ -224,7 +224,7 @@ class Initializer:
 
     def _make_rest(self) -> None:
         if self.first.from_rank0 and self.mesh.rank > 0:
-            return  # allocated with rank 0's values
+            return  # allocated already, with rank 0's values
         given = self.differing.buffers if self.mesh.rank > 0 else ()
         with torch.no_grad():
             for path, module in self.model.named_modules():

@@ -1,4 +1,4 @@
-"""Chooses the modules that become units, and the unit of each parameter. Reads the module tree, changes nothing."""
+"""Choice of the modules that become units, and of each parameter's unit. Reads the module tree, changes nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TINY_NUMEL = 1_000_000
 microseconds of Python twice a step, more than a gather of a few megabytes."""
 
 LARGE_NUMEL = 1 << 20
-"""An embedding or head outside the blocks becomes a unit from this many elements on."""
+"""Smallest number of elements of an embedding or head outside the blocks that becomes a unit."""
 
 ONE_UNIT = "pass wrap=None"
 BY_CLASS = "wrap=TransformerBlocks({...})"
-"""Remedies that errors name, in the library's terms; the program replaces them by its own."""
+"""Remedies that errors name in the library's terms; the program replaces them by a run file's."""
 
 Found = tuple[str, tuple[nn.Module, ...]]
 """A unit's name and its modules, in the order they run in; nearly always one."""
@@ -71,7 +71,7 @@ def is_table(spec: ParamSpec) -> bool:
 
 
 def can_stay_home(spec: ParamSpec, unit: UnitSpec) -> bool:
-    """Return whether tokens may travel to the parameter: a large embedding, or a large head in a unit of its own."""
+    """Return True if tokens may travel to the parameter: a large embedding, or a large head in a unit of its own."""
     modules = [module for module, key in spec.slots if key == "weight"]
     if spec.param.ndim != 2 or spec.param.numel() < LARGE_NUMEL or not modules:
         return False
@@ -257,7 +257,7 @@ def assign_parameters(model: nn.Module, found: list[Found], ignored: frozenset[n
 
 
 def _memory(param: nn.Parameter) -> object:
-    """Return what is equal for registrations of one parameter: two Parameters of the same memory are tied as well."""
+    """Return a key shared by registrations of one parameter: two Parameters of the same memory are tied as well."""
     if param.is_meta or param.layout != torch.strided or param.data_ptr() == 0 or type(param) is not nn.Parameter:
         return id(param)
     return param.data_ptr(), tuple(param.shape), param.stride(), param.dtype, param.requires_grad
@@ -327,7 +327,7 @@ def _deepest_common(chains: list[tuple[int, ...]]) -> int:
 
 
 def check_parameters(units: list[UnitSpec], *, sharded: int = 0) -> None:
-    """Refuse what cannot be sharded, before memory moves; ``sharded``: number of parameters sharded before.
+    """Refuse parameters that cannot be sharded, before memory moves; ``sharded``: number sharded before.
 
     Raises:
         WrapError: There are no parameters, one has no elements, or one is not strided.

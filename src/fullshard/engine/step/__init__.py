@@ -1,1 +1,1 @@
-"""What runs in every training step: gather, forward, backward, reduce."""
+"""The parts that run in every training step: gather, forward, backward, reduce."""

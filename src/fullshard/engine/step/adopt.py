@@ -22,14 +22,14 @@ def adopt_changes(units: Sequence[Unit]) -> bool:
     """Adopt parameters that were frozen, unfrozen, cast or given new memory since the last pass; no communication.
 
     Returns:
-        Whether the schedule must be rebuilt.
+        True if the schedule must be rebuilt.
 
     Raises:
         ShardingError: A parameter was replaced, moved to another device, given a gradient hook, or only some of the
             parameters of a unit were cast.
     """
     replan = False
-    take_up_all(param.sharded for unit in units for param in unit.params)  # laid aside by a step that raised
+    take_up_all(param.sharded for unit in units for param in unit.params)  # left plain by a step that raised
     for unit in units:
         if unit.shown or unit.summoned is not None:
             continue
@@ -59,7 +59,7 @@ def check_tree(
     for _, param in params:
         if all(id(module) not in present for module, _ in param.slots):
             raise ShardingError(
-                f"{param.meta.name} is no longer part of the model, but ranks would go on gathering and saving it. "
+                f"{param.meta.name} is no longer part of the model, but ranks would still gather and save it. "
                 "Remove or replace modules before fully_shard."
             )
     known = {id(one) for _, param in params for one in (param.sharded, param.full)} | ignored
@@ -95,7 +95,7 @@ def _adopt_dtype(unit: Unit, lane: Lane, members: Sequence[ShardedParam]) -> Non
     if len(dtypes) > 1 or not lane.shard.is_floating_point():
         raise ShardingError(
             f"Only some parameters of unit {unit.name} were cast after fully_shard: it holds {sorted(map(str, dtypes))}"
-            f" where it was sharded as {lane.shard.dtype}. Cast the whole model, or cast before fully_shard."
+            f" where it was sharded as {lane.shard.dtype}. Cast the full model, or cast before fully_shard."
         )
     _check_no_accumulation(unit, lane, "cast")
     unit.reshard()
@@ -128,9 +128,9 @@ def _retype(lane: Lane, members: Sequence[ShardedParam], dtypes: object) -> None
 
 
 def _adopt_values(lane: Lane, members: Sequence[ShardedParam], moved: Sequence[ShardedParam]) -> None:
-    """Take over the values of shards that were given other memory, by ``.data`` or by a cast back and forth.
+    """Adopt the values of shards that were given other memory, by ``.data`` or by a cast back and forth.
 
-    The lane moves to new memory: the old one may be a user's backup, to be put back after an evaluation.
+    The lane moves to new memory: the old one may be a user's backup, to be restored after an evaluation.
     """
     for param in moved:
         expected = param.local_view(lane.shard)
@@ -152,7 +152,7 @@ def _adopt_requires_grad(unit: Unit) -> None:
         wanted = [param.sharded.requires_grad for param in members]
         master = lane.dtypes.master
         if any(wanted) and lane.shard.dtype != master:
-            # Frozen parameters were kept in the compute dtype; an optimizer updates them from now on.
+            # Frozen parameters were kept in the compute dtype; from now on an optimizer updates them.
             unit.reshard()
             _retype(lane, members, dataclasses.replace(lane.dtypes, shard=master))
         for param, trainable in zip(members, wanted, strict=True):

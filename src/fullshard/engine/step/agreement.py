@@ -1,4 +1,4 @@
-"""Compares what ranks do: before each collective of the first pass, and once a step after that."""
+"""Comparison of ranks: before each collective of the first pass, and once a step after that."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Agreement:
         device: Where verdicts are computed.
         names: Names of the units.
         first_pass: Whether each collective is compared before it starts.
-        every_pass: Whether that never ends; set by ``FULLSHARD_DEBUG=1``.
+        every_pass: True if every pass is compared that way; set by ``FULLSHARD_DEBUG=1``.
         claims: The parameters that optimizers step on this rank, appended by the optimizers.
         rates: A checksum, a parameter and the learning rate of each group that was stepped since the last backward.
     """
@@ -46,7 +46,7 @@ class Agreement:
         self._stepped: list[tuple[int, str, float]] = []
         self._checksums: list[int] = []
         self._issued = 0  # checksum of the collectives since the last comparison, in their order
-        self._verdict: tuple[Callable[[], list[int]], int] | None = None  # of the step before
+        self._verdict: tuple[Callable[[], list[int]], int] | None = None  # of the previous step
 
     def before(self, collective: str, unit: int) -> None:
         """Announce a collective, and in the first pass compare it over ranks.
@@ -117,7 +117,7 @@ class Agreement:
         return None if all(arrived) else [count > 0 for count in counts[2:]]
 
     def _check_verdict(self) -> list[int]:
-        """Return the sums over ranks that :meth:`after_backward` left; empty if it left none."""
+        """Return the sums over ranks that :meth:`after_backward` left; empty if there are none."""
         if self._verdict is None:
             return []
         (read, mark), self._verdict = self._verdict, None
@@ -128,7 +128,7 @@ class Agreement:
         return counts
 
     def _raise_mismatch(self, mark: int) -> NoReturn:
-        """Raise an error that says how ranks differ, after their checksums have differed."""
+        """Raise an error that names the difference between ranks, after their checksums have differed."""
         also = " or gave optimizers different parameters (FULLSHARD_DEBUG=1 shows which)" if self.claims else ""
         if self.mesh.device.type == "cpu" or self.every_pass:  # then all ranks read the result at the same point
             found = _difference(self.mesh.all_gather_object(self.claims))
@@ -150,7 +150,7 @@ class Agreement:
             also = ""
         raise MismatchError(
             f"Ranks ran units in different orders in one step{also} (checksum {mark} on rank "
-            f"{self.mesh.rank}): its gradients are wrong, do not use them. Every rank must call the same modules in "
+            f"{self.mesh.rank}): its gradients are wrong. Do not use them. Every rank must call the same modules in "
             "the same order."
         )
 

@@ -1,4 +1,4 @@
-"""Buffers whose memory is freed and allocated again while tensors view it, and the count of their bytes."""
+"""Buffers whose memory is freed and allocated again while tensors view it, and an account of their bytes."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Account:
 
 
 class PermanentBuffer:
-    """The gathered buffer of a lane that is not sharded: the shard itself, which stays.
+    """The gathered buffer of a lane that is not sharded: the shard itself, which is never freed.
 
     Attributes:
         tensor: The shard with its own version counter, so that autograd does not take an optimizer's update for an
             in-place change of what it saved.
         alias: The same memory.
         version: See :class:`ReusableBuffer`.
-        nbytes: 0: it needs no memory in addition to the shard.
+        nbytes: 0, because it needs no memory in addition to the shard.
     """
 
     held = True
@@ -56,10 +56,10 @@ class PermanentBuffer:
         self.version = 0
 
     def take(self) -> None:
-        """Do nothing: the memory is there."""
+        """Do nothing: the memory is always allocated."""
 
     def release(self) -> None:
-        """Do nothing: the memory stays."""
+        """Do nothing: the memory is never freed."""
 
 
 class ReusableBuffer:
@@ -90,11 +90,11 @@ class ReusableBuffer:
 
     @property
     def held(self) -> bool:
-        """Whether the memory is allocated."""
+        """True if the memory is allocated."""
         return self._storage.nbytes() == self.nbytes
 
     def take(self) -> None:
-        """Allocate memory with undefined content; do nothing if it is there."""
+        """Allocate memory with undefined content; do nothing if it is allocated."""
         if not self.held:
             self._device.allocate(self._storage, self.nbytes)
             self.account.add("gathered", self.nbytes)

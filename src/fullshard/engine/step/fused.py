@@ -1,7 +1,7 @@
 """Weight gradients computed straight into the lane, for the two modules that hold most parameters.
 
 Autograd allocates a weight's gradient, sums the uses of a tied weight in further tensors (three at once for T5's shared
-table), and only then passes it on. Here the backward of ``nn.Linear`` multiplies straight into the lane
+table), and only then passes it on. Here, the backward of ``nn.Linear`` multiplies straight into the lane
 (``mm(out=)``, then ``addmm_``) and that of ``nn.Embedding`` adds only the rows that were looked up. No gradient-sized
 temporary exists and nothing is copied; on t5-small's shapes the step's peak fell from 513 to 349 MB above the static
 part. Values are those of autograd, up to the order of additions.
@@ -24,7 +24,7 @@ from fullshard.errors import ShardingError
 
 
 class _Site:
-    """A module whose weight is a sharded parameter, and what its ``forward`` calls instead of its class's."""
+    """A module whose weight is a sharded parameter, with the function that replaces its class's ``forward``."""
 
     def __init__(self, hooks: UnitHooks, param: ShardedParam, module: nn.Module) -> None:
         self.hooks = hooks
@@ -34,7 +34,7 @@ class _Site:
         self.plain = type(module).forward
 
     def applies(self) -> bool:
-        """Return whether this call can bypass autograd: recording, with the full weight in its slot."""
+        """Return True if this call can bypass autograd: recording, with the full weight in its slot."""
         device = self.param.lane.full.tensor.device.type
         return (
             torch.is_grad_enabled()
@@ -45,7 +45,7 @@ class _Site:
         )
 
     def receive(self, write: Callable[[], None]) -> None:
-        """Have ``write`` put the weight's gradient into the lane, if this backward computes it.
+        """Let ``write`` put the weight's gradient into the lane, if this backward computes it.
 
         ``torch.autograd.grad(loss, x)`` and ``backward(inputs=[x])`` do not.
 
@@ -59,7 +59,7 @@ class _Site:
 
 
 class LinearSite(_Site):
-    """An ``nn.Linear``."""
+    """Call of an ``nn.Linear``."""
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Return the module's output."""
@@ -93,7 +93,7 @@ class LinearSite(_Site):
 
 
 class EmbeddingSite(_Site):
-    """A plain ``nn.Embedding``."""
+    """Call of a plain ``nn.Embedding``."""
 
     @property
     def padding_index(self) -> int | None:

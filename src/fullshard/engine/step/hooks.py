@@ -49,7 +49,7 @@ class UnitHooks:
         self.unit = unit
         self.warned = False
         self.kept = kept
-        self.left = False  # after_forward has run, so that after_failure has nothing to do
+        self.left = False  # after_forward has run, so that after_failure does nothing
         self.passing = False  # a registered method calls the module's forward: one call, not two
         self.handles: list[RemovableHandle] = []
         members = {id(module) for module in unit.modules}
@@ -69,12 +69,12 @@ class UnitHooks:
 
     @property
     def is_root(self) -> bool:
-        """Whether this is the unit of the model itself."""
+        """True for the unit of the model itself."""
         return self.unit is self.runtime.root
 
     @property
     def casts_inputs(self) -> bool:
-        """Whether floating inputs are cast to the compute dtype."""
+        """True if floating inputs are cast to the compute dtype."""
         precision = self.unit.policy.precision
         of_root = precision.cast_root_forward_inputs if self.is_root else None
         return precision.cast_forward_inputs if of_root is None else of_root
@@ -116,12 +116,12 @@ class UnitHooks:
         runtime.open_calls.append(call)
         runtime.perform(actions)
         runtime.recorder.begin(self.unit.name, "forward")
-        if len(self.unit.modules) > 1 and enclosed:  # else nothing shows whether another member follows
+        if len(self.unit.modules) > 1 and enclosed:  # otherwise nothing shows whether another member follows
             self.unit.group_call, self.unit.group_needs_backward = call, False
         return self._mark_inputs(call, args, kwargs) if needs_node else (args, kwargs)
 
     def _steps_aside(self, *, recompute: bool) -> bool:
-        """Return whether the engine has nothing to do: the unit runs as a plain module, or a call of it is running.
+        """Return True if the engine has nothing to do: the unit runs as a plain module, or a call of it is running.
 
         Raises:
             ShardingError: The unit runs as a plain module, and only rank 0 has its parameters.

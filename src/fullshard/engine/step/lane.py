@@ -15,7 +15,7 @@ from fullshard.layout import LaneLayout
 
 
 class LaneState(Enum):
-    """What the gathered buffer of a lane holds."""
+    """Content of a lane's gathered buffer."""
 
     SHARDED = "sharded"
     """Nothing; its memory is free."""
@@ -56,10 +56,10 @@ class Lane:
             lanes keep it in the compute dtype, since nothing updates it.
         shapes: Full shape of each placement.
         dtypes: Dtypes it is kept, gathered and reduced in.
-        trainable: Whether any of its parameters requires gradients. A lane starts all trainable or all frozen; one
+        trainable: True if any of its parameters requires gradients. A lane starts all trainable or all frozen; one
             that is partly frozen later keeps its layout, so that rows keep their place in optimizer states.
-        replicated: Whether each rank keeps the full lane, so that the shard also serves as gathered buffer if it can.
-        pinned: Whether the shard is in page-locked host memory.
+        replicated: True if each rank keeps the full lane, so that the shard also serves as gathered buffer if it can.
+        pinned: True if the shard is in page-locked host memory.
         device: The device that its unit computes on.
         account: Bytes of the engine's buffers.
         full: The gathered buffer, (world_size * shard_numel,), in the compute dtype; made by ``allocate``.
@@ -102,7 +102,7 @@ class Lane:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the shard is in host memory while the unit computes on another device."""
+        """True if the shard is in host memory while the unit computes on another device."""
         return self.shard.device != self.device.device
 
     # Parameters
@@ -114,7 +114,7 @@ class Lane:
         return self.full.alias[low:high]
 
     def issue_gather(self) -> None:
-        """Start the all-gather of a sharded lane; a replicated one is there without communication.
+        """Start the all-gather of a sharded lane; a replicated one needs no communication.
 
         The shard is cast straight into this rank's slice of the gathered buffer (one pass over 1/N of the lane, from
         host memory if offloaded), and the collective runs in place: parameters are views of its output.
@@ -140,7 +140,7 @@ class Lane:
         self.state = LaneState.SPENT
 
     def reclaim(self) -> None:
-        """Have the next gather of the unit include this lane, if it was freed early."""
+        """Make the next gather of the unit include this lane, if it was freed early."""
         if self.state is LaneState.SPENT:
             self.state = LaneState.SHARDED
 
@@ -152,7 +152,7 @@ class Lane:
         self.state = LaneState.SHARDED
 
     def retype(self, dtypes: Dtypes) -> None:
-        """Move to new memory, of these dtypes from now on; the caller binds the parameters to it."""
+        """Move to new memory of these dtypes; the caller binds the parameters to it."""
         self.account.add("shards", -self.shard.nbytes)
         self.shard = self.shard.to(dtypes.shard, copy=True)
         if self.pinned:
@@ -178,7 +178,7 @@ class Lane:
             view.add_(gradient)
 
     def gradient_of(self, place: int) -> tuple[torch.Tensor, bool]:
-        """Return where the gradient of placement ``place`` goes, for the caller to write.
+        """Return where the caller writes the gradient of placement ``place``.
 
         Returns:
             A view in the parameter's shape, and whether it is still unwritten (then the caller overwrites, else adds).

@@ -51,16 +51,16 @@ class ShardedParam:
         sharded: The Parameter for the optimizer: this rank's rows, a view of the lane's shard.
         full: The Parameter for forward and backward: a view of the lane's gathered buffer.
         trainable: Whether ``full`` requires a gradient.
-        watched: Whether uses outside linear and embedding modules are noted: it is a table, freed early in backward.
-        plain_use: Whether there ever was such a use; its autograd graph may still be alive.
+        watched: True if uses outside linear and embedding modules are noted: it is a table, freed early in backward.
+        plain_use: True if there ever was such a use; its autograd graph may still be alive.
         reads: Uses by linear modules whose backward has yet to read it.
         accumulate: The autograd node that accumulates the gradient of ``full``; None while frozen.
         on_arrival: Called with this object when autograd has accumulated a gradient in ``full``.
         on_complete: Called with this object when every use of ``full`` in this backward has given its gradient.
-        arrived: Whether a gradient arrived in this backward.
-        waiting: Whether the complete gradient is in the lane and not reduced yet.
-        stepped: Whether gradient hooks of the sharded Parameter were called in this backward.
-        inspected: Whether a container looks at its class in forward, without computing with it.
+        arrived: True if a gradient arrived in this backward.
+        waiting: True if the complete gradient is in the lane and not reduced yet.
+        stepped: True if gradient hooks of the sharded Parameter were called in this backward.
+        inspected: True if a container looks at its class in forward, without computing with it.
         assigned: Version of the gradient that this backward assigned to the sharded Parameter; None if it had one.
         address: Where the data of ``sharded`` must be; another address means that a user replaced it.
         shard_class: The class of ``sharded`` between passes.
@@ -132,7 +132,7 @@ class ShardedParam:
         return original
 
     def _mark(self, shard: nn.Parameter) -> None:
-        """Write on a shard what it is a shard of."""
+        """Attach to a shard the metadata of its parameter."""
         group = self.lane.mesh.shard_group
         vars(shard).update(shard_meta=self.meta, shard_comm=group, cut=cut_of(self.meta, group))
 
@@ -152,13 +152,13 @@ class ShardedParam:
 
     @property
     def has_rows(self) -> bool:
-        """Whether this rank holds any elements."""
+        """True if this rank holds any elements."""
         start, stop = self.meta.element_range
         return stop > start
 
     @property
     def moved(self) -> bool:
-        """Whether the sharded Parameter was given other memory, by ``.data`` or a cast."""
+        """True if the sharded Parameter was given other memory, by ``.data`` or a cast."""
         return rows_of(self.sharded).data_ptr() != self.address
 
     def local_view(self, shard: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ class ShardedParam:
 
     @property
     def has_gradient_hooks(self) -> bool:
-        """Whether hooks wait for the gradient of the sharded Parameter (an optimizer that steps in backward)."""
+        """True if hooks wait for the gradient of the sharded Parameter (an optimizer that steps in backward)."""
         return bool(self.sharded._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
     def call_gradient_hooks(self) -> None:

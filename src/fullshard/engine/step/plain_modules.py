@@ -1,4 +1,4 @@
-"""Tells modules whose forward and backward the engine knows from subclasses it does not."""
+"""Distinguishes modules whose forward and backward the engine knows from subclasses that it does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds and casts tensors in the inputs and outputs of modules; the dtypes of a parameter."""
+"""Search and cast of tensors in the inputs and outputs of modules; the dtypes of a parameter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
             return value
         if type(value) is dict:
             return changed
-        if dataclasses.is_dataclass(value):  # a Hugging Face ModelOutput
+        if dataclasses.is_dataclass(value):  # such as a Hugging Face ModelOutput
             return type(value)(**changed)
         copied = copy.copy(value)  # keeps a defaultdict's factory
         copied.update(changed)
@@ -95,12 +95,12 @@ class Dtypes:
     """The dtypes of one parameter.
 
     Attributes:
-        master: Of the parameter before sharding.
-        shard: Of the shard: the master dtype, or the compute dtype of a frozen parameter, which nothing updates.
-        compute: Of the gathered parameter and the computation.
-        reduce: Of the unsharded gradient, as collected and sent.
-        reduce_sum: In which gradients of different ranks are summed.
-        grad: Of the shard's gradient; None: the dtype of the shard.
+        master: Dtype of the parameter before sharding.
+        shard: Dtype of the shard: the master dtype, or the compute dtype of a frozen parameter, which nothing updates.
+        compute: Dtype of the gathered parameter and of the computation.
+        reduce: Dtype in which the unsharded gradient is collected and sent.
+        reduce_sum: Dtype in which gradients of different ranks are summed.
+        grad: Dtype of the shard's gradient; None: that of the shard.
     """
 
     master: torch.dtype

@@ -1,4 +1,4 @@
-"""The interface through which a step is recorded; silent unless the user records one."""
+"""The interface for recording a step; silent unless the user records one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class SilentRecorder:
     """Receives the events of a step and records nothing; ``Recorder`` overrides it."""
 
     def begin(self, unit: str, kind: Kind) -> None:
-        """An interval starts."""
+        """Receive the start of an interval."""
 
     def end(self, unit: str, kind: Kind) -> None:
-        """An interval ends."""
+        """Receive the end of an interval."""
 
     def issued(self, unit: str, kind: Transfer, works: Sequence[Work]) -> None:
-        """The collectives of an interval are under way."""
+        """Receive the works of an interval's collectives, which are under way."""
 
     def wait(self, unit: str, kind: Transfer, works: Sequence[Work], how: Callable[[Work], None]) -> None:
         """Apply ``how``, which waits, to ``works``."""
@@ -31,10 +31,10 @@ class SilentRecorder:
             how(work)
 
     def gradients_take(self, unit: str, nbytes: Callable[[], int]) -> None:
-        """The gradients of the shards of ``unit`` may have changed in size."""
+        """Receive that the gradients of the shards of ``unit`` may have changed in size."""
 
     def sample(self) -> None:
-        """The engine allocated or freed a buffer."""
+        """Receive that the engine allocated or freed a buffer."""
 
 
 SILENT = SilentRecorder()

@@ -1,4 +1,4 @@
-"""The reduce-scatter of a unit: takes lanes with gradients, returns shards of gradients."""
+"""The reduce-scatter of a unit: from lanes with gradients to shards of gradients."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PendingReduce:
         lane: The lane.
         shard: Receives this rank's slice of the sum; (shard_numel,), in the dtype in which gradients are summed.
         work: The collective, including the all-reduce across replicas.
-        sent: The part of it in which other ranks read this rank's gradient.
-        across: Whether it includes the all-reduce across replicas.
+        sent: The part of it during which other ranks read this rank's gradient.
+        across: True if it includes the all-reduce across replicas.
     """
 
     lane: Lane
@@ -50,7 +50,7 @@ def start_reduce(lanes: Sequence[Lane], *, across: bool) -> list[PendingReduce]:
 
 
 def _then_across(lane: Lane, shard: torch.Tensor, inside: Work | None) -> Work:
-    """After the reduce-scatter inside the shard group, all-reduce across replicas: 1/N of the gradient's bytes."""
+    """All-reduce across replicas, after the reduce-scatter inside the shard group: 1/N of the gradient's bytes."""
     # The work keeps a reference until it was waited for: the side stream reads memory of the compute stream, and the
     # allocator would reuse it as soon as the last reference is gone.
     partial, lane.partial = lane.partial, None

@@ -37,9 +37,9 @@ class Runtime:
         ignored: Ids of the parameters left out of sharding.
         reduces_gradients: False inside ``no_sync``: gradients stay unsharded and are summed.
         reduces_across: False inside ``no_all_reduce``: gradients are summed inside the shard group only.
-        recorder: Receives what happens while a step is recorded.
+        recorder: Notified while a step is recorded.
         check_buffers: Called before the first evaluation after training, on every rank; None: nothing is compared.
-        unwrapped: Why the model has no units but the root, to be raised by its first forward; None for most models.
+        unwrapped: The error of the model's first forward if there are no units but the root; usually None.
         state_dict: Functions that replace the model's ``state_dict`` and ``load_state_dict``, or None.
         agreement: Compares what ranks do.
         open_calls: Forward calls that are running, the outermost first.
@@ -125,9 +125,9 @@ class Runtime:
             unit.hide()
 
     def refresh(self, unit: Unit) -> None:
-        """Free what is gathered, which may be older than the shards, unless a context keeps it shown.
+        """Free what is gathered and may be older than the shards, unless a context keeps it shown.
 
-        All ranks call it at the same events, stale or not: a rank without rows sees no change and would gather less.
+        All ranks call it at the same events, needed or not: a rank without rows sees no change and would gather less.
         """
         unit.keep.discard(Keep.NEXT_PASS)
         self.release(unit)
@@ -138,7 +138,7 @@ class Runtime:
         unit.finish_gather()
 
     def need(self, unit: Unit, param: ShardedParam) -> None:
-        """Gather ``param`` if it is not there: backward computes with it now."""
+        """Gather ``param`` if it is not gathered: backward computes with it now."""
         if not unit.shown or param.lane.state is LaneState.SPENT:
             self.backward_event()
             unit.reclaim()
@@ -158,7 +158,7 @@ class Runtime:
     def _reduce(self, unit: Unit, *, final: bool) -> None:
         if not self.reduces(unit):
             return
-        if unit.index not in self.schedule.with_input_node:  # no other event shows that its backward is over
+        if unit.index not in self.schedule.with_input_node:  # no other event shows the end of its backward
             self.recorder.end(unit.name, "backward")
         self._finish_reducing(0 if unit.reducing else self.device.reduces_behind)
         self.agreement.before("reduce-scatter", unit.index)
@@ -214,7 +214,7 @@ class Runtime:
         """
         if self.unwrapped is not None:
             raise self.unwrapped
-        self.guard_shards(on=False)  # left on by a forward that was interrupted
+        self.guard_shards(on=False)  # still on after a forward that was interrupted
         self.open_calls.clear()
         unchanged = self.unchanged(self.units)
         for unit in self.units:
@@ -345,7 +345,7 @@ class Runtime:
                 self.release(unit)
 
     def backward_event(self) -> None:
-        """Make sure that the end of the running backward will be noticed; any sign of backward calls it."""
+        """Ensure that the end of the running backward is noticed; called at any sign of a backward."""
         if not self._in_backward:
             self._in_backward = True
             for unit in self.units:
@@ -358,7 +358,7 @@ class Runtime:
             self.receive(unit, param, lambda: unit.add_gradient(param))
 
     def receive(self, unit: Unit, param: ShardedParam, write: Callable[[], None]) -> None:
-        """Have ``write`` put a gradient of ``param`` into its lane."""
+        """Let ``write`` put a gradient of ``param`` into its lane."""
         self.backward_event()
         # Finish earlier reduces before allocating this gradient, which bounds the memory of unsharded gradients. Wait
         # for one of this unit too: writing into a lane that is being reduced corrupts it.
@@ -424,7 +424,7 @@ class Runtime:
         self.schedule.reset()
 
     def watch(self, recorder: SilentRecorder) -> None:
-        """Send what happens from now on to ``recorder``; ``SILENT`` stops it."""
+        """Send the following events to ``recorder``; ``SILENT`` stops it."""
         self.recorder, self.account.watch = recorder, recorder.sample
         for unit in self.units:
             unit.recorder = recorder

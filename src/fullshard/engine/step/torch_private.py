@@ -41,10 +41,10 @@ torch.autograd.backward = _backward_to_full_parameters
 
 
 def will_execute(node: Any) -> bool:
-    """Return whether the running backward executes ``node``; not if it was asked for other inputs only."""
+    """Return True if the running backward executes ``node``; False if it was asked for other inputs only."""
     return torch._C._will_engine_execute_node(node)
 
 
 def can_take_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Return whether ``tensor.data = data`` is possible: between CPU and CUDA, but not from or to the meta device."""
+    """Return True if ``tensor.data = data`` is possible: between CPU and CUDA, but not from or to the meta device."""
     return torch._has_compatible_shallow_copy_type(tensor, data)  # pyright: ignore[reportPrivateImportUsage]

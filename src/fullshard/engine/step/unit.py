@@ -23,12 +23,12 @@ from fullshard.shards import on_rows
 
 
 class Keep(Enum):
-    """Reasons to keep a unit gathered where the schedule would free it. ``Runtime.release`` reads them."""
+    """Reasons to keep a unit gathered that the schedule would free. ``Runtime.release`` reads them."""
 
     CONTEXT = "context"
     """Inside ``unsharded(model)``: the modules keep showing the full parameters."""
     GENERATION = "generation"
-    """Inside ``root_held(model)``: likewise, for the root, between the forwards of a generation loop."""
+    """Inside ``root_held(model)``: the same for the root, between the forwards of a generation loop."""
     OUTPUT = "output"
     """Until backward is over: an output has no tensors, so nothing shows when backward has passed the unit."""
     NEXT_PASS = "next pass"
@@ -51,7 +51,7 @@ class UnitOptions:
         reshard_after_backward: Whether the unit is freed after backward; if not, it is kept until a shard changes.
         forward_prefetch: Units to gather when its forward starts; None: those that followed it in the last pass.
         backward_prefetch: Units to gather when its backward starts; None: the next ones of the plan.
-        casts_output: Whether outputs are cast to the policy's output dtype; so for roots of ``fully_shard`` calls.
+        casts_output: Whether outputs are cast to the policy's output dtype; True for roots of ``fully_shard`` calls.
         on_reduced: Called with each lane's reduced gradient, (shard_numel,), which it may change in place.
     """
 
@@ -85,7 +85,7 @@ class Summoned:
         if not self.here:
             raise ShardingError(
                 "Only rank 0 has the full parameters here (rank0_only=True), so other ranks can neither run the model "
-                "nor read its state: do that on rank 0 alone, or on every rank with rank0_only=False."
+                "nor read its state. Do that on rank 0 only, or on every rank with rank0_only=False."
             )
 
 
@@ -112,7 +112,7 @@ class Unit:
         recomputed: Number of forward calls of a reentrant checkpoint whose backward is not over.
         group_call: For a unit of several modules, the call that spans them while it is open.
         group_needs_backward: Whether an output of that call requires grad.
-        recorder: Receives what happens while a step is recorded.
+        recorder: Notified while a step is recorded.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Unit:
         self.group_needs_backward = False
         self.recorder: SilentRecorder = SILENT
         self._pending: list[PendingReduce] = []
-        self._final = False  # no more gradients come after the reduce under way
+        self._final = False  # no further gradients follow the reduce under way
         self._complete = 0  # parameters with a complete gradient that is not reduced yet
         self._hooks_due = False  # gradient hooks to be called when backward is over
         self.count_trainable()
@@ -185,7 +185,7 @@ class Unit:
 
     @property
     def stays_shown(self) -> bool:
-        """Whether a context keeps the full parameters visible."""
+        """True if a context keeps the full parameters visible."""
         return not self.keep.isdisjoint(SHOWN)
 
     def version(self) -> int:
@@ -210,13 +210,13 @@ class Unit:
         if not due:
             return
         self.recorder.begin(self.name, "gather")
-        self.hide()  # where some lanes are gathered: finish_gather shows all of them
+        self.hide()  # some lanes may be gathered: finish_gather shows all of them
         for lane in due:
             lane.issue_gather()
         self.recorder.issued(self.name, "gather", self._gathers())
 
     def reclaim(self) -> None:
-        """Have the next gather include lanes that were freed early in this backward."""
+        """Make the next gather include lanes that were freed early in this backward."""
         for lane in self.lanes:
             lane.reclaim()
 
@@ -239,10 +239,10 @@ class Unit:
                     param.show_full()
 
     def refuse_writes(self) -> None:
-        """Refuse that forward wrote to full parameters: their memory is freed, and the change would be lost.
+        """Refuse writes of forward to full parameters: their memory is freed, and the change would be lost.
 
         Raises:
-            ShardingError: It did.
+            ShardingError: A parameter was written to.
         """
         for lane in self.lanes:
             if lane.full.tensor._version != lane.full.version and not self.stays_shown:
@@ -312,7 +312,7 @@ class Unit:
         param.full.grad = None
 
     def note_complete(self, param: ShardedParam) -> bool:
-        """Note that every use of ``param`` has given its gradient; return whether that completes the unit."""
+        """Record that every use of ``param`` has given its gradient; return True if that completes the unit."""
         if param.arrived and not param.waiting:
             param.waiting = True
             self._complete += 1
@@ -320,12 +320,12 @@ class Unit:
 
     @property
     def reducing(self) -> bool:
-        """Whether a reduce-scatter is under way: the lanes' gradients must not be written."""
+        """True if a reduce-scatter is under way: the lanes' gradients must not be written."""
         return bool(self._pending)
 
     @property
     def holds_gradient(self) -> bool:
-        """Whether an unsharded gradient waits to be reduced (one under way does not count)."""
+        """True if an unsharded gradient waits to be reduced (one under way does not count)."""
         return not self._pending and any(lane.holds_gradient for lane in self.lanes)
 
     def issue_reduce(self, *, across: bool, final: bool) -> None:
@@ -394,12 +394,12 @@ class Unit:
                 param.call_gradient_hooks()
 
     def call_due_hooks(self) -> None:
-        """Call the hooks of gradients that came in several parts: backward is over, nothing more follows."""
+        """Call the hooks of gradients that came in several parts: backward is over, so they are complete."""
         if self._hooks_due:
             self._call_hooks([param for param in self.params if param.has_gradient_hooks and not param.stepped])
 
     def begin_backward(self) -> None:
-        """Forget the last backward, and note whether the unit stays gathered after this one."""
+        """Forget the last backward, and decide whether the unit stays gathered after this one."""
         for param in self.params:
             param.assigned = None
         if not self.options.reshard_after_backward:

@@ -1,6 +1,6 @@
-"""How tokens travel: ids to the ranks that own their rows, rows back, and gradients of rows to their owners.
+"""Exchange of tokens: ids are sent to the ranks that own their rows, rows come back, gradients go to the owners.
 
-Bytes that a rank sends, for N ranks, L different rows looked up by it, width d, and b bytes an element: 8 (N-1) for the
+A rank sends, for N ranks, L distinct rows that it looks up, width d, and b bytes an element: 8 (N-1) for the
 counts, 8 L (N-1)/N for the ids, and L d b (N-1)/N for the rows, on average; backward sends as much for their gradients.
 """
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trip:
-    """One lookup: which rows this rank asked for, and which rows it was asked for.
+    """One lookup: the rows this rank asked for, and the rows it was asked for.
 
     Attributes:
-        places: Of each id, the index of its row among those asked for; in the shape of the ids.
-        asked: How many different rows this rank asked of each rank.
-        answered: How many rows each rank asked of this one.
-        wanted: Which ones, counted from this rank's first row, rank by rank; (sum(answered),), int64.
+        places: For each id, the index of its row among those asked for; in the shape of the ids.
+        asked: Number of distinct rows that this rank asked of each rank.
+        answered: Number of rows that each rank asked of this one.
+        wanted: Those rows, counted from this rank's first row, ordered by asking rank; (sum(answered),), int64.
     """
 
     places: torch.Tensor
@@ -61,15 +61,15 @@ def fetch(table: TableParam, trip: Trip) -> torch.Tensor:
 
 
 def give_back(table: TableParam, trip: Trip, gradients: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start to send gradients of rows, (sum(asked), d), to their owners.
+    """Start sending gradients of rows, (sum(asked), d), to their owners.
 
     Returns:
-        A function that waits, and returns those that have arrived for ``trip.wanted``.
+        A function that waits for the gradients of ``trip.wanted`` and returns them.
     """
     received = gradients.new_empty(sum(trip.answered), gradients.shape[1])
     work = table.comm.exchange(received.split(trip.answered), gradients.split(trip.asked))
 
-    def arrived(_sent: torch.Tensor = gradients) -> torch.Tensor:  # kept until others have read it
+    def arrived(_sent: torch.Tensor = gradients) -> torch.Tensor:  # keeps the buffer alive until others have read it
         table.wait(work)
         return received
 

@@ -1,4 +1,4 @@
-"""The loss of a head whose rows may stay home, for a user's own step."""
+"""The loss of a head whose rows may stay home, for user-written training steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fullshard.errors import ConfigError
 from fullshard.shards import table_of
 
 IGNORED = -100
-"""Label of positions that are not targets, as in torch's ``cross_entropy``."""
+"""Label of positions without a target, as in torch's ``cross_entropy``."""
 
 
 def vocab_parallel_loss(
@@ -24,26 +24,26 @@ def vocab_parallel_loss(
     z_loss: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> torch.Tensor:
-    """Return the cross-entropy of ``head(hidden)`` without logits, where that sends fewer bytes than the head's weight.
+    """Return the cross-entropy of ``head(hidden)``, without logits where that sends fewer bytes than the head's weight.
 
-    With ``fully_shard(model, tables="auto")`` or ``"home"`` each rank multiplies the hidden states of all ranks with
-    its own rows of the weight. Everywhere else, also on an unsharded model, the loss is computed from logits. Every
-    rank calls it in every step, also without targets, inside the model's forward or after it.
+    With ``fully_shard(model, tables="auto")`` or ``"home"`` each rank multiplies the hidden states of all ranks by
+    its own rows of the weight. Otherwise, also on an unsharded model, the loss is computed from logits. Every rank
+    calls it in every step, also without targets, inside the model's forward or after it.
 
     Args:
-        hidden: What the head reads, (..., d), scaled already where the model scales it.
+        hidden: Input of the head, (..., d), already scaled if the model scales it.
         head: The model's output layer.
         labels: int64, (...), -100 where there is no target.
         label_smoothing: Share of each target's probability that is spread over the vocabulary.
         z_loss: Weight of the squared log-partition function of the softmax.
-        reduction: ``"mean"`` over this rank's targets, or ``"sum"``. What is done to the result before backward, such
-            as a factor of a gradient scaler, must be the same on every rank.
+        reduction: ``"mean"`` over this rank's targets, or ``"sum"``. Every rank must scale the result by the same
+            factor before backward, such as that of a gradient scaler.
 
     Returns:
         0-d, float32 or wider.
 
     Raises:
-        ConfigError: ``reduction`` is another word.
+        ConfigError: ``reduction`` is neither.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction is mean or sum; got {reduction!r}.")
@@ -56,7 +56,7 @@ def vocab_parallel_loss(
     return share * _loss_of_logits(head(rows.index_select(0, counted)), flat[counted], label_smoothing, z_loss)
 
 
-# The program's ``models.summed_loss`` comes with transformers, whose import the library does without.
+# ``models.summed_loss`` cannot be used here: it imports transformers, which the library does not require.
 def _loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, z_loss: float) -> torch.Tensor:
     """Return the loss of (T, V) logits summed over targets, in at least float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

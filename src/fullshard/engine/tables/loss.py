@@ -1,12 +1,12 @@
-"""The cross-entropy of a table whose rows stay home: each rank has the logits of all ranks' tokens for its own rows.
+"""The cross-entropy of a table whose rows stay home: each rank computes the logits of all ranks' tokens for its rows.
 
 For a token with logits z over V rows, of which rank r owns some, and its target y, in natural logarithms::
 
     lse(z) = m + log(sum over r of s[r] exp(m[r] - m))    m[r]: its largest logit here, s[r]: the sum of exp(z - m[r])
     loss   = lse(z) - (1 - e) z[y] - e mean(z) + w lse(z)^2    e: label smoothing, w: weight of the z-loss
 
-(the same terms as ``models/loss.py``). Hidden states of all ranks meet here; three or four numbers of each token are
-exchanged; gradients of hidden states go back by a reduce-scatter, and the table's gradient is complete where it is.
+(the same terms as ``models/loss.py``). Hidden states of all ranks are gathered here; three or four numbers of each
+token are exchanged; gradients of hidden states go back by a reduce-scatter, and the table's gradient stays here.
 With N ranks, at most T tokens each, and width d, a rank sends (N-1) T d numbers twice, 12 (N-1) N T bytes of statistics
 (with label smoothing 16), and 12 (N-1) T bytes of labels and weights; statistics and weights in float32.
 """
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from fullshard.engine.tables.param import TableParam
 
 CHUNK_NUMEL = 1 << 23
-"""Elements of logits that a rank has at once: 32 MB in float32."""
+"""Most elements of logits that a rank holds at once: 32 MB in float32."""
 
 _UNEQUAL = (
-    "Ranks scaled a loss over a table that stays home by different factors before backward, {low:g} to {high:g}: the "
+    "Ranks scaled a loss over a table that stays home by different factors before backward, {low:g} to {high:g}. The "
     'table\'s gradient would be wrong. Scale it alike on every rank, or shard with tables="gather".'
 )
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What is computed of each token.
+    """The terms of each token's loss.
 
     Attributes:
         label_smoothing: Share of each target's probability that is spread over all rows.
         z_loss: Weight of the squared log-sum-exp.
-        factor: What this rank multiplies its loss by before backward, as far as known; 0-d if a tensor.
-        weights: Factor on each token's loss, (T,), on every rank or on none; None: 1.
+        factor: Factor of this rank's loss before backward, if known; 0-d if a tensor.
+        weights: Factor of each token's loss, (T,), on every rank or on none; None means 1.
     """
 
     label_smoothing: float = 0.0
@@ -54,10 +54,10 @@ def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, ter
     """Return this rank's loss summed over its tokens. Every rank calls it, also without tokens.
 
     Args:
-        table: The table, of V rows of width d, whose rows are home.
-        hidden: Of each token with a target, (T, d); cast to the table's compute dtype.
-        labels: Its target, (T,), int64.
-        terms: What the loss consists of.
+        table: The table of V rows of width d, whose rows are home.
+        hidden: Hidden states of this rank's T tokens with a target, (T, d); cast to the table's compute dtype.
+        labels: Their targets, (T,), int64.
+        terms: The terms of the loss.
 
     Returns:
         0-d, float32 or wider.
@@ -72,10 +72,10 @@ def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, ter
 
 
 def _counts(table: TableParam, labels: torch.Tensor) -> list[int]:
-    """Return how many tokens each rank has.
+    """Exchange how many tokens each rank has.
 
     Raises:
-        IndexError: A label of any rank is no row of the table; on every rank.
+        IndexError: A label of some rank is not a row of the table; raised on every rank.
     """
     rows = table.meta.global_shape[0]
     low, high = (labels.amin(), labels.amax()) if len(labels) else labels.new_tensor([0, 0])
@@ -89,12 +89,12 @@ def _counts(table: TableParam, labels: torch.Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of all ranks.
+    """The tokens of all ranks that one loss is computed for.
 
     Attributes:
-        table: The table that they are multiplied with.
+        table: The table.
         counts: How many tokens each rank has.
-        records: Whether gradients are wanted.
+        records: True if gradients are needed.
     """
 
     table: TableParam
@@ -103,11 +103,11 @@ class _Tokens:
 
     @property
     def most(self) -> int:
-        """The most tokens that a rank has; others' are filled up."""
+        """The most tokens on any rank; the other ranks are padded to it."""
         return max(self.counts)
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return (N * most, ...): each rank's (T, ...), filled up with zeros."""
+        """Return (N * most, ...): each rank's (T, ...), padded with zeros."""
         padded = mine.new_zeros(self.most, *mine.shape[1:])
         padded[: len(mine)] = mine
         return _all_gather(self.table, padded).flatten(0, 1)
@@ -117,7 +117,7 @@ def _all_gather(table: TableParam, mine: torch.Tensor) -> torch.Tensor:
     """Return (N, ...): every rank's tensor."""
     comm = table.comm
     full = mine.new_empty(comm.size * mine.numel())
-    if not mine.numel():  # on every rank
+    if not mine.numel():  # then it is empty on every rank
         return full.view(comm.size, *mine.shape)
     table.wait(comm.all_gather(full, mine.reshape(-1)))
     return full.view(comm.size, *mine.shape)
@@ -146,7 +146,7 @@ class _HomeLoss(torch.autograd.Function):
         (hidden, rows), ctx.gradients = ctx.gradients, (None, None)
         if hidden is None and rows is None:
             raise RuntimeError("Backward through a fused loss runs once: its gradients are not kept.")
-        left = (gradient / ctx.factor).reshape(1)  # 1-d: a 0-d tensor would be rounded to the gradient's dtype
+        left = (gradient / ctx.factor).reshape(1)  # 1-d: torch rounds a 0-d factor to the gradient's dtype
         if rows is not None:
             _require_equal(table, left)
 
@@ -158,10 +158,10 @@ class _HomeLoss(torch.autograd.Function):
 
 
 def _require_equal(table: TableParam, left: torch.Tensor) -> None:
-    """Refuse factors that differ between ranks: rows of one rank have gradients of every rank's tokens.
+    """Refuse factors that differ between ranks: the gradients of a rank's rows come from every rank's tokens.
 
     Raises:
-        MismatchError: They differ by more than rounding; on every rank.
+        MismatchError: They differ by more than rounding; raised on every rank.
     """
     table.announce("loss")
     extremes = torch.cat([left, -left]).double()
@@ -172,14 +172,14 @@ def _require_equal(table: TableParam, left: torch.Tensor) -> None:
 
 
 def _power_of_two(weights: torch.Tensor) -> torch.Tensor:
-    """Return the power of two below the largest of ``weights``, (1,), or 1 where there is none; alike on all ranks."""
+    """Return the power of two below the largest of ``weights``, (1,), or 1 if there are none; the same on all ranks."""
     most = weights.abs().amax().reshape(1) if len(weights) else weights.new_ones(1)
     power = torch.ldexp(torch.ones_like(most), torch.frexp(most).exponent - 1)
     return power.where(most.isfinite() & (most > 0), 1.0)
 
 
 class _Parts:
-    """The loss and its gradients, some tokens at a time."""
+    """Computes the loss and its gradients in chunks of tokens."""
 
     def __init__(
         self, table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms, tokens: _Tokens
@@ -195,8 +195,8 @@ class _Parts:
         self.targets = targets.where(self.is_here, 0)
         ones = torch.ones(len(hidden), dtype=self.wide, device=hidden.device)
         self.own_weights = ones if terms.weights is None else terms.weights.to(self.wide)
-        # Multiplied before gradients are rounded to 16 bits; tokens that fill up get 0. The largest is brought to about
-        # 1, and back after the sums: a mean over many tokens would flush slopes in float16 to zero.
+        # Tokens are weighted before their gradients are rounded to 16 bits; padding gets 0. The largest is scaled to
+        # about 1, and back after the sums: in float16 the slopes of a mean over many tokens would underflow to zero.
         weights = tokens.gather(self.own_weights * terms.factor)
         self.unit = _power_of_two(weights)
         self.weights = weights / self.unit
@@ -209,7 +209,7 @@ class _Parts:
         partial = torch.zeros_like(self.hidden, dtype=dtypes.reduce) if wants_hidden else None
         if records and self.table.trainable:
             self.rows_gradient = torch.zeros_like(self.rows, dtype=self.wide)
-        most_rows = int(self.table.bounds.diff().max())  # of any rank: all go through the same chunks
+        most_rows = int(self.table.bounds.diff().max())  # over all ranks, so that each runs the same chunks
         step = max(64, CHUNK_NUMEL // most_rows)
         losses = []
         for start in range(0, len(self.hidden), step):
@@ -242,7 +242,7 @@ class _Parts:
         return own[: self.count]
 
     def _chunk(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses of some tokens of all ranks, (C,), and the gradient of their logits here, (C, R)."""
+        """Return the losses of a chunk of tokens of all ranks, (C,), and the gradient of their logits here, (C, R)."""
         share, vocabulary = self.terms.label_smoothing, self.table.meta.global_shape[0]
         logits = (self.hidden[part] @ self.rows.t()).to(self.wide)
         here, targets = self.is_here[part], self.targets[part, None]
@@ -263,7 +263,7 @@ class _Parts:
         return losses, slopes.mul_(self.weights[part, None]).to(self.hidden.dtype)
 
     def _statistics(self, logits: torch.Tensor, here: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return of each token the largest logit here, the sum of exp(logit - largest), the target's, and the sum."""
+        """Return for each token the largest logit here, the sum of exp(logit - largest), the target's, and the sum."""
         stats = logits.new_zeros(4 if self.terms.label_smoothing else 3, len(logits))
         if not len(self.rows):
             stats[0] = -math.inf

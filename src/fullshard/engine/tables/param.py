@@ -23,13 +23,13 @@ from fullshard.shards import WatchedParameter, on_rows, reads_metadata
 
 
 class HomeParameter(WatchedParameter):
-    """The class of a full parameter whose rows are home: lookups travel, any other use gathers the table first."""
+    """A full parameter whose rows are home: lookups travel, any other use gathers the table first."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look up, or gather the table and compute with it."""
+        """Look up rows if the tokens can travel; otherwise gather the table and compute with it."""
         kwargs = kwargs or {}
         if reads_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
@@ -43,7 +43,7 @@ class HomeParameter(WatchedParameter):
 
 
 def _is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether ``F.embedding`` was called with ids, a table and at most a padding index."""
+    """Return True if ``F.embedding`` was called with ids, a table and at most a padding index."""
     names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     options = dict(zip(names, args[2:], strict=False)) | kwargs
     plain = options.get("max_norm") is None and not options.get("scale_grad_by_freq") and not options.get("sparse")
@@ -51,7 +51,7 @@ def _is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class TableParam(ShardedParam):
-    """A table of V rows of width d, of which each rank owns some.
+    """A table of V rows of width d; each rank of the shard group owns a range of them.
 
     Attributes:
         bounds: Rank r of the shard group owns rows ``bounds[r]`` to ``bounds[r + 1]``; (N + 1,), int64.
@@ -64,7 +64,7 @@ class TableParam(ShardedParam):
         super().__init__(*args, **kwargs)
         layout, width = self.meta.layout, self.meta.placement.row_numel
         stops = [layout.local_range(self.meta.placement, rank)[1] // width for rank in range(layout.world_size)]
-        ends = torch.tensor([0, *stops]).cummax(0).values  # ranks without rows have the range (0, 0)
+        ends = torch.tensor([0, *stops]).cummax(0).values  # a rank without rows has the empty range at the previous end
         self.bounds = ends.to(self.lane.mesh.shard_group.device)
 
     @property
@@ -78,12 +78,12 @@ class TableParam(ShardedParam):
         return self.lane.mesh.shard_group
 
     def wait(self, work: Work) -> None:
-        """Wait for a collective of tokens, until what it sends may be freed; the wait is recorded."""
+        """Wait for an exchange of tokens until its send buffer may be freed; the wait is recorded in the timeline."""
         self.unit.recorder.wait(self.unit.name, "exchange", [work], _finish)
 
     @property
     def is_home(self) -> bool:
-        """Whether tokens travel to the table now."""
+        """True if tokens travel to the table now."""
         self.lane.go_home()
         return self.lane.state is LaneState.HOME
 
@@ -99,11 +99,11 @@ class TableParam(ShardedParam):
         super().show_full()
         if self.is_home:
             self.full.__class__ = HomeParameter
-        elif self.lane.state is LaneState.GATHERED:  # perhaps without gradients, and kept
+        elif self.lane.state is LaneState.GATHERED:  # kept since a pass without gradients, perhaps
             self.lane.note_use()
 
     def come(self) -> None:
-        """Gather the table, if it is home: the caller computes with all of it. Every rank calls it."""
+        """Gather the table if it is home: the caller needs all of it. Every rank calls it."""
         if self.is_home:
             self.lane.bring()
             self.unit.runtime.gather(self.unit)
@@ -113,10 +113,10 @@ class TableParam(ShardedParam):
         self.unit.runtime.agreement.before(collective, self.unit.index)
 
     def receive(self, add: Any) -> None:
-        """Call ``add`` with this rank's rows of the gradient, (R, d), to add to, if this backward computes it.
+        """Call ``add`` with the buffer of this rank's rows of the gradient, (R, d), if this backward computes it.
 
         Raises:
-            ShardingError: Inside ``backward(create_graph=True)``.
+            ShardingError: Called inside ``backward(create_graph=True)``.
         """
         if torch.is_grad_enabled():
             raise ShardingError(CREATE_GRAPH_REFUSED)
@@ -136,32 +136,32 @@ class TableParam(ShardedParam):
                 raise IndexError(
                     f"{self.meta.name} has {self.meta.global_shape[0]} rows; ids from {low} to {high} were looked up."
                 )
-        if padding_index is not None and padding_index < 0:  # counted from the end, as in F.embedding
+        if padding_index is not None and padding_index < 0:  # negative counts from the end, as in F.embedding
             padding_index += self.meta.global_shape[0]
         with torch._C.DisableTorchFunctionSubclass():
             return _Lookup.apply(ids, self.full, self, padding_index)  # type: ignore[return-value]
 
     def pays(self, tokens: int) -> bool:
-        """Return whether tokens should travel; the same on every rank, and every rank calls it.
+        """Return True if tokens should travel; every rank calls it and gets the same answer.
 
-        They should where N times the most tokens of a rank are fewer than the table's rows: then fewer bytes are sent.
-        Where messages are rounded, a gathered table's are narrower, and tokens' are not: then tokens must be fewer.
-        It depends on nothing but these numbers, so that a resumed run does what the first one did.
+        They should if N times the most tokens on a rank are fewer than the table's rows: then fewer bytes are sent.
+        If messages are rounded, a gathered table's are narrower and tokens' are not, so tokens must be fewer still.
+        It depends on these numbers only, so that a resumed run decides as the first one did.
 
         Args:
-            tokens: How many tokens this rank multiplies with the table, as a head.
+            tokens: Number of tokens that this rank multiplies by the table, as a head.
         """
         mesh, comm = self.lane.mesh, self.comm
         most = torch.tensor([tokens], dtype=torch.int64, device=mesh.device)
         mesh.announce(f"tokens of {self.meta.name}")
-        mesh.all_reduce(most, "max").wait()  # also over replicas: all ranks do the same
+        mesh.all_reduce(most, "max").wait()  # over replicas too: all ranks must decide alike
         dtypes = self.lane.dtypes.compute, self.lane.dtypes.reduce
         of_tokens, of_rows = sum(d.itemsize for d in dtypes), sum(map(mesh.sent_itemsize, dtypes))
         fewer = comm.size > 1 and comm.size * int(most) * of_tokens < self.meta.global_shape[0] * of_rows
         return fewer or self.lane.forced
 
     def choose(self, tokens: int) -> None:
-        """Have tokens travel in the next pass if :meth:`pays` says so; called before it begins."""
+        """Make tokens travel in the next pass if :meth:`pays` says so; called before the pass begins."""
         self.lane.choose(travels=self.pays(tokens))
 
     def loss(self, hidden: torch.Tensor, labels: torch.Tensor, *terms: Any) -> torch.Tensor:
@@ -198,8 +198,8 @@ class _Lookup(torch.autograd.Function):
             table.lane.arriving.append(lambda: add_rows(total, trip.wanted, arrived().to(total.dtype)))
 
         table.receive(add)
-        # Gradients travel behind reduces that are under way. They are waited for when the unit is reduced, which for a
-        # tied table is last, or at the end of a backward that reduces nothing.
+        # Gradients travel behind reduces under way. They are waited for when the unit is reduced, which is last for a
+        # tied table, or at the end of a backward that reduces nothing.
         call_after_backward(table.lane.add_arriving)
         return None, None, None, None
 
@@ -210,7 +210,7 @@ def _finish(work: Work) -> None:
 
 
 class TableEmbeddingSite(EmbeddingSite):
-    """A plain ``nn.Embedding`` of a table."""
+    """Call of a plain ``nn.Embedding`` whose weight is a table."""
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Return the module's output."""
@@ -218,21 +218,21 @@ class TableEmbeddingSite(EmbeddingSite):
         if table.is_home and self.module._parameters["weight"] is table.full:
             if not torch._C._are_functorch_transforms_active():
                 return table.look_up(input, self.padding_index)
-            table.come()  # which ids there are is not known inside vmap
+            table.come()  # inside vmap the ids' values are not available, so they cannot travel
         return super().__call__(input)
 
 
 class TableLinearSite(LinearSite):
-    """An ``nn.Linear`` whose weight is a table."""
+    """Call of an ``nn.Linear`` whose weight is a table."""
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the module's output, of the gathered table."""
+        """Return the module's output, computed with the gathered table."""
         table = cast("TableParam", self.param)
         if self.module._parameters["weight"] is table.full:
             table.come()
         return super().__call__(input)
 
     def input_gradient(self, out_gradient: torch.Tensor, *, was_counted: bool) -> torch.Tensor:
-        """See :meth:`LinearSite.input_gradient`; since the forward, another may have left the table home."""
+        """See :meth:`LinearSite.input_gradient`; gathers the table again if a later forward sent it home."""
         cast("TableParam", self.param).come()
         return super().input_gradient(out_gradient, was_counted=was_counted)

@@ -339,8 +339,7 @@ class _SplitSteps:
 
     def finish(self) -> None:
         """Use these totals and change the parameters."""
-        # Computed a second time instead of kept while the sums are exchanged: no tensor of the size of all
-        # gradients exists.
+        # Computed a second time instead of kept during the exchange: no tensor as large as all gradients exists.
         for step, total in zip(self.steps, self._pooled.wait(), strict=True):
             if step.stepped:
                 self.optimizer._write(step, self.optimizer._update(step), total[0])

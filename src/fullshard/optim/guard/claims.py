@@ -2,7 +2,7 @@
 
 An elementwise optimizer needs no other ranks, so no step would notice that a rank has put a parameter into another
 group than the others (for instance by the size of its own rows) and decays half a matrix. The records enter the
-checksum that ranks exchange in any case: no further collective.
+checksum that ranks exchange anyway, so no collective is added.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _noted: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 
 
 def refuse_unreduced(members: Members) -> None:
-    """Refuse to step while gradients of ``no_sync`` or ``no_all_reduce`` wait: the step would leave them out.
+    """Refuse to step while gradients of ``no_sync`` or ``no_all_reduce`` are unreduced: they would be left out.
 
     Raises:
-        ShardingError: There are some.
+        ShardingError: Some gradients are unreduced.
     """
     units = [unit for reference in members.units if (unit := reference()) is not None]
     waiting = [

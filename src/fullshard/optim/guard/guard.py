@@ -80,7 +80,7 @@ _MODELS = frozenset(
 """Names in lower case of classes that sum over all parameters."""
 
 _Verdicts = dict[Split | None, bool | str]
-"""By how parameters are divided (None: not at all): whether a class may step them, or why that could not be tried."""
+"""Verdict by division of the parameters (None: not divided): whether a class may step them, or why it is unknown."""
 
 _tried: WeakKeyDictionary[Optimizer, _Verdicts] = WeakKeyDictionary()
 _trusted: WeakSet[type[Optimizer]] = WeakSet()
@@ -89,8 +89,8 @@ _trusted: WeakSet[type[Optimizer]] = WeakSet()
 def trust(optimizer_class: type[Optimizer]) -> None:
     """Accept a class of optimizers that would be refused on shards; every rank calls it.
 
-    Its step then gets shards as they are: elementwise functions compute on the rows here, norms and sums on the full
-    tensors, and what needs the full tensor is refused by name. What it reads by ``p.shape`` is about the rows.
+    Its step then gets shards as they are: elementwise functions compute on this rank's rows, norms and sums on the full
+    tensors, and functions that need the full tensor are refused by name. ``p.shape`` is the shape of the rows.
 
     Args:
         optimizer_class: The class, not an optimizer.
@@ -122,10 +122,10 @@ def remedy_for(optimizer_class: type[Optimizer]) -> str:
 
 
 def refuse_equal_names(params: Iterable[nn.Parameter]) -> None:
-    """Refuse equal names among sharded parameters: a name identifies a parameter in one model only.
+    """Refuse equal names among sharded parameters: a name identifies a parameter within one model only.
 
     Raises:
-        ConfigError: There are some; on every rank.
+        ConfigError: There are equal names; on every rank.
     """
     counts = Counter(meta_of(param).name for param in params)
     name, count = counts.most_common(1)[0]
@@ -136,18 +136,18 @@ def refuse_equal_names(params: Iterable[nn.Parameter]) -> None:
 
 
 def _knows_shards(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is fullshard's, or describes the parts of its state itself."""
+    """Return True if an optimizer is fullshard's, or describes the parts of its state itself."""
     return type(optimizer).__module__.startswith("fullshard.") or hasattr(optimizer, "state_part")
 
 
 def refuse_parts(optimizer: Optimizer) -> None:
     """Refuse an optimizer that is not elementwise if it would step parts of matrices.
 
-    The class, its options and the layout decide, so every rank that has the same parameters decides the same, also one
-    that holds no rows.
+    The class, its options and the layout decide, so ranks with the same parameters decide alike, including ranks that
+    hold no rows.
 
     Raises:
-        ConfigError: It would; nothing has changed.
+        ConfigError: It would step parts; nothing has changed.
     """
     kind = type(optimizer)
     if kind in _ELEMENTWISE or kind in _trusted or _knows_shards(optimizer):
@@ -172,13 +172,13 @@ def _judge(optimizer: Optimizer) -> None:
     for split, verdict in verdicts.items():
         if split is None:
             concerned = [p for p in _sharded(optimizer) if meta_of(p).layout.world_size > 1]
-            rule = f"{kind} looks at several parameters at once, of which each rank has other ones"
+            rule = f"{kind} uses several parameters at once, and each rank has different ones"
         else:
             concerned = [p for p in _sharded(optimizer) if is_split(p) and _split(meta_of(p)) is split]
             rule = f"{kind} is not elementwise (in a trial a matrix and its parts were stepped differently)"
         if isinstance(verdict, str):
             rule = f"Whether {kind} is elementwise could not be tried ({verdict})"
-            remedy = f"{_ELSE}; or call fullshard.optim.trust({kind}) if you know that it is right on shards"
+            remedy = f"{_ELSE}; or call fullshard.optim.trust({kind}) if you know that it is correct on shards"
             _refuse(concerned, rule, remedy, result="might")
         elif not verdict:
             _refuse(concerned, rule, _ELSE)
@@ -187,7 +187,7 @@ def _judge(optimizer: Optimizer) -> None:
 def _on_trial(optimizer: Optimizer) -> _Verdicts:
     """Return the verdict for each way in which the parameters are divided; empty if one rank has all.
 
-    The trial runs once, before the first step. The trial's own optimizers also call the hooks of this module, and have
+    The trial runs once, before the first step. The trial's own optimizers also call the hooks of this module, but have
     no shards.
     """
     verdicts = _tried.get(optimizer)
@@ -222,7 +222,7 @@ def _try(kind: type[Optimizer], options: tuple[tuple[str, Any], ...], split: Spl
     try:
         return steps_params_alone(make) if split is None else steps_parts_equally(make, split)
     except Exception as error:
-        # A class of another library may raise anything; it is then one that cannot be tried.
+        # A class of another library may raise anything; it then counts as untried.
         return f"{type(error).__name__}: {error}"[:200]
 
 
@@ -262,15 +262,15 @@ def is_of_blocks(optimizer: Optimizer) -> bool:
 
 
 def _cuts_blocks(meta: ShardMeta) -> bool:
-    """Return whether a boundary between ranks is inside a block of the parameter."""
+    """Return True if a boundary between ranks lies inside a block of the parameter."""
     return any(meta.layout.local_range(meta.placement, rank)[0] % BLOCK for rank in meta.owners)
 
 
 def _only_steps(optimizer: Optimizer, members: Members, given: Iterable[object]) -> bool:
-    """Return whether a step treats each rank's rows alone and runs no users' code, which must see shards as shards.
+    """Return True if a step treats each rank's rows alone and runs no user code, which must see shards as shards.
 
-    So do elementwise classes, known or tried, and any class where each rank has full matrices, if no closure is among
-    the step's arguments, ``given``, and no hook but fullshard's is registered.
+    True for elementwise classes, known or tried, and for any class if each rank has full matrices; but only if no
+    closure is among the step's arguments, ``given``, and no hook but fullshard's is registered.
     """
     own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     hooks = (*own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
@@ -285,7 +285,7 @@ def _only_steps(optimizer: Optimizer, members: Members, given: Iterable[object])
 
 
 class _CheckedClosure:
-    """A closure that may run the backward which reduces what waits, as Lightning's does; checked after its call."""
+    """A closure that may run the backward which reduces waiting gradients, as Lightning's does; checked afterwards."""
 
     def __init__(self, members: Members, given: Any) -> None:
         self.members = members
@@ -326,7 +326,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     take_up(members.laid)
     members.laid.clear()
     for one in (*args, *kwargs.values()):
-        if isinstance(one, _CheckedClosure) and not one.called:  # a step that does not use it
+        if isinstance(one, _CheckedClosure) and not one.called:  # the step does not use its closure
             refuse_unreduced(members)
 
 

@@ -1,4 +1,4 @@
-"""What is known of an optimizer's sharded parameters, looked up when they change and not at every step."""
+"""The known facts about an optimizer's sharded parameters, cached until its parameters change."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from fullshard.optim.shards import is_split, meta_of
 
-# An attribute of the optimizer: parameters may refer to their optimizer, as with step_in_backward, and a table of
-# optimizers outside of them, whose entries hold parameters, would then keep both for ever.
+# Stored on the optimizer: parameters may refer to their optimizer, as with step_in_backward, so the entries of a
+# separate table, which hold parameters, would keep both alive forever.
 _NAME = "_fullshard_members"
 
 
@@ -23,15 +23,15 @@ class Members:
     """The sharded parameters of an optimizer.
 
     Attributes:
-        key: What this was looked up from: for each group its parameters' identities, their units, and whether backward
-            steps them.
-        given: The optimizer's parameters, which keeps their identities from being used again.
+        key: What the entry was computed from: for each group its parameters' identities, their units, and whether
+            backward steps them.
+        given: The optimizer's parameters, kept alive so that their identities are not reused.
         sharded: Those that are sharded.
-        split: Whether several ranks hold parts of one of them.
-        units: Their units, as weak references; not of parameters that are stepped in backward.
+        split: True if several ranks hold parts of one of them.
+        units: Their units, as weak references; without parameters that are stepped in backward.
         groups: For each group, and each sharded model that it steps and whose learning rates are compared, the checksum
             of its parameters' names and the first of them.
-        laid: The shards that are plain during a step, with their gradients.
+        laid: The shards that are made plain during a step, with their gradients.
     """
 
     key: list[list[object]]
@@ -43,12 +43,12 @@ class Members:
     laid: list[tuple[nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be None in a copy or a pickle of the optimizer, whose parameters are others."""
+        """Reduce to None in a copy or a pickle of the optimizer, whose parameters differ."""
         return type(None), ()
 
 
 def members_of(optimizer: Optimizer) -> Members:
-    """Return what is known of an optimizer's parameters; any rank, no communication."""
+    """Return the facts about an optimizer's parameters; any rank, no communication."""
     key = [_identity(group["params"]) for group in optimizer.param_groups]
     known: Members | None = vars(optimizer).get(_NAME)
     if known is None or known.key != key:
@@ -57,14 +57,14 @@ def members_of(optimizer: Optimizer) -> Members:
 
 
 def _identity(params: list[nn.Parameter]) -> list[object]:
-    # Read at each step, so without a tuple for each parameter. Sharding anew makes another unit.
+    # Runs at each step, so it builds no tuple for each parameter. Sharding again makes new units.
     attributes = list(map(vars, params))
     units = [known.get("shard_unit") for known in attributes]
     return [list(map(id, params)), units, ["shard_optimizer" in known for known in attributes]]
 
 
 def members_before(optimizer: Optimizer) -> Members:
-    """Return what :func:`members_of` returned before the step, whatever the step has changed since."""
+    """Return the result of :func:`members_of` from before the step, whatever the step has changed since."""
     return vars(optimizer)[_NAME]
 
 
@@ -78,7 +78,7 @@ def _look_up(optimizer: Optimizer, key: list[list[object]]) -> Members:
 
 
 def _compared(params: list[nn.Parameter]) -> list[tuple[int, nn.Parameter]]:
-    # By model: ranks may list the parameters in another order, and then another model's would be the first.
+    # By model: ranks may list the parameters in different orders, and so begin with different models.
     of_model: dict[int, list[nn.Parameter]] = {}
     for param in params:
         if "shard_rates" in vars(param) and not _in_backward(param):

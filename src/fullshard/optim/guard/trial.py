@@ -1,4 +1,4 @@
-"""A trial of a class of optimizers: whether it steps parts of a parameter as it steps the full parameter."""
+"""A trial of an optimizer class: does it step parts of a parameter as it steps the full parameter?"""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 _SIDE = 96
-"""Rows and columns of the trial's matrix. Both parts of it have 4096 elements or more, the size from which 8-bit
-optimizers quantise, and the boundary is inside one of their blocks."""
+"""Rows and columns of the trial's matrix. Both parts of it have at least 4096 elements, from which on 8-bit
+optimizers quantise, and the boundary lies inside one of their blocks."""
 _STEPS = 12
-_SECONDS = 0.2  # of this thread's own computing, which a busy machine does not lengthen
+_SECONDS = 0.2  # of this thread's processor time, which a busy machine does not prolong
 _one_at_a_time = RLock()  # ranks that are threads of one process share the random state
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -61,7 +61,7 @@ def steps_parts_equally(make: MakeOptimizer, split: Split) -> bool:
 def steps_params_alone(make: MakeOptimizer) -> bool:
     """Return whether two parameters in one optimizer are stepped like two with an optimizer each.
 
-    Not if it sums over all gradients, such as for a largest norm: each rank would sum other parameters.
+    False if it sums over all gradients, such as for a largest norm: each rank would sum different parameters.
 
     Raises:
         RuntimeError: See :func:`steps_parts_equally`.
@@ -82,7 +82,7 @@ _Stepper = Callable[[list[tuple[torch.Tensor, list[torch.Tensor]]], tuple[int, .
 
 
 def _numbers() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    # Neither symmetric nor of one size: two parts have other norms, means and maxima than the full matrix.
+    # Neither symmetric nor of one size, so that parts have other norms, means and maxima than the full matrix.
     values = torch.linspace(-1, 1.5, _SIDE * _SIDE, dtype=torch.float32, device="cpu")
     return values, [torch.sin(values * (5 + step)) * (0.1 + values**2) / 10 ** (step % 3) for step in range(_STEPS)]
 
@@ -134,7 +134,7 @@ def maker_like(kind: type[Optimizer], defaults: Mapping[str, Any]) -> MakeOptimi
 
 
 def _option_names(kind: type[Optimizer]) -> set[str]:
-    """Return the names of a class's options; if it passes on keyword arguments, also its base's."""
+    """Return the names of a class's options, including its base's if it passes on keyword arguments."""
     names: set[str] = set()
     for base in kind.__mro__:
         if "__init__" not in vars(base):

@@ -46,8 +46,8 @@ class LaneOptimizer(Optimizer):
     once had no gradient in a step (it is not stepped then, and has its own count of steps from there on). Equal weight
     decay for all parameters makes the longest runs. A gradient that is not adjacent to its neighbors', because it was
     replaced or has another dtype, is copied. The class's optimizer is built again when parameters, their memory or
-    states that were read have changed; counters in its own attributes, outside of ``state`` and ``param_groups``, start
-    again then.
+    states that were read have changed; counters in its own attributes, outside of ``state`` and ``param_groups``, then
+    restart.
 
     Each rank makes and steps its own, without communication. Make it after ``fully_shard``, or before and pass it to
     :func:`~fullshard.optim.repoint` if it has state. It can be saved by ``state_dict()``, not copied or pickled.
@@ -115,7 +115,7 @@ class LaneOptimizer(Optimizer):
 
     @on_rows
     def _step(self) -> None:
-        """Step the runs, and give the parameters back what the step left in the groups."""
+        """Step the runs, and return to the parameters what the step left in the groups."""
         if self._was_changed():
             self._build()
         for group, runs, inner in zip(self.param_groups, self._runs, self._inner.param_groups, strict=True):
