@@ -15,7 +15,7 @@ _ROOMS = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import the library with the first name of it that is used: the command line alone starts without torch.
+    """Import the library at the first use of one of its names: the command line alone starts without torch.
 
     Raises:
         AttributeError: There is no such name.
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
     library = import_module("fullshard.library")
     for one in ("__all__", *library.__all__):
-        globals().setdefault(one, getattr(library, one))  # what was set in its place stays
+        globals().setdefault(one, getattr(library, one))  # keeps a name that was set by the user
     if name not in globals():
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
     return globals()[name]

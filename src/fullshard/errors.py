@@ -29,7 +29,7 @@ class FullshardError(Exception):
 
     Attributes:
         exit_code: Exit code of the program that ends with it.
-        transient: Whether the same run may succeed when its ranks are started again, as after a lost connection.
+        transient: True if the same run may succeed when its ranks are restarted, as after a lost connection.
     """
 
     exit_code = 1
@@ -89,7 +89,7 @@ class CheckpointError(UserError):
 
 
 class StoreError(CheckpointError):
-    """An object store cannot be reached, or refuses: nothing is known of the checkpoints in it."""
+    """An object store cannot be reached or refuses, so that nothing is known of its checkpoints."""
 
 
 class TrainingError(UserError):
@@ -99,7 +99,7 @@ class TrainingError(UserError):
 
 
 class MemoryLimitError(UserError):
-    """The run needs more memory than there is: planned, so that it is not started, or found out in training."""
+    """The run needs more memory than there is, by its plan before it starts or by a failed allocation in training."""
 
     exit_code = 11
 

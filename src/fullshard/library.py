@@ -1,4 +1,4 @@
-"""The library: what ``fullshard``'s public names are taken from, in one import."""
+"""The library: collects ``fullshard``'s public names in one import."""
 
 from fullshard.comm import init_from_env as init, shutdown
 from fullshard.engine import (

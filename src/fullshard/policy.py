@@ -16,7 +16,7 @@ from fullshard.errors import ConfigError
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 Messages = Literal["bf16", "fp8"]
-"""What the weights and gradients of units are rounded to while they travel."""
+"""Format that units' weights and gradients are rounded to between ranks."""
 
 
 def dtype_name(dtype: object) -> str | None:
@@ -62,11 +62,11 @@ class MixedPrecision:
             parameters are sent in at least float32, and their buffers keep their dtype.
         full_in_eval: Whether the model computes and communicates in the parameters' and buffers' own dtypes while it is
             in ``eval()`` mode, and inputs are not cast. Frozen parameters are kept in their own dtype for it.
-        messages: What gathered weights and sent gradients of trainable parameters are rounded to on the way: ``"bf16"``
-            (0.5 of float32's bytes), ``"fp8"`` (0.26: float8_e4m3 with a scale for each 128 numbers), or None, not at
-            all. **Inexact**: every rank computes with rounded weights, the same on each; shards, computation and sums
-            keep their dtypes. It needs gradients in float32, and changes neither what is not wider nor modules in
-            ``keep_fp32``.
+        messages: Format that gathered weights and sent gradients of trainable parameters are rounded to: ``"bf16"``
+            (0.5 of float32's bytes), ``"fp8"`` (0.26: float8_e4m3 with a scale for each 128 numbers), or None for no
+            rounding. **Inexact**: every rank computes with the same rounded weights; shards, computation and sums keep
+            their dtypes. It needs gradients in float32. Numbers that are no wider and modules in ``keep_fp32`` are not
+            rounded.
     """
 
     param: Any = None
@@ -100,10 +100,10 @@ class MixedPrecision:
         self._check_messages()
 
     def _check_messages(self) -> None:
-        """Refuse what messages cannot be combined with.
+        """Refuse settings that cannot be combined with ``messages``.
 
         Raises:
-            ConfigError: There is such a thing.
+            ConfigError: There is such a setting.
         """
         if self.messages is None:
             return
@@ -119,7 +119,7 @@ class MixedPrecision:
                 )
         if self.full_in_eval:
             raise ConfigError(
-                f"MixedPrecision(messages={self.messages!r}) rounds what is gathered, in eval() too, and full_in_eval "
+                f"MixedPrecision(messages={self.messages!r}) rounds what is gathered, in eval() too, but full_in_eval "
                 "asks for unrounded weights there. Leave one of them out."
             )
 
@@ -205,7 +205,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Shards, their gradients and thus the optimizer's state are in host memory; units are gathered on the device.
+    """Shards, their gradients and so the optimizer's state are in host memory; units are gathered on the device.
 
     Each gather copies this rank's shard to the device, each reduce its gradient back; the optimizer steps on the CPU.
 
@@ -222,8 +222,8 @@ compared with the device's memory."""
 
 
 TABLES = ("gather", "auto", "home")
-"""What happens to the tables of embeddings and heads: they are gathered like the rest; tokens travel to their rows
-where that sends fewer bytes; or they do so always."""
+"""Use of the tables of embeddings and heads: gathered like the rest; tokens travel to their rows where that sends
+fewer bytes; or always."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class Quantize:
     Attributes:
         type: ``"nf4"`` or ``"fp4"`` (4 bits, blocks of 64 weights), ``"int8"`` (a scale for each row), all three in
             bitsandbytes' formats, or ``"fp8"`` (float8_e4m3fn, a scale for each row).
-        double_quant: Whether the scales of nf4 and fp4 are quantised too, in blocks of 256: 4.13 bits a weight and not
+        double_quant: Whether the scales of nf4 and fp4 are quantised too, in blocks of 256: 4.13 bits a weight, not
             4.5. The 8-bit types have one scale for each row and ignore it.
         compute_dtype: Dtype that quantised layers compute in, whatever their input has; None: the input's.
         skip: Names of modules that are not quantised: a name's last part, or some successive parts of it, such as

@@ -1,16 +1,16 @@
-"""Environment variables by which a launcher tells its ranks about the attempts of a run; read without torch."""
+"""Environment variables by which a launcher informs its ranks of a run's attempts; importable without torch."""
 
 from __future__ import annotations
 
 ATTEMPT_VARIABLE = "FULLSHARD_ATTEMPT"
-"""How often the ranks were started before: 0, 1, …"""
+"""Number of times that the ranks were started before: 0, 1, …"""
 
 KEEP_VARIABLE = "FULLSHARD_KEEP_DIR"
-"""Directory of this machine's ranks that outlives an attempt, in memory where the system has such a file system; the
-launcher makes it, and removes it at the end."""
+"""Directory for this machine's ranks that outlives an attempt, in memory if the system has such a file system; the
+launcher creates it, and removes it at the end."""
 
 KEEP_LOCK_NAME = "lock"
-"""File in that directory which the launcher makes when it starts, and holds locked as long as it lives."""
+"""File in that directory which the launcher creates at its start and keeps locked as long as it lives."""
 
 RESTARTS_VARIABLE = "FULLSHARD_MAX_RESTARTS"
-"""How often the ranks may still be started again, where one launcher decides it; with 0 they take no snapshots."""
+"""Number of remaining restarts, if one launcher decides it; with 0 the ranks take no snapshots."""

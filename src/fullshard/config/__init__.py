@@ -1,4 +1,4 @@
-"""Configuration: the schema of the run file and how it is read."""
+"""Configuration: the schema of the run file, and reading it."""
 
 from fullshard.config.data import DataConfig as DataConfig
 from fullshard.config.evaluation import EvaluationConfig as EvaluationConfig

@@ -12,7 +12,7 @@ from fullshard.config.section import ConfigSection, Fraction
 from fullshard.config.sets import SetConfig, SetName
 
 _OF_A_SET = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "train_split", "validation_split")
-"""Options that each set of a mixture has for itself."""
+"""Options that each set of a mixture gives itself."""
 
 
 class DataConfig(ConfigSection):
@@ -32,10 +32,10 @@ class DataConfig(ConfigSection):
     validation_split: str | None = "validation"
     """Split of dataset_name for evaluation; null: none."""
     validation_fraction: Fraction = 0.0
-    """About the share of the training rows to hold out, for data without held-out rows. A hash of each row's source
-    decides for it alone, so a row keeps its side in every run, also when rows are added, and rows of the same source
-    stay together; of a few hundred rows the share may be off by half. The run says how many it is. Of a conversation
-    the turns before the first answer decide."""
+    """Approximate share of the training rows to hold out, for data without held-out rows. The side of a row depends on
+    a hash of its source only: it is the same in every run, also when rows are added, and rows with the same source
+    stay together. With a few hundred rows the share may be off by half; the run prints the actual share. For a
+    conversation, the turns before the first answer are hashed."""
     format: Literal["auto", "csv", "tsv", "jsonl", "json", "parquet", "wikihow", "phrasebank"] = "auto"
     """Format of the files; auto: by their suffix. wikihow: the authors' wikihowAll.csv or wikihowSep.csv; phrasebank:
     FinancialPhraseBank's Sentences_*Agree.txt or its JSON Lines form."""
@@ -58,14 +58,14 @@ class DataConfig(ConfigSection):
     source_column."""
     chat_template: bool | None = None
     """Causal models: whether to apply the tokenizer's chat template to the source; null: if it has one. Conversations
-    need one: a tokenizer without gets a plain one, which is said and saved with the model."""
+    need one: a tokenizer without one gets a plain template, which is reported and saved with the model."""
     separator: str | None = None
     """Causal models without a chat template: text between source and target; null: a line break, unless the tokenizer
     ends every text with a special token or the template ends with text of its own. Recorded with the run."""
     weight_column: str | None = None
     """Column with a positive number for each training row, by which the loss of its tokens is multiplied; null: all
-    rows count alike. A step's loss is divided by the sum of its target tokens, each times its row's weight. Held-out
-    rows need none: they count alike."""
+    rows have weight 1. A step's loss is divided by the sum of the weights of its target tokens. Held-out rows need no
+    weights."""
     train_on: Literal["assistant", "last"] = "assistant"
     """Conversations: the turns that are learned. assistant: all of the assistant's; last: its last one."""
     max_bad_rows: NonNegativeInt = 0
@@ -76,19 +76,19 @@ class DataConfig(ConfigSection):
     max_target_length: PositiveInt = 128
     """Maximum tokens of a target; longer ones are truncated and counted."""
     max_train_samples: PositiveInt | None = None
-    """Number of rows to train on, from the first; null: all. Of a mixture: of each set."""
+    """Number of rows to train on, from the first; null: all. In a mixture, of each set."""
     max_eval_samples: PositiveInt | None = None
-    """Number of rows to evaluate on, from the first; null: all. Of a mixture: of each set."""
+    """Number of rows to evaluate on, from the first; null: all. In a mixture, of each set."""
     cache_dir: Path | None = None
     """Cache directory of token ids; null: fullshard/ in the user's cache directory."""
     streaming: bool = False
-    """Whether training rows are read and tokenized while training, for data too large to tokenize first. An index
-    takes 32 to 48 bytes a row in memory. Steps have the rows of a run without it, except that group_by_length estimates
-    lengths. Held-out rows are tokenized first; with per_device_train_batch_tokens training rows too, for their lengths
-    alone."""
+    """Read and tokenize training rows while training, for data too large to tokenize first. An index takes 32 to 48
+    bytes a row in memory. Steps have the same rows as without it, except that group_by_length estimates lengths.
+    Held-out rows are tokenized first, and so are training rows with per_device_train_batch_tokens, for their lengths
+    only."""
     sets: Mapping[SetName, SetConfig] = {}
-    """The data sets of a mixture by name, instead of train_file and dataset_name. The metrics of an evaluation are of
-    all sets' held-out rows together, each row counted once, and of each set; the first decide which model is kept."""
+    """The data sets of a mixture by name, instead of train_file and dataset_name. Metrics are evaluated on all sets'
+    held-out rows together, which decides which model is kept, and on each set."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -108,10 +108,10 @@ class DataConfig(ConfigSection):
         return self
 
     def _fitting_sets(self) -> None:
-        """Check the sets, each with what it has from here, and their weights.
+        """Check the sets, each completed by the options given here, and their weights.
 
         Raises:
-            ValueError: A set is wrong, an option is given that each set has for itself, or only some have a weight.
+            ValueError: A set is invalid, an option is given that each set must give itself, or only some have a weight.
         """
         if idle := [name for name in _OF_A_SET if getattr(self, name) != type(self).model_fields[name].default]:
             raise ValueError(f"with sets, {' and '.join(idle)} of each set is given inside sets; remove it here")
@@ -130,11 +130,11 @@ class DataConfig(ConfigSection):
                 raise ValueError(f"sets.{name}{where}: {first['msg'].removeprefix('Value error, ')}") from error
 
     def _part(self, name: str) -> DataConfig:
-        """Return the section that a set would have by itself."""
+        """Return the ``data`` section that a set amounts to."""
         own = {key: value for key, value in self.sets[name].model_dump().items() if value is not None}
         own.pop("weight", None)
         rest = {key: value for key, value in self.model_dump().items() if key != "sets"}
-        # What a set says instead of something of the mixture replaces it.
+        # Options of a set replace those of the mixture.
         if own.keys() & {"validation_file", "validation_split"}:
             rest["validation_fraction"] = 0.0
         if own.keys() & {"template", "source_column"}:
@@ -152,7 +152,7 @@ class DataConfig(ConfigSection):
         return tuple(one.weight for one in self.sets.values() if one.weight is not None)
 
     def _fitting_delimiter(self) -> None:
-        """Check the delimiter, and that there is a CSV file to read with it.
+        """Check the delimiter and that there is a CSV file to which it applies.
 
         Raises:
             ValueError: It is not one character that can separate cells, or no file is CSV.
@@ -165,11 +165,11 @@ class DataConfig(ConfigSection):
                 'Write it in YAML\'s quotes, such as ";" or "\\t"'
             )
         if self.format not in ("auto", "csv"):
-            raise ValueError(f"delimiter applies to CSV files, and format is {self.format}; leave it out")
+            raise ValueError(f"delimiter applies to CSV files, but format is {self.format}; leave it out")
         files = [file for file in (self.train_file, self.validation_file) if file is not None]
         if self.format == "auto" and not any(file.name.lower().endswith((".csv", ".csv.gz")) for file in files):
             names = " and ".join(file.name for file in files) or "dataset_name"
-            raise ValueError(f"delimiter applies to CSV files, and {names} is none; leave it out, or set format: csv")
+            raise ValueError(f"delimiter applies to CSV files; {names} is not one. Leave it out, or set format: csv")
 
     def _fitting_streaming(self) -> None:
         """Check that the rows can be streamed.
@@ -183,12 +183,12 @@ class DataConfig(ConfigSection):
         if self.format in ("json", "wikihow", "phrasebank") or (self.format == "auto" and name.endswith(".json")):
             kind = "json" if self.format == "auto" else self.format
             raise ValueError(
-                f"streaming reads CSV, TSV, JSON Lines, Parquet and datasets, and {kind} is read as a whole: convert "
+                f"streaming reads CSV, TSV, JSON Lines, Parquet and datasets. {kind} is read as a whole: convert "
                 "the file to JSON Lines, or leave streaming out"
             )
 
     def _no_idle_options(self) -> None:
-        """Refuse options that would be ignored.
+        """Refuse options that would have no effect.
 
         Raises:
             ValueError: An option is given that does not apply to this data.

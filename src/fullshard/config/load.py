@@ -25,10 +25,10 @@ _FILE_KEYS = (("data", "train_file"), ("data", "validation_file"))
 """Keys whose value is a file."""
 
 _NAME_KEYS = (("data", "dataset_name"), ("model", "path"))
-"""Keys whose value is a path, or an id on the Hub."""
+"""Keys whose value is a path or an id on the Hub."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-"""As in huggingface_hub: a name, or an owner and a name."""
+"""An id as in huggingface_hub: a name, or an owner and a name."""
 
 _TEXT_WANTED = ("string_type", "path_type")
 """pydantic's error types for a value that is not text."""
@@ -225,7 +225,7 @@ def _explain(details: Any, typed: Mapping[str, str]) -> str:
     if kind == "missing":
         return f"{key}: is required"
     message = details["msg"].removeprefix("Value error, ")
-    if kind == "value_error":  # one of the schema's own checks, whose message has the values
+    if kind == "value_error":  # raised by the schema's own checks, whose message contains the values
         return f"{key}: {message}" if key else message
     message = message.removeprefix("Input should be ")
     problem = f"{key}: expected {message}; got {details['input']!r}"

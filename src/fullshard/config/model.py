@@ -95,12 +95,12 @@ class ModelConfig(ConfigSection):
     """Dropout of T5's attention weights, separate from its other dropout; null: from the model's configuration. Zero
     saves the memory of their masks, a large part of the activations."""
     output_router_logits: bool | None = None
-    """Mixtures of experts: whether to train the routers' own loss too, times the coefficients of the model's
-    configuration, as transformers does; null: as the model's configuration says."""
+    """Mixtures of experts: whether to train the routers' own loss too, weighted by the coefficients in the model's
+    configuration, as transformers does; null: the model's configuration decides."""
     adapter: AdapterConfig | None = None
     """Train an adapter and freeze the model; null: train all parameters."""
     quantization: QuantizationConfig | None = None
-    """Quantise the frozen weights under the adapter; null: they are kept as the run's precision has them."""
+    """Quantise the frozen weights under the adapter; null: they keep the run's precision."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

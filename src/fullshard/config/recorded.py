@@ -1,4 +1,4 @@
-"""The settings of a run, recorded in its ``run.json`` and, when it is finished, in its ``summary.json``."""
+"""The settings that a run records in ``run.json`` and, when finished, in ``summary.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUMMARY_NAME = "summary.json"
 """File with the result of a finished run."""
 
 RUN_NAME = "run.json"
-"""File with what is known at the start of a run."""
+"""File with the facts known at the start of a run."""
 
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -39,16 +39,16 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         if base is None or any(override.startswith("model.path=") for override in overrides):
             raise
         raise ConfigError(
-            f"{error}\nThe run trained an adapter over the quantised base model {base['name']}. If that was moved, "
+            f"{error}\nThe run trained an adapter over the quantised base model {base['name']}. If it was moved, "
             "give the directory where it is now: --base DIR."
         ) from error
 
 
 def run_of(directory: Path) -> Path | None:
-    """Return the output_dir of the run that a model is from; None if it is from no run. Any process can call it.
+    """Return the output_dir of the run that a model belongs to; None if it belongs to none. Any process.
 
-    It is the directory itself if a run has finished in it, else the one around it: a run keeps its best model so far in
-    a directory of its own.
+    It is the directory itself if a run has finished in it, otherwise its parent: a run keeps its best model so far in a
+    subdirectory.
 
     Raises:
         ConfigError: The record of the run around it cannot be read.
@@ -61,7 +61,7 @@ def run_of(directory: Path) -> Path | None:
 
 
 def recorded_run(directory: Path) -> RunConfig | None:
-    """Return the settings of the run that a model is from, whose data may be gone; None if it is from no run.
+    """Return the settings of the run that a model belongs to, whose data may be gone; None if it belongs to none.
 
     Raises:
         ConfigError: The settings cannot be read.
@@ -77,7 +77,7 @@ def recorded_run(directory: Path) -> RunConfig | None:
 
 
 def read_conversations(run: Path) -> bool:
-    """Return whether a run's training rows were conversations; False if it is of a version that did not record it.
+    """Return True if a run's training rows were conversations; False if its version did not record it.
 
     Raises:
         ConfigError: Its record cannot be read.
@@ -87,9 +87,9 @@ def read_conversations(run: Path) -> bool:
 
 
 def recorded_base(directory: Path) -> Mapping[str, str] | None:
-    """Return what a run recorded of the quantised base model of the adapter in a directory; None: there is none.
+    """Return the recorded quantised base model of the adapter in a directory; None if there is none.
 
-    Runs of versions that did not record it have none.
+    Earlier versions did not record it.
 
     Raises:
         ConfigError: The record cannot be read.
@@ -100,7 +100,7 @@ def recorded_base(directory: Path) -> Mapping[str, str] | None:
 
 
 def _recorded(path: Path) -> Mapping[str, Any]:
-    """Return the settings in a run's file, with its directory as output_dir: a run may have been moved."""
+    """Return the settings in a run's file, with its current directory as output_dir: the run may have been moved."""
     directory = path.parent
     if not path.exists():
         raise ConfigError(

@@ -23,8 +23,8 @@ class ShardingConfig(ConfigSection):
     """How the model is sharded over the ranks. `sharding: auto` is short for `sharding: {auto: true}`."""
 
     auto: bool | tuple[str, ...] = False
-    """Whether the start of training searches for the fastest settings that fit, among those that the run file leaves
-    open, as `fullshard plan --fit` does. Recorded as the settings that it chose, which a resumed run takes."""
+    """Search for the fastest settings that fit at the start of training, among those that the run file leaves open, as
+    `fullshard plan --fit` does. The choice is recorded, and a resumed run keeps it."""
     strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"] = "full_shard"
     """full_shard: shard parameters, gradients and optimizer state; shard_grad_op: the same, but parameters stay
     gathered from forward to backward; no_shard: shard nothing and all-reduce gradients; hybrid_shard,
@@ -42,8 +42,8 @@ class ShardingConfig(ConfigSection):
     without communication; auto: replicated if they take at most a quarter of a rank's memory."""
 
     tables: Literal["auto", "gather", "home"] = "auto"
-    """What happens to large embeddings and output layers. gather: gathered like the rest; home: tokens travel to the
-    ranks that have their rows; auto: on CPU ranks home where that sends fewer bytes, else gather; on GPUs gather."""
+    """How large embeddings and output layers are used. gather: gathered like the rest; home: tokens travel to the ranks
+    that have their rows; auto: on CPU ranks home where that sends fewer bytes, otherwise gather; on GPUs gather."""
 
     @field_validator("wrap", mode="plain")
     @classmethod
@@ -72,8 +72,8 @@ class CardConfig(ConfigSection):
     language: tuple[str, ...] = ()
     """Languages of the data as ISO 639-1 codes, such as [en, de]."""
     benchmark_task: str | None = None
-    """If data.dataset_name is a benchmark on the Hub and the held-out rows are its: the task's id in its eval.yaml. The
-    result is then written to .eval_results/ as the Hub reads it."""
+    """The task's id in the eval.yaml of the benchmark data.dataset_name, if that is one on the Hub and the held-out
+    rows are the benchmark's. The result is then written to .eval_results/ in the Hub's format."""
 
 
 class RunConfig(ConfigSection):
@@ -132,32 +132,30 @@ class RunConfig(ConfigSection):
     def _has_messages_to_round(self) -> Self:
         if self.training.messages is not None and self.sharding.strategy == "no_shard":
             raise ValueError(
-                f"training.messages: {self.training.messages} rounds what is gathered and reduce-scattered, and "
-                "sharding.strategy: no_shard does neither: leave one of them out"
+                f"training.messages: {self.training.messages} rounds what is gathered and reduce-scattered, but "
+                "sharding.strategy: no_shard does neither. Leave one of them out"
             )
         return self
 
     def of_set(self, name: str | None) -> RunConfig:
-        """Return the settings for new rows: a mixture's with the columns and the prefix of one of its sets.
+        """Return the settings for new rows; of a mixture, with the columns and prefix of one of its sets.
 
         Raises:
-            ConfigError: There is no such set, or None names none and there are several.
+            ConfigError: There is no such set, or none is named although there are several.
         """
         parts = self.data.parts
         chosen = next(iter(parts)) if name is None and len(parts) == 1 else name
         if chosen is not None and chosen in parts and (name is None or self.data.sets):
             return self.model_copy(update={"data": parts[chosen]})
         if not self.data.sets:
-            raise ConfigError(f"--set {name} names a set of a mixture, and the run has one set of data: leave it out.")
+            raise ConfigError(f"--set {name} names a set of a mixture, but the run has one set. Leave it out.")
         problem = "The rows could be of any set" if name is None else f"The mixture has no set {name}"
         raise ConfigError(f"{problem}: name the one whose columns and prefix apply, --set {' or '.join(parts)}.")
 
     @model_validator(mode="after")
     def _names_its_benchmark(self) -> Self:
         if self.card.benchmark_task is not None and self.data.dataset_name is None:
-            raise ValueError(
-                "card.benchmark_task is a task of the benchmark that data.dataset_name is; there is no dataset_name"
-            )
+            raise ValueError("card.benchmark_task names a task of the benchmark data.dataset_name, which is not set")
         return self
 
     def as_plain(self) -> Mapping[str, Any]:
@@ -165,7 +163,7 @@ class RunConfig(ConfigSection):
         return self.model_dump(mode="json")
 
     def as_flat(self) -> dict[str, Any]:
-        """Return the same by dotted key, such as ``training.learning_rate``."""
+        """Return the settings by dotted key, such as ``training.learning_rate``."""
         return dict(_flatten(self.as_plain()))
 
 

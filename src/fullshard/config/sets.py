@@ -14,11 +14,11 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
 
 
 class SetConfig(ConfigSection):
-    """One data set of a mixture, under a name of yours; what it leaves out it has from `data`."""
+    """One data set of a mixture, under a name of your choice; options left out are taken from `data`."""
 
     weight: Annotated[float, Field(gt=0)] | None = None
-    """This set's share of the rows of an epoch, divided by the sum of all sets' weights. Set it for all sets or for
-    none: without weights each row of each set comes once. An epoch has as many rows as all sets together."""
+    """This set's share of the rows of an epoch, relative to the sum of all weights. Set it for all sets or for none:
+    without weights each row of each set comes once. An epoch has as many rows as all sets together."""
     train_file: Path | None = None
     """As data.train_file. Set exactly one of train_file and dataset_name."""
     validation_file: Path | None = None

@@ -37,7 +37,7 @@ class PushConfig(ConfigSection):
     private: bool = False
     """Upload to a private repository only."""
     checkpoints: bool = False
-    """Also upload each model that is the best so far, in the background while training continues."""
+    """Also upload each new best model, in the background while training continues."""
 
     @field_validator("repo")
     @classmethod
@@ -102,10 +102,10 @@ class TrainingConfig(ConfigSection):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Compute dtype. Shards, gradient reduction and optimizer steps stay in fp32; fp16 scales the loss."""
     messages: Literal["bf16", "fp8"] | None = None
-    """What trainable weights and their gradients are rounded to while they travel between ranks, for slow networks:
-    bf16 (0.5 of fp32's bytes), fp8 (0.26), null: nothing. Inexact: every rank computes with rounded weights. Shards,
-    sums and the saved model are not rounded; rows of tables at home, and what is as narrow already, travel as they
-    are."""
+    """Format that trainable weights and their gradients are rounded to between ranks, for slow networks: bf16 (0.5 of
+    fp32's bytes), fp8 (0.26), null: no rounding. Inexact: every rank computes with rounded weights. Shards, sums and
+    the saved model are not rounded. Rows of tables at home, and numbers that are no wider already, are sent
+    unchanged."""
     allow_fp16: bool = False
     """Allow fp16 for a model whose activations are known to overflow in it, such as T5."""
     gradient_checkpointing: bool = False
@@ -149,8 +149,8 @@ class TrainingConfig(ConfigSection):
         return value
 
     push_to_hub: PushConfig | None = None
-    """Upload the finished run's model and card, without texts of rows, with the token of HF_TOKEN or of `hf auth
-    login`: owner/name, or a mapping with repo, private, checkpoints. A failed upload is reported and fails nothing."""
+    """Upload the finished run's model and card, without texts of rows, with the token from HF_TOKEN or of `hf auth
+    login`: owner/name, or a mapping with repo, private, checkpoints. A failed upload is only reported."""
 
     @field_validator("push_to_hub", mode="before")
     @classmethod
@@ -186,7 +186,7 @@ class TrainingConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _take_back(cls, values: Any) -> Any:
-        """Let null on the command line remove an option that the run file sets for another optimizer."""
+        """Allow null on the command line to remove an option that the run file sets for another optimizer."""
         if not isinstance(values, Mapping):
             return values
         options = {name for names in _NOT_OF_OPTIMIZER.values() for name in names}
@@ -221,7 +221,7 @@ class TrainingConfig(ConfigSection):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out options that the optimizer does not use: a recorded run would be refused when it is read again."""
+        """Drop options that the optimizer does not use: otherwise a recorded run would be refused when read again."""
         unused = _NOT_OF_OPTIMIZER.get(self.optimizer, ())
         return {name: value for name, value in handler(self).items() if name not in unused}
 
@@ -229,8 +229,7 @@ class TrainingConfig(ConfigSection):
     def _pushes_the_best_so_far(self) -> Self:
         if self.push_to_hub is not None and self.push_to_hub.checkpoints and self.eval_strategy == "no":
             raise ValueError(
-                "push_to_hub.checkpoints uploads each model that is the best so far, which needs evaluations; "
-                "got eval_strategy: no"
+                "push_to_hub.checkpoints uploads each new best model, which needs evaluations; got eval_strategy: no"
             )
         return self
 

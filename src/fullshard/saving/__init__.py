@@ -1,6 +1,6 @@
-"""Saving and loading of models, optimizers and runs: where engine, optim and storage meet."""
+"""Saving and loading of models, optimizers and runs; combines engine, optim and storage."""
 
-# Not fullshard.saving.dcp: torch's checkpoint module takes a quarter of the import time (1.5 of 5.3 s).
+# fullshard.saving.dcp is left out: torch's checkpoint module takes a quarter of the import time (1.5 of 5.3 s).
 from fullshard.saving.adapted import AdaptedWeights as AdaptedWeights
 from fullshard.saving.checkpoints import Checkpoints as Checkpoints
 from fullshard.saving.described import SaveReport as SaveReport

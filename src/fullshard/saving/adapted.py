@@ -1,4 +1,4 @@
-"""Weights for a model with a peft adapter: the base model's read from files by shards, the adapter's from memory."""
+"""Weights for a model with a peft adapter: the base model's from files by shards, the adapter's from memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AdaptedWeights:
     """Weight source for ``fully_shard(peft_model, weights=AdaptedWeights(Pretrained(path), values))``, one per rank."""
 
     def __init__(self, base: Pretrained, values: Mapping[str, torch.Tensor]) -> None:
-        """Keep the adapter's values for the life of this object.
+        """Keep the adapter's values as long as this object exists.
 
         ``base`` has the tensor names of the model without an adapter. ``values`` have those of peft's model; they are
         the same on every rank. Copies of base layers that are trained are read from ``base`` if they are not among
@@ -50,7 +50,7 @@ class AdaptedWeights:
         for one in wanted:
             if one.names[0] in self._values:
                 continue
-            # A copy begins as the layer that it is of, which other layers may be tied to.
+            # A copy begins with the values of the layer that it copies, to which other layers may be tied.
             original = COPY.sub(".original_module.", one.names[0])
             # peft may register the input embedding a second time, outside of the model.
             inside = [name.removeprefix(prefix) for name in names_of[original] if name.startswith(prefix)]
@@ -65,7 +65,7 @@ class AdaptedWeights:
         """Compute DoRA's magnitudes, the norms of the weights as training sees them; every rank, before sharding.
 
         Each rank reads the weights of some layers, one at a time, and quantises and dequantises those that will be
-        quantised. Magnitudes that have values, as those of a trained adapter, stay.
+        quantised. Magnitudes that already have values, such as a trained adapter's, are kept.
 
         Args:
             model: peft's model on the meta device, with the adapter on the CPU.
@@ -86,7 +86,7 @@ class AdaptedWeights:
             self._values[name].copy_(found[name])
 
     def _magnitudes(self, model: Any, names: list[str]) -> dict[str, torch.Tensor]:
-        """Return the magnitudes of these names."""
+        """Return the magnitudes with these names."""
         layers, wanted = magnitude_layers(model), wanted_tensors(model)
         reader = self.open(model, wanted)
         name_of = {id(layer): path for path, layer in model.named_modules()}

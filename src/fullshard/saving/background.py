@@ -14,11 +14,11 @@ from fullshard.errors import CheckpointError
 T = TypeVar("T")
 
 JOIN_SECONDS = 10.0
-"""How long a writer that gives up waits for its thread to delete what it has written."""
+"""Seconds that an abandoned writer waits for its thread to delete what it has written."""
 
 
 class _GivenUpError(Exception):
-    """The caller failed and no longer needs what the thread writes."""
+    """Raised in the thread when the caller has failed and no longer needs what it writes."""
 
 
 class BackgroundWriter(Generic[T]):
@@ -55,7 +55,7 @@ class BackgroundWriter(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the thread; after an error, including Ctrl-C, have it stop and delete what it has written."""
+        """Wait for the thread; after an error, including Ctrl-C, make it stop and delete what it has written."""
         self._given_up = kind is not None
         self.end()
         self._thread.join(JOIN_SECONDS)
@@ -94,7 +94,7 @@ class BackgroundWriter(Generic[T]):
         return str(self.failure) if known else f"Rank 0 could not write the model: {self.failure!r}."
 
     def _run(self) -> None:
-        """Write items until the end; the thread's function."""
+        """Write items until the end; runs in the thread."""
         try:
             with self._opened as write:
                 while True:

@@ -59,10 +59,10 @@ from fullshard.storage import (
 _log = logging.getLogger("fullshard")
 
 _LOST_SECONDS = 1.0
-"""Time for a background save to end after a rank was lost, which may have written its part before."""
+"""Seconds for a background save to end after a rank was lost, which may have written its part before."""
 
 _REPORT_SECONDS = 10.0
-"""How often a wait for a save reports its progress."""
+"""Interval at which a wait for a save reports its progress, in seconds."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -106,9 +106,9 @@ class Checkpoints:
                 which did not save it, are compared as the later ones are, or as set here.
             timeout_s: Longest time that one save may take, in seconds.
             in_memory: Steps from one :meth:`snapshot` to the next, or ``"auto"``: as often as costs 1 % of the time.
-                None: none are taken. Without a launcher that restarts the ranks, and in the last attempt that it
-                starts on one machine, none are taken either. Frozen parameters are in them: only the script knows
-                whether it would make the same ones again.
+                None: none are taken. Nor are they without a launcher that restarts the ranks, and in the last attempt
+                that it starts on one machine. Frozen parameters are included: only the script knows whether it would
+                make the same ones again.
 
         Raises:
             CheckpointError: Another run writes to the directory, the file system refused, or a number is too small; on
@@ -164,15 +164,15 @@ class Checkpoints:
             self.close()
             return
         save = self._save
-        # Also if one Ctrl-C follows another. Once the lock is free the next run may start: from then on nothing may be
-        # written or committed.
+        # Also if one Ctrl-C follows another. Once the lock is free the next run may start, so nothing may be written or
+        # committed after that.
         with ExitStack() as stack:
             stack.callback(self._release)
             if save is not None:
                 stack.callback(save.poll, JOIN_SECONDS)
                 stack.callback(save.cancel)
                 if isinstance(error, Exception):
-                    # The other ranks' writers go on too: most often it ends. Not if one of them is lost.
+                    # The other ranks' writers continue too, so usually the save completes. Not if one of them is lost.
                     save.poll(_LOST_SECONDS if getattr(error, "transient", False) else JOIN_SECONDS)
 
     def save(  # noqa: PLR0913 (what is saved, and its description)
@@ -208,7 +208,7 @@ class Checkpoints:
             average: The moving average of the model's weights to save too; None: none is.
             assets: Called on rank 0 with a directory inside the checkpoint, to write small files into; None: a Hugging
                 Face model's configuration is written, which ``fullshard export`` needs in addition to the tensors.
-            base: The model that frozen parameters were read from: they are not saved, and a model that is to load the
+            base: The model that frozen parameters were read from: they are not saved, and a model that loads the
                 checkpoint must have read them from there too; None: they are saved.
 
         Returns:
@@ -243,9 +243,9 @@ class Checkpoints:
         assets: Callable[[Path], None] | None = None,
         base: Base | None = None,
     ) -> Place:
-        """Save the checkpoint that the snapshots of another number of ranks make, and return it; every rank calls it.
+        """Save the snapshots of another number of ranks as a checkpoint, and return it; every rank calls it.
 
-        The model is sharded over the ranks that are there; ``assets``, ``base`` and errors are those of :meth:`save`.
+        The model is sharded over the current ranks; ``assets``, ``base`` and errors are those of :meth:`save`.
         """
         self.wait()
         was, frozen = others.described, base is None
@@ -271,7 +271,7 @@ class Checkpoints:
         the newest snapshot. The arguments are those of :meth:`save`; ``values`` are this rank's own.
 
         Returns:
-            Whether it was due, the same on every rank; never where :class:`Checkpoints` says that none are taken.
+            True if it was due, the same on every rank; False if :class:`Checkpoints` says that none are taken.
         """
         if self.in_memory is None:
             return False
@@ -281,7 +281,7 @@ class Checkpoints:
         )
 
     def wait(self) -> SaveReport | None:
-        """Return when the last save is committed; every rank calls it. Logs the progress every ten seconds.
+        """Wait until the last save is committed; every rank calls it. Logs the progress every ten seconds.
 
         Returns:
             The committed checkpoint; None if there was no save, or it was reported before.
@@ -311,7 +311,7 @@ class Checkpoints:
                 )
 
         problems = [problem for problem in await_all(self.ranks, save.poll, report) if problem]
-        self._save = None  # not before: what is raised while it is under way leaves it to __exit__
+        self._save = None  # only now: if anything is raised while it is under way, __exit__ takes care of it
         if problems:
             # A thread that is stuck in the disk may continue later: it must commit nothing, and the next save must not
             # reuse the buffers it reads.
@@ -341,7 +341,7 @@ class Checkpoints:
         """Return the checkpoint that was saved last, as rank 0 sees it; None if there is none. Every rank calls it.
 
         Raises:
-            CheckpointError: It is damaged, or a damaged one may be it; on every rank, with the same text.
+            CheckpointError: It is damaged, or a damaged one may be newer; on every rank, with the same text.
         """
         return self._newest(previous=False)
 
@@ -352,7 +352,7 @@ class Checkpoints:
             if self.ranks.rank != 0:
                 return None
             found = survey(self.directory, parse_newest=True)
-            if previous and (found.complete or in_memory):  # else it would start over, and nobody would know
+            if previous and (found.complete or in_memory):  # otherwise the run would silently start over
                 found = self._go_back(found)
             return found.newest()
 
@@ -374,10 +374,10 @@ class Checkpoints:
     def best(self) -> Place | None:
         """Return the complete checkpoint with the best metric, among equal ones the newest; every rank calls it.
 
-        Whether greater is better was saved with the metrics; if that changed, those saved as the newest are compared.
+        The saved direction of the metric is used; if it has changed, only checkpoints with the newest's are compared.
 
         Raises:
-            CheckpointError: It is damaged, or a damaged one may be it; on every rank, with the same text.
+            CheckpointError: It is damaged, or a damaged one may be better; on every rank, with the same text.
         """
 
         def judge() -> Place | None:
@@ -397,9 +397,9 @@ class Checkpoints:
     ) -> Restored | None:
         """Load a checkpoint of any world size and strategy; every rank calls it.
 
-        With ``in_memory``, an attempt after the first takes the newest snapshot if it is of a later step than the
-        newest complete checkpoint, and passes over damaged ones. Rank 0 says which, in one line. Snapshots of another
-        number of ranks, where those of all are left, are first saved as a checkpoint.
+        With ``in_memory``, an attempt after the first loads the newest snapshot if its step is later than that of the
+        newest complete checkpoint, and passes over damaged ones. Rank 0 logs which it is. Complete snapshots of another
+        number of ranks are first saved as a checkpoint.
 
         Args:
             model: The sharded model; its shards and persistent buffers are filled in place.
@@ -471,7 +471,7 @@ class Checkpoints:
         *,
         of_ranks: int | None = None,
     ) -> SaveJob:
-        """Check and describe what this rank writes; ``of_ranks``: the state is of so many other ranks.
+        """Check and describe what this rank writes; ``of_ranks``: the number of ranks that the state comes from.
 
         Raises:
             CheckpointError: The state cannot be saved as it is.
@@ -483,7 +483,7 @@ class Checkpoints:
             plan.pieces.append(Piece(rng_name(self.ranks.rank), tuple(rng.shape), 0, rng))
         else:
             index = replace(index, world_size=of_ranks)
-        # Not in the background, the writer thread reads the shards themselves: wait for the streams that write them.
+        # In the foreground, the writer thread reads the shards themselves: wait for the streams that write them.
         ready = device_of(self.ranks.device).copy_to_host([])
         self._saves += 1
         return SaveJob(

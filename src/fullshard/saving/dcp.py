@@ -175,7 +175,7 @@ class _Saved:
         state: The checkpoint's key of each value of the optimizer's state, by parameter name and the state's key.
         groups: The checkpoint's key of each option of the optimizer's groups, by the group's number and the option.
         unknown: Keys of everything else.
-        metadata: What DCP itself reads the files by.
+        metadata: The metadata by which DCP itself reads the files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -208,7 +208,7 @@ class _Saved:
                     self.unknown.append(key)
 
     def optimizer_values(self) -> dict[str, Any]:
-        """Return placeholders for everything of the optimizer but the tensors of its state, by key.
+        """Return placeholders for all values of the optimizer except the tensors of its state, by key.
 
         Raises:
             CheckpointError: There is no optimizer's state, or not as a name, a key and a value.
@@ -239,7 +239,7 @@ class _Saved:
         Args:
             plan: What is read.
             own: The parameters that the optimizer steps on this rank.
-            values: What :meth:`optimizer_values` returned, filled.
+            values: The filled placeholders of :meth:`optimizer_values`.
 
         Raises:
             CheckpointError: Parameters, groups or shapes do not fit.
@@ -256,7 +256,7 @@ class _Saved:
 
 
 def _held(model: nn.Module) -> list[LocalTensor]:
-    """Return what this rank holds of the model, each tensor with all names that torch's ``state_dict`` has it under."""
+    """Return this rank's part of the model, each tensor with all its names in torch's ``state_dict``."""
     names = _names(model)
     return [replace(one, aliases=tuple(names.get(one.name, ())[1:])) for one in local_tensors(model)]
 

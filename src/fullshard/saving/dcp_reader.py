@@ -1,4 +1,4 @@
-"""Reading torch's distributed checkpoints (DCP) without running code that their files name.
+"""Reader of torch's distributed checkpoints (DCP) that runs no code named in their files.
 
 torch reads ``.metadata`` by :mod:`pickle` and values other than tensors by ``torch.load(weights_only=False)``: both
 call any function that a file names. Here the metadata is unpickled into records of our own, only the names that torch's
@@ -54,7 +54,7 @@ _PLAIN = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): Ordered
 
 
 class _Record:
-    """What the file says of an object: the name of its class, the arguments of a call, and its state."""
+    """An object in the file: the name of its class, the arguments of a call, and its state."""
 
     name = ""
 
@@ -68,7 +68,7 @@ class _Record:
         """Return its state, a dict.
 
         Raises:
-            ValueError: It is of another class, or its state is no dict.
+            ValueError: It is of another class, or its state is not a dict.
         """
         state = getattr(self, "state", None)
         if self.name != name or not isinstance(state, dict):
@@ -77,7 +77,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows only what torch's writer writes."""
+    """Unpickler that knows only the names that torch's writer writes."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -85,7 +85,7 @@ class _Unpickler(pickle.Unpickler):
         self._records = {key: type(key[1], (_Record,), {"name": key[1]}) for key in _RECORDS}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name.
+        """Return the record or value for a name.
 
         Raises:
             UnpicklingError: torch's writer does not write this name.
@@ -124,7 +124,7 @@ _LENGTHS = {code[0]: struct.Struct(form) for code, form in _SIZED.items()}
 
 
 def _require_known_opcodes(content: bytes) -> None:
-    """Raise unless a pickle has only opcodes that the writer needs (protocol 4).
+    """Check that a pickle has only the opcodes that the writer needs (protocol 4).
 
     Others can fill the memory: a put into slot 2^31 of the memo takes 34 GB, from a file of 20 bytes.
 
@@ -153,7 +153,7 @@ def read_metadata(path: Path) -> Metadata:
         path: The checkpoint's directory.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or it names anything else than torch's writer writes.
+        CheckpointError: There is none, it is damaged, or it names anything that torch's writer does not write.
     """
     try:
         content = read_bounded(path / MARKER, _BYTES)
@@ -174,7 +174,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _metadata(record: Any) -> Metadata:
-    """Make torch's object of what was unpickled, field by field.
+    """Build torch's object from the unpickled records, field by field.
 
     Raises:
         ValueError, TypeError, KeyError, AttributeError: It is not of this form.
@@ -219,7 +219,7 @@ def _index(record: Any) -> MetadataIndex:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a chunk or value is, as torch's reader expects it."""
+    """Location of a chunk or value, as torch's reader expects it."""
 
     relative_path: str
     offset: int
@@ -255,7 +255,7 @@ def _path_of(place: Any) -> tuple[str | int, ...]:
 
 
 class DcpReader(FileSystemReader):
-    """torch's reader, with metadata that was read before: torch would unpickle it, on each rank and for each load."""
+    """torch's reader, with metadata read before: torch would unpickle it, on each rank and for each load."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         """Read the files next to the metadata of ``path``."""
@@ -268,7 +268,7 @@ class DcpReader(FileSystemReader):
 
 
 class DcpPlanner(DefaultLoadPlanner):
-    """torch's planner for a flat state, by the keys of the checkpoint; it loads no Python objects but plain ones."""
+    """torch's planner for a flat state, by the keys of the checkpoint; it loads only plain Python objects."""
 
     def __init__(self, path: Path) -> None:
         """Name ``path`` in messages."""

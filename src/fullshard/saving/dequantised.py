@@ -1,4 +1,4 @@
-"""Dequantises a quantised model while it is streamed: files have ``weight`` where the model has codes and scales."""
+"""Dequantises a quantised model while it is streamed: files get ``weight`` in place of codes and scales."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _Layer:
 
 
 class Dequantised:
-    """The quantised layers of a model that is written as if it were not quantised."""
+    """The quantised layers of a model that is written in its unquantised form."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Find them; any rank."""
+        """Find the quantised layers; any rank."""
         self._layers: dict[str, _Layer] = {}
         self._scales: dict[str, torch.Tensor] = {}
         for path, module in model.named_modules():
@@ -42,9 +42,9 @@ class Dequantised:
         return found
 
     def collect(self, model: nn.Module, limit_bytes: int) -> None:
-        """Bring the scales, complete, to rank 0, which keeps them; every rank calls it.
+        """Gather the complete scales on rank 0, which keeps them; every rank calls it.
 
-        They are 1/31 of the codes with double quantisation, else 1/8.
+        Their size is 1/31 of the codes with double quantisation, otherwise 1/8.
         """
         if not self._layers:
             return
@@ -56,7 +56,7 @@ class Dequantised:
                     held[start : start + flat.numel()].copy_(flat)
 
     def run(self, run: Run) -> Run:
-        """Return a streamed run of codes as the run of weights that it stands for; others unchanged; rank 0."""
+        """Return a streamed run of codes as the run of weights that it encodes; others unchanged; rank 0."""
         name, start, flat = run
         layer = self._layers.get(name)
         if layer is None:

@@ -1,4 +1,4 @@
-"""What is checked before a training state is saved, and what describes it."""
+"""Checks before a training state is saved, and its description."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class SaveReport:
     step: int  # optimizer steps taken
     nbytes: int  # bytes of tensors that this rank wrote
     seconds: float  # from the start of the save to its commit; on ranks other than 0 to the end of their own file
-    stall_seconds: float  # how long ``save`` and ``wait`` kept this rank from training
+    stall_seconds: float  # time during which ``save`` and ``wait`` blocked training on this rank
 
 
 def require_between_steps(ranks: Mesh, model: nn.Module, step: int) -> None:
-    """Raise unless the model is between two steps, and on these ranks; no communication.
+    """Check that the model is between two steps and on these ranks; no communication.
 
     Raises:
         CheckpointError: The state cannot be saved as it is.
@@ -84,7 +84,7 @@ def index_of(
 
 
 def require_shared(job: SaveJob) -> None:
-    """Raise unless this rank sees the directory that rank 0 made."""
+    """Check that this rank sees the directory that rank 0 made."""
     if not job.temporary.is_dir():
         raise CheckpointError(
             f"Rank {job.rank} does not see {job.temporary}, which rank 0 made. All ranks write checkpoints and need a "
@@ -106,12 +106,12 @@ def begin_files(job: SaveJob, lock: Lock | None, assets: Callable[[Path], None])
 
 
 def write_others(ranks: Mesh, job: SaveJob, plans: Mapping[int, SavePlan]) -> None:
-    """Write the files of other ranks, and make the checkpoint; every rank calls it.
+    """Write the files of other ranks and complete the checkpoint; every rank calls it.
 
     Args:
-        ranks: The ranks that are there.
+        ranks: The current ranks.
         job: The save, described for all of them.
-        plans: What each file has that this rank writes.
+        plans: The content of each file that this rank writes.
 
     Raises:
         CheckpointError: The file system refused; on every rank.

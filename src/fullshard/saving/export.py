@@ -1,4 +1,4 @@
-"""Export of a sharded checkpoint to a Hugging Face or peft directory, in one process, a few megabytes at a time."""
+"""Export of a sharded checkpoint to a Hugging Face or peft directory, in one process with little memory."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def _parts(
         raise CheckpointError("The checkpoint has no tensors of a model.")
     if options.base is not None and (base is None or lora != "merge"):
         raise ConfigError(
-            "--base is for merging an adapter into a quantised base model, which the checkpoint names: "
+            "--base applies to merging an adapter into a quantised base model that the checkpoint names: "
             + ("add --merge." if base is not None else "this checkpoint has all its weights. Leave it out.")
         )
     if not holds_adapter(tensors):

@@ -1,4 +1,4 @@
-"""A sharded model as a Hugging Face directory, streamed through one rank a few megabytes at a time."""
+"""Writing a sharded model as a Hugging Face directory, streamed through one rank a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fullshard.saving.lora import adapter_names
 from fullshard.storage import ADAPTER_NAME, SafetensorsWriter, TensorSpec, WeightsWriter, atomic_directory, parse_size
 
 _STREAM_BYTES = RUNS_BYTES * 3 // 4
-"""Size of the stream's buffers; the rest is left for casts."""
+"""Size of the stream's buffers; the remainder is for casts."""
 
 _WAITING = 2
 """Steps that may be waiting or being written while the next one is gathered."""
@@ -83,7 +83,7 @@ def save(
 
 
 def write_assets(model: Any, directory: Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None) -> None:
-    """Write what ``from_pretrained`` needs besides weights: configuration, generation settings, tokenizer; on one rank.
+    """Write the files that ``from_pretrained`` needs besides weights: configuration, generation settings, tokenizer.
 
     For a model with peft adapters these are the base model's configuration and ``adapter_config.json``.
 
@@ -99,7 +99,7 @@ def write_assets(model: Any, directory: Path, *, tokenizer: Any = None, dtype: t
     if hasattr(getattr(model, "config", None), "save_pretrained"):
         kept = (one.dtype for one in saved_tensors(model) if one.is_parameter and one.dtype.is_floating_point)
         dtype = dtype or next(kept, None)
-        # What save_pretrained records; in a copy, because training continues with the model's own configuration.
+        # As save_pretrained records it, but in a copy, because training continues with the model's own configuration.
         config = copy.deepcopy(model.config)
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         config.architectures = [type(base).__name__]
@@ -126,7 +126,7 @@ def _adapters(model: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Content:
-    """Full tensors that a save writes to files, unlike the pieces of a checkpoint."""
+    """The full tensors that a save writes, unlike the pieces of a checkpoint."""
 
     dequantised: Dequantised  # quantised layers, which are written as plain ones
     specs: dict[str, TensorSpec]  # the stored tensor by its first name in the model, a tied one once
@@ -142,9 +142,9 @@ class _Content:
 
 
 def stream_start(model: nn.Module, steps: int) -> None:
-    """Stream the first ``steps`` steps of a full save to rank 0, which writes nothing: for plans; every rank calls it.
+    """Stream the first ``steps`` steps of a full save to rank 0 and write nothing, for plans; every rank calls it.
 
-    All buffers are there from the first step on.
+    All buffers exist from the first step on.
     """
     for _ in islice(_runs(model, _content(model, None, parse_size("50GB"))), steps):
         pass
@@ -155,12 +155,12 @@ def _runs(model: nn.Module, content: _Content) -> Iterator[list[Run]]:
 
 
 def _content(model: Any, dtype: torch.dtype | str | None, max_file_bytes: int) -> _Content:
-    """Return what a save writes; every rank calls it, as scales of quantised weights are brought to rank 0."""
+    """Return what a save writes; every rank calls it, because scales of quantised weights are gathered on rank 0."""
     name = dtype_name(dtype)
     wanted: torch.dtype | None = None if name is None else getattr(torch, name)
 
     dequantised = Dequantised(model)
-    saved = dequantised.tensors(saved_tensors(model))  # by the name that is streamed
+    saved = dequantised.tensors(saved_tensors(model))  # by the streamed name
     names = {name: tensor.names[0] for name, tensor in saved.items()}
     adapters = _adapters(model)
     if adapters:

@@ -24,7 +24,7 @@ StateDict = dict[str, Any]
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Sequence[int] | None = None) -> StateDict:
-    """Return the state that the optimizer of the unsharded model would have, on rank 0; every rank calls it.
+    """Return the state of the unsharded model's optimizer on rank 0; every rank calls it.
 
     ``optimizer_class(unsharded.parameters()).load_state_dict`` accepts it, and so does :func:`load_optimizer_state` on
     any number of ranks. Tensors of the parameters' shape are gathered one lane at a time, others one by one; other
@@ -42,7 +42,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Stepping, *, groups: Seque
         CPU; ``{}`` on other ranks.
 
     Raises:
-        CheckpointError: It is unknown what part of the unsharded state a tensor is, a parameter is not the model's, or
+        CheckpointError: A tensor's part of the unsharded state is unknown, a parameter is not the model's, or
             ranks step different parameters; on every rank, with the same text.
     """
     require_one_state(model)
@@ -140,18 +140,18 @@ class StatesOfAll:
         """Exchange descriptions of the state of ``own``, this rank's parameters; every rank calls it.
 
         Raises:
-            CheckpointError: It is unknown what part of the unsharded state a tensor is; on every rank.
+            CheckpointError: A tensor's part of the unsharded state is unknown; on every rank.
         """
         self.model, self.mesh = model, mesh_of(model)
         self.own = {one.local.name: one for one in own}
         self._locals = {local.name: local for local in local_tensors(model) if local.param is not None}
         mine = together(self.mesh, lambda: {one.local.name: _described(one) for one in own if holds_rows(one.param)})
         found: dict[str, StateDict] = {}
-        # By name and key, the elements that each of the ranks that share the parameter contributes.
+        # By name and key, the elements contributed by each of the ranks that share the parameter.
         self._runs: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
         for of_rank in self.mesh.all_gather_object(mine):
             for name, (rank, state, runs) in of_rank.items():
-                if state:  # a rank without elements of a parameter has no state of it
+                if state:  # only ranks with elements of a parameter have its state
                     found.setdefault(name, state)
                 for key, run in runs.items():
                     self._runs.setdefault((name, key), {})[rank] = run
@@ -172,7 +172,7 @@ class StatesOfAll:
             wanted = {name: one.dtype for name, one in described.items() if one.by_element}
             held = {name: one.state[key] for name, one in self.own.items() if name in wanted and key in one.state}
             for name, tensor in held.items():
-                if not hasattr(self.own[name].param, "shard_meta"):  # it is replicated on every rank
+                if not hasattr(self.own[name].param, "shard_meta"):  # replicated on every rank
                     state[name][key] = copied(tensor)
             for lane in gathered(self.model, held, wanted, rank0_only=rank0_only):
                 for name, tensor in lane.items():
@@ -186,7 +186,7 @@ class StatesOfAll:
     def _gather_runs(self, name: str, key: str, described: Described, *, rank0_only: bool) -> torch.Tensor | None:
         """Gather a full tensor of state from the runs of the ranks that share the parameter ``name``."""
         local = self._locals[name]
-        if rank0_only and local.replica > 0:  # replicas hold the same
+        if rank0_only and local.replica > 0:  # another replica sends the same values
             return None
         comm = comm_of(cast("nn.Parameter", local.param))
         runs = self._runs[name, key]
@@ -223,7 +223,7 @@ def _described(one: Stepped) -> tuple[int, StateDict, dict[str, tuple[int, int]]
         elements that this rank contributes, by key.
 
     Raises:
-        CheckpointError: It is unknown what part of the unsharded state a tensor is.
+        CheckpointError: A tensor's part of the unsharded state is unknown.
     """
     meta = meta_of(one.param)
     state: StateDict = {}

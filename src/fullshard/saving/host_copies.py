@@ -1,4 +1,4 @@
-"""Copies of what a rank saves in host memory, so that training may change it while a thread writes."""
+"""Copies in host memory of the state that a rank saves, so that training may change it while a thread writes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fullshard.storage import Piece, SaveJob
 
 
 class HostCopies:
-    """Host memory of one rank, kept between saves."""
+    """Host memory of one rank, reused between saves."""
 
     def __init__(self, ranks: Mesh) -> None:
-        """Hold nothing yet."""
+        """Start without memory."""
         self._ranks = ranks
         self._host: dict[int, torch.Tensor] = {}
 
     def take(self, job: SaveJob) -> SaveJob:
-        """Return the job with copies of its pieces; every rank calls it."""
+        """Return the job with its pieces copied; every rank calls it."""
         pairs = together(self._ranks, lambda: self.pairs(job.plan.pieces))
         ready = device_of(self._ranks.device).copy_to_host(pairs)
         hosts = (host for host, _ in pairs)
@@ -32,7 +32,7 @@ class HostCopies:
         self._host = {}
 
     def pairs(self, pieces: Sequence[Piece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return host memory for each piece, and the piece's own; the same as last time where it fits. Any rank."""
+        """Return host memory for each piece, paired with the piece's own; the last save's if it fits. Any rank."""
         device, pinned = device_of(self._ranks.device), self._ranks.device.type == "cuda"
         pairs, used = [], {}
         for number, piece in enumerate(pieces):

@@ -27,7 +27,7 @@ class LoadPlan:
 
     Attributes:
         pieces: Runs to read, each under the tensor's name in the source, into training's own memory where it fits.
-        constants: Runs to read and compare, each with the optimizer's tensor that is kept in its place.
+        constants: Runs to read and compare, each with the optimizer's tensor that is kept instead.
         loaded: New state and hyperparameters of each of the optimizer's parameters, for ``load_parameter_states``.
     """
 
@@ -44,10 +44,10 @@ class LoadPlan:
         """Add this rank's runs of the model's parameters and buffers.
 
         Args:
-            held: What this rank holds of the model.
+            held: This rank's part of the model.
             stored: The model's tensors in the source, by their name in the model; a tied one under any of its names.
-            source: What they are read from, for messages.
-            base: Whose frozen weights are not stored: the model has read them from its files; None: all are stored.
+            source: Description of the source, for messages.
+            base: Base model whose frozen weights are not stored but read from its files; None: all are stored.
 
         Raises:
             CheckpointError: Names or shapes do not match the model's.
@@ -69,7 +69,7 @@ class LoadPlan:
             name = next((name for name in names if name in left), None)
             left.difference_update(names)
             if name is None and prod(local.shape) == 0:
-                continue  # a tensor without elements is not written
+                continue  # tensors without elements are not written
             if name is None:
                 missing.append(local.name)
             elif stored[name].shape != local.shape:
@@ -113,7 +113,7 @@ class LoadPlan:
         kinds = {key: specs[key].dtype if key in specs else value for key, value in saved.items()}
         constants = one.require_same_kind(options, kinds)
         if not holds_rows(one.param):
-            # A rank without elements of a parameter does not count its steps: a loaded count would differ for good.
+            # A rank without elements of a parameter does not count its steps: a loaded count would differ permanently.
             return dict(one.state)
         state = dict(saved)
         for key, spec in specs.items():

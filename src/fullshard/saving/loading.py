@@ -46,7 +46,7 @@ class Restored:
         world_size: Number of ranks that wrote it.
         values: The ``values`` that ``save`` was given.
         metric: The ``metric`` that ``save`` was given.
-        rng_restored: Whether each rank's random state was set; it is not at another world size.
+        rng_restored: Whether each rank's random state was set; not at another world size.
     """
 
     path: Place
@@ -108,7 +108,7 @@ def load_checkpoint(
 
 
 class _Unread(CheckpointReader):
-    """A reader of a checkpoint whose files are not there: it takes the memory that reading takes."""
+    """A reader of a checkpoint without files, which allocates the memory that reading takes."""
 
     def _file(self, name: str) -> Any:
         return None
@@ -118,10 +118,10 @@ class _Unread(CheckpointReader):
 
 
 def resume_unread(model: nn.Module, optimizer: Stepping) -> Callable[[], None]:
-    """Return a function that takes the memory of a resume and reads nothing: for plans, on any rank, alone.
+    """Return a function that allocates the memory of a resume without reading, for plans; any rank.
 
-    Gradients and the optimizer's state are dropped at once: a run that resumes has none. The checkpoint is one of this
-    state that another number of ranks has written, so that blocks are cut.
+    Gradients and the optimizer's state are dropped first, because a run that resumes has none. The assumed checkpoint
+    was written by another number of ranks, so that blocks are cut.
     """
     held = local_tensors(model)
     entries = {MODEL + local.name: (local.shape, local.tensor.dtype) for local in held}
@@ -162,7 +162,7 @@ class _Target:
     def __init__(
         self, model: nn.Module, optimizer: Stepping | None, index: Index, average: ExponentialMovingAverage | None
     ) -> None:
-        """Plan what is read; nothing changes yet.
+        """Plan what will be read; changes nothing yet.
 
         Raises:
             CheckpointError: Names or shapes do not fit, or the optimizer's state or the average of the weights is to be
@@ -186,7 +186,7 @@ class _Target:
             self._add_average(average, held)
 
     def compare(self, reader: CheckpointReader) -> None:
-        """Read and compare what the optimizer keeps; on every rank before anything is read into place.
+        """Read and compare the optimizer's constants; called on every rank before anything is read into place.
 
         Raises:
             CheckpointError: The values differ from this optimizer's, or the file is damaged.
@@ -211,7 +211,7 @@ class _Target:
     def _gradient(self, local: LocalTensor, param: nn.Parameter) -> torch.Tensor | None:
         if GRADIENT + local.name not in self._specs:
             return None
-        gradient = torch.empty_like(rows_of(param))  # a rank without rows has one too, as after backward
+        gradient = torch.empty_like(rows_of(param))  # also on a rank without rows, as after backward
         if holds_rows(param):
             self.plan.pieces.append(Piece(GRADIENT + local.name, local.shape, local.start, gradient.view(-1)))
         return gradient
@@ -251,7 +251,7 @@ class _Target:
 
 
 def _as_saved(local: LocalTensor, index: Index) -> LocalTensor:
-    """Return the same tensor, with the name that the checkpoint has it under as its first name."""
+    """Return the same tensor with its name in the checkpoint as its first name."""
     names = (local.name, *local.aliases)
     name = next((name for name in names if MODEL + name in index.tensors), local.name)
     return replace(local, name=name, aliases=tuple(other for other in names if other != name))

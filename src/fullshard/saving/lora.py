@@ -1,4 +1,4 @@
-"""peft's tensor names: which tensors of a model are its adapter, and how LoRA factors merge into the base model.
+"""peft's tensor names: which tensors of a model are its adapter's, and how LoRA factors merge into the base model.
 
 A layer of ``base_model.model.decoder.q`` with LoRA is stored as ``decoder.q.base_layer.weight`` and
 ``decoder.q.lora_A.default.weight``, ``decoder.q.lora_B.default.weight``; an embedding as ``lora_embedding_A.default``;
@@ -41,7 +41,7 @@ _HARMLESS = frozenset((
     "runtime_config", "target_modules", "task_type", "use_rslora",
 ))
 # fmt: on
-"""Settings with which merging is W + scaling * B @ A; any other that is set changes the merged weight."""
+"""Settings with which merging is W + scaling * B @ A; any other that is set would change the merged weight."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class ExportedTensor:
 
     name: str  # its name in the exported files
     source: str  # its name in the checkpoint
-    update: LowRank | None = None  # the update that is added to it; None: none
+    update: LowRank | None = None  # the update to add to it; None: none
 
 
 def holds_adapter(names: Iterable[str]) -> bool:
-    """Return whether any of a model's tensors has a name that peft gives to an adapter's."""
+    """Return True if any of a model's tensors has a name that peft gives to an adapter's."""
     return any(_VECTORS.fullmatch(name) or _PROMPT.fullmatch(name) or _is_factor(name) for name in names)
 
 
@@ -179,7 +179,7 @@ def merged_updates(
             the remedy.
     """
     _require_one_adapter(tensors, config)
-    # A weight is complete when it is merged here, so that the norms of its rows can be computed.
+    # Here a weight is merged as one piece, so that the norms of its rows can be computed.
     _require_plain_lora({name: value for name, value in config.items() if name != "use_dora"})
     magnitudes = _magnitudes(tensors)
     updates = {}
@@ -197,10 +197,10 @@ def merged_updates(
 
 
 def trained_copies(tensors: Mapping[str, TensorEntry], model_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tensor that replaces each one of the base model that was trained in full, by its name there.
+    """Return the fully trained tensor for each tensor of the base model that it replaces, by its name there.
 
     Raises:
-        CheckpointError: Others are tied to it.
+        CheckpointError: Other tensors are tied to it.
     """
     found = {
         f"{m['module']}.{m['end']}".removeprefix(_PREFIX): name for name in tensors if (m := _SAVED.fullmatch(name))
@@ -262,7 +262,7 @@ def _with_magnitude(module: str, update: LowRank, name: str, tensors: Mapping[st
     rows = tensors[update.left.removeprefix(MODEL)].shape[0]
     if update.transposed or tensors[name].shape != (rows,):
         raise CheckpointError(
-            f"{module}: only of linear layers DoRA is merged here, with a magnitude for each of {rows} rows; found "
+            f"{module}: DoRA is merged here only for linear layers, with a magnitude for each of {rows} rows; found "
             f"{tensors[name].shape}. {_REMEDY}"
         )
     return replace(update, magnitude=MODEL + name)
@@ -326,7 +326,7 @@ def _scaling(module: str, rank: int, config: Mapping[str, Any]) -> float:
 
 
 def _require_untied(name: str, entry: TensorEntry, model_config: Mapping[str, Any]) -> None:
-    """Refuse a trained embedding whose weight the head shares: merging would change the head too."""
+    """Refuse a trained embedding that shares its weight with the head: merging would change the head too."""
     vocab_size = model_config.get("vocab_size")
     tied = vocab_size is not None and model_config.get("tie_word_embeddings", True)
     if tied and len(entry.shape) == 2 and entry.shape[0] == vocab_size:

@@ -1,7 +1,7 @@
-"""A merged model of a checkpoint that has the adapter alone: its base is read, and quantised as it was in the run.
+"""Merging a checkpoint that holds only an adapter: its base model is read, and quantised as it was in the run.
 
-The base model's files are read a weight at a time. A weight that was quantised is quantised and dequantised again, so
-that the adapter is added to the numbers it was trained over; others are as they are in the files.
+The base model's files are read one weight at a time. A weight that was quantised is quantised and dequantised again,
+so that the adapter is added to the numbers it was trained on; other weights are used as stored.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OverBase:
         return TensorEntry(str(found.dtype).removeprefix("torch."), tuple(found.shape), ())
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor of the files, flattened; floating ones that change in float32, dequantised if they were."""
+        """Return a tensor of the files, flattened: in float32 if it is changed, and dequantised if it was quantised."""
         found = self.files.tensors[name]
         changes = name in self.quantised or name in self.updates
         values = torch.empty(torch.Size(found.shape).numel(), dtype=torch.float32 if changes else found.dtype)
@@ -69,7 +69,7 @@ class OverBase:
 
 
 class _Names:
-    """Stored names of the base model's tensors, which may lack the model's prefix or have one more."""
+    """Stored names of the base model's tensors, which may lack the model's prefix or have an additional one."""
 
     def __init__(self, files: WeightFiles) -> None:
         self._path, self._stored = files.path, files.tensors
@@ -85,7 +85,7 @@ class _Names:
 
 
 def _open(base: Base, moved: Path | None) -> WeightFiles:
-    """Open the base model's files, if they are what the run read."""
+    """Open the base model's files if they are those that the run read."""
     directory = moved or Path(base.directory)
     remedy = "Give the directory where that model is now (--base DIR), or export with --adapter."
     require_base(directory, base.facts, "The checkpoint, which has the adapter alone,", remedy)

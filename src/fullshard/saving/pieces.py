@@ -1,4 +1,4 @@
-"""Model, optimizer, gradients and average as pieces of named tensors: the part that each rank writes."""
+"""The training state as pieces of named tensors: model, optimizer, gradients and average; each rank writes a part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UPDATES = "averaged"
 """Name of the number of updates of the weights' average."""
 
 _SPLIT_NUMEL = 1 << 14
-"""Elements from which on the ranks that hold copies of a tensor write a share each."""
+"""Size from which on the ranks that hold copies of a tensor each write a share, in elements."""
 
 
 @on_rows
@@ -76,8 +76,8 @@ def plan_save(
 
 
 def _share(local: LocalTensor, numel: int) -> tuple[int, int]:
-    """Return which of ``numel`` elements this rank writes: all, or its share where other ranks hold copies of them."""
-    # A buffer's values may differ between ranks (running statistics): shares of each would be a patchwork of no rank's.
+    """Return which of ``numel`` elements this rank writes: all, or its share if other ranks hold copies of them."""
+    # Buffers may differ between ranks (running statistics): shares of each would combine into no rank's buffer.
     if local.replicas > 1 and (local.param is None or numel < _SPLIT_NUMEL):
         return (0, numel) if local.replica == 0 else (0, 0)
     return numel * local.replica // local.replicas, numel * (local.replica + 1) // local.replicas

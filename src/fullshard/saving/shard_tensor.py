@@ -32,7 +32,7 @@ _ABOUT = frozenset(
         "stride",
     }
 )
-"""Functions of the full tensor that are allowed; any other would read memory that is not there."""
+"""Functions of the full tensor that are allowed; any other would read memory that does not exist."""
 
 _PICKLED = (
     "A state dict with ShardTensors is pickled (torch.save): the file holds this rank's part only. Each rank must "
@@ -48,7 +48,7 @@ _FILLS = frozenset({"fill_", "zero_"})
 
 
 class _Ranks:
-    """The ranks that share a tensor; a copy of the tensor has the same."""
+    """The ranks that share a tensor; copies of the tensor share it."""
 
     def __init__(self, comm: Comm | None) -> None:
         self.comm = comm
@@ -59,7 +59,7 @@ class _Ranks:
 
 
 class _Described:
-    """What a DTensor says of its ranks, where :meth:`describe` was told."""
+    """The attributes by which a DTensor describes its ranks, if :meth:`describe` set them."""
 
     _ranks: _Ranks
 
@@ -68,14 +68,14 @@ class _Described:
         self._ranks.described = {"device_mesh": device_mesh, "placements": placements}
 
     def __getattr__(self, name: str) -> Any:
-        """Return one of the two; without them there is no such attribute."""
+        """Return one of the two; before :meth:`describe` there is no such attribute."""
         if name in ("device_mesh", "placements") and name in self._ranks.described:
             return self._ranks.described[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
 
 
 class ShardTensor(_Described, torch.Tensor):
-    """A tensor of the full shape, without its memory, that describes to DCP which part of it this rank holds.
+    """A tensor of the full shape without its memory, which describes to DCP the part that this rank holds.
 
     A shard is a run of rows or elements, uneven over ranks, which torch's DTensor cannot express. DCP asks any tensor
     with three certain methods which boxes of the full tensor it holds, and writes and reads the memory of ``flat``.
@@ -102,7 +102,7 @@ class ShardTensor(_Described, torch.Tensor):
         written: tuple[int, int] | None = None,
         comm: Comm | None = None,
     ) -> ShardTensor:
-        """Make one of the elements ``flat``, (numel,), from element ``start`` on, of a full tensor of ``shape``.
+        """Create one from the elements ``flat``, (numel,), starting at element ``start`` of a full tensor of ``shape``.
 
         All elements are written, or the run ``written``. A run that does not begin where ``flat`` does must end where
         it ends: DCP identifies boxes by where they begin.
@@ -119,7 +119,7 @@ class ShardTensor(_Described, torch.Tensor):
         return self._ranks.comm
 
     def elements(self, name: str, held: tuple[int, int], comm: Comm | None = None) -> torch.Tensor:
-        """Return ``flat`` if it is what this rank, of ``comm``, holds of ``name``: those from ``held[0]`` on.
+        """Return ``flat`` if it is what this rank, of ``comm``, holds of ``name``: elements from ``held[0]`` on.
 
         Raises:
             ShardingError: It is another rank's part, or from another number of ranks.
@@ -258,7 +258,7 @@ class UnsplitTensor(_Described, torch.Tensor):
 
     @staticmethod
     def of(full: torch.Tensor, comm: Comm) -> UnsplitTensor:
-        """Return ``full`` as one that the ranks of ``comm`` share."""
+        """Return ``full`` as a tensor shared by the ranks of ``comm``."""
         made = full.as_subclass(UnsplitTensor)
         made._ranks = _Ranks(comm)
         return made
@@ -326,5 +326,5 @@ def part_or_full(
 
 
 def state_as_part(part: StatePart, value: torch.Tensor, comm: Comm | None = None) -> torch.Tensor:
-    """Return the same as :func:`part_or_full` for a rank's part of a tensor of optimizer state."""
+    """Like :func:`part_or_full`, for a rank's part of a tensor of optimizer state."""
     return part_or_full(part.shape, part.held[0], rows_of(value).view(-1), part.written, comm)

@@ -1,6 +1,6 @@
-"""A rank's training state as plain tensors and numbers, exactly as it holds it: for the same rank of a later attempt.
+"""A rank's training state as plain tensors and numbers, exactly as it holds it, for the same rank of a later attempt.
 
-Unlike a checkpoint it is never cut anew, so each rank writes and reads all it holds, replicas too, without the others.
+Unlike a checkpoint it is never cut anew: each rank writes and reads all that it holds, replicas included, alone.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fullshard.storage import Piece, SavePlan
 RNG = "rng"
 
 _RNG_BYTES = 1 << 15
-"""The random state is padded to a multiple: its text has more or fewer digits each time, and a file of another length
-would be mapped anew."""
+"""The random state is padded to a multiple of this: its text varies in length, and a file of another length would
+have to be mapped again."""
 
 
 class InMemory:
-    """The snapshots of a run's training state in the memory of its machines; every rank has one.
+    """The snapshots of a run's training state in the memory of its machines; every rank has one object.
 
     Attributes:
-        attempt: The number of this attempt, from 0.
+        attempt: Number of this attempt, from 0.
     """
 
     def __init__(self, ranks: Mesh, keep: KeepDirectory, every: Every) -> None:
@@ -45,27 +45,27 @@ class InMemory:
         self._keep = keep
         self._snapshots = Snapshots(ranks, keep, every)
         self._made: list[int] | None = None
-        self._frozen: list[int] | None = None  # checksums in place of frozen parameters; None: these are kept
+        self._frozen: list[int] | None = None  # checksums that replace frozen parameters; None: these are kept
 
     @property
     def every(self) -> int:
-        """Steps from one snapshot to the next, at present."""
+        """Current number of steps from one snapshot to the next."""
         return self._snapshots.every
 
     @property
     def costs(self) -> list[float]:
-        """Seconds of training that each snapshot has cost this rank so far, the last one's not."""
+        """Seconds of training that each snapshot so far has cost this rank, without the last one."""
         return self._snapshots.costs
 
     def begun(self) -> int:
-        """Return on how many ranks the run began, if an earlier attempt passed its start on some machine, else 0.
+        """Return the number of ranks that the run began on, if an earlier attempt passed its start somewhere, else 0.
 
         Every rank calls it.
         """
         return max(self._ranks.all_gather_object(self._keep.begun()))
 
     def mark_begun(self, ranks: int) -> None:
-        """Note that this attempt has passed its start, of a run that began on ``ranks`` ranks; every rank calls it.
+        """Record that this attempt of a run that began on ``ranks`` ranks has passed its start; every rank calls it.
 
         Raises:
             OSError: The file system refused.
@@ -73,24 +73,24 @@ class InMemory:
         self._keep.mark_begun(ranks)
 
     def note_made(self, model: nn.Module) -> None:
-        """Note the frozen parameters as files or seeds made them, before a checkpoint is loaded; any rank, alone."""
+        """Record the frozen parameters as made from files or seeds, before a checkpoint is loaded; any rank."""
         self._made = frozen_sums(model) if any(not param.requires_grad for param in model.parameters()) else None
 
     def leave_out_made(self, model: nn.Module) -> None:
-        """Leave frozen parameters out of the snapshots if they are as noted; every rank calls it before the first step.
+        """Leave frozen parameters out of snapshots if they are as recorded; every rank calls it before the first step.
 
         A later attempt makes them the same way. It compares their checksums before it continues.
         """
-        # All ranks do or none does: other ranks make one checkpoint of the snapshots of all.
+        # All ranks or none: snapshots of all ranks may be made into one checkpoint for other ranks.
         same = self._made is not None and frozen_sums(model) == self._made
         self._frozen = self._made if all(self._ranks.all_gather_object(same)) else None
 
     def due(self, step: int) -> bool:
-        """Return whether a snapshot follows a step; the same on every rank, without communication."""
+        """Return True if a snapshot follows a step; the same on every rank, without communication."""
         return self._snapshots.due(step)
 
     def tick(self) -> None:
-        """Note that a step is over, for the time that one takes; every rank calls it after each step."""
+        """Record the end of a step, to measure the time of steps; every rank calls it after each step."""
         self._snapshots.tick()
 
     def take(
@@ -112,7 +112,7 @@ class InMemory:
             average: The moving average of the model's weights; None: none is saved.
 
         Returns:
-            Whether one is taken; not after a failure, which was said.
+            True if a snapshot is taken; False after a failure, which was reported.
         """
 
         def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -126,7 +126,7 @@ class InMemory:
         return self._snapshots.newest()
 
     def of_other_ranks(self) -> OfOtherRanks | None:
-        """Return the newest snapshots of another number of ranks that are here complete; every rank calls it."""
+        """Return the newest complete snapshots of another number of ranks; every rank calls it."""
         found = self._snapshots.of_other_ranks()
         if found is None:
             return None
@@ -145,7 +145,7 @@ class InMemory:
         optimizer: Stepping | None,
         average: ExponentialMovingAverage | None = None,
     ) -> Restored:
-        """Load what :meth:`newest` returned; every rank calls it.
+        """Load the result of :meth:`newest`; every rank calls it.
 
         Raises:
             CheckpointError: It is of another model or optimizer; on every rank, with the same text.
@@ -157,7 +157,7 @@ class InMemory:
         return Restored(*where, described.values, None, rng_restored=True)
 
     def wait(self) -> None:
-        """Return when this rank's last snapshot is complete."""
+        """Wait until this rank's last snapshot is complete."""
         self._snapshots.wait()
 
 
@@ -177,10 +177,10 @@ def take(
     *,
     cut: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return this rank's state: flat views of the memory that training uses, and what JSON holds; no communication.
+    """Return this rank's state: flat views of the memory that training uses, and plain values; no communication.
 
-    ``frozen`` are the checksums that stand for frozen parameters; None: the parameters themselves are in the state.
-    With ``cut`` what this rank would write to a checkpoint is noted, for :func:`checkpoint_plan`.
+    ``frozen`` are the checksums that replace frozen parameters; None: the parameters themselves are in the state.
+    With ``cut``, what this rank would write to a checkpoint is recorded too, for :func:`checkpoint_plans`.
 
     Raises:
         CheckpointError: The optimizer has parameters of another model, or state that no file holds.
@@ -214,7 +214,7 @@ def take(
 
 
 def _noted(piece: Piece, tensor: torch.Tensor) -> list[Any]:
-    """Return where a piece of a checkpoint is in the tensor of the same name in a snapshot."""
+    """Return where a piece of a checkpoint lies in the snapshot's tensor of the same name."""
     offset = (piece.tensor.data_ptr() - tensor.data_ptr()) // tensor.itemsize
     if piece.tensor.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         offset = piece.start  # each call flattens a buffer that is not contiguous into new memory; it is never cut
@@ -222,12 +222,12 @@ def _noted(piece: Piece, tensor: torch.Tensor) -> list[Any]:
 
 
 def checkpoint_plans(others: OfOtherRanks, model: nn.Module, *, frozen: bool) -> dict[int, SavePlan]:
-    """Return what is written of a checkpoint that is made of the snapshots of other ranks; no communication.
+    """Return the plans for a checkpoint made from the snapshots of other ranks; no communication.
 
     Args:
         others: The snapshots that this rank passes on.
-        model: Sharded over the ranks that are there; frozen parameters that snapshots leave out are taken from it.
-        frozen: Whether the checkpoint has frozen parameters.
+        model: Sharded over the current ranks; it provides frozen parameters that snapshots leave out.
+        frozen: True if the checkpoint has frozen parameters.
 
     Returns:
         A plan for each rank whose snapshot this one passes on.
@@ -257,7 +257,7 @@ def put_back(
     tensors: Mapping[str, torch.Tensor],
     plain: Mapping[str, Any],
 ) -> None:
-    """Give the model, the optimizer and the average the state that :func:`take` returned; no communication.
+    """Restore the result of :func:`take` in the model, the optimizer and the average; no communication.
 
     Raises:
         CheckpointError: It is of another model or optimizer; nothing has changed.

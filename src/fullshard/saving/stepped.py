@@ -1,4 +1,4 @@
-"""The parameters that an optimizer steps, each with what this rank holds of it and its optimizer state."""
+"""The parameters that an optimizer steps, each with this rank's part of it and its optimizer state."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NOT_OPTIONS = ("params", "param_names")
 class Stepped:
     """One parameter that an optimizer steps."""
 
-    local: LocalTensor  # what this rank holds of the parameter
+    local: LocalTensor  # this rank's part of the parameter
     param: nn.Parameter  # the Parameter
     state: dict[str, Any]  # its current state, the optimizer's own dict
     group: dict[str, Any]  # its group, the optimizer's own dict
-    optimizer: Stepping | None  # the optimizer; None where only a state dict is at hand
+    optimizer: Stepping | None  # the optimizer; None if only a state dict is available
 
     def saved_name(self, known: Mapping[str, Any]) -> str:
         """Return the first of the parameter's names that is ``known``, or its first name if none is."""
@@ -87,12 +87,12 @@ def stepped(held: Sequence[LocalTensor], optimizer: Stepping) -> list[Stepped]:
 
 
 def by_parameter(held: Sequence[LocalTensor]) -> dict[int, LocalTensor]:
-    """Return what this rank holds of each parameter, by the ``id`` of the Parameter that optimizers see."""
+    """Return this rank's part of each parameter, by the ``id`` of the Parameter that optimizers see."""
     return {id(local.param): local for local in held if local.param is not None}
 
 
 def local_of(by_param: Mapping[int, LocalTensor], param: nn.Parameter) -> LocalTensor:
-    """Look up an optimizer's parameter in what :func:`by_parameter` returned.
+    """Look up an optimizer's parameter in the result of :func:`by_parameter`.
 
     Raises:
         CheckpointError: The parameter is not the model's.

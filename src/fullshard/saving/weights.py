@@ -134,7 +134,7 @@ def load(model: nn.Module, path: str | Path) -> None:
 
 @dataclass
 class _Fit:
-    """Match between stored tensors and a model's."""
+    """The match between stored tensors and a model's."""
 
     found: dict[str, str] = field(default_factory=dict)  # the stored name of each of the model's names that was found
     missing: list[str] = field(default_factory=list)  # the model's names that are not stored
@@ -221,7 +221,7 @@ def _ignored_names(model: nn.Module) -> re.Pattern[str]:
     for path, module in model.named_modules():
         owner = path.rpartition(".")[2]
         for key in module._non_persistent_buffers_set:
-            # Old checkpoints have them in every layer, though the model has one for all.
+            # Old checkpoints store them in every layer, although the model has only one for all.
             computed.add(rf"(^|\.){re.escape(f'{owner}.{key}' if owner else key)}$")
     return _any_of([*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *sorted(computed)])
 

@@ -154,7 +154,7 @@ class ThreadComm:
 
 
 def _initialisers() -> dict[ModuleType, dict[str, Any]]:
-    """Return by name what the modules of ``torch.nn`` have of the functions of ``torch.nn.init``."""
+    """Return the functions of ``torch.nn.init`` that modules of ``torch.nn`` refer to, by name."""
     names = {name for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")}
     modules = [module for name, module in sys.modules.items() if name.startswith("torch.nn.") and module is not None]
     return {module: {name: one for name, one in vars(module).items() if name in names} for module in modules}
@@ -193,13 +193,13 @@ def run_ranks(size: int, work: Callable[[ThreadComm], T], *, timeout_s: float = 
         thread.start()
     for thread in threads:
         thread.join()
-    # transformers replaces these while it builds a model and then puts back what it found: of two ranks that build at
-    # once, the second finds the replacements, and leaves them for ever.
+    # transformers replaces these while it builds a model, then restores what it found. If two ranks build at once, the
+    # second finds the replacements and would leave them forever.
     for module, functions in initialisers.items():
         vars(module).update(functions)
     for part in (world, *world.parts.values()):
         if part.size > 1:
-            part.meeting.abort()  # a shard that is used after the ranks' end raises, and does not wait for them
+            part.meeting.abort()  # a shard used after the ranks' end raises instead of waiting for them
     if failures:
         first = next((error for _, error in failures if "another rank failed" not in str(error)), failures[0][1])
         raise first

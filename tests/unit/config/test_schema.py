@@ -82,8 +82,8 @@ def test_a_delimiter_is_one_character_of_csv_files(run_file, tmp_path):
     for overrides, problem in (
         (["data.delimiter=|"], "must be one character .* got ''"),
         (["data.delimiter=';;'"], "must be one character .* got ';;'"),
-        ([jsonl, "data.validation_file=null", "data.delimiter=;"], "applies to CSV files, and rows.jsonl is none"),
-        (["data.format=tsv", "data.delimiter=;"], "applies to CSV files, and format is tsv"),
+        ([jsonl, "data.validation_file=null", "data.delimiter=;"], "applies to CSV files; rows.jsonl is not one"),
+        (["data.format=tsv", "data.delimiter=;"], "applies to CSV files, but format is tsv"),
         (["data={dataset_name: rows/of, delimiter: ;}"], "delimiter need.? train_file"),
     ):
         with pytest.raises(ConfigError, match=problem):

@@ -396,7 +396,7 @@ def test_blocks_that_were_sharded_before_the_root_are_filled_with_it(tmp_path):
 def test_a_list_of_modules_takes_no_weights(tmp_path):
     def work(comm):
         model = TinyLM()
-        with pytest.raises(ConfigError, match="pass it where you shard the model itself"):
+        with pytest.raises(ConfigError, match="pass it when you shard the model itself"):
             fully_shard(list(model.blocks), comm, weights=Pretrained(tmp_path))
 
     run_ranks(1, work)
