@@ -1,4 +1,4 @@
-"""Training: assemble a run, take its steps, evaluate, save; sinks receive reports of it."""
+"""Training: assembles a run, takes its steps, evaluates, saves, and reports to sinks."""
 
 from fullshard.train.reporting.reports import (
     CheckpointReport as CheckpointReport,

@@ -1,4 +1,4 @@
-"""What a run does around its steps, without memory or files: evaluation, text, saving, resuming; for its plan."""
+"""The phases of a run around its steps, without memory or files: evaluation, text, saving, resuming; for its plan."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.quantization import describe_quantization
 
 _FULL_SAVE_STEPS = 16
-"""Steps of a full save that are planned; its buffers are there from the first one on."""
+"""Steps of a full save that are planned; all its buffers exist from the first one on."""
 
 _TOKENS = 3
-"""Tokens whose memory says that of all later ones: caches grow by equal bytes, and masks by the square at most."""
+"""Tokens whose memory determines that of all later ones: caches grow linearly, and masks at most quadratically."""
 
 
 def assumed() -> float:
-    """Return what a step reads of numbers that a plan does not know.
+    """Return the assumed value of a number that a plan does not know.
 
     In backward a fused loss reads whether its gradients have their factor already: they have, by the factor that it
     expects. Elsewhere fp16 reads whether anything overflowed: nothing has, so that the step is not skipped.
@@ -51,7 +51,7 @@ class AroundSteps:
     """What a run does before, between and after its steps, as one rank whose tensors have no memory."""
 
     def __init__(self, config: RunConfig, data: Prepared, held_out: HeldOutBatches | None, *, several: bool) -> None:
-        """Do nothing yet.
+        """Store the run's data.
 
         Args:
             config: The run's settings.
@@ -64,7 +64,7 @@ class AroundSteps:
         self._writes = _Writing(GenerationSpec.of(config))
 
     def phases(self, model: Any, optimizer: Any, comm: Comm) -> Mapping[str, Callable[[Meter], None]]:
-        """Return what is planned after the steps of ``model``, by the name of the phase."""
+        """Return the phases to plan after the steps of ``model``, by name."""
         held_out, causal = self._held_out, self._data.causal
 
         @torch.no_grad()
@@ -94,7 +94,7 @@ class AroundSteps:
         return {**found, "saving": save, "resuming": resume}
 
     def host(self, model: Any, optimizer: Any, comm: Comm) -> Mapping[str, Callable[[], int]]:
-        """Return functions that say what the host keeps for ``model`` besides, by kind."""
+        """Return functions for the bytes that the host additionally keeps for ``model``, by kind."""
 
         def copies() -> int:
             pairs = HostCopies(mesh_of(model)).pairs(self._pieces(model, optimizer, comm))
@@ -109,11 +109,11 @@ class AroundSteps:
         return {**({"checkpoint_copies": copies} if saves else {}), "snapshots": snapshots}
 
     def assumed(self) -> float:
-        """See :func:`assumed`; generation goes on until its limit."""
+        """See :func:`assumed`; generation continues to its limit."""
         return 1.0 if self._writes.asks_whether_it_goes_on else assumed()
 
     def _pieces(self, model: Any, optimizer: Any, comm: Comm) -> list[Piece]:
-        """Return what this rank writes of a checkpoint."""
+        """Return the pieces that this rank writes of a checkpoint."""
         plan = plan_save(model, optimizer, gradients=False, frozen=self._frozen)
         rng = rng_bytes(comm.device)
         return [*plan.pieces, Piece(rng_name(comm.rank), tuple(rng.shape), 0, rng)]
@@ -128,7 +128,7 @@ class HeldOutBatches:
 
 
 class _EnoughError(Exception):
-    """So many tokens were generated that the memory of all others is known."""
+    """Raised once enough tokens were generated to know the memory of all others."""
 
 
 class _Writing:
@@ -151,7 +151,7 @@ class _Writing:
                 self._tokens[-1].append(meter.live)
 
         meter.on_change = note
-        # A beam search asks whether it goes on, a greedy one whether all rows are finished.
+        # A beam search asks whether to continue, a greedy one whether all rows are finished.
         self.asks_whether_it_goes_on = self._spec.num_beams > 1
         try:
             generate(model, tokenizer, batch, self._spec)

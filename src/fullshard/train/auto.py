@@ -1,4 +1,4 @@
-"""``sharding: auto``: the fastest settings that fit, searched at the start of a run and alike on every rank."""
+"""``sharding: auto``: searches for the fastest settings that fit, at the start of a run and alike on every rank."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _CPU = Hardware(
     latency_s=1e-4,
     has_host=False,
 )
-"""About what a core of a server does; good enough to tell which of two settings computes or sends more."""
+"""Rough rates of a server's core; good enough to rank settings by what they compute and send."""
 
 
 def chosen_settings(
     load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None] = lambda line: None
 ) -> tuple[str, ...]:
-    """Return the overrides that ``sharding: auto`` stands for, none if it is not set; every rank calls it.
+    """Return the overrides that ``sharding: auto`` chooses; empty if it is not set. Every rank calls it.
 
-    Rank 0 searches, with the memory of the rank that has least. A run that resumes takes what it chose at its start.
+    Rank 0 searches with the smallest memory of all ranks. A resumed run keeps the choice of its start.
 
     Args:
         load: Reads the run file with further overrides.
@@ -71,7 +71,7 @@ def chosen_settings(
             return None
         before = _recorded(config, begun=begun)
         if before is not None:
-            tell(f"sharding: auto takes what this run chose at its start: {_text(before)}")
+            tell(f"sharding: auto keeps the choice of this run's start: {_text(before)}")
             return before
         device = _device(comm.device, min(shares, default=None))
         return _best(search(load, comm.size, device, data=data), device, tell)
@@ -81,7 +81,7 @@ def chosen_settings(
 
 
 def gpu_sheet(device: torch.device) -> Hardware | None:
-    """Return the data sheet of a GPU by its name; None on the CPU, and if there is none."""
+    """Return the data sheet of a GPU by its name; None on the CPU or if there is none."""
     if device.type != "cuda":
         return None
     called = torch.cuda.get_device_name(device).lower()
@@ -96,13 +96,11 @@ def _device(device: torch.device, free: int | None) -> Hardware:
             f"sharding: auto needs a data sheet, and there is none for {torch.cuda.get_device_name(device)}. Set what "
             "`fullshard plan RUN --gpu NAME --fit` prints for a GPU like it."
         )
-    if (
-        device.type == "cuda"
-    ):  # not run on a GPU yet; what is outside of tensors is there before it is asked what is free
+    if device.type == "cuda":  # not run on a GPU yet; memory outside of tensors is allocated before free memory is read
         return replace(sheet, memory_bytes=min(sheet.memory_bytes, (free or sheet.memory_bytes) + sheet.outside_bytes))
     if free is None:
         raise ConfigError(
-            "sharding: auto needs to know what memory is free, and this system does not say. Set sharding.strategy."
+            "sharding: auto needs the free memory, which this system does not report. Set sharding.strategy."
         )
     return replace(sheet, memory_bytes=free)
 
@@ -123,9 +121,9 @@ def _best(tried: list[Tried], device: Hardware, tell: Callable[[str], None]) -> 
 
 
 def _recorded(config: RunConfig, *, begun: bool) -> tuple[str, ...] | None:
-    """Return what the run in ``output_dir`` chose; None if it starts from scratch.
+    """Return the recorded choice of the run in ``output_dir``; None if it starts from scratch.
 
-    An attempt after one that has ``begun`` never does: with other settings the snapshots would not fit.
+    An attempt after one that has ``begun`` never starts from scratch: with other settings the snapshots would not fit.
     """
     path = Path(config.output_dir, RUN_NAME)
     if (config.resume == "never" and not begun) or not path.exists():
@@ -133,7 +131,7 @@ def _recorded(config: RunConfig, *, begun: bool) -> tuple[str, ...] | None:
     try:
         chosen = json.loads(path.read_text(encoding="utf-8"))["config"]["sharding"]["auto"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # whether its checkpoints can be resumed is said later
+        return None  # resuming reports later whether its checkpoints can be used
     return tuple(chosen) if isinstance(chosen, list) else None
 
 

@@ -1,4 +1,4 @@
-"""What a run's operators and collectives take on the machine at hand: the rates that a plan's time is made of."""
+"""Measurement of a run's operators and collectives on this machine, as rates for the time in a plan."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def measure_rates(
     world_size: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Rates:
-    """Return what was measured in steps of mean size; see :func:`fullshard.planner.measure_rates`.
+    """Measure rates in steps of mean size; see :func:`fullshard.planner.measure_rates`.
 
     Raises:
         ConfigError: The settings cannot be planned.
-        UserError: Those of training.
+        UserError: As for training.
     """
     refuse_unplanned(config)
     epoch = make_plan(config, data.train_set, world_size, causal=data.causal)

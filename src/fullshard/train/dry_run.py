@@ -1,4 +1,4 @@
-"""Dry run: how a run's model would be sharded over any number of ranks, without the ranks and without its memory."""
+"""Dry run: the sharding of a run's model over any number of ranks, without the ranks and without its memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedComm:
-    """Rank 0 of simulated ranks: all of them return what this one does, and collectives of tensors are refused."""
+    """Rank 0 of simulated ranks: others return what this one does, and collectives of tensors are refused."""
 
     def __init__(self, size: int) -> None:
         """Simulate ``size`` ranks on the meta device."""
@@ -41,7 +41,7 @@ class SimulatedComm:
         self.device = torch.device("meta")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the value of each rank: all have the same model, so the values are the same."""
+        """Return this rank's value for each rank: all have the same model, so the values are the same."""
         return [value] * self.size
 
     def split(self, groups: list[list[int]]) -> SimulatedComm:
@@ -49,10 +49,10 @@ class SimulatedComm:
         return SimulatedComm(len(groups[0]))
 
     def announce(self, what: str) -> None:
-        """Ignore: no collective follows."""
+        """Do nothing: no collective follows."""
 
     def barrier(self) -> None:
-        """Return: there is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def _refuse(self, *_args: object, **_kwargs: object) -> Work:
         """Raise: laying out a model needs no collective of tensors."""
@@ -89,7 +89,7 @@ def check_kind(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Facts about a run before its first step; ``str()`` is for people."""
+    """Facts about a run before its first step; ``str()`` formats them."""
 
     train_rows: int  # rows trained on
     validation_rows: int  # rows held out
@@ -134,7 +134,7 @@ def dry_run(config: RunConfig, world_size: int, progress: Progress = lambda what
     make_evaluation(config, data)
     tracker_sinks(config)
     if config.training.checkpoints_to is not None:
-        file_system(config.training.checkpoints_to)  # its package; the store itself is not asked
+        file_system(config.training.checkpoints_to)  # checks for its package; the store itself is not contacted
     model = _lay_out(config, data.tokenizer, world_size)
     table = units(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

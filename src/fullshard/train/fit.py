@@ -1,4 +1,4 @@
-"""The search for the fastest settings that fit: what a run file leaves open, without changing what is trained."""
+"""The search for the fastest settings that fit, among those that a run file leaves open and that train the same."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Tried:
     """One setting of the search.
 
     Attributes:
-        overrides: What to type after the run file's name.
+        overrides: Overrides to type after the run file's name.
         plan: Its plan; None if it cannot be planned.
-        why: Why it falls; empty if it fits.
+        why: Why it does not fit; empty if it does.
     """
 
     overrides: tuple[str, ...]
@@ -82,7 +82,7 @@ def search(
                 if last.plan is not None and _keeps_too_much(last.plan, device):
                     break  # settings of a rank do not change that
                 if not last.why and not _rows_of(last):
-                    break  # it fits with micro-batches as they are: the others are slower
+                    break  # it fits with the original micro-batches: smaller ones are slower
         if made.fits:
             break
     return made.ordered()
@@ -94,7 +94,7 @@ _OF_RANK = {"training.fused_cross_entropy": (False, True), "training.gradient_ch
 
 
 def _product(config: RunConfig, values: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Yield all values of the settings that are open, the fastest first."""
+    """Yield all combinations of the open settings, fastest first."""
     free = {name: options for name, options in values.items() if _is_open(config, name)}
     for chosen in product(*free.values()):
         yield dict(zip(free, chosen, strict=True))
@@ -113,7 +113,7 @@ class Search:
     def __init__(
         self, load: Load, data: Prepared, world_size: int, device: Hardware, tell: Callable[[Tried], None]
     ) -> None:
-        """Have tried nothing."""
+        """Start with nothing tried."""
         self._load, self._data, self._world_size, self._device = load, data, world_size, device
         self._tell = tell
         self._fullest: int | None = None
@@ -148,7 +148,7 @@ class Search:
         return row
 
     def ordered(self) -> list[Tried]:
-        """Return what was tried, the fastest that fits first, which is planned exactly; and those that fall."""
+        """Return the settings tried: the fastest that fits first, planned exactly; then those that do not fit."""
         found = sorted(self._tried, key=lambda tried: tried.step_s)
         for place, tried in enumerate(found):
             if not tried.why:
@@ -177,7 +177,7 @@ class Search:
 
 
 def _keeps_too_much(plan: RunPlan, device: Hardware) -> bool:
-    """Return whether what does not depend on the batch alone is too much."""
+    """Return True if the part that does not depend on the batch is already too large."""
     kept = replace(plan, phase_peaks={"kept": plan.parts["shards"] + plan.parts["optimizer_state"]})
     return not kept.fits(device.memory_bytes)
 

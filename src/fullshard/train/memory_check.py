@@ -31,12 +31,12 @@ from fullshard.train.setup.prepare import Prepared
 from fullshard.train.setup.resume import checkpoints_directory
 
 LIMIT_S = 4.5
-"""Seconds of processor time after which a start goes on without a plan."""
+"""Seconds of processor time after which a start continues without a plan."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """What the others are told about a rank."""
+    """The values that a rank sends to the others."""
 
     plan: RunPlan | str  # or why there is none
     free: dict[str, int]  # see :func:`~fullshard.comm.free_memory`
@@ -59,16 +59,16 @@ class _Checked:
     limit: int  # bytes that it may take
 
     def planned(self, load: Load, data: Prepared, comm: Comm) -> Planned:
-        # Once memory ran out although the plan fits, that another one fits says little.
+        # If memory ran out once although the plan fits, a later plan that fits means little.
         return Planned(self.values, self.table, lambda: _remedy_lines(_need(self, load, data, comm), verdicts=False))
 
 
 def check_memory(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) -> Planned | None:
     """Plan the run, each rank itself, and refuse it if ranks need more than there is; every rank calls it.
 
-    The peaks of tensors alone are compared with what is free, and with a machine's swap and caches: what the processes
-    hold already is not free. A plan that takes more than 4.5 s of processor time is given up. An
-    attempt after the loss of a rank takes what the one before found.
+    Only the peaks of tensors are compared with the free memory, including a machine's swap and caches; what the
+    processes already hold is not free. A plan that takes more than 4.5 s of processor time is abandoned. An attempt
+    after the loss of a rank takes the previous one's result.
 
     Args:
         load: Reads the run file with further overrides.
@@ -211,14 +211,14 @@ def _tried(load: Load, data: Prepared, comm: Comm, started: float, *, listed: bo
         return f"it took longer than {LIMIT_S} s; `fullshard plan` with the run file has no limit"
     except UserError as error:
         return str(error)
-    except Exception as error:  # whatever a plan cannot do, the run may
+    except Exception as error:  # a failing plan must not prevent a run that may work
         return f"{type(error).__name__} in the plan: {(str(error).splitlines() or [''])[0]}"
     finally:
         _return_memory()
 
 
 def _return_memory() -> None:
-    """Give the system back what planning took: one of t5-small left 220 MiB in the C library's heap."""
+    """Return the memory of planning to the system: a plan of t5-small left 220 MiB in the C library's heap."""
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
@@ -251,7 +251,7 @@ def _refusal(short: tuple[str, int, int], plan: RunPlan, need: Need) -> str:
     fullest = max(plan.phase_peaks, key=lambda phase: plan.bytes_in(phase, snapshots=False))
     lines += [f"Its fullest phase: {PHASE_LABELS[fullest]}, {format_bytes(plan.phase_peaks[fullest])}."]
     copies = plan.host.get("checkpoint_copies", 0)
-    lines += [f"Beside it there are copies of a checkpoint being saved: {format_bytes(copies)}."] if copies else []
+    lines += [f"In addition, copies of a checkpoint being saved take: {format_bytes(copies)}."] if copies else []
     return "\n".join([
         f"The run cannot fit, so it was not started: its ranks need {format_bytes(needed)} for tensors, and their "
         f"{pool.partition(':')[0]} has {format_bytes(there)} left.",
@@ -259,7 +259,7 @@ def _refusal(short: tuple[str, int, int], plan: RunPlan, need: Need) -> str:
         f"{format_bytes(plan.peak_bytes)}, it holds:",
         *lines,
         _remedy_lines(need, verdicts=True) or "No setting that was tried needs less: use more ranks.",
-        "--no-plan starts it nevertheless.",
+        "--no-plan starts it anyway.",
     ])  # fmt: skip
 
 
@@ -270,7 +270,7 @@ def _remedy_lines(need: Need, *, verdicts: bool) -> str:
 
 
 def _values(everyone: Sequence[_Rank], fullest: int) -> dict[str, Any]:
-    """Return the fullest rank's plan, and of each rank what the run's summary has of its memory."""
+    """Return the fullest rank's plan, and each rank's memory for the run's summary."""
     plans = [rank.plan for rank in everyone if not isinstance(rank.plan, str)]
     ranks = [
         {

@@ -144,10 +144,10 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
 
     Args:
         config: The run's settings.
-        data: What :func:`prepare_plan` returned for settings that read data alike, or :func:`prepare_length`.
+        data: Result of :func:`prepare_plan` for settings that read the same data, or of :func:`prepare_length`.
         world_size: Number of ranks.
         device: The GPU of each; None: CPU ranks.
-        rates: What was measured on the machine; gives the time instead of the GPU's data sheet.
+        rates: Measured rates of the machine; they give the time instead of the GPU's data sheet.
         roughly: Plan this rank only, with at most two micro-batches a step and a step less, and time only what fits;
             None: exactly.
         listed: See :func:`largest_steps`.
@@ -159,7 +159,7 @@ def plan_prepared(  # noqa: PLR0913 (each caller needs another part)
     config = for_device(config, gpu=device is not None)
     times = config.training.gradient_accumulation_steps
     most = times if roughly is None else min(times, 2)
-    # Packed or budgeted, the largest micro-batch may be any of its step.
+    # If packed or budgeted, any micro-batch of a step may be its largest.
     largest = [
         one[:most] if one[0] is one[-1] else one for one in largest_steps(config, data, world_size, listed=listed)
     ]
@@ -223,7 +223,7 @@ def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
     if config.model.path is None:
         model, weights = prepare_model(config, data.tokenizer).model, None
     else:
-        with real_tensors():  # whether peft computes an adapter's values from weights is read from them
+        with real_tensors():  # peft's values are read to find out whether it computes them from weights
             model, weights = outline_model(config, data.tokenizer), UnreadWeights()
     shard_model(model, config, comm, weights=weights)
     return model.train()
@@ -244,7 +244,7 @@ def _build(
     optimizer = make_optimizer(model, config)
     scaler = ShardedGradScaler(comm.device.type) if config.training.precision == "fp16" else None
     spec = step_spec(model, config, data)
-    each = chain(turns[:1] * first, turns)  # the optimizer's state is there from the second step on
+    each = chain(turns[:1] * first, turns)  # the optimizer's state exists from the second step on
 
     def step() -> None:
         # Late: otherwise it reads the loss and the norm, which a plan does not know.
@@ -292,9 +292,9 @@ def at_limits(data: Prepared) -> Prepared:
 def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed: bool = False) -> list[list[Batch]]:
     """Return the micro-batches of steps of which one needs at least as much as any of the run; any process, alone.
 
-    Of a number of rows that are padded: a step of micro-batches that none exceeds. Packed, or with a budget of tokens:
-    of all steps of the run those with the largest micro-batches by tokens and by attention, on each side, before a
-    micro-batch has left gradients and after; full steps last. ``listed``: of padded rows, too.
+    With padded rows: a step of micro-batches that none exceeds. If packed, or with a budget of tokens: of all steps
+    of the run, those with the largest micro-batches by tokens and by attention, on each side, before a micro-batch
+    has left gradients and after; full steps last. ``listed``: with padded rows, too.
     """
     training, data = config.training, at_limits(data)
     # A row of a set with a weight may come twice in a micro-batch, which the longest rows do not tell.
@@ -378,7 +378,7 @@ def longest_batch(config: RunConfig, data: Prepared) -> Batch:
 
 
 def _with_padding(batch: Batch) -> Batch:
-    """Return the batch with a last token that is padding, if it has several rows; any process, alone.
+    """Return the batch with a last token of padding, if it has several rows; any process.
 
     Rows of one length need no mask, and models then leave it out: a Llama's step was 4 % smaller than that of a batch
     with one token less.
@@ -404,7 +404,7 @@ def refuse_unplanned(config: RunConfig) -> None:
     """Raise if the plan would be wrong or impossible."""
     if config.training.torch_compile:
         raise ConfigError(
-            "A plan does not support training.torch_compile yet: compiled blocks allocate memory that it does not see. "
+            "A plan does not support training.torch_compile yet: it does not see the memory of compiled blocks. "
             "Plan the run without it."
         )
 

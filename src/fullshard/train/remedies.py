@@ -14,7 +14,7 @@ from fullshard.train.plan import RunPlan, plan_prepared
 from fullshard.train.setup.prepare import Prepared
 
 MOST = 3
-"""Remedies that are named."""
+"""Number of remedies to name."""
 
 SECONDS = 20.0
 """Time for all of their plans."""
@@ -24,7 +24,7 @@ SECONDS = 20.0
 class Remedy:
     """Settings that need less memory."""
 
-    overrides: tuple[str, ...]  # what to type after the run file's name
+    overrides: tuple[str, ...]  # overrides to type after the run file's name
     saved_bytes: int  # of what a rank needs
     fits: bool  # whether the rest fits
 
@@ -35,15 +35,15 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs, and what there is."""
+    """The needs of a run, and its limit."""
 
     load: Load  # reads the run file with further overrides
     data: Prepared
     world_size: int
     rank: int  # the rank that is planned
-    bytes_of: Callable[[RunPlan], int]  # what a plan's rank needs
-    before: int  # what it needs as the run is
-    limit: int  # what it may take
+    bytes_of: Callable[[RunPlan], int]  # bytes that a plan's rank needs
+    before: int  # bytes needed with the run's own settings
+    limit: int  # bytes that it may take
     device: Hardware | None = None
 
 

@@ -84,7 +84,7 @@ def test_a_run_that_resumes_takes_its_first_choice(run_file, tmp_path, monkeypat
     (tmp_path / "run.json").write_text(json.dumps(record))
     config, said = settings(run_file, 1 << 40, monkeypatch, f"output_dir={tmp_path}")
     assert config.sharding.strategy == "full_shard"
-    assert "takes what this run chose" in said[0]
+    assert "keeps the choice of this run" in said[0]
     config, _ = settings(run_file, 1 << 40, monkeypatch, f"output_dir={tmp_path}", "resume=never")
     assert config.sharding.strategy == "no_shard"
 
@@ -103,4 +103,4 @@ def test_a_later_attempt_of_a_run_that_began_anew_takes_its_first_choice(run_fil
     KeepDirectory.of(checkpoints_directory(load_run(run_file, changes))).mark_begun(2)
     config, said = settings(run_file, 1000, monkeypatch, *changes)
     assert config.sharding.strategy == "no_shard"
-    assert "takes what this run chose" in said[0]
+    assert "keeps the choice of this run" in said[0]

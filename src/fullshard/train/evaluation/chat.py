@@ -1,4 +1,4 @@
-"""A conversation with a trained model: each text is answered as ``fullshard predict`` would answer it."""
+"""A conversation with a trained model, which answers each text as ``fullshard predict`` would."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model wrote."""
+    """Answer of a model."""
 
     text: str  # without leading and trailing white space
-    prompt: str  # what it read, decoded from the token ids with special tokens
-    cut: bool  # whether turns or tokens were left out of the prompt, by data.max_source_length
+    prompt: str  # what the model read, decoded from the token ids with special tokens
+    cut: bool  # whether data.max_source_length removed turns or tokens from the prompt
 
 
 class Talk:
-    """A conversation, or texts that are answered on their own; one process, whose ranks are itself alone.
+    """A conversation, or texts that are answered independently; one process is the only rank.
 
-    A causal model whose tokenizer has a chat template gets the conversation so far in it, an encoder-decoder that was
-    trained on conversations gets it as its source. Any other model gets each text on its own.
+    A causal model whose tokenizer has a chat template gets the conversation so far, rendered by it. An encoder-decoder
+    trained on conversations gets it as its source. Any other model gets each text alone.
 
     Attributes:
-        remembers: Whether the model is given the conversation so far.
+        remembers: True if the model is given the conversation so far.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Talk:
         temperature: float = 0.0,
         conversations: bool = False,
     ) -> None:
-        """Begin without a turn.
+        """Start without turns.
 
         Args:
             model: The sharded model, in evaluation mode.
             tokenizer: The model's tokenizer.
             config: Lengths, prefix, separator, beams.
-            comm: The ranks it is sharded over: this process alone.
-            temperature: That tokens are drawn with; 0: the most likely ones are taken, as by ``predict``.
-            conversations: Whether the model was trained on conversations.
+            comm: The ranks it is sharded over: this process only.
+            temperature: Temperature of sampling; 0 takes the most likely tokens, as ``predict`` does.
+            conversations: True if the model was trained on conversations.
 
         Raises:
-            ConfigError: Tokens are drawn and beams are searched; or the separator would not be used.
+            ConfigError: Sampling is combined with beam search, or the separator would not be used.
         """
         require_right_text(model, batch_size=1)
         self._model, self._tokenizer, self._comm = model, tokenizer, comm
@@ -70,7 +70,7 @@ class Talk:
         self._generation = replace(GenerationSpec.of(config), temperature=temperature)
         if temperature > 0 and self._generation.num_beams > 1:
             raise ConfigError(
-                f"A temperature of {temperature:g} draws tokens, and a beam search of width "
+                f"A temperature of {temperature:g} samples tokens, which a beam search of width "
                 f"{self._generation.num_beams} does not. Set --num-beams 1, or leave out --temperature."
             )
         chats = uses_chat_template(tokenizer, self._tokens)
@@ -79,7 +79,7 @@ class Talk:
 
     @property
     def streams(self) -> bool:
-        """True if text comes as it is written; of a beam search it is known at the end."""
+        """True if text can be shown as it is generated; the text of a beam search is known only at its end."""
         return self._generation.num_beams == 1
 
     def reset(self) -> None:
@@ -89,12 +89,12 @@ class Talk:
     def answer(
         self, text: str, write: Callable[[str], None] | None = None, stopped: Callable[[], bool] = lambda: False
     ) -> Answer:
-        """Answer a text, and remember both.
+        """Answer a text, and append both to the conversation.
 
         Args:
             text: The user's turn, or a source.
-            write: Receives parts of the answer as they are written, special tokens left out.
-            stopped: Asked after each token; once true, the answer ends with that token.
+            write: Receives parts of the answer as they are generated, without special tokens.
+            stopped: Called after each token; if it returns True, the answer ends with that token.
 
         Raises:
             DataError: A limit leaves no room for the text, or the chat template fails. The text is forgotten.
@@ -122,18 +122,18 @@ class Talk:
 
 
 class _Stop(StoppingCriteria):
-    """Ends an answer where the user wants it to end."""
+    """Ends an answer when the user asks for it."""
 
     def __init__(self, stopped: Callable[[], bool]) -> None:
         self._stopped = stopped
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> Any:
-        """Return (rows,) bool, whether each row ends here."""
+        """Return (rows,) bool, True for each row that ends here."""
         return torch.full((input_ids.shape[0],), self._stopped(), dtype=torch.bool, device=input_ids.device)
 
 
 class _Parts(TextStreamer):
-    """Hands on the text of tokens as soon as later ones cannot change it."""
+    """Passes on the text of tokens once later ones cannot change it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ class _Parts(TextStreamer):
         self._begun = False
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: FBT001, FBT002 (transformers' own)
-        """Hand on a part; the answer begins with its first character that is not white space."""
+        """Pass on a part of the answer, without white space at its beginning."""
         text = text if self._begun else text.lstrip()
         if text:
             self._begun = True

@@ -57,7 +57,7 @@ class EvaluationSpec:
     baselines: Mapping[str, Baseline]  # baseline of each metric that has one
     sets: Mapping[str, EvaluationSpec] = field(
         default_factory=dict
-    )  # the same of each set of a mixture; empty: one set
+    )  # the baselines of each set of a mixture; empty: one set
 
     @property
     def metric(self) -> Metric:
@@ -116,9 +116,9 @@ def evaluate(
     epoch: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvaluationReport:
-    """Measure loss and metrics on all held-out rows; every rank calls it.
+    """Measure loss and metrics on all held-out rows. Every rank calls it.
 
-    The model is in evaluation mode meanwhile and draws no random numbers, so evaluating does not change training. Text
+    During it, the model is in evaluation mode and draws no random numbers, so evaluating does not change training. Text
     is generated only if a metric needs it.
 
     Args:
@@ -128,8 +128,8 @@ def evaluate(
         comm: The ranks the model is sharded over.
         step: Steps trained so far, for the report.
         epoch: Epochs trained so far, for the report.
-        progress: Called after each batch, on every rank, with this rank's batches done and in total. An exception in
-            it ends the evaluation.
+        progress: Called after each batch, on every rank, with this rank's batches done and in total. If it raises,
+            the evaluation ends.
 
     Returns:
         The report, with the same numbers and predictions on every rank.
@@ -191,7 +191,7 @@ def _score(spec: EvaluationSpec, loss: float, texts: Sequence[str]) -> Scores:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context in which the model has no dropout and is not compiled; afterwards its mode is what it was."""
+    """Disable dropout and compilation of the model inside the context; restores its mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -227,11 +227,11 @@ def _run(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What was measured on some rows."""
+    """Measurements on some rows."""
 
     loss: float  # summed over target tokens
     target_tokens: float
-    texts: list[str]  # one for each row; empty if no metric needs text
+    texts: list[str]  # generated text of each row; empty if no metric needs text
 
 
 def _measure(

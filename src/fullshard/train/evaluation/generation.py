@@ -29,7 +29,7 @@ class GenerationSpec:
     num_beams: int = 1  # width of the beam search; 1: greedy
     length_penalty: float = 1.0  # exponent of the length that a beam's score is divided by
     no_repeat_ngram_size: int = 0  # a text repeats no sequence of this many tokens; 0: no limit
-    temperature: float = 0.0  # that tokens are drawn with, from the model's own top_k and top_p; 0: none is drawn
+    temperature: float = 0.0  # of sampling, with the model's own top_k and top_p; 0: no sampling
 
     @classmethod
     def of(cls, config: RunConfig) -> GenerationSpec:
@@ -103,12 +103,12 @@ def generate(
         tokenizer: The model's tokenizer.
         batch: On the model's device.
         spec: Lengths and beams.
-        more: Other keyword arguments of the model's ``generate``, such as a streamer.
+        more: Further keyword arguments of the model's ``generate``, such as a streamer.
 
     Returns:
         A text for each row, fillers included, without leading and trailing white space.
     """
-    writer = base_of(model)  # generate calls it for every token, also inside an adapter
+    writer = base_of(model)  # the inner model, which generate calls for every token also inside an adapter
     with _settings(writer, spec):
         ids = model.generate(  # type: ignore[operator]
             input_ids=batch.prompt_ids_BP, attention_mask=batch.prompt_mask_BP, synced_gpus=False, **(more or {})
@@ -120,13 +120,13 @@ def generate(
 
 @contextmanager
 def _settings(writer: Any, spec: GenerationSpec) -> Iterator[None]:
-    """Context in which ``generate`` uses the settings of the spec.
+    """Apply the spec's settings to ``generate`` inside the context.
 
     They are not passed to ``generate``, because it replaces settings of None by the model's own.
     """
     own, routers = writer.generation_config, getattr(writer.config, GATE, None)
     writer.generation_config = spec.config(own)
-    if routers:  # transformers cannot compute the routers' loss of a single token
+    if routers:  # transformers cannot compute the routers' loss for a single token
         setattr(writer.config, GATE, False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Metrics of generated text, and baselines: the scores of predictions that need no model.
+"""Metrics of generated text, and baselines: scores of predictions that need no model.
 
 Shares and F-measures are from 0 to 1, and so are BLEU and chrF, which sacrebleu returns from 0 to 100.
 """
@@ -126,17 +126,17 @@ def needs_text(metrics: Sequence[Metric]) -> bool:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Return whether a higher value is better."""
+    """Return True if higher values of a metric are better."""
     return metric not in LOSS_METRICS
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
-    """Return whether a value is better than another one, not equal."""
+    """Return True if a value is strictly better than another one."""
     return value > than if higher_is_better(metric) else value < than
 
 
 def require_packages(metrics: Sequence[Metric]) -> None:
-    """Raise if a metric's package is not installed: now, and not at the first evaluation.
+    """Check that each metric's package is installed, before training rather than at the first evaluation.
 
     Raises:
         ConfigError: A package is not installed.
@@ -185,7 +185,7 @@ def _confusion(predictions: Sequence[str], references: References, labels: Colle
 
 def _rouge(names: Sequence[str], predictions: Sequence[str], references: References) -> dict[str, list[float]]:
     scorer = _package("rouge_score.rouge_scorer", "rouge-score", names[0]).RougeScorer(list(names), use_stemmer=True)
-    # Only rougeLsum depends on lines.
+    # Only rougeLsum depends on line breaks.
     prepare = _line_by_line if "rougeLsum" in names else str
     pairs = zip(predictions, references, strict=True)
     scores = [scorer.score_multi([prepare(one) for one in right], prepare(text)) for text, right in pairs]
@@ -199,7 +199,7 @@ def _line_by_line(text: str) -> str:
 def _corpus(metric: str, predictions: Sequence[str], references: References) -> float:
     metrics = _package("sacrebleu.metrics", "sacrebleu", metric)
     scorer = metrics.BLEU(force=True) if metric == "bleu" else metrics.CHRF()
-    # sacrebleu needs streams: the first reference of each row, the second of each, ..., None where there is none.
+    # sacrebleu takes streams: the first reference of each row, then the second of each, with None where there is none.
     width = max(len(right) for right in references)
     streams = [[right[i] if i < len(right) else None for right in references] for i in range(width)]
     return scorer.corpus_score(list(predictions), streams).score / 100

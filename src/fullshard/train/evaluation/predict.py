@@ -1,4 +1,4 @@
-"""Prediction: texts for new rows by a trained model, yielded in chunks of rows."""
+"""Prediction of texts for new rows by a trained model, yielded in chunks of rows."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def predict(
 
 
 def _prediction(row: InputRow, found: Iterator[tuple[str, bool]]) -> RowPrediction:
-    """Return the row's own prediction; that of a usable row is the next one found."""
+    """Return the prediction of a row; for a usable row, the next generated one."""
     if row.problem is not None:
         return RowPrediction(row.source, None, problem=row.problem)
     text, cut = next(found)

@@ -1,4 +1,4 @@
-"""The results of evaluating a trained model: its files and the printed tables."""
+"""The results of an evaluation of a trained model: its files and the printed tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOWN_MISTAKES = 10
 
 
 def evaluation_values(report: EvaluationReport, **more: Any) -> dict[str, Any]:
-    """Return the content of ``evaluation.json``: the evaluation and ``more`` values about the model and the rows."""
+    """Return the content of ``evaluation.json``: the evaluation, and ``more`` values about the model and the rows."""
     values = report.as_dict()
     for name in ("kind", "step", "epoch"):
         del values[name]
@@ -45,7 +45,7 @@ def require_no_run(directory: Path) -> None:
     """
     if (directory / SUMMARY_NAME).exists():
         raise ConfigError(
-            f"{directory} is the output_dir of a run, whose {PREDICTIONS_NAME} would be replaced. Set --output to "
+            f"{directory} is the output_dir of a run, and its {PREDICTIONS_NAME} would be replaced. Set --output to "
             f"another directory, such as {directory / 'evaluation'}."
         )
 
@@ -59,7 +59,7 @@ def write_evaluation(report: EvaluationReport, values: dict[str, Any], directory
     lines = [json.dumps(one.as_dict(), ensure_ascii=False) + "\n" for one in report.predictions]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # This evaluation may have no predictions, and must not keep those of an earlier one.
+        # Predictions of an earlier evaluation must not remain if this one has none.
         (directory / PREDICTIONS_NAME).unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"Could not write to {directory}: {error}.") from error

@@ -1,4 +1,4 @@
-"""A trained model: where it is, how it was trained, and loading it over ranks."""
+"""A trained model: finding it, the settings it was trained with, and loading it over ranks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Trained:
     directory: Path  # directory of the model or the adapter
     base: Path  # directory of the model, or of an adapter's base model; it has the tokenizer
     config: RunConfig  # the settings it was trained with, except that ``model`` names this model
-    # what the run recorded of the quantised base model: name, digest; None: there is none, or it was not recorded
+    # what the run recorded of the quantised base model: name, digest; None: there is none or nothing was recorded
     recorded: Mapping[str, str] | None = None
 
 
 def find_trained(path_or_id: str, config: RunConfig | None = None, moved: Path | None = None) -> Trained:
-    """Find a model; any process, alone, before there are ranks: a model on the Hub may be downloaded.
+    """Find a model; any process, before there are ranks, because a model on the Hub may be downloaded.
 
     Args:
         path_or_id: Directory of a model or of a peft adapter, or the id of a model on the Hub.
@@ -47,7 +47,7 @@ def find_trained(path_or_id: str, config: RunConfig | None = None, moved: Path |
         moved: Where an adapter's quantised base model is now; None: where the adapter says.
 
     Raises:
-        ConfigError: ``moved`` is given, and the model is no adapter over a quantised base model.
+        ConfigError: ``moved`` is given, but the model is not an adapter over a quantised base model.
         ModelError: There is no model.
     """
     directory = resolve_model(path_or_id)
@@ -55,12 +55,11 @@ def find_trained(path_or_id: str, config: RunConfig | None = None, moved: Path |
         best = directory / BEST_NAME
         if _holds_model(best):
             raise ModelError(
-                f"{directory} is a run that has not finished and has no model yet. Its best model so far is in {best}: "
-                "pass that."
+                f"{directory} is a run that has not finished and has no model yet. Pass its best model so far: {best}."
             )
         raise ModelError(
-            f"{directory} has no model (neither config.json nor {ADAPTER_NAME}). A run saves its model there when it "
-            "is finished; give the directory of a model."
+            f"{directory} has no model (neither config.json nor {ADAPTER_NAME}). A run saves its model there at its "
+            "end. Give the directory of a model."
         )
     base, recorded = directory, None
     if (directory / ADAPTER_NAME).is_file():
@@ -68,7 +67,7 @@ def find_trained(path_or_id: str, config: RunConfig | None = None, moved: Path |
         base = _find_base(directory, moved if recorded is not None else None)
     if moved is not None and recorded is None:
         raise ConfigError(
-            f"--base is for an adapter that a run trained over a quantised base model, and {directory} is none."
+            f"--base is for an adapter that a run trained over a quantised base model. {directory} is not one."
         )
     values: dict[str, Any] = {"path": str(base)}
     if config is None:
@@ -128,13 +127,13 @@ def load_trained(trained: Trained, comm: Comm) -> tuple[PreTrainedModel, PreTrai
 
 
 def _require_base(trained: Trained, recorded: Mapping[str, str]) -> None:
-    """Raise if the base model's files are not those that the run quantised; rank 0, which reads them for all."""
+    """Check on rank 0, for all ranks, that the base model's files are those that the run quantised."""
     remedy = "Give the directory where that model is now: --base DIR."
     require_base(trained.base, recorded, f"The adapter in {trained.directory}", remedy)
 
 
 def _tokenizer_of(trained: Trained) -> PreTrainedTokenizerBase:
-    """Load the base model's tokenizer; if it has no chat template, with the one that is saved with the adapter."""
+    """Load the base model's tokenizer; if it has no chat template, use the one saved with the adapter."""
     tokenizer = load_tokenizer(trained.base)
     own = trained.directory / "chat_template.jinja"
     if tokenizer.chat_template is None and own.is_file():

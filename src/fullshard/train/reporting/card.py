@@ -1,4 +1,4 @@
-"""The model card of a finished run: ``README.md`` in its directory, made from what the run recorded."""
+"""The model card of a finished run: ``README.md`` in its directory, from what the run recorded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fullshard.train.reporting.reports import RunStart, RunSummary
 from fullshard.train.reporting.sinks import METRICS_NAME, Sink
 
 CARD_NAMES = ("README.md", "MODEL_CARD.md")
-"""Names of the card: the second is used if the first is a file of the user's."""
+"""Names of the card; the second is used if the first is the user's own file."""
 
 RESULTS_NAME = ".eval_results"
-"""Directory of results on the Hub's benchmarks."""
+"""Directory for results on the Hub's benchmarks."""
 
 _SIGNATURE = "<!-- written by fullshard train, which replaces this file unless it was edited: "
 _PEFTS = "# Model Card for Model ID"
@@ -31,16 +31,16 @@ _PEFTS = "# Model Card for Model ID"
 
 
 class CardSink(Sink):
-    """Sink that writes the card of a run that comes to its end; one that is stopped writes none."""
+    """Sink that writes the model card at the end of a run; a run that is stopped writes none."""
 
     def __init__(self, output_dir: Path, say: Callable[[str], None]) -> None:
-        """Write into ``output_dir``; ``say`` receives a line if the user's own README.md stays."""
+        """Write into ``output_dir``; ``say`` receives a line if the user's own README.md is kept."""
         self._directory = output_dir
         self._say = say
         self._run: RunStart | None = None
 
     def start(self, run: RunStart) -> None:
-        """Keep the facts of the start, and say where the card will be if it will not be in README.md.
+        """Store the facts of the start, and say where the card will be if not in README.md.
 
         Raises:
             CheckpointError: An existing file cannot be read.
@@ -66,7 +66,7 @@ class CardSink(Sink):
             write_benchmark_results(run, self._directory)
 
     def _draw(self) -> str | None:
-        """Write the picture of the curves; return its name, None if there is nothing to draw or it is the user's."""
+        """Write the picture of the curves and return its name; None if there is nothing to draw or it is the user's."""
         path = self._directory / CURVES_NAME
         if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(CURVES_SIGNATURE):
             return None
@@ -74,13 +74,13 @@ class CardSink(Sink):
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
         drawn = draw_curves(json.loads(line) for line in lines)
         if drawn is None:
-            path.unlink(missing_ok=True)  # of an earlier run
+            path.unlink(missing_ok=True)  # left by an earlier run
             return None
         write_text(path, drawn)
         return path.name
 
     def _path(self) -> Path | None:
-        """Return the first of the card's names that is free or that the card of an earlier run has."""
+        """Return the first of the card's names that is free or holds the card of an earlier run."""
         return next((path for name in CARD_NAMES if _may_replace(path := self._directory / name)), None)
 
     def _kept(self, names: tuple[str, ...]) -> str:
@@ -97,20 +97,20 @@ def write_benchmark_results(run: Run, directory: Path) -> None:
     entry = benchmark_result(run)
     path = directory / RESULTS_NAME / "fullshard.yaml"
     if entry is None:
-        path.unlink(missing_ok=True)  # of an earlier run
+        path.unlink(missing_ok=True)  # left by an earlier run
         return
     path.parent.mkdir(exist_ok=True)
     write_text(path, yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True))
 
 
 def signed_card(run: Run) -> str:
-    """Return the card of a run, with the line by which an edited card is told from ours."""
+    """Return the card of a run with a signature, which an edited card no longer matches."""
     text = card_text(run)
     return f"{text}\n{_SIGNATURE}{_digest(text)} -->\n"
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a file is a card that nobody edited: ours, or the unfilled one of peft.
+    """Return True if a file is a card that nobody edited: ours, or the unfilled one of peft.
 
     Raises:
         CheckpointError: It cannot be read.
@@ -119,7 +119,7 @@ def is_ours(path: Path) -> bool:
 
 
 def _may_replace(path: Path) -> bool:
-    """Return whether a path is free, or a card that nobody edited: ours, or the unfilled one of peft."""
+    """Return True if a path is free, or holds a card that nobody edited: ours, or the unfilled one of peft."""
     if not path.exists():
         return True
     try:

@@ -1,4 +1,4 @@
-"""The curves of a run as a picture beside its card: SVG, drawn without another package."""
+"""The curves of a run as an SVG picture next to its card, drawn without a plotting package."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ CURVES_NAME = "training_curves.svg"
 """File of the picture."""
 
 CURVES_SIGNATURE = "<!-- written by fullshard train -->"
-"""A picture without this line is the user's, and stays."""
+"""A picture without this line is the user's, and is kept."""
 
 MOST_POINTS = 120
-"""Most points of the training loss; each is the mean of as many steps as it stands for."""
+"""Most points of the training loss; each is the mean over an equal number of steps."""
 
 WIDTH, HEIGHT = 420, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 42
@@ -95,7 +95,7 @@ def _panel(title: str, curves: Sequence[Curve], left: int) -> str:
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the axis: a little more than what there is."""
+    """Return the ends of the axis: the range of the values with a small margin."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 0.5
     return (max(0.0, low - margin) if low >= 0 else low - margin), high + margin

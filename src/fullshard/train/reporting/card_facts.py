@@ -20,13 +20,13 @@ class Run:
     start: RunStart
     end: RunSummary
     merged: bool = False  # whether the adapter was merged into its base
-    texts: bool = True  # whether the card may have texts of rows
+    texts: bool = True  # whether the card may contain texts of rows
     curves: str | None = None  # name of the picture of the curves; None: there is none
-    repo: str | None = None  # the repository on the Hub that the card is for; None: for the run's directory
+    repo: str | None = None  # repository on the Hub that the card is for; None: the card is for the run's directory
 
     @property
     def name(self) -> str:
-        """Name of the model: the last part of its repository's name, or of ``output_dir``."""
+        """Name of the model: the last part of its repository's name or of ``output_dir``."""
         return self.repo.rpartition("/")[2] if self.repo else Path(self.end.output_dir).resolve().name
 
     def section(self, name: str) -> Mapping[str, Any]:
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def reading(self) -> Mapping[str, Any]:
-        """The settings of the data; of a mixture those of its first set."""
+        """Settings of the data; for a mixture, those of its first set."""
         data = self.section("data")
         first = data["sets"][self.start.sets[0].name] if self.start.sets else {}
         return {**data, **{key: value for key, value in first.items() if value is not None}}
@@ -48,12 +48,12 @@ class Run:
 
     @property
     def base_on_hub(self) -> bool:
-        """Whether the base model was named by its id."""
+        """True if the base model was named by its id on the Hub."""
         return self.section("model")["path"] is not None and "model.path" not in self.start.content
 
     @property
     def adapter(self) -> str | None:
-        """Type of the adapter to load beside its base; None: the files are a complete model."""
+        """Type of the adapter to load on its base; None if the files are a complete model."""
         return None if self.merged else self.trained_adapter
 
     @property
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def longest_text(self) -> int:
-        """Most tokens that an evaluation writes for a row."""
+        """Most tokens that an evaluation generates for a row."""
         return self.section("evaluation")["max_new_tokens"] or self.section("data")["max_target_length"]
 
     @property
@@ -96,7 +96,7 @@ class Run:
 
 
 def _hub_data(run: Run) -> str | list[str] | None:
-    """Return the id of the data on the Hub, the ids of a mixture's sets that are there, or None."""
+    """Return the id of the data on the Hub, the ids of a mixture's sets on the Hub, or None."""
     data, local = run.section("data"), run.start.content
     if not run.start.sets:
         return data["dataset_name"] if "data.dataset_name" not in local else None
@@ -105,7 +105,7 @@ def _hub_data(run: Run) -> str | list[str] | None:
 
 
 def benchmark_result(run: Run) -> EvalResultEntry | None:
-    """Return the result for ``.eval_results/``; None unless the settings name a task of a benchmark of the Hub.
+    """Return the result for ``.eval_results/``; None unless the settings name a task of a benchmark on the Hub.
 
     The Hub refuses results on data sets that are not registered there as benchmarks, and tasks that they do not have.
     """
@@ -118,7 +118,7 @@ def benchmark_result(run: Run) -> EvalResultEntry | None:
 
 
 def metadata(run: Run) -> ModelCardData:
-    """Return the metadata as huggingface_hub reads it back."""
+    """Return the card's metadata in the form that huggingface_hub reads."""
     data, end = run.reading, run.end
     finite = {name: value for name, value in end.metrics.items() if isfinite(value)}
     kind = "text-generation" if run.start.causal else "text2text-generation"

@@ -1,4 +1,4 @@
-"""The text of a model card: a section for each question of its reader. What was not recorded is left out."""
+"""The text of a model card: a section for each question of its reader. Facts that were not recorded are left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLE_CHARACTERS = 240
 _ENDED = {"steps": "", "time": "; ended by training.max_train_minutes", "early_stopping": "; ended by early stopping"}
 
 _PATHS = frozenset(("train_file", "validation_file", "dataset_name", "path", "cache_dir", "output_dir", "resume"))
-"""Settings that may be a path of this machine; a card has only its last part."""
+"""Settings that may be a path on this machine; the card shows only its last part."""
 
 
 def card_text(run: Run) -> str:
@@ -108,7 +108,7 @@ def _use(run: Run) -> str:
     if run.adapter:
         loaded = [f'base = {name}.from_pretrained("{run.base}")', "model = PeftModel.from_pretrained(base, path)"]
     predictions, place = run.end.predictions, run.repo or run.name
-    # A recorded conversation is one text: as the content of a single turn the model would read another prompt.
+    # A recorded conversation is one text; as the content of a single turn it would give another prompt.
     usable = predictions and run.texts and not (run.start.causal and run.start.conversations)
     example = _quoted(predictions[0].source[:SAMPLE_CHARACTERS]) if usable else "input()"
     prompt = " + ".join(
@@ -220,7 +220,7 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples(run: Run) -> list[str]:
-    """Return a table of predictions, those that differ from every reference first; without texts, how many do."""
+    """Return a table of predictions, wrong ones first; without texts, only how many are wrong."""
     predictions = run.end.predictions
     if not predictions:
         return []
@@ -271,7 +271,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as one line of a table, which neither Markdown nor HTML reads as its own."""
+    """Return a text as one line of a table, escaped for Markdown and HTML."""
     line = " ".join(text.split())
     cut = f"{line[:SAMPLE_CHARACTERS]}…" if len(line) > SAMPLE_CHARACTERS else line
     for plain, escaped in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("`", "\\`"), ("*", "\\*"), ("_", "\\_")):

@@ -19,7 +19,7 @@ class SetFacts:
     name: str  # its name in the run file
     weight: float | None  # its weight in the run file; None: none has one
     train_rows: int  # its training rows
-    epoch_rows: int  # rows that it gives to an epoch
+    epoch_rows: int  # rows that it contributes to an epoch
     validation_rows: int  # its held-out rows
     content: str  # hash of its training rows and of how they are read
 
@@ -34,7 +34,7 @@ class RunStart:
     total_steps: int  # optimizer steps of the run
     steps_per_epoch: int  # optimizer steps of one epoch
     parameters: int  # elements of all parameters, a tied one counted once
-    optimizer: str  # name of the optimizer for people
+    optimizer: str  # display name of the optimizer
     train_rows: int  # rows trained on
     validation_rows: int  # rows held out
     unit_table: str  # the sharded units, as text
@@ -49,10 +49,10 @@ class RunStart:
     flops: Flops | None = None  # FLOPs of a token and of the devices; None if the devices' are not known
     notes: tuple[str, ...] = ()  # notes for the user, such as lengths and truncated rows
     conversations: bool = False  # whether the training rows are conversations
-    # some training rows as the model sees them: what each part of a row is, and its text
+    # some training rows as the model sees them: kind and text of each part of a row
     shown_rows: tuple[tuple[tuple[str, str], ...], ...] = ()
     resumed_step: int = 0  # steps trained before the checkpoint that the run resumes from; 0 for a new run
-    evaluated_step: int = 0  # step after which the last evaluation before was made; 0 if there was none
+    evaluated_step: int = 0  # step of the last evaluation before the start; 0 if there was none
     plan: Mapping[str, Any] | None = None  # the fullest rank's plan, and each rank's memory; None if there is none
     sets: tuple[SetFacts, ...] = ()  # the sets of a mixture; empty: the run has one set
     # the quantised base model, which checkpoints do not hold: name, directory, digest, quantisation; None: none
@@ -125,10 +125,10 @@ class EvaluationReport:
     metrics: Mapping[str, float]  # value of each metric; the first is ``metric``
     baselines: Mapping[str, float]  # baseline of each metric that has one
     confusion: Confusion | None  # the confusion matrix if a metric is accuracy, else None
-    # one for each held-out row, in the order of the data; empty if no metric needs text
+    # predictions in the order of the held-out rows; empty if no metric needs text
     predictions: tuple[Prediction, ...]
     seconds: float  # wall time on this rank
-    # of each set of a mixture by name: rows, loss, metrics and baselines, as the fields above; empty: one set
+    # for each set of a mixture by name, the same fields: rows, loss, metrics and baselines; empty: one set
     sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class RunSummary:
     world_size: int  # number of ranks
     device: str  # kind of device: ``cpu`` or ``cuda``
     parameters: int  # elements of all parameters, a tied one counted once
-    optimizer: str  # name of the optimizer for people
+    optimizer: str  # display name of the optimizer
     memory: Sequence[RankMemory]  # tensor bytes of each rank, in rank order
     output_dir: str  # directory of the model and the files of the run
     config: Mapping[str, Any]  # the settings of the run, with defaults filled in

@@ -37,7 +37,7 @@ PLAIN_LINES = 20
 
 
 class Sink:
-    """Receiver of a run's reports, in order; on rank 0 only. A sink overrides what it has a use for."""
+    """Receiver of a run's reports, in order; on rank 0 only. Sinks override the methods that they need."""
 
     def start(self, run: RunStart) -> None:
         """Receive the report of the start; called once, before the first step."""
@@ -52,10 +52,10 @@ class Sink:
         """Receive an evaluation; if it is the best so far, the model was saved."""
 
     def checkpoint(self, report: CheckpointReport) -> None:
-        """Receive the report of a checkpoint on disk; steps may have been taken since it was saved."""
+        """Receive the report of a checkpoint on disk; later steps may have been taken meanwhile."""
 
     def trace(self, trace: StepTrace) -> None:
-        """Receive the trace of the one step that is recorded."""
+        """Receive the trace of the recorded step."""
 
     def finish(self, summary: RunSummary) -> None:
         """Receive the summary; called once, after the model was saved."""
@@ -65,7 +65,7 @@ class Sink:
 
 
 class StepLog:
-    """Selects the steps to log: every n-th and the last, which is known only afterwards if a run ends early."""
+    """Selects the steps to log: every n-th, and the last, which is known only afterwards if a run ends early."""
 
     def __init__(self, every: int) -> None:
         """Log each ``every``-th step."""
@@ -78,20 +78,20 @@ class StepLog:
         self._total_steps = run.total_steps
 
     def due(self, report: StepReport) -> bool:
-        """Return whether a step is to be logged now."""
+        """Return True if a step is to be logged now."""
         last = report.step == self._total_steps or report.stop_requested
         is_due = last or report.step % self._every == 0
         self._unlogged = None if is_due else report
         return is_due
 
     def rest(self) -> StepReport | None:
-        """Return the last step if it was not logged, once; called after the last step."""
+        """Return the last step once if it was not logged; called after the last step."""
         rest, self._unlogged = self._unlogged, None
         return rest
 
 
 class FileSink(Sink):
-    """Sink that writes ``run.json``, ``metrics.jsonl``, ``trace.json``, and in the end predictions and summary.
+    """Sink that writes ``run.json``, ``metrics.jsonl``, ``trace.json``, and at the end predictions and summary.
 
     Every method raises a CheckpointError if the directory or a file in it cannot be written.
     """
@@ -111,7 +111,7 @@ class FileSink(Sink):
         write_text(self.output_dir / RUN_NAME, json.dumps(run.as_dict(), indent=2, ensure_ascii=False) + "\n")
 
     def step(self, report: StepReport) -> None:
-        """Append the step, if it is to be logged."""
+        """Append the step if it is due for logging."""
         if self._log.due(report):
             self._append_step(report)
 
@@ -158,7 +158,7 @@ class FileSink(Sink):
 
     def _open(self, run: RunStart) -> TextIO:
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        # A resumed run does not record a step again, so it keeps the trace.
+        # A resumed run does not record a step again, so the earlier trace is kept.
         for name in (SUMMARY_NAME, PREDICTIONS_NAME, *(() if run.resumed_step else (TRACE_NAME,))):
             (self.output_dir / name).unlink(missing_ok=True)
         path = self.output_dir / METRICS_NAME
@@ -181,7 +181,7 @@ class FileSink(Sink):
 
 
 class ConsoleSink(Sink):
-    """Sink that prints a progress bar on a terminal, else a few plain lines; in the end samples, memory and result."""
+    """Sink that prints a progress bar on a terminal, else a few plain lines; at the end samples, memory and result."""
 
     def __init__(self, console: Console, *, samples: int = 0) -> None:
         """Print to ``console``, with ``samples`` predictions at the end."""
@@ -281,7 +281,7 @@ class ConsoleSink(Sink):
             self._progress = None
 
     def _describe(self, report: StepReport) -> str:
-        """Return a line that fits next to a short bar in 80 columns; the metrics file has everything."""
+        """Return a line that fits next to a short bar in 80 columns; the metrics file has all values."""
         seconds_a_step = (time.monotonic() - self._started) / (report.step - self._resumed_step)
         left = seconds_a_step * (self._total_steps - report.step)
         memory = max((report.memory_bytes, *report.memory_bytes_per_rank))
@@ -302,7 +302,7 @@ def _metric_text(metric: str, value: float, baseline: float | None) -> str:
 
 
 def _records_until(run: RunStart, path: Path) -> str:
-    """Return the records of before a run resumed; the last line of a killed run may be incomplete and is dropped."""
+    """Return the records from before a run resumed; an incomplete last line of a killed run is dropped."""
     if run.resumed_step == 0 or not path.exists():
         return ""
     kept = []
@@ -325,7 +325,7 @@ def _duration(seconds: float) -> str:
 
 
 def _sample_table(summary: RunSummary, samples: int) -> Table:
-    """Return a table of predictions and references, spread evenly over the held-out rows: files are often sorted."""
+    """Return a table of predictions and references, evenly spaced over the held-out rows: files are often sorted."""
     table = Table(title="predictions on held-out rows", title_justify="left", show_lines=True)
     for name in ("source", "prediction", "reference"):
         table.add_column(name, overflow="fold")
@@ -346,7 +346,7 @@ def _shortened(text: str) -> str:
 def _memory_table(summary: RunSummary) -> Table:
     columns = ("parameters", "gradients", "optimizer", "gathered_peak", "gradient_buffer_peak", "peak")
     titles = ("parameters", "gradients", "optimizer", "gathered\npeak", "gradient\nbuffer peak", "step peak")
-    # Narrow gaps: with six sizes such as 1001.0 KiB it has the 80 columns of a log, in which rich would cut the titles.
+    # Narrow gaps: with six sizes such as 1001.0 KiB it fills the 80 columns of a log, and rich would cut titles.
     table = Table(title="tensor memory of each rank", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("rank", *titles):
         table.add_column(title, justify="right", vertical="bottom")

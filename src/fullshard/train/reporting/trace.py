@@ -1,4 +1,4 @@
-"""The trace of one step: what each unit did when, and what each rank's memory was used for."""
+"""The trace of one step: when each unit did what, and how each rank's memory was used."""
 
 from __future__ import annotations
 

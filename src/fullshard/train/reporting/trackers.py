@@ -16,10 +16,10 @@ from fullshard.train.reporting.reports import CheckpointReport, EvaluationReport
 from fullshard.train.reporting.sinks import METRICS_NAME, Sink, StepLog
 
 MOST_PARAMS = 100
-"""Maximum number of parameters in one request that MLflow's server accepts."""
+"""Maximum number of parameters that MLflow's server accepts in one request."""
 
 PAUSE_FACTOR = 9
-"""A tracker that failed is not called for this many times as long as the failed call took, so that waiting for it takes
+"""A tracker that failed is not called for this multiple of the time of the failed call, so that waiting for it takes
 at most a tenth of the run."""
 
 
@@ -33,13 +33,13 @@ class Tracker(Protocol):
         """Log the values after a step, by name."""
 
     def close(self) -> None:
-        """Write what is left; also called if the run has failed, and without ``start``."""
+        """Write pending values; also called if the run has failed, and without ``start``."""
 
 
 class TrackerSink(Sink):
     """Sink that logs steps and evaluations to a tracker, under the names that Hugging Face's Trainer uses.
 
-    A tracker that cannot start ends the run. One that fails later is reported once and ignored, and in the end the
+    A tracker that cannot start ends the run. One that fails later is reported once and ignored; at the end the
     number of lost lines is reported.
     """
 
@@ -59,7 +59,7 @@ class TrackerSink(Sink):
         """Start the tracker.
 
         Raises:
-            ConfigError: The tracker cannot start: nothing is lost yet, and the user can still change the settings.
+            ConfigError: The tracker cannot start. Nothing is lost yet, and the user can still change the settings.
         """
         self._log.start(run)
         try:
@@ -73,7 +73,7 @@ class TrackerSink(Sink):
             ) from error
 
     def step(self, report: StepReport) -> None:
-        """Log the step, if it is to be logged."""
+        """Log the step if it is due for logging."""
         if self._log.due(report):
             self._log_step(report)
 
@@ -98,12 +98,12 @@ class TrackerSink(Sink):
         self._try_log({"eval/loss": report.loss, **values, "eval/is_best": float(is_best)}, report.step)
 
     def checkpoint(self, report: CheckpointReport) -> None:
-        """Log how long it took, and for how long training was blocked."""
+        """Log the duration of the save, and how long it blocked training."""
         values = {"checkpoint/seconds": report.seconds, "checkpoint/stall_seconds": report.stall_seconds}
         self._try_log(values, report.step)
 
     def close(self) -> None:
-        """Log the last step, if it was not logged, close the tracker, and report how many lines it lost."""
+        """Log the last step if it was not logged, close the tracker, and report how many lines it lost."""
         if (rest := self._log.rest()) is not None:
             self._log_step(rest)
         try:
@@ -116,7 +116,7 @@ class TrackerSink(Sink):
             )
 
     def _try_log(self, values: Mapping[str, float], step: int) -> None:
-        """Log a line; if that fails, or failed shortly before, the line is lost."""
+        """Log a line; it is lost if that fails or failed shortly before."""
         self._lines += 1
         began = time.monotonic()
         if began < self._pause_until:
@@ -191,7 +191,7 @@ class _WandB:
         _remember_id(self._config, "wandb", self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        # A checkpoint of an earlier step may be reported: wandb drops lines with a step lower than the last one.
+        # A checkpoint may be reported after a later step: wandb drops lines with a step lower than the last one.
         self._step = max(self._step, step)
         self._run.log(dict(values), step=self._step)
 
@@ -227,7 +227,7 @@ class _MLflow:
 
 
 def _error_text(error: Exception) -> str:
-    """Return an error on one line."""
+    """Return an error as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 

@@ -1,1 +1,1 @@
-"""A run: its parts, the training loop, one step, checkpoints and the summary."""
+"""A run: assembly, training loop, steps, checkpoints and summary."""

@@ -1,4 +1,4 @@
-"""The parts of a run, made from its settings: data, tokenizer, sharded model, optimizer, schedule."""
+"""Assembly of a run from its settings: data, tokenizer, sharded model, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Assembly:
     """The parts of a run on one rank."""
 
-    config: RunConfig  # the run's settings, with the separator that was chosen
+    config: RunConfig  # the run's settings, including the chosen separator
     comm: Comm  # the ranks
     tokenizer: PreTrainedTokenizerBase  # the model's tokenizer
     model: PreTrainedModel  # the sharded model, in training mode; with an adapter, peft's model around it
@@ -52,7 +52,7 @@ class Assembly:
     sets: tuple[SetFacts, ...]  # the sets of a mixture; empty: the run has one set
     notes: tuple[str, ...]  # notes on data and model for the user
     conversations: bool = False  # whether the training rows are conversations
-    base: Base | None = None  # the quantised model under the adapter, which checkpoints name; None: they have all
+    base: Base | None = None  # the quantised model under the adapter, named by checkpoints; None: they hold everything
 
 
 def assemble(
@@ -64,8 +64,8 @@ def assemble(
         config: The run's settings.
         comm: The ranks to shard over.
         prepared: Tokenizer and token ids; None: prepared here.
-        group: :attr:`~fullshard.train.setup.division.Division.group` when the run began; None: it begins here.
-        filled: Whether a snapshot fills the model later; see :func:`~fullshard.train.setup.model.prepare_model`.
+        group: :attr:`~fullshard.train.setup.division.Division.group` of the run's start; None: it starts here.
+        filled: True if a snapshot fills the model later; see :func:`~fullshard.train.setup.model.prepare_model`.
 
     Raises:
         UserError: Data, model or settings do not fit together; on every rank, with the same text.
@@ -119,16 +119,16 @@ def assemble(
 
 
 def _with_separator(config: RunConfig, separator: str | None) -> RunConfig:
-    """Return the settings with the separator that was chosen: they are recorded, and read again to predict."""
+    """Return the settings with the chosen separator, so that it is recorded and used for predictions."""
     return config.model_copy(update={"data": config.data.model_copy(update={"separator": separator})})
 
 
 _MAY_DIFFER = re.compile(r"nproc|model\.path|data\.(sets\.[^.]+\.)?(train_file|validation_file)|data\.cache_dir")
-"""Settings that may differ between machines; the content that is read there is compared instead."""
+"""Settings that may differ between machines; the content they refer to is compared instead."""
 
 
 def require_same_settings(comm: Comm, config: RunConfig) -> None:
-    """Raise unless all ranks have the same settings: each machine reads its own run file; every rank calls it.
+    """Check that all ranks have the same settings, because each machine reads its own run file. Every rank calls it.
 
     Raises:
         MismatchError: Settings differ; on every rank.
@@ -147,7 +147,7 @@ def require_same_settings(comm: Comm, config: RunConfig) -> None:
 
 
 def require_same_rows(comm: Comm, prepared: Prepared) -> None:
-    """Raise unless all ranks have the same token ids: each reads its machine's files; every rank calls it.
+    """Check that all ranks have the same token ids, because each reads its machine's files. Every rank calls it.
 
     Raises:
         MismatchError: Rows differ; on every rank.
@@ -174,7 +174,7 @@ def _summary(rows: TokenizedSet) -> str:
 
 
 def make_evaluation(config: RunConfig, prepared: Prepared) -> EvaluationSpec | None:
-    """Return the rows and metrics of an evaluation, or None if the run never evaluates; any rank, alone.
+    """Return the rows and metrics of an evaluation, or None if the run never evaluates; any rank.
 
     Raises:
         ConfigError: See :func:`~fullshard.train.evaluation.evaluate.evaluation_spec`.

@@ -1,8 +1,8 @@
-"""The model of the best evaluation so far, on disk, consistent with the checkpoints.
+"""The model of the best evaluation so far on disk, kept consistent with the checkpoints.
 
-A checkpoint's record names the best evaluation at that time. A run that is killed resumes from the checkpoint and may
-need the model of that evaluation in the end, even if there was a better one before the kill. So a model that a
-checkpoint names is moved aside when a better one replaces it, and deleted once a later checkpoint is on disk::
+A checkpoint's record names the best evaluation at that time. A killed run resumes from the checkpoint and may need
+that evaluation's model at the end, even if there was a better one before the kill. So a model that a checkpoint
+names is moved aside when a better one replaces it, and deleted once a later checkpoint is on disk::
 
     best/                    the best so far; its fullshard/evaluation.json identifies the evaluation
     best.step-00000012/      an earlier best that a checkpoint names
@@ -27,7 +27,7 @@ from fullshard.train.evaluation.trained import BEST_NAME
 from fullshard.train.reporting.reports import EvaluationReport
 
 LABEL = Path("fullshard", "evaluation.json")
-"""In a directory of its own, so that it is not published with the model in ``output_dir``."""
+"""In its own directory, so that it is not published with the model in ``output_dir``."""
 
 
 class BestModel:
@@ -42,7 +42,7 @@ class BestModel:
         self.directory = output_dir / BEST_NAME
         self._comm = comm
         self._named: dict[int, int] = {}  # of the last two checkpoints: step -> step of the best model they name
-        self._in_snapshots: list[int] = []  # of the last two snapshots: the same
+        self._in_snapshots: list[int] = []  # steps of the best models that the last two snapshots name
 
     def keep(self, model: Any, tokenizer: Any, report: EvaluationReport) -> None:
         """Save the model as the best so far; every rank calls it.
@@ -62,12 +62,12 @@ class BestModel:
         together_in_background(self._comm, place)
 
     def named(self, checkpoint_step: int, best: EvaluationReport | None) -> None:
-        """Note that a checkpoint is being saved whose record names ``best``."""
+        """Record that a checkpoint being saved names ``best``."""
         if best is not None:
             self._named[checkpoint_step] = best.step
 
     def named_by_snapshot(self, best: EvaluationReport | None) -> None:
-        """Note that a snapshot is being taken whose record names ``best``; there are two at any time."""
+        """Record that a snapshot being taken names ``best``; two snapshots exist at any time."""
         self._in_snapshots = [*self._in_snapshots, 0 if best is None else best.step][-2:]
 
     def committed(self, checkpoint_step: int) -> None:
@@ -81,7 +81,7 @@ class BestModel:
         """Make ``best/`` the model that the record of the checkpoint of ``checkpoint_step`` names; every rank calls it.
 
         Returns:
-            Whether the model was found; True if the record names none.
+            True if the model was found or the record names none.
 
         Raises:
             CheckpointError: The file system refused.
@@ -112,11 +112,11 @@ class BestModel:
             self._delete([*self._asides(), *(self._sibling(name) for name in ("next", "last", "lost"))])
 
     def _still_named(self) -> set[int]:
-        """Return the steps of the best models that the run may need again."""
+        """Return the steps of the best models that the run may still need."""
         return {*self._named.values(), *self._in_snapshots}
 
     def _replace(self, path: Path, *, aside: str) -> None:
-        """Move ``path`` to ``best/`` and the one before to a sibling; delete the siblings ``last`` and ``lost``."""
+        """Rename ``path`` to ``best/`` and the previous one to a sibling; delete the siblings ``last`` and ``lost``."""
         before = self._sibling(aside)
         try:
             if before.exists():
@@ -135,13 +135,13 @@ class BestModel:
         return sorted(self.directory.parent.glob(f"{self.directory.name}.step-*"))
 
     def _delete(self, paths: Any) -> None:
-        """Delete directories; one that cannot be deleted only takes space, and is tried again next time."""
+        """Delete directories; a failure only wastes disk space, and is retried next time."""
         for path in paths:
             shutil.rmtree(path, ignore_errors=True)
 
 
 class _Labelled:
-    """A tokenizer that also saves which evaluation the model belongs to."""
+    """Wraps a tokenizer to also save which evaluation the model belongs to."""
 
     def __init__(self, tokenizer: Any, report: EvaluationReport) -> None:
         self._tokenizer = tokenizer
@@ -155,7 +155,7 @@ class _Labelled:
 
 
 def _label(report: EvaluationReport) -> dict[str, Any]:
-    """Return what identifies an evaluation: everything but the time it took."""
+    """Return the values that identify an evaluation: all but the time it took."""
     values = report.as_dict()
     del values["kind"], values["seconds"]
     return values

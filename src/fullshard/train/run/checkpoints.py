@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what is saved in them, and how a run takes up the state of one."""
+"""The checkpoints of a run: what they contain, and restoring a run from one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RunCheckpoints:
         self._require_same_base()
         options = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
         restored = self._load(start.path)
-        # The optimizer's options come from the settings, which may have been changed on purpose.
+        # The optimizer's options come from the settings, because the user may have changed them on purpose.
         for group, given in zip(parts.optimizer.param_groups, options, strict=True):
             group.update(given)
         if restored.step > parts.schedule.total_steps:
@@ -86,7 +86,7 @@ class RunCheckpoints:
         return restored.step, record, self._restore_best(restored.step, record)
 
     def _load(self, path: Place) -> Restored:
-        """Load the snapshot that the run continues from, or else the checkpoint at ``path``."""
+        """Load the snapshot that the run continues from, or otherwise the checkpoint at ``path``."""
         parts, snapshot, kept = self._parts, self._start.snapshot, self._checkpoints.in_memory
         if snapshot is not None and kept is not None:
             return kept.load(snapshot, parts.model, parts.optimizer)
@@ -95,14 +95,14 @@ class RunCheckpoints:
         return restored
 
     def _require_same_base(self) -> None:
-        """Raise if the model's frozen weights were read from other files than those the checkpoint names.
+        """Check that the model's frozen weights were read from the files that the checkpoint names.
 
         Raises:
-            CheckpointError: They were.
+            CheckpointError: They were read from others.
         """
         path, ours = self._start.path, self._parts.base
         assert path is not None, "the run resumes"
-        if self._start.snapshot is not None:  # it has the frozen weights too, or their checksums
+        if self._start.snapshot is not None:  # a snapshot holds the frozen weights or their checksums itself
             return
         theirs = together_in_background(self._parts.comm, lambda: read_index(path)).base
         if theirs is not None and ours is not None and theirs.content != ours.content:
@@ -112,10 +112,10 @@ class RunCheckpoints:
             )
 
     def _require_same_separator(self) -> None:
-        """Raise if the run would put another text between source and target than it began with, and nobody asked.
+        """Check that source and target are separated as at the start of the run, unless the user asked for a change.
 
         Raises:
-            ConfigError: The checkpoint is of a version that chose another one.
+            ConfigError: The checkpoint is of a version that chose another separator.
         """
         start, key = self._start, "data.separator"
         assert start.values is not None, "the run resumes"
@@ -139,12 +139,12 @@ class RunCheckpoints:
             if self._best.restore(step, best):
                 return ()
             why = "is no longer there"
-        # If an evaluation was due after this step, it is made again.
+        # Any evaluation that was due after this step is made again.
         record.best, record.evaluated_step, record.stale_evaluations = None, 0, 0
         return (f"the best model so far, of step {best.step:,}, {why}: the best from here on is kept",)
 
     def save(self, step: int, record: Record, train_seconds: float, *, background: bool = True) -> None:
-        """Save a checkpoint, after the one before it was reported by ``report(wait=True)``.
+        """Save a checkpoint; the previous one must have been reported by ``report(wait=True)``.
 
         Args:
             step: Steps trained.
@@ -187,34 +187,34 @@ class RunCheckpoints:
         }
 
     def snapshot_is_due(self, step: int) -> bool:
-        """Return whether a snapshot in memory follows a step, if a launcher keeps any; no communication."""
+        """Return True if a launcher keeps snapshots and one follows this step; no communication."""
         kept = self._checkpoints.in_memory
         return kept is not None and kept.due(step)
 
     def snapshot(self, step: int, record: Record, train_seconds: float) -> None:
-        """Take a snapshot in memory, if a launcher keeps any; it is completed while training continues."""
+        """Take a snapshot in memory if a launcher keeps them; it is completed while training continues."""
         kept, parts = self._checkpoints.in_memory, self._parts
         if kept is None:
             return
-        # Each rank keeps its own record, so nothing is exchanged for it.
+        # Each rank keeps its own record, so that no communication is needed.
         values = self._values(record, train_seconds, [record.peak_bytes] * parts.comm.size)
         if kept.take(parts.model, parts.optimizer, step=step, values=values):
             self._best.named_by_snapshot(record.best)
 
     def begun(self) -> None:
-        """Note that what the run replaces is deleted: a later attempt continues."""
+        """Record that what the run replaces is deleted, so that later attempts continue it."""
         kept = self._checkpoints.in_memory
         if kept is not None:
             kept.leave_out_made(self._parts.model)
             together(self._parts.comm, lambda: kept.mark_begun(self._start.began.ranks))
 
     def step_over(self) -> None:
-        """Note that a step is over, for the time between snapshots."""
+        """Record that a step is over, to measure the time between snapshots."""
         if self._checkpoints.in_memory is not None:
             self._checkpoints.in_memory.tick()
 
     def add_evaluation(self, evaluation: EvaluationReport, record: Record, train_seconds: float) -> None:
-        """Add an evaluation to the checkpoint of its step, if there is one: a resumed run does not make it again.
+        """Add an evaluation to the checkpoint of its step, if there is one, so that a resumed run does not repeat it.
 
         Args:
             evaluation: The evaluation.
@@ -225,7 +225,7 @@ class RunCheckpoints:
             CheckpointError: It could not be written; on every rank.
         """
         step, path = self.newest
-        # A run that resumed with other settings of the evaluation leaves the checkpoint with its own.
+        # If the run resumed with other evaluation settings, the checkpoint keeps its own evaluation.
         if path is None or step != evaluation.step or not self._extendable:
             return
         comm = self._parts.comm
@@ -259,7 +259,7 @@ class RunCheckpoints:
 
 
 def with_checkpoint(start: StartingPoint, parts: Assembly, checkpoints: Checkpoints) -> StartingPoint:
-    """Return the start from a checkpoint if it is from the snapshots of other ranks, which are saved as one.
+    """Save the snapshots of other ranks as a checkpoint, if the start is from such, and return a start from it.
 
     Every rank calls it.
 
@@ -269,7 +269,7 @@ def with_checkpoint(start: StartingPoint, parts: Assembly, checkpoints: Checkpoi
     if start.others is None:
         return start
     path = checkpoints.save_snapshots(start.others, parts.model, assets=partial(_write_assets, parts), base=parts.base)
-    # It replaces a damaged one of the same step, which is not to be set aside any more.
+    # It replaces a damaged checkpoint of the same step, which need not be set aside any more.
     return replace(start, path=path, damaged=tuple(one for one in start.damaged if one.name != path.name))
 
 
@@ -278,5 +278,5 @@ def _write_assets(parts: Assembly, directory: Path) -> None:
 
 
 def _rank_seed(seed: int, rank: int, step: int) -> int:
-    """Return the seed of a rank that has no random state to restore, because the number of ranks changed."""
+    """Return a new seed for a rank whose random state cannot be restored because the number of ranks changed."""
     return int.from_bytes(hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()[:8]) >> 1

@@ -1,4 +1,4 @@
-"""Early stopping: a run ends before its last step when its time is up or its evaluations stop improving."""
+"""Early stopping: ends a run when its time is up or its evaluations stop improving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fullshard.train.run.record import Record
 
 
 def ends_early(settings: TrainingConfig, record: Record, train_seconds: float, comm: Comm) -> EndedBy | None:
-    """Return why the run ends here, or None; every rank calls it after each step and gets the same answer.
+    """Return why the run ends here, or None. Every rank calls it after each step and gets the same answer.
 
     Ranks' clocks differ, so the time is up as soon as ``train_seconds`` of any rank are.
     """
@@ -26,7 +26,7 @@ def ends_early(settings: TrainingConfig, record: Record, train_seconds: float, c
 
 
 def count_stale(record: Record, report: EvaluationReport, threshold: float) -> int:
-    """Return the number of evaluations in a row, this one included, that did not improve by more than ``threshold``.
+    """Count the evaluations in a row, including this one, that did not improve by more than ``threshold``.
 
     ``record`` is the run before this evaluation.
     """
@@ -38,7 +38,7 @@ def count_stale(record: Record, report: EvaluationReport, threshold: float) -> i
 
 
 def any_rank(comm: Comm, value: bool) -> bool:  # noqa: FBT001
-    """Return whether ``value`` is true on any rank; every rank calls it and gets the same answer."""
+    """Return True if ``value`` is true on any rank. Every rank calls it and gets the same answer."""
     votes = torch.tensor(int(value), device=comm.device)
     comm.all_reduce(votes, "max").wait()
     return bool(votes)

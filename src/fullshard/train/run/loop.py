@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, the best model, checkpoints and the summary, all reported to sinks.
 
-A run is exact: a step depends only on the settings, the weights, the optimizer's state and the random state, and all of
-these are in a checkpoint. So a run that resumes from a checkpoint repeats what followed it bit for bit.
+A run is exact: a step depends only on the settings, the weights, the optimizer's state and the random state, all of
+which are in a checkpoint. A run that resumes from a checkpoint therefore repeats what followed it bit for bit.
 """
 
 from __future__ import annotations
@@ -67,27 +67,27 @@ def train(
         config: The run's settings.
         comm: The ranks.
         sinks: Receive everything as it happens; passed on rank 0 only.
-        stop: Request to stop on this rank; None: there never is one.
-        prepared: Tokenizer and token ids, from :func:`~fullshard.train.setup.prepare.prepare` on this rank, best
-            called before the process group exists, because it may take long. None: prepared here.
-        planned: The plan of the run, for its files and for the answer to an allocation that is refused; None: none.
+        stop: Request to stop on this rank; None if there never is one.
+        prepared: Tokenizer and token ids from :func:`~fullshard.train.setup.prepare.prepare` on this rank, preferably
+            made before the process group exists, because it may take long. None: prepared here.
+        planned: The plan of the run, for its files and for the message when memory runs out; None if there is none.
 
     Returns:
         The summary, the same on every rank except for the times.
 
     Raises:
         RunStopped: A stop was requested on some rank, and a checkpoint to resume from is on disk; on every rank.
-        UserError: Data, model, settings or disk; on every rank, with the same text.
+        UserError: Data, model, settings or disk cannot be used; on every rank, with the same text.
         MemoryLimitError: This rank is out of memory; the others lose it.
     """
     if config.sharding.auto is True:
-        raise ConfigError("sharding: auto is chosen before: pass the settings with those of chosen_settings() added.")
+        raise ConfigError("sharding: auto must be resolved first: add what chosen_settings() returns to the settings.")
     parts: Assembly | None = None
     with ExitStack() as closing:
         for sink in reversed(sinks):
             closing.callback(sink.close)
         directory = checkpoints_directory(config)
-        # Takes the lock on the directory before anything of another run is touched.
+        # The lock on the directory is taken before another run's files are touched.
         keep_last, greater = config.training.save_total_limit, higher_is_better(config.evaluation.metric)
         own = {"ranks": comm, "keep_last": keep_last, "greater_is_better": greater, "in_memory": "auto"}
         with Checkpoints(directory, **own) as checkpoints:
@@ -109,7 +109,7 @@ def train(
 
 
 def _starting_point(config: RunConfig, comm: Comm, checkpoints: Checkpoints) -> StartingPoint:
-    """Return where the run starts: from its newest snapshot or checkpoint, or from scratch; every rank calls it."""
+    """Return the starting point: the newest snapshot, the newest checkpoint, or scratch. Every rank calls it."""
     kept = checkpoints.in_memory
     begun = 0 if kept is None else kept.begun()
     snapshot = None if kept is None else kept.newest()
@@ -120,7 +120,7 @@ def _starting_point(config: RunConfig, comm: Comm, checkpoints: Checkpoints) -> 
 
 
 class _StopDuringEvaluationError(Exception):
-    """Ranks agreed in the middle of an evaluation to stop."""
+    """Raised on all ranks when they agree during an evaluation to stop."""
 
 
 class TrainingRun:
@@ -128,7 +128,7 @@ class TrainingRun:
 
     Attributes:
         record: The run so far; goes into every checkpoint.
-        resumed_step: Steps trained before the checkpoint that the run resumed from; 0 for a new run.
+        resumed_step: Step of the checkpoint that the run resumed from; 0 for a new run.
         ended_by: What ended the run.
     """
 
@@ -141,7 +141,7 @@ class TrainingRun:
         stop: StopRequest,
         planned: Planned | None = None,
     ) -> None:
-        """Change nothing yet. This run holds the lock on ``checkpoints``; there are ``sinks`` on rank 0 only."""
+        """Store the parts. This run holds the lock on ``checkpoints``; ``sinks`` is empty on all ranks but 0."""
         self.record = Record()
         self.resumed_step = 0
         self.ended_by: EndedBy = "steps"
@@ -194,24 +194,24 @@ class TrainingRun:
                 if saves:
                     self._save(position.step, background=not evaluates)
                 if evaluates:
-                    if not saves:  # a rank that dies in the evaluation costs no step
+                    if not saves:  # with checkpoints, a rank that dies in the evaluation costs no step
                         self._checkpoints.snapshot(position.step, self.record, self.train_seconds)
                     self._evaluate(position)
                 if copies or evaluates:
                     self._checkpoints.snapshot(position.step, self.record, self.train_seconds)
                 self._checkpoints.report()
             self._read_step()
-            self._checkpoints.report(wait=True)  # a stop must not give up the last checkpoint, which is being written
+            self._checkpoints.report(wait=True)  # a stop must not abandon the checkpoint that is being written
         return self._finish()
 
     def _begin(self) -> None:
         """Set the random state, restore the checkpoint, delete what the run replaces, and notify the sinks."""
-        # Dropout differs between ranks, which see different rows. Weights were drawn from generators of their own.
+        # Dropout must differ between ranks, which see different rows. Weights were drawn from separate generators.
         torch.manual_seed(self._config.seed + self._comm.rank)
         if self._comm.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._comm.device)
         self.resumed_step, self.record, notes = self._checkpoints.restore()
-        # Only after the checkpoint was loaded: if that fails, nothing has been deleted.
+        # Only after the checkpoint is loaded: if loading fails, nothing has been deleted.
         _on_rank_0(self._comm, lambda: delete_superseded(self._start, self._config))
         if self._start.path is None:
             _on_rank_0(self._comm, self._best.discard)
@@ -234,7 +234,7 @@ class TrainingRun:
         return reason
 
     def _make_up_evaluation(self) -> None:
-        """Make the evaluation that was due after the step that the run resumes from, if it was not made."""
+        """Make the evaluation that was due at the step that the run resumes from, if it was not made."""
         position = self._timetable.position(self.resumed_step)
         made = self.record.evaluated_step == position.step
         if position.step and not made and self._timetable.evaluation_is_due(position):
@@ -251,9 +251,9 @@ class TrainingRun:
             self._evaluate(self._timetable.position(last.step))
 
     def _take_step(self, due: StepInput, *, traced: bool, late: bool) -> bool:
-        """Take one optimizer step, report it, and return whether some rank is asked to stop.
+        """Take one optimizer step, report it, and return True if some rank was asked to stop.
 
-        On a device with a queue, ``late`` leaves the report to the next call, when the device has got that step's work.
+        On a device with a queue, ``late`` delays the report until the next call has issued its work to the device.
         """
         parts, record, settings = self._parts, self.record, self._config.training
         spec = StepSpec(
@@ -284,12 +284,12 @@ class TrainingRun:
             return self._note(report) or stops
         issued = take()
         stops, self._unread = self._read_step(), issued
-        if stops or not late:  # what is saved after a stop includes this step
+        if stops or not late:  # the checkpoint after a stop includes this step
             stops |= self._read_step()
         return stops
 
     def _read_step(self) -> bool:
-        """Report the step that was issued last, if it was not yet; return whether some rank is asked to stop.
+        """Report the last issued step if it was not yet; return True if some rank was asked to stop.
 
         Raises:
             TrainingError: Its loss or its gradient is not finite; on every rank.
@@ -307,7 +307,7 @@ class TrainingRun:
     def _evaluate(self, position: Position) -> None:
         """Evaluate, and keep the model if it is the best so far.
 
-        A checkpoint of this step is saved before, so that an error in generation costs no training; the evaluation is
+        A checkpoint of this step is saved first, so that an error in generation costs no training; the evaluation is
         added to it afterwards.
 
         Raises:
@@ -323,7 +323,7 @@ class TrainingRun:
                 raise _StopDuringEvaluationError
 
         step, epoch = position.step, position.epoch
-        # A save that is still being written would be given up if the evaluation failed.
+        # A save under way would be abandoned if the evaluation failed.
         self._checkpoints.report(wait=True)
         try:
             report = evaluate(
@@ -343,12 +343,12 @@ class TrainingRun:
         self._checkpoints.add_evaluation(report, record, self.train_seconds)
 
     def _save(self, step: int, *, background: bool = True) -> None:
-        # The time that this takes is part of the run's time, which is saved.
+        # The time of saving is part of the run's time, which is saved.
         self._checkpoints.report(wait=True)
         self._checkpoints.save(step, self.record, self.train_seconds, background=background)
 
     def _leave(self, step: int) -> NoReturn:
-        """Save a checkpoint, unless this step is already saved, and end the run here.
+        """Save a checkpoint unless this step is already saved, and end the run.
 
         Raises:
             RunStopped: Always.
@@ -372,7 +372,7 @@ class TrainingRun:
         if self.record.best is None:
             kept = Path(config.output_dir, "last")
             save(parts.model, kept, tokenizer=parts.tokenizer)
-        # In the background: where there are no hard links, it copies all files.
+        # In the background: without hard links it copies all files.
         _on_rank_0(comm, lambda: publish_model(kept, Path(config.output_dir)))
         summary = summarise(parts, self.record, self.train_seconds, self.ended_by)
         for sink in self._sinks:
@@ -383,13 +383,13 @@ class TrainingRun:
 
 
 def _beats(report: EvaluationReport, best: EvaluationReport) -> bool:
-    """Return whether an evaluation is better than the best one; of equal metrics, the lower loss is better."""
+    """Return True if an evaluation is better than the best one; if the metrics are equal, by the lower loss."""
     if report.value == best.value:
         return report.loss < best.loss
     return is_better(report.metric, report.value, best.value)
 
 
 def _on_rank_0(comm: Comm, action: Callable[[], Any]) -> Any:
-    """Do something on rank 0 that may take long or fail; every rank gets its result, or raises its error."""
+    """Run a function on rank 0 that may take long or fail; every rank gets its result or raises its error."""
     result = together_in_background(comm, lambda: action() if comm.rank == 0 else None)
     return comm.all_gather_object(result)[0]

@@ -1,4 +1,4 @@
-"""The answer to a run that is out of memory: what was planned beside what was measured, and what would need less."""
+"""The message of a run that is out of memory: the plan next to measurements, and settings that need less."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.train.run.step import peak_memory_bytes
 from fullshard.train.setup.optimizers import held_state_bytes
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
-"""What torch's RuntimeError names when the system refuses memory: it has no class of its own."""
+"""Name in torch's RuntimeError when the system refuses memory, which has no error class of its own."""
 
 _IN_GENERAL = (
     "Less is needed with training.gradient_checkpointing=true, training.fused_cross_entropy=true, a smaller "
@@ -30,7 +30,7 @@ class Planned:
 
     values: Mapping[str, Any]  # JSON-able values, for the files of the run
     table: str  # the plan of this rank, for people
-    remedies: Callable[[], str]  # returns lines about settings that need less, which it plans now; this rank alone
+    remedies: Callable[[], str]  # plans settings that need less and returns lines about them; this rank only
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -41,10 +41,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, comm: Comm, parts: Assembly | None, planned: Planned | None) -> str:
-    """Return what a rank that is out of memory says to the user; that rank alone.
+    """Return the message of a rank that is out of memory; that rank only.
 
     Args:
-        error: What was raised.
+        error: The exception that was raised.
         comm: The ranks.
         parts: The run; None if it is not assembled yet.
         planned: Its plan; None if there is none.
@@ -58,7 +58,7 @@ def explain(error: BaseException, comm: Comm, parts: Assembly | None, planned: P
 
 
 def _measured(comm: Comm, parts: Assembly | None) -> dict[str, int]:
-    """Return the engine's account of a rank, what its allocator or its process had at most, and what is free."""
+    """Return the engine's account of this rank's memory, the peak of its allocator or process, and what is free."""
     sizes: dict[str, int] = {}
     if parts is not None:
         held = memory_summary(parts.model)

@@ -1,4 +1,4 @@
-"""The record of a run so far. It is in every checkpoint, so that a resumed run ends as if it was not interrupted."""
+"""The record of a run so far, saved in every checkpoint, so that a resumed run ends as if never interrupted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fullshard.train.reporting.reports import EvaluationReport, StepReport
 
 @dataclass
 class Record:
-    """A run so far, as one rank sees it."""
+    """The progress of a run on one rank."""
 
     last: StepReport | None = None  # the last step
     best: EvaluationReport | None = None  # the best evaluation
@@ -32,12 +32,12 @@ class Record:
         self.skipped_steps += report.skipped
 
     def as_values(self, *, train_seconds: float, peaks: Sequence[int]) -> dict[str, Any]:
-        """Return JSON-able values; ``peaks`` are ``peak_bytes`` of every rank."""
+        """Return JSON-able values; ``peaks`` is ``peak_bytes`` of every rank."""
         return {**asdict(self), "train_seconds": train_seconds, "peak_bytes": list(peaks)}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], *, rank: int, world_size: int) -> Record:
-        """Return the record that :meth:`as_values` was called on.
+        """Restore the record from :meth:`as_values`.
 
         Args:
             values: From a checkpoint.

@@ -36,7 +36,7 @@ class StepSpec:
     learning_rate: float  # learning rate of its update
     max_grad_norm: float | None  # norm that the full gradient is clipped to; None: it is not clipped
     causal: bool  # whether source and target are one sequence (decoder-only)
-    stop: bool = False  # whether a stop was requested on this rank; the report has whether it was on any rank
+    stop: bool = False  # whether a stop was requested on this rank; the report says whether it was on any rank
     objective: Objective = PLAIN  # label smoothing and z-loss
     router_loss: RouterLoss | None = None  # the routers' own loss of a mixture of experts; None: it is not trained
     # if the loss or the gradient is not finite: ``stop`` ends the run, ``skip`` skips the step
@@ -57,10 +57,10 @@ def issue_step(
     """Take one optimizer step; every rank calls it with its own micro-batches, equally many.
 
     The loss is the sum over all target tokens of all ranks and micro-batches divided by their number, so world size and
-    accumulation do not change it; where rows have weights, each token's loss and its one in the number are multiplied
-    by its row's. The routers' own loss is not a sum over tokens: that of each micro-batch counts in
-    proportion to its tokens. In fp16, if the loss is finite and the gradient is not, the step is skipped and the
-    loss scale halved, as long as it is at least 1.
+    accumulation do not change it. If rows have weights, each token counts with its row's weight in both the sum and the
+    number. The routers' own loss is not a sum over tokens: each micro-batch's counts in proportion to its tokens. In
+    fp16, if the loss is finite but the gradient is not, the step is skipped and the loss scale is halved, as long as
+    it is at least 1.
 
     Args:
         model: The sharded model, in training mode.
@@ -69,8 +69,8 @@ def issue_step(
         comm: The ranks the model is sharded over.
         spec: Number, rate and limits of this step.
         scaler: Scales the loss in fp16.
-        late: Update the weights before loss and norm are known, so that nothing waits for the device. Only where a
-            step is never skipped.
+        late: Update the weights before loss and norm are known, so that nothing waits for the device. Allowed only
+            if steps are never skipped.
 
     Returns:
         The step, whose report has the same loss, norm and counts on every rank.
@@ -79,7 +79,7 @@ def issue_step(
         TrainingError: The loss or the gradient's norm is not finite; on every rank, before the weights change. With
             ``late`` the report raises it, and they have changed.
     """
-    assert not late or (scaler is None and spec.on_nonfinite == "stop"), "whether to skip is decided before the update"
+    assert not late or (scaler is None and spec.on_nonfinite == "stop"), "skipping is decided before the update"
     started = time.perf_counter()
     device = device_of(comm.device)
     counts = _count(micro_batches, comm, spec)
@@ -103,7 +103,7 @@ def issue_step(
 
 
 class IssuedStep:
-    """A step that was issued to the device. Reading any of its numbers waits until the device has computed them."""
+    """A step issued to the device. Reading any of its numbers waits until the device has computed them."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class IssuedStep:
         on_host: Tensor,
         wait: Callable[[], None],
     ) -> None:
-        """Keep what the report needs; ``on_host`` may be read after ``wait()``."""
+        """Store what the report needs; ``on_host`` may be read after ``wait()``."""
         self._spec = spec
         self._started = started
         self._loss_scale = loss_scale
@@ -129,24 +129,24 @@ class IssuedStep:
 
     @property
     def loss_and_norm(self) -> tuple[float, float]:
-        """The loss with the routers' own, and the norm of the gradient."""
+        """The loss including the routers' own, and the norm of the gradient."""
         loss, norm, router = self._numbers[:3]
         return loss + router, norm
 
     @property
     def finite(self) -> bool:
-        """Whether both are finite. They are global, so every rank decides the same."""
+        """True if both are finite. They are global, so every rank decides the same."""
         return all(map(math.isfinite, self.loss_and_norm))
 
     @property
     def ends_run(self) -> bool:
-        """Whether loss or gradient is not finite, such steps are not skipped, and a smaller loss scale cannot help."""
+        """True if loss or gradient is not finite, such steps are not skipped, and a smaller loss scale cannot help."""
         scale = self._loss_scale
         overflowed = scale is not None and scale >= 1 and math.isfinite(self.loss_and_norm[0])
         return not self.finite and self._spec.on_nonfinite == "stop" and not overflowed
 
     def report(self, since: float = 0.0) -> StepReport:
-        """Return the report; ``since``: when the step before was known to be done, if later than this one's start.
+        """Return the report. ``since``: when the previous step was known to be done, if after this one's start.
 
         Raises:
             TrainingError: Loss or norm is not finite, and the step was not skipped; on every rank.
@@ -181,8 +181,8 @@ class IssuedStep:
 def _count(micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec) -> Tensor:
     """Return over all ranks: weights of target tokens, tokens, requests to stop, target tokens, each rank's memory.
 
-    Tokens are without padding, memory is the peak. float64, which counts exactly, (4 + ranks,), on the device, where
-    the loss is divided by them: reading them would wait for the last step.
+    Tokens exclude padding, memory is the peak. In float64, which is exact for counts, (4 + ranks,), on the device,
+    where the loss is divided by them: reading them would wait for the previous step.
     """
     target_tokens = sum(batch.target_tokens for batch in micro_batches)
     target_weight = sum(batch.target_weight for batch in micro_batches)
@@ -202,9 +202,9 @@ def _accumulate(
     counts: Tensor,
     scaler: ShardedGradScaler | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run backward on each micro-batch; return over all ranks the summed loss and the mean of the routers', 0-d."""
+    """Run backward on each micro-batch; return the summed loss and the mean of the routers' over all ranks, 0-d."""
     total = torch.zeros(2, device=comm.device)
-    # The engine averages gradients over ranks; times the world size makes it their sum.
+    # The engine averages gradients over ranks; multiplied by the world size, they are the sum.
     factor = comm.size / counts[0]
     expected_gradient = factor.float() * (1.0 if scaler is None else scaler.get_scale())
     for batch in micro_batches:
@@ -261,13 +261,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 def _nonfinite_message(
     model: torch.nn.Module, micro_batches: Sequence[Batch], comm: Comm, spec: StepSpec, loss: float, grad_norm: float
 ) -> str:
-    """Return an error message with the rows and the parameters that are not finite; every rank calls it."""
+    """Return an error message with the rows and parameters that are not finite. Every rank calls it."""
     mine = [index for batch in micro_batches for index in batch.indices]
     bad = [p for p in model.parameters() if p.grad is not None and not rows_of(p.grad).isfinite().all()]
     names = [p.shard_meta.name for p in bad]  # type: ignore[attr-defined]
     gathered = comm.all_gather_object((mine, names))
     rows = "; ".join(f"rank {rank}: {_some(indices)}" for rank, (indices, _) in enumerate(gathered))
-    # Several ranks may have a part of one parameter.
+    # Several ranks may hold parts of one parameter.
     spoiled = list(dict.fromkeys(name for _, names in gathered for name in names))
     where = f" The gradient is not finite in {len(spoiled)} parameters: {_some(spoiled, 5)}." if spoiled else ""
     limit = "off" if spec.max_grad_norm is None else f"{spec.max_grad_norm:g}"

@@ -1,4 +1,4 @@
-"""Requests to stop a run early: set on any rank, heeded by all ranks in the next step."""
+"""Requests to stop a run early: set on any rank, obeyed by all ranks at the next step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Self
 
 
 class StopRequest:
-    """A request to stop on this rank. The run is inside this context while it trains and can heed the request.
+    """A request to stop on this rank; used as a context while training can obey it.
 
     Attributes:
-        requested: Whether to stop; may be set at any time, from any thread.
+        requested: True to stop; may be set at any time, from any thread.
     """
 
     def __init__(self) -> None:

@@ -23,10 +23,10 @@ from fullshard.train.setup.optimizers import held_state_bytes, optimizer_title
 from fullshard.version import __version__
 
 _SET_FILES = ("train_file", "validation_file", "dataset_name")
-"""Settings of a set that may name local files, whose content a starting point represents by size and hash."""
+"""Settings of a set that may name local files, which a starting point records by size and hash."""
 
 _SHOWN_ROWS, _SHOWN_CHARACTERS = 5, 2_000
-"""Training rows that are recorded as the model sees them, evenly spaced, and the characters of each."""
+"""Number of evenly spaced training rows to record as the model sees them, and the characters of each."""
 
 
 def describe_start(
@@ -73,7 +73,7 @@ def describe_start(
 
 
 def summarise(parts: Assembly, record: Record, train_seconds: float, ended_by: EndedBy) -> RunSummary:
-    """Return the summary of a finished run; every rank calls it, and gets every rank's memory."""
+    """Return the summary of a finished run, with every rank's memory. Every rank calls it."""
     assert record.last is not None, "a run has at least one step"
     best, last = record.best, record.last
     return RunSummary(
@@ -130,7 +130,7 @@ def _shown_rows(parts: Assembly) -> tuple[tuple[tuple[str, str], ...], ...]:
 
 
 def _hardware(device: torch.device) -> str:
-    """Return the name of a rank's GPU or, as Linux tells it, of the CPU."""
+    """Return the name of a rank's GPU, or of the CPU as Linux reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -142,7 +142,7 @@ def _hardware(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of what the result depends on."""
+    """Return the versions of the packages that results depend on."""
     packages = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     return {"fullshard": __version__, "python": platform.python_version(), **packages}
 

@@ -1,4 +1,4 @@
-"""The steps of a run, and after which of them it evaluates and saves."""
+"""The timetable of a run: its steps, and after which of them it evaluates and saves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.train.run.assemble import Assembly
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int  # steps trained
     epoch: float  # epochs trained, a fraction within an epoch
@@ -24,12 +24,12 @@ class Position:
 class StepInput:
     """Input of one step."""
 
-    position: Position  # how far the run has come after the step
+    position: Position  # position after the step
     micro_batches: list[Batch]  # this rank's micro-batches, on the CPU
 
 
 def saves_between_steps(settings: TrainingConfig, *, evaluates: bool) -> bool:
-    """Return whether some checkpoint is written while the next steps run: those before an evaluation are not."""
+    """Return True if some checkpoint is written while steps continue; those before an evaluation are not."""
     if settings.save_strategy == "no":
         return False
     if not evaluates or settings.eval_strategy != settings.save_strategy:
@@ -52,7 +52,7 @@ class Timetable:
         return Position(step, step / self._per_epoch, step % self._per_epoch == 0)
 
     def steps_after(self, resumed_step: int) -> Iterator[StepInput]:
-        """Yield the steps after ``resumed_step``, with micro-batches that are collated when they are needed."""
+        """Yield the steps after ``resumed_step``; micro-batches are collated on demand."""
         parts = self._parts
         collate = replace(parts.collate, packed=self._settings.packing)
         first_epoch, taken = divmod(resumed_step, self._per_epoch)
@@ -65,13 +65,13 @@ class Timetable:
                 yield StepInput(self.position(step), micro_batches)
 
     def evaluation_is_due(self, position: Position) -> bool:
-        """Return whether the run evaluates here: by ``eval_strategy``, and always after the last step."""
+        """Return True if the run evaluates here: by ``eval_strategy``, and always after the last step."""
         if self._parts.evaluation is None:
             return False
         return self._is_due(position, self._settings.eval_strategy, self._settings.eval_steps)
 
     def checkpoint_is_due(self, position: Position) -> bool:
-        """Return whether the run saves a checkpoint here: by ``save_strategy``, and always after the last step.
+        """Return True if the run saves a checkpoint here: by ``save_strategy``, and always after the last step.
 
         The finished run saves its model anyway, but only a checkpoint has the optimizer's state.
         """
@@ -85,7 +85,7 @@ class Timetable:
         return position.ends_epoch if steps is None else position.step % steps == 0
 
     def heaviest_step(self, resumed_step: int) -> int:
-        """Return the step to trace: of the current epoch, the one with rank 0's largest padded micro-batch.
+        """Return the step to trace: the one of the current epoch with rank 0's largest padded micro-batch.
 
         It is not the first step, which has no optimizer state yet, unless that is the only one. The same on every rank;
         0 if no step is left after ``resumed_step``.

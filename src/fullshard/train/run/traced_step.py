@@ -1,4 +1,4 @@
-"""Record one step of a run: what each unit did when, and what each rank's memory was used for."""
+"""Recording of one step of a run: when each unit did what, and how each rank's memory was used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMELINE_POINTS = 400
 def traced_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Comm, take: Callable[[], StepReport]
 ) -> tuple[StepReport, StepTrace]:
-    """Take a step and record it; every rank calls it, and each rank must be a process.
+    """Take a step and record it. Every rank calls it, and each rank must be a process.
 
     On the CPU the allocator's events are recorded, which slows the step down.
 
@@ -33,9 +33,9 @@ def traced_step(
         take: Takes the step and reports it.
 
     Returns:
-        The report, and the trace of all ranks, which is the same on every rank.
+        The report, and the trace of all ranks, the same on every rank.
     """
-    # Gradients of earlier steps that are freed while the meter runs would count as held to the end.
+    # Gradients of earlier steps that are freed while the meter runs would count as held until the end.
     optimizer.zero_grad()
     comm.barrier()
     parameters = _on_device(comm.device, [param.data for param in model.parameters()])
@@ -62,7 +62,7 @@ class _Held:
 
 @contextmanager
 def _optimizer_recorded(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[None]:
-    """Context in which the optimizer's step is recorded as one event."""
+    """Record the optimizer's step as one event inside the context."""
     handles = [
         optimizer.register_step_pre_hook(lambda *_: recorder.begin("", "optimizer")),
         optimizer.register_step_post_hook(lambda *_: recorder.end("", "optimizer")),
@@ -75,7 +75,7 @@ def _optimizer_recorded(optimizer: torch.optim.Optimizer, recorder: Recorder) ->
 
 
 def _on_device(device: torch.device, tensors: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of the storages of ``tensors`` on ``device``, each counted once: shards have padding."""
+    """Return the bytes of the storages of ``tensors`` on ``device``, each counted once; shards include padding."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device == device}
     return sum(storages.values())
 
@@ -118,13 +118,13 @@ def _timeline(recorder: Recorder, totals: Sequence[tuple[float, int]], held: _He
 def _kept(
     times: Sequence[float], totals: Sequence[tuple[float, int]], total_times: Sequence[float], seconds: float
 ) -> list[tuple[float, int]]:
-    """Return the start, the end, and of each short stretch in between the moment with the most bytes."""
+    """Return the indices to keep: the start, the end, and from each short stretch the moment with the most bytes."""
     best: dict[int, tuple[float, int]] = {}
     for at in times:
         if not 0 <= at <= seconds:
             continue
         total = totals[max(0, bisect.bisect_right(total_times, at) - 1)][1]
-        # The start has a stretch of its own: of a long step, the first one also holds the first activations.
+        # The start is a stretch of its own: in a long step, the first stretch also holds the first activations.
         stretch = 1 + int(at / seconds * (TIMELINE_POINTS - 2)) if at else 0
         if stretch not in best or total > best[stretch][1]:
             best[stretch] = (at, total)

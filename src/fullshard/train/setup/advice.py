@@ -1,4 +1,4 @@
-"""What somebody would say who looks at a run before its first step: a line each, with a better value."""
+"""Advice at the start of a run: a line for each setting that an expert would question, with a better value."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fullshard.train.setup.division import Division
 from fullshard.train.setup.prepare import Prepared
 
 _STEPS_AN_EPOCH = 10
-"""Least steps an epoch of the batch that is suggested."""
+"""Fewest steps an epoch with a suggested batch."""
 
 _FAR = 4
-"""Factor from which a limit is far above the longest target."""
+"""A limit is far above the longest target from this factor on."""
 
 _LOW = 10
 """Factor by which a learning rate is too low for a new model."""
 
 _LEAST_SAVED = 32
-"""Tokens a row that a lower limit must save to be worth a line."""
+"""Tokens a row that a lower limit must save to be worth mentioning."""
 
 
 def advice(config: RunConfig, prepared: Prepared, plan: BatchPlan, world_size: int) -> tuple[str, ...]:
-    """Return the lines for a run's user, none if all is as one would expect; any rank, alone."""
+    """Return lines of advice for a run's user, empty if nothing is unusual; any rank."""
     return (
         *_on_learning_rate(config),
         *_on_batch(config, len(prepared.train_set), plan.num_steps, world_size),
@@ -78,8 +78,8 @@ def _on_batch(config: RunConfig, rows: int, steps: int, world_size: int) -> Iter
 
 
 def _on_shared_rows(train: TokenizedSet, held_out: TokenizedSet | None) -> Iterator[str]:
-    """Compare rows as the model sees them: by the token ids of source and target."""
-    if held_out is None or train.source is not None:  # streamed rows would all be tokenized for it
+    """Compare training and held-out rows by the token ids of source and target."""
+    if held_out is None or train.source is not None:  # streamed rows would all have to be tokenized
         return
     wanted = {_key(held_out, row) for row in range(len(held_out))}
     found = {key for row in range(len(train)) if (key := _key(train, row)) in wanted}
@@ -104,5 +104,5 @@ def _on_limit(config: RunConfig, prepared: Prepared) -> Iterator[str]:
     if limit >= _FAR * longest and limit - longest >= _LEAST_SAVED:
         yield (
             f"evaluations write up to {limit} tokens a row and the longest target has {longest}: "
-            f"evaluation.max_new_tokens={-(-longest * 3 // 2 // 8) * 8} ends rows that ramble sooner"
+            f"evaluation.max_new_tokens={-(-longest * 3 // 2 // 8) * 8} ends runaway texts sooner"
         )

@@ -1,4 +1,4 @@
-"""The plan of a run's rows: which rows each step has."""
+"""The plan of a run's epochs: which rows each step has."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fullshard.train.setup.prepare import Prepared
 def make_plan(
     config: RunConfig, train_set: TokenizedSet, world_size: int, *, causal: bool, group: int | None = None
 ) -> BatchPlan:
-    """Return the plan of the first epoch, whose ``for_epoch`` returns the others; any rank, alone: all get the same.
+    """Return the plan of the first epoch, whose ``for_epoch`` returns the others; any rank, with the same result.
 
     Args:
         config: The run's settings.
         train_set: Token ids of the training rows.
         world_size: Number of ranks.
         causal: Whether source and target are one sequence.
-        group: :attr:`Division.group` when the run began; None: it begins here.
+        group: :attr:`Division.group` of the run's start; None: it starts here.
 
     Raises:
         DataError: A row is longer than the token budget.
@@ -50,14 +50,14 @@ def make_plan(
 
 
 def make_mixture(config: RunConfig, train_set: TokenizedSet) -> Mixture | None:
-    """Return the shares of the sets of a run in an epoch; None: they have no weights, so each row comes once."""
+    """Return the shares of the sets of a run in an epoch; None if they have no weights, so that each row comes once."""
     weights = config.data.weights
     # A mixture of one set is that set, whatever its weight.
     return Mixture(train_set.set_rows, weights, config.seed) if weights and train_set.set_rows else None
 
 
 def mixture_notes(config: RunConfig, prepared: Prepared) -> list[str]:
-    """Return a line with the rows of each set in an epoch, of a mixture with weights; any rank, alone."""
+    """Return a line with the rows of each set in an epoch, for a mixture with weights; any rank."""
     mixture = make_mixture(config, prepared.train_set)
     if mixture is None:
         return []
@@ -70,7 +70,7 @@ def mixture_notes(config: RunConfig, prepared: Prepared) -> list[str]:
 
 
 def set_facts(config: RunConfig, prepared: Prepared) -> tuple[SetFacts, ...]:
-    """Return what a run's files tell of the sets of a mixture; any rank, alone. Empty: it is none."""
+    """Return the recorded facts of each set of a mixture, empty if there is none; any rank."""
     mixture = make_mixture(config, prepared.train_set)
     counts = [len(one.train_set) for one in prepared.sets] if mixture is None else mixture.counts
     return tuple(

@@ -1,4 +1,4 @@
-"""How a step's rows are divided over ranks and micro-batches, and how another number of ranks divides the same rows."""
+"""Division of a step's rows over ranks and micro-batches, and of the same rows over another number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Division:
 
     @classmethod
     def of(cls, config: RunConfig, ranks: int) -> Division:
-        """Return the division that the settings ask for on a number of ranks."""
+        """Return the division that the settings request on a number of ranks."""
         settings = config.training
         tokens = settings.per_device_train_batch_tokens
         each = settings.per_device_train_batch_size if tokens is None else tokens
@@ -29,7 +29,7 @@ class Division:
 
     @classmethod
     def began(cls, values: Mapping[str, Any]) -> Division | None:
-        """Return the division that a run began with, from the values of a checkpoint; None: of an older version."""
+        """Return the division at a run's start from the values of a checkpoint; None if an older version wrote it."""
         try:
             found = cls(**values["division"])
         except (KeyError, TypeError):
@@ -48,7 +48,7 @@ class Division:
         return self.ranks * (self.accumulation if self.by_tokens else self.each)
 
     def as_values(self) -> dict[str, Any]:
-        """Return what :meth:`began` reads."""
+        """Return the values that :meth:`began` reads."""
         return asdict(self)
 
     def on(self, ranks: int) -> Division:
@@ -73,18 +73,18 @@ class Division:
         return replace(self, ranks=ranks, each=each, accumulation=share // each)
 
     def settings(self, config: RunConfig) -> RunConfig:
-        """Return the settings that ask for this division."""
+        """Return the settings that request this division."""
         each = "per_device_train_batch_tokens" if self.by_tokens else "per_device_train_batch_size"
         changed = {each: self.each, "gradient_accumulation_steps": self.accumulation}
         return config.model_copy(update={"training": config.training.model_copy(update=changed)})
 
 
 def began_with(asked: Division, began: Division | None) -> Division:
-    """Return the division that a run keeps to: what it ``began`` with, unless the settings ask for something else now.
+    """Return the division that a run keeps: the one it ``began`` with, unless the settings now request another.
 
     Args:
-        asked: What the settings ask for on the ranks that are there.
-        began: What they asked for when the run began, on the ranks that were there; None: not known.
+        asked: The division that the settings request on the current ranks.
+        began: The division they requested at the run's start, on the ranks of then; None: not known.
     """
     if began is None or replace(asked, ranks=began.ranks) != began:
         return asked

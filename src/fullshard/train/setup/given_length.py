@@ -1,4 +1,4 @@
-"""Rows of one given length in place of a run's data: for plans, which read no row."""
+"""Rows of a given length in place of a run's data, for plans that read no data."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from fullshard.models.kind import reads_one_sequence
 from fullshard.train.setup.prepare import Prepared
 
 _STEPS = 4
-"""Steps of the rows on all ranks: with a budget of tokens, which rounds lengths, the last one may be short."""
+"""Steps of rows on all ranks: a budget of tokens rounds lengths, so that the last step may be short."""
 
 
 @dataclass(frozen=True)
 class RowsOfLength(Prepared):
-    """What a run's data would be if every row had one length; nobody knows how many rows the data has."""
+    """A run's data as if every row had one length; the number of rows is unknown."""
 
 
 def prepare_length(config: RunConfig, source: int | None, target: int, world_size: int) -> RowsOfLength:
-    """Return rows of one length, enough for some steps; reads the model's config and tokenizer, no data. One process.
+    """Return rows of one length, enough for some steps. Reads the model's config and tokenizer, no data; one process.
 
     Args:
         config: The run's settings; its data may be missing.
-        source: Tokens of each source. None, for causal models only: a text of ``target`` tokens has one.
+        source: Tokens of each source. None for causal models only: then each row is a text of ``target`` tokens.
         target: Tokens of each target.
-        world_size: Most ranks that will be planned with it.
+        world_size: Largest number of ranks that will be planned with it.
 
     Raises:
-        ConfigError: An encoder-decoder has one length.
+        ConfigError: The model is an encoder-decoder and only one length is given.
         ModelError: The tokenizer or the model's configuration cannot be read.
     """
     directory = None if config.model.path is None else resolve_model(config.model.path)
@@ -64,7 +64,7 @@ def prepare_length(config: RunConfig, source: int | None, target: int, world_siz
 
 
 def _set_of(config: RunConfig, lengths: tuple[int, int], token: int, world_size: int) -> TokenizedSet:
-    """Return rows of these lengths for some steps; each side is one id in memory."""
+    """Return rows of these lengths for some steps; each side is a single id in memory."""
     training = config.training
     each = training.per_device_train_batch_size
     if training.per_device_train_batch_tokens is not None:
@@ -78,7 +78,7 @@ def _set_of(config: RunConfig, lengths: tuple[int, int], token: int, world_size:
 
 
 def _blank_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Return a tokenizer of as many pieces as the one that the run trains on its data has at most."""
+    """Return a tokenizer with the maximum number of pieces of the one that the run trains on its data."""
     settings = config.model.tokenizer
     assert settings is not None, "the schema requires model.tokenizer with model.config"
     special = {"<pad>": 0, "</s>": 1, "<unk>": 2}

@@ -40,7 +40,7 @@ class LearningRateSchedule:
 
 
 def learning_rate_schedule(config: RunConfig, steps_per_epoch: int) -> LearningRateSchedule:
-    """Return the learning rate schedule of a run, which also has the number of its steps."""
+    """Return the learning rate schedule of a run, including its number of steps."""
     settings = config.training
     total_steps = ceil(steps_per_epoch * settings.num_train_epochs)
     if settings.max_steps is not None:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _CASTS_ITSELF = {"SwitchTransformersTop1Router"}
-"""Classes of transformers whose forward casts the module to float32: a gathered parameter cannot change its dtype."""
+"""Classes of transformers whose forward casts the module to float32; a gathered parameter cannot change its dtype."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class ReadyModel:
 def prepare_model(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None, *, filled: bool = False
 ) -> ReadyModel:
-    """Build the model, or its skeleton on the meta device, and change it for training; any rank, alone.
+    """Build the model, or its skeleton on the meta device, and prepare it for training; any rank.
 
     Args:
         config: The run's settings.
         tokenizer: The run's tokenizer.
         directory: ``model.path`` resolved by ``resolve_model``; None: resolved here.
-        filled: Whether a snapshot fills all that is trained later: then weights are neither made nor read, unless some
-            are frozen, which are not in it.
+        filled: True if a snapshot fills all trained parameters later. Then weights are neither made nor read, unless
+            some are frozen and therefore not in the snapshot.
 
     Raises:
         UserError: The model cannot be built, or the settings do not match it.
@@ -123,7 +123,7 @@ def _change_forward(model: PreTrainedModel, config: RunConfig) -> None:
     if config.training.gradient_checkpointing:
         enable_activation_checkpointing(model)
     if config.training.torch_compile:
-        compile_blocks(model, dynamic=True)  # rows differ in length
+        compile_blocks(model, dynamic=True)  # lengths of rows vary
     if config.training.packing:
         enable_packing(model, config.data.max_source_length + config.data.max_target_length)
 
@@ -148,7 +148,7 @@ def make_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory:
 def choose_loader(
     skeleton: PreTrainedModel, config: RunConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None
 ) -> tuple[PreTrainedModel, Pretrained | None, tuple[str, ...]]:
-    """Decide whether ``model.path`` is read shard by shard, or must be loaded in full by transformers.
+    """Decide whether ``model.path`` can be read shard by shard, or must be loaded in full by transformers.
 
     ``skeleton`` is the model on the meta device, ``directory`` the resolved ``model.path``; None: resolved here.
 
@@ -182,7 +182,7 @@ def _full_load_note(config: RunConfig, reason: str) -> str:
 
 
 def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
-    """Change the model in place, before its adapter is added."""
+    """Change the model in place; called before its adapter is added."""
     if config.model.attention_dropout is not None:
         set_attention_dropout(model, config.model.attention_dropout)
     if refuses_fp16(config):
@@ -198,7 +198,7 @@ def _changed(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
 
 
 def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tuple[str, ...]]:
-    """Return the routers' own loss to train, or None, and notes for the user; any rank, alone.
+    """Return the routers' own loss to train, or None, and notes for the user; any rank.
 
     Args:
         model: The run's model, with its adapter if it has one.
@@ -211,13 +211,13 @@ def own_loss(model: nn.Module, config: RunConfig) -> tuple[RouterLoss | None, tu
     adapter = config.model.adapter
     if router is not None and adapter is not None and adapter.type == "prefix":
         raise ConfigError(
-            "A prefix adapter is incompatible with the routers' own loss: transformers takes the prefix for tokens "
+            "A prefix adapter is incompatible with the routers' own loss: transformers counts the prefix as tokens "
             "that the routers have seen. Set model.output_router_logits: false, or use another adapter."
         )
     if router is not None and config.training.packing:
         raise ConfigError(
-            "training.packing is incompatible with the routers' own loss: transformers counts its tokens by a mask of "
-            "padding, and packed rows have another. Set packing: false, or model.output_router_logits: false."
+            "training.packing is incompatible with the routers' own loss: transformers counts its tokens by a padding "
+            "mask, which packed rows do not have. Set packing: false, or model.output_router_logits: false."
         )
     return router, () if note is None else (note,)
 
@@ -256,7 +256,7 @@ def _require_fused(model: nn.Module, config: RunConfig) -> None:
 
 
 def _check_adapter(config: RunConfig, *, causal: bool) -> None:
-    """Raise if peft would compute a wrong result.
+    """Refuse combinations for which peft computes a wrong result.
 
     Raises:
         ConfigError: The adapter is incompatible with another setting.
@@ -265,12 +265,12 @@ def _check_adapter(config: RunConfig, *, causal: bool) -> None:
     kind, training = config.model.adapter.type, config.training
     if kind in ("prompt", "prefix") and training.packing:
         raise ConfigError(
-            f"A {kind} adapter is incompatible with training.packing: its vectors are only before the first row of a "
+            f"A {kind} adapter is incompatible with training.packing: its vectors stand only before the first row of a "
             "packed sequence. Set packing: false."
         )
     if kind == "prefix" and training.gradient_checkpointing:
         raise ConfigError(
-            "A prefix adapter is incompatible with gradient_checkpointing: transformers takes the prefix for a "
+            "A prefix adapter is incompatible with gradient_checkpointing: transformers mistakes the prefix for a "
             "key-value cache and drops it. Remove one of them."
         )
     if kind == "prompt" and causal and training.eval_strategy != "no" and training.per_device_eval_batch_size > 1:
@@ -302,7 +302,7 @@ def shard_model(model: nn.Module, config: RunConfig, comm: Comm, weights: Weight
 
 
 def _with_run_file_remedies(text: str, config: RunConfig) -> str:
-    """Replace the library's remedies in an error about wrapping by those of a run file."""
+    """Replace the library's remedies in an error about wrapping by the run file's."""
     size = config.sharding.wrap
     own = {ONE_UNIT: "set sharding.wrap: none", BY_CLASS: "sharding.wrap: [Block, ...]"}
     if isinstance(size, int):
@@ -331,7 +331,7 @@ def _shard(model: nn.Module, config: RunConfig, comm: Comm, weights: WeightSourc
 
 
 def for_device(config: RunConfig, *, gpu: bool) -> RunConfig:
-    """Return the settings with ``sharding.tables: auto`` resolved for GPUs, on which nothing but ``gather`` has run."""
+    """Return the settings with ``sharding.tables: auto`` resolved: on GPUs only ``gather`` has been run so far."""
     if not gpu or config.sharding.tables != "auto":
         return config
     return config.model_copy(update={"sharding": config.sharding.model_copy(update={"tables": "gather"})})
@@ -381,21 +381,21 @@ def outline_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
 
 
 def refuses_fp16(config: RunConfig) -> bool:
-    """Return whether models that are known to overflow in fp16 are refused."""
+    """Return True if models that are known to overflow in fp16 are refused."""
     return config.training.precision == "fp16" and not config.training.allow_fp16
 
 
 class UnreadWeights:
-    """Weights that are not read: shards and persistent buffers get their memory as if they were."""
+    """A weight source that reads nothing: shards and persistent buffers get memory as if it did."""
 
     def open(self, model: nn.Module, wanted: list[WantedTensor]) -> UnreadWeights:
-        """See :meth:`WeightSource.open`: every tensor is said to fit."""
+        """See :meth:`WeightSource.open`: claims that every tensor fits."""
         self._buffers = {name for one in wanted if one.buffer for name in one.names}
         return self
 
     def has(self, name: str) -> bool:
-        """See :meth:`WeightReader.has`: buffers need memory of their own, parameters have it in the shards."""
+        """See :meth:`WeightReader.has`: buffers need memory of their own, parameters already have it in the shards."""
         return name in self._buffers
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
-        """See :meth:`WeightReader.read`: nothing."""
+        """See :meth:`WeightReader.read`: does nothing."""

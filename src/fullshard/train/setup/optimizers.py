@@ -1,4 +1,4 @@
-"""The optimizers of ``training.optimizer``: how each is made, and the bytes of its state, computed from the layout."""
+"""The optimizers of ``training.optimizer``: construction, and the size of their state computed from the layout."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from fullshard.optim.shards import meta_of
 Groups = list[dict[str, Any]]
 
 _FP32 = 4
-"""Bytes of an element, and of a step count that is a tensor: shards are fp32 in every precision."""
+"""Bytes of an element and of a step count that is a tensor: shards are fp32 in every precision."""
 
 _TABLES = 2 * 256 * _FP32
-"""Bytes of the two tables of values of 8-bit codes, shared by all parameters."""
+"""Bytes of the two lookup tables of 8-bit codes, shared by all parameters."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the optimizers."""
+    """One value of ``training.optimizer``."""
 
-    title: str  # its name for people
+    title: str  # display name
     make: Callable[[Groups, RunConfig], Optimizer]  # makes the optimizer for the groups of ``_groups``
     state_bytes: Callable[[Groups], int]  # returns the bytes of state that this rank holds for these groups
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> Optimizer:
-    """Return the optimizer of a run, over all trainable parameters in the same order; every rank calls it.
+    """Make the optimizer of a run over all trainable parameters, in the same order everywhere. Every rank calls it.
 
     As in Hugging Face's Trainer, vectors (biases, norms) have no weight decay.
 
@@ -53,7 +53,7 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> Optimizer:
 
 
 def optimizer_title(name: str) -> str:
-    """Return the name of ``training.optimizer`` for people."""
+    """Return the display name of ``training.optimizer``."""
     return _KINDS[name].title
 
 
@@ -71,7 +71,7 @@ def expected_state_bytes(model: nn.Module, config: RunConfig) -> int:
 def held_state_bytes(optimizer: Optimizer, device: torch.device | None = None) -> int:
     """Return the bytes of optimizer state that this rank holds on ``device`` (None: on all devices).
 
-    A tensor that several parameters share counts once.
+    Tensors shared by several parameters count once.
     """
     values = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [v for v in values if isinstance(v, torch.Tensor) and device in (None, v.device)]
@@ -90,7 +90,7 @@ def _groups(model: nn.Module, settings: TrainingConfig) -> Groups:
 
 
 def _held(groups: Groups) -> Iterator[tuple[dict[str, Any], ShardMeta, int]]:
-    """Yield each parameter of which this rank holds elements: its group, its layout, and how many it holds."""
+    """Yield for each parameter with elements on this rank: its group, its layout, and the number of elements."""
     for group in groups:
         for meta in map(meta_of, group["params"]):
             start, stop = meta.element_range

@@ -1,4 +1,4 @@
-"""Tokenizer and token ids of a run: made before there is a process group, once for all ranks, and kept in a cache."""
+"""Preparation of a run's tokenizer and token ids: before there is a process group, once for all ranks, in a cache."""
 
 from __future__ import annotations
 
@@ -85,16 +85,16 @@ def prepare(
     progress: Progress = lambda what, done, total: None,
     rows_file: Path | None = None,
 ) -> Prepared:
-    """Read and tokenize the data and keep the token ids in the cache, or find them there; any rank, alone.
+    """Tokenize the data into the cache, or find it there; any rank.
 
     Any number of ranks, runs and threads may call it at once: one of them tokenizes, the others wait. The cache is
     memory-mapped, and its rows are not read as text again.
 
     Args:
         config: The run's settings.
-        say: Receives a line for everything that takes long.
+        say: Receives a line before everything that takes long.
         progress: Receives the progress of tokenizing.
-        rows_file: A file whose rows replace the run's held-out rows; training uses neither of them.
+        rows_file: A file whose rows replace the run's held-out rows; neither of them is trained on.
 
     Raises:
         DataError: The data cannot be used, or the cache directory cannot be written.
@@ -143,7 +143,7 @@ def prepare(
 def _prepare_set(
     work: SetRows, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
 ) -> tuple[PreparedSet, list[str], list[str]]:
-    """Return one set, and notes for the user: on how its training rows were read, and on what they are."""
+    """Return one set, and notes for the user about how its training rows were read and what they are."""
     config, of_set = work.config, f" ({work.name})" if work.name else ""
     if config.data.streaming:
         train_set, kept = streamed_tokens(work, tokenizer, content, spec)
@@ -151,7 +151,7 @@ def _prepare_set(
         train_set, kept, _ = set_tokens(work, "train", tokenizer, content, spec)
     reading: list[str] = []
     notes: list[str] = []
-    # With other rows to measure on, the training rows give no more than their labels.
+    # With other rows to measure on, the training rows are only needed for their labels.
     if work.rows_file is None:
         reading = kept["notes"]
         notes += [
@@ -173,7 +173,7 @@ def _prepare_set(
 
 
 def _joined_labels(sets: Sequence[Mapping[str, int] | None]) -> Mapping[str, int] | None:
-    """Return the label set of several sets of rows; None if one has too many targets, or all together have."""
+    """Return the label set of several sets; None if one of them, or all together, have too many targets."""
     joined: Counter[str] = Counter()
     for labels in sets:
         if labels is None:
@@ -183,22 +183,22 @@ def _joined_labels(sets: Sequence[Mapping[str, int] | None]) -> Mapping[str, int
 
 
 def _one_separator(works: Sequence[SetRows], found: Sequence[str | None]) -> str | None:
-    """Return the separator of all sets: it is recorded once, and new rows get it too.
+    """Return the separator of all sets. There must be one, because it is recorded once and used for new rows.
 
     Raises:
-        ConfigError: The templates of some sets end with text of their own, so that sets would have different ones.
+        ConfigError: The templates of only some sets end with text of their own, so that separators would differ.
     """
     if len(set(found)) > 1:
         chosen = ", ".join(f"{work.name}: {one!r}" for work, one in zip(works, found, strict=True))
         raise ConfigError(
-            f"The sets of a mixture have one separator, and their templates ask for different ones ({chosen}): set "
+            f"The sets of a mixture have one separator, but their templates ask for different ones ({chosen}). Set "
             "data.separator."
         )
     return found[0]
 
 
 def tokenize_spec(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> TokenizeSpec:
-    """Return how a run's rows are tokenized; any process, alone.
+    """Return how a run's rows are tokenized; any process.
 
     Raises:
         ConfigError: The run has a separator that would not be used.
@@ -218,44 +218,44 @@ def tokenize_spec(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, caus
     if data.separator:
         kind = "this model has a chat template" if causal else "this one is an encoder-decoder"
         raise ConfigError(
-            f"data.separator: {data.separator!r} is put between source and target of a causal model without a chat "
+            f"data.separator: {data.separator!r} applies to causal models without a chat "
             f"template; {kind}. Remove it{', or set data.chat_template: false' if causal else ''}."
         )
     return spec
 
 
 def chat_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Give a causal model's tokenizer without a chat template the plain one, for conversations; any process, alone.
+    """Give a causal model's tokenizer the plain chat template for conversations if it has none; any process.
 
     Returns:
         A note for the user, or none if it has a template.
 
     Raises:
-        ConfigError: The run does without a template.
+        ConfigError: ``data.chat_template`` is false.
     """
     if config.data.chat_template is False:
         raise ConfigError(
-            "data.chat_template: false does without a template, and the rows are conversations, which a causal model "
-            "reads in one. Leave it out: a tokenizer without a template gets a plain one, roles as lines. Or save "
-            "another template with the tokenizer (chat_template.jinja)."
+            "data.chat_template: false leaves out the template, but the rows are conversations, which a causal model "
+            "reads by a template. Leave the setting out: a tokenizer without a template gets a plain one, with each "
+            "turn on a line. Or save another template with the tokenizer (chat_template.jinja)."
         )
     return [] if tokenizer.chat_template is not None else [add_plain_template(tokenizer)]
 
 
 def separator_of(tokenizer: PreTrainedTokenizerBase, spec: TokenizeSpec) -> str | None:
-    """Return the text between source and target; None where there is none to choose."""
+    """Return the text between source and target; None if there is none to choose."""
     return spec.separator if spec.causal and not uses_chat_template(tokenizer, spec) else None
 
 
 def collate_spec(tokenizer: PreTrainedTokenizerBase, *, causal: bool) -> CollateSpec:
-    """Return how batches are padded for a tokenizer of ``load_tokenizer``; any process, alone."""
+    """Return how batches are padded for a tokenizer of ``load_tokenizer``; any process."""
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int), "load_tokenizer gives every tokenizer a padding token"
     return CollateSpec(pad, causal=causal)
 
 
 def prepare_tokenizer(config: RunConfig, say: Callable[[str], None] = lambda line: None) -> PreTrainedTokenizerBase:
-    """Return the model directory's tokenizer, or train one on the training rows; any process, alone.
+    """Return the model directory's tokenizer, or train one on the training rows; any process.
 
     Raises:
         DataError, ModelError: See :func:`prepare`.
@@ -288,11 +288,11 @@ def make_tokenizer(works: Sequence[SetRows], directory: Path | None) -> PreTrain
 
 
 def _sources(works: Sequence[SetRows]) -> Iterator[str]:
-    """Yield the source of each training row as a model reads it, without keeping streamed rows."""
+    """Yield the source of each training row as the model reads it, without keeping streamed rows."""
     for work in works:
         data = work.config.data
         for row in work.training_rows():
-            # A history is followed by the beginning of the answer, whose letters may be in no other text.
+            # The answer's beginning follows a history; its letters may occur in no other text.
             end = (data.separator or "") if row.conversation is None else "\nassistant:"
             yield data.source_prefix + row.source + end
 
@@ -303,7 +303,7 @@ def _targets(works: Sequence[SetRows]) -> Iterator[str]:
 
 
 def _without_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Reset the truncation and padding of the tokenizer's last call, which would be saved with the model."""
+    """Reset the truncation and padding left by the tokenizer's last call, which would be saved with the model."""
     if tokenizer.is_fast:
         backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
         backend.no_truncation()
@@ -323,7 +323,7 @@ def _content_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _prefix_notes(work: SetRows, directory: Path | None) -> list[str]:
-    """Return a line if a checkpoint names prefixes for its tasks and the set has none."""
+    """Return a line if a checkpoint names prefixes for its tasks but the set has none."""
     data, of_set = work.config.data, f" of {work.name}" if work.name else ""
     if directory is None or data.source_prefix or data.template is not None:
         return []
@@ -332,7 +332,7 @@ def _prefix_notes(work: SetRows, directory: Path | None) -> list[str]:
         return []
     listed = ", ".join(f"{task}: {prefix!r}" for task, prefix in prefixes.items())
     path = work.config.model.path
-    return [f"data.source_prefix{of_set} is empty, and {path} was trained with a prefix for each task ({listed})"]
+    return [f"data.source_prefix{of_set} is empty, but {path} was trained with a prefix for each task ({listed})"]
 
 
 def _vocabulary_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -1,4 +1,4 @@
-"""How a run's frozen linear layers are quantised, and what is refused before memory is taken."""
+"""Quantisation of a run's frozen linear layers, and checks before memory is used."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fullshard.storage import Base, content_of
 
 
 def quantize_of(config: RunConfig) -> Quantize | None:
-    """Return the library's policy for ``model.quantization``; None: weights are not quantised."""
+    """Return the library's policy for ``model.quantization``; None if weights are not quantised."""
     settings = config.model.quantization
     return None if settings is None else Quantize(**dict(settings))
 
 
 def describe_quantization(config: RunConfig) -> str | None:
-    """Return ``nf4`` or ``nf4 (double)``, as checkpoints name it; None: weights are not quantised."""
+    """Return ``nf4`` or ``nf4 (double)``, as checkpoints name it; None if weights are not quantised."""
     quantize = quantize_of(config)
     if quantize is None:
         return None
@@ -33,13 +33,13 @@ def describe_quantization(config: RunConfig) -> str | None:
 
 
 def quantization_notes(config: RunConfig) -> tuple[str, ...]:
-    """Return what the user is told about it."""
+    """Return the note for the user, if weights are quantised."""
     quantised = describe_quantization(config)
     return () if quantised is None else (f"frozen linear layers are quantised: {quantised}",)
 
 
 def require_kernels(config: RunConfig) -> None:
-    """Raise if the run's format of weights needs a package that is not there; any process, alone.
+    """Check that the package for the run's weight format is installed; any process.
 
     Raises:
         ConfigError: bitsandbytes is missing or too old.
@@ -50,7 +50,7 @@ def require_kernels(config: RunConfig) -> None:
 
 
 def require_quantizable(model: nn.Module, config: RunConfig) -> None:
-    """Raise unless the run's model, before its adapter is added, can be quantised; any rank, alone.
+    """Check that the run's model can be quantised, before its adapter is added; any rank.
 
     Raises:
         ConfigError: bitsandbytes is missing or too old, or ``skip`` has a name that no module has.
@@ -62,14 +62,14 @@ def require_quantizable(model: nn.Module, config: RunConfig) -> None:
 
 
 def quantises_head(model: PreTrainedModel, config: RunConfig) -> bool:
-    """Return whether the output head is quantised, which then computes neither the loss nor keeps its rows home.
+    """Return True if the output head is quantised: it can then neither compute the fused loss nor keep its rows home.
 
     Args:
         model: The run's model, before its adapter is added.
         config: The run's settings.
 
     Raises:
-        ConfigError: It is, and ``fused_cross_entropy`` computes the loss in it.
+        ConfigError: It is quantised, but ``fused_cross_entropy`` needs it.
     """
     quantize, head = quantize_of(config), model.get_output_embeddings()
     if quantize is None:
@@ -77,7 +77,7 @@ def quantises_head(model: PreTrainedModel, config: RunConfig) -> bool:
     name = next((name for name, one in quantisable(model, quantize).items() if one is head), None)
     if name is not None and config.training.fused_cross_entropy:
         raise ConfigError(
-            f"training.fused_cross_entropy computes the loss in {name}, whose full rows it reads, and "
+            f"training.fused_cross_entropy computes the loss in {name}, whose full rows it reads, but "
             f"model.quantization.skip={list(quantize.skip)} would quantise it. Add {name} to skip, or set "
             "fused_cross_entropy: false."
         )
@@ -85,15 +85,15 @@ def quantises_head(model: PreTrainedModel, config: RunConfig) -> bool:
 
 
 def require_by_shard(config: RunConfig, reason: str) -> None:
-    """Raise if weights that must be loaded in full are to be quantised: they are quantised while they are read.
+    """Refuse to quantise weights that must be loaded in full: quantisation happens while they are read by shard.
 
     Raises:
-        ConfigError: They are.
+        ConfigError: Quantisation is set.
     """
     settings = config.model.quantization
     if settings is not None:
         raise ConfigError(
-            f"model.quantization: {settings.type} quantises weights while each rank reads its part of them, and here "
+            f"model.quantization: {settings.type} quantises weights while each rank reads its part of them. Here "
             f"every rank would load all of {config.model.path}: {reason}. Change that, or leave quantization out."
         )
 
@@ -110,7 +110,7 @@ def quantise_outline(model: nn.Module, config: RunConfig) -> None:
 
 
 def quantised_base(model: nn.Module, config: RunConfig, directory: Path | None, comm: Comm) -> Base | None:
-    """Return the base that the run's checkpoints name instead of holding it; None: it is not quantised.
+    """Return the base that the run's checkpoints name instead of holding it; None if it is not quantised.
 
     Every rank calls it.
 

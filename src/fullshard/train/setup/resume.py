@@ -67,8 +67,8 @@ _FREE_SETTINGS = (
     "training.run_name",
     "training.save_",
 )
-"""Prefixes of the settings that may change when a run resumes: they change neither the rows of a step nor the metric of
-an evaluation."""
+"""Prefixes of the settings that may change when a run resumes: they affect neither the rows of a step nor the metric
+of an evaluation."""
 
 _STATE_SETTINGS = ("model.", "global batch", "training.optimizer")
 """Prefixes of the settings that must not change even if the user names the checkpoint."""
@@ -88,7 +88,7 @@ _EVALUATION_SETTINGS = frozenset(
         "evaluation.num_beams",
     )
 )
-"""If one of these changes, earlier evaluations cannot be compared with later ones."""
+"""If one of these changes, earlier evaluations are not comparable with later ones."""
 
 
 @dataclass(frozen=True)
@@ -96,26 +96,26 @@ class StartingPoint:
     """Where a run starts."""
 
     settings: Mapping[str, Any]  # settings that affect training, by dotted key; saved in the run's checkpoints
-    asked: Division  # how the settings divide a step over the ranks that are there
-    began: Division  # how they did when the run began
+    asked: Division  # division of a step that the settings request on the current ranks
+    began: Division  # the same at the run's start
     path: Place | None = None  # the checkpoint to resume from; None: the run starts from scratch
     values: Mapping[str, Any] | None = None  # the values that the run saved in that checkpoint
     comparable: bool = True  # whether evaluations before that checkpoint can be compared with later ones
     superseded: tuple[Place, ...] = ()  # checkpoints to delete before the first step
-    damaged: tuple[Place, ...] = ()  # damaged checkpoints to rename then, so that later runs do not find them
+    damaged: tuple[Place, ...] = ()  # damaged checkpoints to rename before the first step: later runs ignore them
     notes: tuple[str, ...] = ()  # notes for the user
     step: int = 0  # optimizer steps taken before
     snapshot: Snapshot | None = None  # this rank's part of the snapshot to continue from, which ``path`` is then
-    others: OfOtherRanks | None = None  # the snapshots of other ranks to continue from, before they are a checkpoint
+    others: OfOtherRanks | None = None  # the snapshots of other ranks to continue from; saved as a checkpoint first
 
     @property
     def group(self) -> int:
-        """Rows, or micro-batches, that are sorted by length together, as when the run began."""
+        """Rows, or micro-batches, that are sorted by length together, as at the run's start."""
         return self.began.group if self.values is None else self.values["group_rows"]
 
     @property
     def division(self) -> Division:
-        """How a step's rows are divided over the ranks that are there.
+        """Division of a step's rows over the current ranks.
 
         Raises:
             ConfigError: They cannot be divided equally.
@@ -123,15 +123,15 @@ class StartingPoint:
         return self.began.on(self.asked.ranks)
 
     def with_values(self, values: Mapping[str, Any]) -> StartingPoint:
-        """Return the start with the values of a checkpoint or snapshot, whose ranks may have been others.
+        """Return the start with the values of a checkpoint or snapshot, which may come from other ranks.
 
         Raises:
-            ConfigError: Its global batch cannot be divided over the ranks that are there.
+            ConfigError: Its global batch cannot be divided over the current ranks.
         """
         return replace(self, values=values).keeping(Division.began(values) or self.began)
 
     def keeping(self, began: Division) -> StartingPoint:
-        """Return the start with the global batch of a run that began with a division, unless settings were changed."""
+        """Return the start with the global batch of a run that began with another division, unless settings changed."""
         start = replace(self, began=began_with(self.asked, began))
         settings = {**self.settings, GLOBAL_BATCH: start.division.global_batch}
         notes = dict.fromkeys((*self.notes, *start._division_notes()))
@@ -155,14 +155,14 @@ def checkpoints_directory(config: RunConfig) -> Place:
 def choose_starting_point(
     config: RunConfig, world_size: int, *, begun: int = 0, in_memory: bool = False
 ) -> StartingPoint:
-    """Return where a run starts, and change nothing; on rank 0, under the lock on the checkpoints.
+    """Decide where a run starts, without changing anything; on rank 0, under the lock on the checkpoints.
 
     Args:
         config: The run's settings.
         world_size: Number of ranks.
-        begun: The ranks of the first attempt of the same launcher that has passed its start; 0: none has. After one all
-            checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If there are
-            none, a checkpoint that ``resume`` names is begun from again.
+        begun: Number of ranks of the first attempt of the same launcher that has passed its start; 0: none has. After
+            that, all checkpoints are the run's own, whatever ``resume`` says, and damaged ones are passed over. If
+            there are none, the run starts again from the checkpoint that ``resume`` names.
         in_memory: Whether there is a snapshot to continue from: then damaged checkpoints are passed over even if there
             is no other one.
 
@@ -176,7 +176,7 @@ def choose_starting_point(
     fresh = StartingPoint(deciding_settings(config, world_size), asked, asked)
     found = survey(checkpoints_directory(config), parse_newest=True)
     complete = [path for _, path in found.complete]
-    # An attempt that began at a checkpoint of another directory, and has saved none itself, begins there again.
+    # The first attempt started from a checkpoint in another directory and none was saved since: start there again.
     own = complete or config.resume in ("auto", "previous", "never")
     resume = "previous" if begun and own else config.resume
     if resume == "never":
@@ -187,7 +187,7 @@ def choose_starting_point(
     if resume not in ("auto", "previous"):
         return _at(as_place(config.resume), fresh, found)
     finished = found.directory / FINISHED_NAME
-    if finished.exists() and not begun:  # an attempt may also end after the run has
+    if finished.exists() and not begun:  # an attempt may also be lost after the run has finished
         further = f", resume={complete[-1]} with a higher {_limit_of(finished)}" if complete else ""
         raise ConfigError(
             f"{config.output_dir} holds a finished run. Set another output_dir{further}, or resume=never to start from "
@@ -214,8 +214,8 @@ def delete_superseded(start: StartingPoint, config: RunConfig) -> None:
     """
     finished = checkpoints_directory(config) / FINISHED_NAME
     try:
-        # If this is killed in between, the next run must neither resume a finished run nor take a resumed one for
-        # finished: a run that resumes loses its mark first, a run that is replaced loses its checkpoints first.
+        # Order matters if this is killed in between: the next run must neither resume a finished run nor take a resumed
+        # one for finished. A resuming run removes its mark first, a replaced run loses its checkpoints first.
         if start.path is not None and finished.exists():
             backend_of(finished).delete_file(finished)
         for path in start.superseded:
@@ -250,12 +250,12 @@ def _limit_of(finished: Place) -> str:
     """Return the setting that ended a finished run, from its mark."""
     try:
         return str(read_json(finished)["limit"])
-    except (OSError, ValueError, TypeError, KeyError):  # damaged, or without a limit (older versions): the usual one
+    except (OSError, ValueError, TypeError, KeyError):  # damaged, or of an older version without a limit
         return "training.num_train_epochs"
 
 
 def deciding_settings(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the settings that affect the weights of a step or the metric of an evaluation, by dotted key; on one rank.
+    """Return the settings that affect a step's weights or an evaluation's metric, by dotted key; on one rank.
 
     Files are represented by their content, not their path.
 
@@ -299,7 +299,7 @@ def _newest(path: Place, fresh: StartingPoint, found: Survey, aside: tuple[Place
 
 
 def or_snapshot(start: StartingPoint, snapshot: Snapshot | None, others: OfOtherRanks | None = None) -> StartingPoint:
-    """Return the start from a snapshot if it is of a later step, else ``start``; any rank, with its own snapshot.
+    """Return the start from a snapshot if its step is later, otherwise ``start``; any rank, with its own snapshot.
 
     Args:
         start: The start from a checkpoint, or from scratch.
@@ -416,7 +416,7 @@ def _read_values(path: Place) -> tuple[int, Mapping[str, Any]]:
 
 def _added_values(path: Place) -> Mapping[str, Any]:
     """Return what the evaluation after a complete checkpoint's step added to it."""
-    # A file that a killed run wrote without listing it is not part of the checkpoint.
+    # A file that a killed run wrote but did not list is not part of the checkpoint.
     done = read_completion(path)
     if EVALUATION_NAME not in done.files:
         return {}

@@ -44,7 +44,7 @@ MOST_LABELS = 1000
 """Maximum number of distinct targets of a label set."""
 
 _FORMAT = 5
-"""Version of the cache entries; to be increased when the same inputs give other entries."""
+"""Version of the cache entries; increase it when the same inputs give different entries."""
 
 EXAMPLES_NAME = "examples.json"
 
@@ -58,7 +58,7 @@ def sets_of(
     progress: Progress = lambda what, done, total: None,
     rows_file: Path | None = None,
 ) -> list[SetRows]:
-    """Return each set of a mixture, with its own settings; of other data one."""
+    """Return each set of a mixture with its settings; for other data, a single set."""
     return [
         SetRows(config.model_copy(update={"data": part}), say, progress, rows_file, name)
         for name, part in config.data.parts.items()
@@ -95,7 +95,7 @@ class SetRows:
         return self.config.data.cache_dir or default_directory()
 
     def rows(self, split: Split) -> tuple[list[Example], tuple[str, ...], tuple[str, ...]]:
-        """Return the rows to use of a split, notes, and lines on skipped rows beyond the notes; they are read once."""
+        """Return the rows of a split to use, notes, and lines on skipped rows beyond the notes; read only once."""
         if split not in self.read:
             try:
                 table = read_split(self.source(split), split)
@@ -111,7 +111,7 @@ class SetRows:
         return self.read[split]
 
     def training_rows(self) -> Iterable[Example]:
-        """Return the training rows as text; streamed ones are read again at each call and not kept."""
+        """Return the training rows as text; streamed rows are read again at each call and not kept."""
         if self.config.data.streaming:
             return training_texts(self.source("train"), self.limit("train"))
         return self.rows("train")[0]
@@ -121,7 +121,7 @@ class SetRows:
         return self.index()[1]["rows"] if self.config.data.streaming else len(self.rows("train")[0])
 
     def holds_conversations(self) -> bool:
-        """Return whether the training rows are conversations; the cache knows it of rows that were read before."""
+        """Return whether the training rows are conversations; the cache remembers it of rows read before."""
         if self.config.data.streaming:
             return self.index()[1]["conversations"]
 
@@ -136,14 +136,14 @@ class SetRows:
     def index(self, *, by_answer: bool = False) -> tuple[Path, dict[str, Any]]:
         """Return the entry with the index of the training rows, and its JSON values; made in one pass over the file.
 
-        ``by_answer``: each learned answer of a conversation is a row.
+        ``by_answer``: make a row of each learned answer of a conversation.
         """
 
         def build(entry: Path) -> dict[str, Any]:
             spec, what = self.source("train"), "training rows"
             self.say(f"finding the {what} of {spec.train_file or spec.dataset_name}")
             try:
-                # How many there are is known at the end.
+                # The number of rows is known only at the end.
                 return index_to(entry, spec, self.limit("train"), MOST_LABELS, by_answer=by_answer)
             except UnusableRowsError as error:
                 raise DataError("\n".join([str(error), *self.listed("train", error.beyond_shown)])) from error
@@ -158,7 +158,7 @@ class SetRows:
         if split == "validation" and self.rows_file is not None:  # rows of another file are not the run's
             name = f"of_{self.rows_file.stem}"
         path = Path(self.config.output_dir, f"unusable_rows_{name}.txt")
-        # Each rank writes the same, under a name of its own first.
+        # Each rank writes the same file, first under its own temporary name.
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ class SetRows:
     def key(self, split: Split, kind: str, *more: Any) -> str:
         """Return the name of a cache entry: a hash of everything that its content depends on."""
         versions = [version("tokenizers"), version("transformers")]
-        # Notes name files, so the names are part of the key.
+        # Notes contain file names, so the names are part of the key.
         parts = [_FORMAT, kind, split, self.content(split), asdict(self.source(split)), self.limit(split)]
         return blake2b(json.dumps([*parts, *versions, *more], default=str).encode(), digest_size=16).hexdigest()
 
@@ -244,7 +244,7 @@ def streamed_tokens(
 
 
 def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:
-    """Return the label set, if it is one, and the most frequent target; of equally frequent ones, the first."""
+    """Return the label set, if there is one, and the most frequent target, the first of equals."""
     counts = Counter(row.target for row in rows)
     labels = dict(counts) if len(counts) <= MOST_LABELS else None
     return {"labels": labels, "majority": counts.most_common(1)[0][0]}
@@ -259,5 +259,5 @@ def read_examples(path: Path) -> list[Example]:
     try:
         texts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}. Delete its directory, and it is made again.") from error
+        raise DataError(f"{path} cannot be read: {error}. Delete its directory; it will be made again.") from error
     return [Example(source, tuple(references), line) for source, references, line in texts]

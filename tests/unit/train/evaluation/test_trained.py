@@ -189,7 +189,7 @@ def test_a_directory_without_a_model_is_said_to_be_one(tmp_path):
 def test_a_run_that_has_not_finished_has_its_best_model_named(tmp_path):
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=rf"has not finished .* so far is in {tmp_path}/best: pass that"):
+    with pytest.raises(ModelError, match=rf"has not finished .* Pass its best model so far: {tmp_path}/best"):
         find_trained(str(tmp_path))
 
 

@@ -242,7 +242,7 @@ def test_results_on_a_benchmark_are_read_back(tmp_path):
     assert entry.notes == f"{summary.metric} on 7 rows: held_out.csv"
     run(tmp_path, resume="never")
     assert not (tmp_path / "out/.eval_results/fullshard.yaml").exists()
-    with pytest.raises(ValueError, match="there is no dataset_name"):
+    with pytest.raises(ValueError, match=r"names a task of the benchmark data\.dataset_name, which is not set"):
         RunConfig.model_validate(settings(tmp_path, card={"benchmark_task": "x"}))
 
 

@@ -192,7 +192,7 @@ def test_the_last_step_of_a_run_that_ends_early_is_logged(tmp_path):
 
 
 def test_sharding_that_is_still_to_be_chosen_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"sharding: auto is chosen before: .* chosen_settings\(\)"):
+    with pytest.raises(ConfigError, match=r"sharding: auto must be resolved first: .* chosen_settings\(\)"):
         run(tmp_path, sharding="auto")
     assert not (tmp_path / "out").exists()
 

@@ -147,7 +147,7 @@ def test_a_set_gives_new_rows_its_columns_and_prefix(tmp_path):
         config.of_set("other")
     alone = RunConfig.model_validate(settings(tmp_path))
     assert alone.of_set(None) == alone
-    with pytest.raises(ConfigError, match="the run has one set of data"):
+    with pytest.raises(ConfigError, match="the run has one set"):
         alone.of_set("short")
 
 

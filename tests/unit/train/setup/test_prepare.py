@@ -324,12 +324,12 @@ def test_a_causal_model_reads_conversations_in_a_template(tmp_path):
     assert prepared.separator is None
     assert prepared.train_set.spans.lengths.tolist() == [6] * len(prepared.train_set)
     assert len(prepared.train_set) + len(prepared.held_out) == 20
-    assert any("this template is saved with the model" in note for note in prepared.notes)
+    assert any("This template is saved with the model" in note for note in prepared.notes)
     assert any("one training row as the model sees it" in note for note in prepared.notes)
     assert prepare(config).notes == prepared.notes
     own = prepare(
         config_of(tmp_path, data=data, **gpt2_directory(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}"))
     )
     assert own.tokenizer.chat_template == "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match="chat_template: false does without a template, and the rows are conv"):
+    with pytest.raises(ConfigError, match="chat_template: false leaves out the template, but the rows are conv"):
         prepare(config_of(tmp_path, data=data | {"chat_template": False}, **model))
