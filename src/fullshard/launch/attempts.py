@@ -1,7 +1,7 @@
 """Attempts of a run: what a failure means for the next one, and the directory that outlives them.
 
-The ranks of one attempt end together. What they leave for the next one is in a directory in memory
-(:data:`KEEP_VARIABLE`): rank 0 notes there how far it came, for the line that says what happened.
+The ranks of one attempt end together. State for the next one is in a directory in memory (:data:`KEEP_VARIABLE`):
+rank 0 records its progress there, which the launcher reports after a failure.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fullshard.variables import ATTEMPT_VARIABLE, KEEP_LOCK_NAME, KEEP_VARIABLE
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-keep-"
 _REACHED_NAME = "reached.json"
-_LOST_NAME, _STARTED_NAME = "lost", "started"  # files that say when by their time of change
+_LOST_NAME, _STARTED_NAME = "lost", "started"  # files whose modification times are the moments
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Seconds until the ranks start again if an attempt came no further than earlier ones; doubled while none does, up to
-the second. After an attempt that came further there is no pause."""
+"""Seconds until the ranks restart if an attempt made no progress beyond earlier ones: the first value, doubled for
+each further one up to the second. After progress there is no pause."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """How far an attempt came."""
+    """The progress of an attempt."""
 
     attempt: int
     step: int | None = None  # steps taken; None: no rank trained yet
-    saved: int = 0  # step of the checkpoint from which the next attempt goes on; 0: from the start
+    saved: int = 0  # step of the checkpoint from which the next attempt continues; 0: from the start
     path: str | None = None  # the newest checkpoint that this command saved
     finished: bool = False  # whether the model is published
     told: bool = False  # whether the summary of --json is printed
@@ -45,7 +45,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How long a run was without steps after a rank was lost, in seconds; by the clock of one machine."""
+    """The time without steps after a rank was lost, in seconds by the clock of one machine."""
 
     ended_s: float  # from when the launcher noticed it until it started the ranks again
     start_s: float  # until rank 0 ran its first line: forks, or Python and imports
@@ -53,7 +53,7 @@ class Recovery:
     step_s: float  # until its first step was done
 
     def text(self) -> str:
-        """Return the sum, what of it is not the start of processes, and the parts of that."""
+        """Describe the sum, the sum without starting processes, and its parts."""
         rest = self.ended_s + self.state_s + self.step_s
         return (
             f"{rest + self.start_s:.1f} s after the loss, {rest:.1f} s without starting processes (ending ranks "
@@ -62,21 +62,21 @@ class Recovery:
 
 
 def mark_lost(directory: str | Path) -> None:
-    """Note that a rank was lost now; the launcher calls it."""
+    """Record that a rank is lost now; the launcher calls it."""
     Path(directory, _LOST_NAME).touch()
 
 
 def mark_started(directory: str | Path) -> None:
-    """Note that the ranks are started now; the launcher calls it."""
+    """Record that the ranks are started now; the launcher calls it."""
     Path(directory, _STARTED_NAME).touch()
 
 
 def recovery(began_s: float, restored_s: float) -> Recovery | None:
-    """Return how long the run was without steps, now that the first one is done; None if the launcher noted nothing.
+    """Return the time without steps once the first step is done; None if the launcher recorded no loss.
 
     Args:
         began_s: Unix time of rank 0's first line in this attempt.
-        restored_s: Unix time when it had the state to continue from.
+        restored_s: Unix time when its state was restored.
     """
     directory = os.environ.get(KEEP_VARIABLE, "")
     try:
@@ -87,12 +87,12 @@ def recovery(began_s: float, restored_s: float) -> Recovery | None:
 
 
 def attempt_number() -> int:
-    """Return how often the ranks of this run were started before, by the launcher's count; 0 without a launcher."""
+    """Return how often the launcher has started the ranks of this run before; 0 without a launcher."""
     return int(os.environ.get(ATTEMPT_VARIABLE, "0"))
 
 
 def note(reached: Reached) -> None:
-    """Note how far the run has come, for the launcher and the next attempt; rank 0, after each step."""
+    """Record the run's progress for the launcher and the next attempt; rank 0, after each step."""
     directory = os.environ.get(KEEP_VARIABLE)
     if directory is not None:
         path = Path(directory, _REACHED_NAME)
@@ -103,7 +103,7 @@ def note(reached: Reached) -> None:
 
 
 def last_note(directory: str | Path | None) -> Reached | None:
-    """Return what rank 0 noted last in the directory that outlives attempts, in whichever attempt; None if nothing."""
+    """Return the last progress that rank 0 recorded in any attempt, from the directory that outlives them; or None."""
     if directory is None:
         return None
     try:
@@ -129,7 +129,7 @@ def in_memory(directory: str | Path) -> int:
 
 @contextlib.contextmanager
 def kept_directory() -> Iterator[Path]:
-    """Yield a new directory for :data:`KEEP_VARIABLE`, in memory where there is /dev/shm; remove it at the end.
+    """Yield a new directory for :data:`KEEP_VARIABLE`, in memory if there is /dev/shm; it is removed at the end.
 
     Directories of launchers that were killed are removed first: they hold memory.
     """
@@ -148,7 +148,7 @@ def kept_directory() -> Iterator[Path]:
 
 
 def _remove_if_left(directory: Path) -> None:
-    """Remove the directory of a launcher that is no more; another user's cannot be opened."""
+    """Remove the directory of a launcher that has ended; another user's cannot be opened."""
     with contextlib.suppress(OSError), (directory / KEEP_LOCK_NAME).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)
@@ -158,20 +158,20 @@ class Restarts:
     """Decides, after each failed attempt, whether and when the ranks start again; one for each launcher.
 
     Attributes:
-        done: How often the ranks were started again.
+        done: Number of restarts so far.
     """
 
     def __init__(self, most: int, directory: Path) -> None:
-        """Allow ``most`` restarts; rank 0 notes how far it came in ``directory``."""
+        """Allow ``most`` restarts; rank 0 records its progress in ``directory``."""
         self.done = 0
         self._most = most
         self._directory = directory
         self._before: tuple[int | None, Failure] | None = None  # the last failure, and the steps taken until then
         self._farthest = -1
-        self._in_vain = 0  # attempts in a row that came no further than earlier ones, and the one before
+        self._in_vain = 0  # attempts in a row without progress beyond earlier ones, and the one before
 
     def after(self, failure: Failure) -> float | Failure:
-        """Say what happened and what follows.
+        """Report a failure and decide what follows.
 
         The ranks do not start again after an error that would come again, after ``most`` restarts, and when the same
         rank fails in the same way after the same number of steps as in the attempt before.
@@ -196,7 +196,7 @@ class Restarts:
         self._farthest = max(self._farthest, -1 if step is None else step)
         self.done += 1
         seconds = pause_s(self._in_vain)
-        # A later checkpoint may be complete without a note of it; the ranks say from which they resume.
+        # A later checkpoint may be complete without a record here; the ranks report from which they resume.
         from_step = f"from step {max(reached.saved, in_memory(self._directory)):,} or later"
         when = f"in {seconds:g} s" if seconds else "now"
         say(f"{what}; restart {self.done} of {self._most} {when}, {from_step}")
@@ -204,7 +204,7 @@ class Restarts:
 
 
 def pause_s(failures: int) -> float:
-    """Return the seconds to wait before the ranks start again, after so many failures in a row without progress."""
+    """Return the seconds to wait before a restart, after this many failures in a row without progress."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 2)) if failures > 1 else 0.0
 
 

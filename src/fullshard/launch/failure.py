@@ -19,12 +19,12 @@ FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
 
 
 def saving_path(failure_path: Path) -> Path:
-    """Return the file by which a rank with this failure file says that it saves because it was asked to stop."""
+    """Return the file by which a rank with this failure file reports that it saves because of a request to stop."""
     return failure_path.with_suffix(".saving")
 
 
 def report_saving() -> None:
-    """Tell the launcher, if there is ours, that this rank saves before it ends; any rank."""
+    """Tell fullshard's launcher, if there is one, that this rank saves before it ends; any rank."""
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if path is not None:
         with contextlib.suppress(OSError):  # the launcher is gone, and its directory with it
@@ -37,7 +37,7 @@ def say_ending(failure_path: Path) -> None:
 
 
 def is_ending() -> bool:
-    """Return whether the launcher, if there is ours, ends the ranks because one has failed; any rank."""
+    """Return True if fullshard's launcher is ending the ranks because one has failed; any rank."""
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     return path is not None and Path(path).with_name("ending").exists()
 
@@ -56,7 +56,7 @@ class Failure:
     time_s: float  # unix time of the failure; the earliest failure caused the others
     # for a run that was stopped, the step and checkpoint printed by ``--json``; None if it failed
     stopped: Mapping[str, Any] | None = None
-    # whether the same run may succeed when it is started again; None: it ended without a report, so nobody knows
+    # whether the same run may succeed when restarted; None: unknown, because it ended without a report
     transient: bool | None = None
 
     @property
@@ -90,7 +90,7 @@ class Failure:
         os.replace(temporary, path)
 
     def text(self) -> str:
-        """Return the text for the user: the message of a user error or a stop, else the rank and its traceback."""
+        """Return the text for the user: the message of a user error or a stop, otherwise the rank and its traceback."""
         if self.stopped is not None:
             return self.message
         if self.trace is None:
@@ -106,7 +106,7 @@ class Failure:
 
 
 _TRANSIENT = ("AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError")
-"""Names of torch's exceptions for a GPU or a connection that failed; the launcher does without importing torch."""
+"""Names of torch's exceptions for a failed GPU or connection; compared by name, so that torch is not imported."""
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -130,5 +130,5 @@ def brief(failure: Failure) -> str:
 
 
 def first_sentence(failure: Failure) -> str:
-    """Return the first sentence of a failure, for a line that says more than that."""
+    """Return the first sentence of a failure, for a line that contains more."""
     return brief(failure).split(". ")[0].rstrip(".")

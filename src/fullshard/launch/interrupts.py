@@ -18,7 +18,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class Notice:
-    """How a run is told to stop, other than by a signal, and how long it has then."""
+    """Further ways to request a stop, and the time limit after a request."""
 
     file: Path | None = None  # the run stops when it appears
     grace_s: float | None = None  # ranks that run longer after the first request are killed; None: never
@@ -40,7 +40,7 @@ class Stoppable(Protocol):
 
 
 class Interrupts:
-    """While entered, passes on to the ranks that the run is to stop (Ctrl-C, timeout, Slurm, a service manager).
+    """Passes requests to stop (Ctrl-C, timeout, Slurm, a service manager) on to the ranks while entered.
 
     Attributes:
         asked: Whether the ranks were asked to save and exit.
@@ -57,7 +57,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         """Install the handlers."""
-        # Whoever ignores SIGCHLD never learns how a child ended, and a program may have been started so.
+        # While SIGCHLD is ignored a parent never learns how a child ended, and a program may be started in that state.
         self._before = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
         self._before |= {number: signal.signal(number, self._interrupt) for number in STOP_SIGNALS}
         return self

@@ -2,8 +2,8 @@
 
 The launcher starts every rank, waits until one fails or all have ended, and leaves no process running. A failing rank
 writes the reason to a file (:mod:`fullshard.launch.failure`); the launcher reports only the first failure, since it
-caused the others. After one that may pass it starts the ranks again, if it is to (:mod:`fullshard.launch.attempts`):
-without torch's elastic agent, whose import takes as long as the ranks' own, and as forks of one process that has
+caused the others. After one that may pass it restarts the ranks if allowed (:mod:`fullshard.launch.attempts`). It does
+so without torch's elastic agent, whose import takes as long as the ranks' own, and with forks of one process that has
 imported what they need (:mod:`fullshard.launch.processes`).
 
 The first Ctrl-C or SIGTERM, SIGUSR1 (Slurm's notice) or a file that appears is passed to the ranks, which save a
@@ -95,7 +95,7 @@ def _has_gpu_driver() -> bool:
 
 
 def gpu_count() -> int:
-    """Return how many GPUs this process may use; torch takes seconds to import, so it is asked only with a driver."""
+    """Return the number of GPUs visible to this process; imports torch, which is slow, only if there is a driver."""
     if not _has_gpu_driver():
         return 0
     count: int = import_module("torch").cuda.device_count()
@@ -105,7 +105,7 @@ def gpu_count() -> int:
 def choose_nproc(requested: int | None) -> int:
     """Choose the number of ranks to start on this machine: as requested; None: one per GPU, or 2 on the CPU.
 
-    More ranks than GPUs share the GPUs; the first one says so when they join (:func:`fullshard.init`).
+    More ranks than GPUs share the GPUs, which is reported when they join (:func:`fullshard.init`).
     """
     return requested or gpu_count() or 2
 
@@ -119,13 +119,13 @@ def launch(
 
     Args:
         command: Program and arguments, the same for every rank. It must write its failure to the file of
-            :mod:`fullshard.launch.failure`. Ranks of ``python -m MODULE …`` are forks of one process, where there is no
-            GPU: the module has a function ``main(arguments)``.
+            :mod:`fullshard.launch.failure`. Without a GPU, ranks of ``python -m MODULE …`` are forks of one
+            process: the module has a function ``main(arguments)``.
         nproc: Number of ranks, at least 1.
-        saves: Whether ranks that train save a checkpoint when they are stopped. Only they know whether they train:
-            rank 0 says that it stops (:mod:`fullshard.launch.programs.signals`), and ranks that it ends say nothing.
-        max_restarts: How often to start all ranks again after one was lost; they go on from their newest checkpoint.
-        notice: How else the ranks are told to stop, and for how long they may then run.
+        saves: True if ranks that train save a checkpoint when they are stopped. Only they know whether they train:
+            rank 0 announces that it stops (:mod:`fullshard.launch.programs.signals`); other ranks are silent.
+        max_restarts: How often to restart all ranks after one was lost; they continue from their newest checkpoint.
+        notice: Further ways to request a stop, and the time limit after a request.
 
     Returns:
         None when every rank ended with exit code 0; rank 0's report when all were stopped and have saved; else the
@@ -163,7 +163,7 @@ def launch(
 def _starter(command: Sequence[str], nproc: int, kept: Path) -> Starter:
     """Return how ranks are started: as forks on Linux, unless there may be a GPU.
 
-    A fork of a process that has looked at a GPU cannot use it, and that no import does has not been checked on one.
+    A fork of a process that has initialised a GPU cannot use it, and it is unverified that no import does so.
     """
     environment = {
         **os.environ,
@@ -233,7 +233,7 @@ def _outcome(ranks: Sequence[_Rank], interrupts: Interrupts, kept: str, *, saves
 
 
 def _interrupted(kept: str, *, saves: bool) -> KeyboardInterrupt:
-    """Return the exception for a stop while no step is being trained, and say so."""
+    """Return the exception for a stop outside of a training step, after reporting it."""
     if saves:
         step, reached = in_memory(kept), last_note(kept) or Reached(0)
         lost = f"; step {step:,} was in memory only and is lost" if step > reached.saved else ""
@@ -245,7 +245,7 @@ def _pause(seconds: float, interrupts: Interrupts, kept: str) -> None:
     """Wait before the ranks start again.
 
     Raises:
-        KeyboardInterrupt: The run is to stop; there are no ranks.
+        KeyboardInterrupt: A stop was requested; no ranks are running.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not interrupts.out_of_time() and not interrupts.asked:
@@ -273,7 +273,7 @@ def _watch(rank: _Rank, ended: queue.SimpleQueue[_Rank]) -> None:
 
 
 def _next(ended: queue.SimpleQueue[_Rank], interrupts: Interrupts) -> _Rank | None:
-    """Wait for the next rank to end; return None when the ranks had to before.
+    """Wait for the next rank to end; return None if the time limit of a stop has passed.
 
     Wakes twice a second: a signal just before a wait is handled only after it, and a file may have appeared.
     """
@@ -285,7 +285,7 @@ def _next(ended: queue.SimpleQueue[_Rank], interrupts: Interrupts) -> _Rank | No
 
 
 def _out_of_time(kept: str) -> Failure:
-    """Return the report of ranks that did not save in time; what they saved before is as it was."""
+    """Return the report of ranks that did not save in time; earlier checkpoints are unchanged."""
     reached = last_note(kept) or Reached(0)
     where = "where it began" if reached.path is None else f"{reached.path}, saved after step {reached.saved:,}"
     message = f"The ranks did not save in the time of --grace and were ended. The same command resumes from {where}."

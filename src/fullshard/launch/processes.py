@@ -2,10 +2,10 @@
 
 The imports take 4 to 8 s of a core. Forks pay for them once for all ranks, and not again when they start again.
 
-A fork's parent is the launcher, not the process that it is a copy of: that one, the fork server, forks a child which
+The parent of a fork is the launcher, not the process that it copies: that one, the fork server, forks a child which
 forks the ranks and ends, and Linux gives orphans to the nearest ancestor that asked for them. So the launcher signals
-ranks, waits for them and learns how they ended as it does with interpreters; they learn that it has died; and they go
-on if the fork server dies, of which the next attempt starts another.
+ranks, waits for them and learns how they ended as with interpreters, and they detect its death. They survive if the
+fork server dies; the next attempt then starts another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORK_SERVER = "fullshard.launch.programs.forks"
 """Module of the fork server."""
 
 LONGEST_MESSAGE = 1 << 20
-"""Bytes of a request or an answer, at most; of 64 ranks a request takes about 30,000."""
+"""Largest request or answer in bytes; a request for 64 ranks takes about 30,000."""
 
 LOOK_SECONDS = 0.5
 """Interval at which the launcher looks for a request to stop while it waits."""
@@ -61,7 +61,7 @@ class Starter(Protocol):
         ...
 
     def close(self) -> None:
-        """End what is left when no more ranks are to be started; ranks go on."""
+        """Release what is left when no more ranks are started; running ranks are not affected."""
         ...
 
 
@@ -73,7 +73,7 @@ class Interpreters:
     """Starter that runs the command in a new process for each rank."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start nothing yet."""
+        """Store the command; nothing is started yet."""
         self._command = list(command)
         self._environment = dict(environment)
 
@@ -95,7 +95,7 @@ class ForkServer:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start nothing yet: the first attempt does."""
+        """Store the command; the first attempt starts the server."""
         self._command = list(command)
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
@@ -121,7 +121,7 @@ class ForkServer:
     def _begin(self) -> None:
         if self._socket is not None:
             self._socket.close()
-        # Packets: a message arrives as a whole or not at all, whenever one of the two is killed.
+        # Packets: a message arrives completely or not at all, whenever one of the two is killed.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         interpreter, module = self._command[:2], self._command[2:]
         with theirs:
@@ -190,7 +190,7 @@ class Fork:
             return self.returncode
 
     def send_signal(self, sig: int, /) -> None:
-        """Send a signal, if it still runs: under the lock, since its process id is another's once its end was seen."""
+        """Send a signal if it is still running; under the lock: a reaped process id may belong to another one."""
         with self._lock:
             if self._poll() is None:
                 os.kill(self.pid, sig)
@@ -198,7 +198,7 @@ class Fork:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Context in which Linux gives orphans among this process's descendants to it.
+    """Make this process the parent of orphans among its descendants inside the context.
 
     Raises:
         ProcessGroupError: The system does not allow it.

@@ -16,8 +16,7 @@ LONG_SECONDS = 2.0
 class WorkProgress:
     """A progress bar, called with the work done and the total; a context manager.
 
-    Nothing is shown where standard error is not a terminal, nor in the first two seconds.
-    The bar is removed at the end.
+    Nothing is shown if standard error is not a terminal, nor in the first two seconds. The bar is removed at the end.
     """
 
     def __init__(self, what: str, *, shown: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Runs the real model, engine and optimizer as one rank of many, without memory, and counts what they hold and send."""
+"""Planner: runs the real model, engine and optimizer as one rank of many, without memory, and counts the bytes."""
 
 from fullshard.planner.bench import measure_rates as measure_rates
 from fullshard.planner.course import Course as Course, Span as Span

@@ -1,4 +1,4 @@
-"""Measures the rates of the machine at hand for one model's steps."""
+"""Measurement of this machine's rates for the steps of one model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.planner.rehearsal import Rehearsed
 from fullshard.planner.trial import Trial, try_steps
 
 BUDGET_S = 30.0
-"""Seconds of steps that are measured, if they are short enough for ``_ROUNDS``."""
+"""Seconds of steps to measure, as far as ``_ROUNDS`` allows."""
 
 _ROUNDS = (3, 9)
 """Fewest and most pairs of steps: one watched, which takes about twice as long as the other."""
@@ -35,7 +35,7 @@ def measure_rates(
 
     Args:
         build: Makes the model, shards it over the given communicator and makes the optimizer; its ``step`` may be
-            called any number of times.
+            world_size: Number of ranks to simulate, at least the number of ranks here.
         comm: The ranks at hand.
         world_size: Number of ranks to be one of, at least those at hand.
         progress: Called with steps done and their number.
@@ -69,9 +69,9 @@ def measure_rates(
 def rates_of(
     trials: list[Trial], collectives: dict[str, list[tuple[int, float, float]]], *, queues: bool = False
 ) -> Rates:
-    """Return the rates of ranks that ran side by side: means, and as much more as they would wait for the slowest.
+    """Return the rates of ranks that ran side by side: means, increased by the wait for the slowest.
 
-    Where operations are not queued, the time between operators is what is left of a step; else that of issuing them.
+    If operations are not queued, the time between operators is the rest of a step; otherwise that of issuing them.
     """
     measured = {
         key: (operator, statistics.mean(one.operators[key][1] for one in trials if key in one.operators))

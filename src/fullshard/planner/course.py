@@ -23,7 +23,7 @@ class Span:
 class Course:
     """One step of a plan; places are numbers of operators that were called before."""
 
-    operators: int  # of the step
+    operators: int  # number of operators in the step
     places: tuple[int, ...]  # ascending: where something was allocated or freed; a place has at most two moments
     parts: Mapping[str, tuple[int, ...]]  # bytes by kind at the fullest and the last moment of each place
     spans: tuple[Span, ...]  # sorted by their start
@@ -49,7 +49,7 @@ class CourseRecorder(SilentRecorder):
         return self._operators() - self._start
 
     def sample_parts(self, parts: Mapping[str, int]) -> None:
-        """Note what is alive; of a place the fullest moment and the last are kept."""
+        """Record the live memory; for each place the fullest moment and the last are kept."""
         place = self._place()
         here = [one for one in self._samples[-2:] if one[0] == place]
         if len(here) == 2:

@@ -1,4 +1,4 @@
-"""What a device computes, moves and holds: figures of data sheets, and how much of them a training step gets."""
+"""Data sheets of devices: what they compute, move and hold, and the share that a training step achieves."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Hardware:
     """A device and its links. Sizes are bytes, rates those that a step gets, not the peaks of a data sheet.
 
     Attributes:
-        name: What ``--gpu`` calls it.
-        memory_bytes: Memory of the device, as its driver says.
+        name: Its name for ``--gpu``.
+        memory_bytes: Memory of the device, as its driver reports it.
         outside_bytes: Of that, what torch's allocator does not have: the context, kernels, NCCL's buffers.
         workspace_bytes: Workspaces of matrix products, which the allocator counts.
         flops_per_s: Of matrix products, by dtype.
         bytes_per_s: Between the device's memory and its processors.
-        kernel_s: What an operator costs beside its arithmetic and its bytes.
-        host_s: What the CPU needs to issue an operator of torch, views too.
+        kernel_s: Time of an operator in addition to its arithmetic and its bytes.
+        host_s: Time of the CPU to issue an operator of torch, including views.
         devices_each: Devices of a machine.
         link_bytes_per_s: Between two devices of a machine, each way.
         network_bytes_per_s: Between machines, each way and device.
         latency_s: Of a collective.
-        has_host: Whether host memory is another one than the device's.
+        has_host: True if host memory is separate from the device's.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Hardware:
 def hardware(
     name: str, *, network_bytes_per_s: float = NETWORK_BYTES_PER_S, devices_each: int = DEVICES_EACH
 ) -> Hardware:
-    """Return what is known of a GPU.
+    """Return the data sheet of a GPU.
 
     Args:
         name: One of :func:`names`; case does not matter.

@@ -1,8 +1,8 @@
 """Runs a program's operators without their memory: tensors have shapes, dtypes and addresses, but nobody writes them.
 
-The engine changes the classes of parameters, compares addresses and resizes storages, which torch's FakeTensor does not
-survive. So tensors here are plain CPU tensors whose memory is reserved and never touched: the system gives it no page.
-torch's FakeTensorMode says what each operator returns.
+The engine changes the classes of parameters, compares addresses and resizes storages, which torch's FakeTensor does
+not support. So tensors here are plain CPU tensors whose memory is reserved and never touched: the system assigns it
+no pages. torch's FakeTensorMode computes the outputs' shapes.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _IN_PLACE: dict[Any, Any] = {
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
 }
-"""What autograd's formulas of indexing call in place on fresh zeros, except while a dispatch mode is on, as here."""
+"""In-place operations of autograd's indexing formulas on fresh zeros, except while a dispatch mode is on, as here."""
 
 _GROUPED = torch.ops.aten._grouped_mm.default
-"""The experts' products. Torch says their shape for bf16 alone; it computes every dtype."""
+"""The products of experts. Torch knows their shape for bf16 only, but computes every dtype."""
 
 _SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
 """Operators that change or return their argument without reading it, apart from views."""
@@ -84,9 +84,9 @@ class HollowMode(TorchDispatchMode):
 
     Attributes:
         on_operator: Called with each operator, its arguments and its result.
-        operators: How many there were.
-        on_host: Whether a result is the host's, from the tensors that it is made of; None: there is one memory.
-        assumed: What a program reads where it reads a value that nobody knows; None: that is an error.
+        operators: Number of operators so far.
+        on_host: Decides from the tensors that a result is made of whether it is the host's; None: there is one memory.
+        assumed: Returns the value when a program reads an unknown one; None: that is an error.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -102,10 +102,10 @@ class HollowMode(TorchDispatchMode):
 
     @staticmethod
     def ignore(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Do nothing about an operator."""
+        """Ignore an operator."""
 
     def __enter__(self) -> HollowMode:
-        """Start; also count what no operator does: resized storages, and copies of the random state."""
+        """Start; also count memory changed without operators: resized storages, and copies of the random state."""
         resize, size_of, state = torch.UntypedStorage.resize_, torch.UntypedStorage.nbytes, torch.get_rng_state
         meter = self.meter
 
@@ -152,7 +152,7 @@ class HollowMode(TorchDispatchMode):
         self._replaced.callback(delattr, torch.Tensor, "tolist")
 
     def _assume(self, func: Any) -> float:
-        """Return what is read for a value that nobody knows."""
+        """Return the assumed value for a read of an unknown one."""
         if self.assumed is None:
             raise _unknown(func)
         return self.assumed()
@@ -191,7 +191,7 @@ class HollowMode(TorchDispatchMode):
             return result
 
     def _place(self, func: Any, given: list[torch.Tensor], result: Any) -> None:
-        """Count a result as the host's if it is, and what a copy from the host to the device takes meanwhile there."""
+        """Count a result as the host's if it is; and during a copy to the device, the host memory that it takes."""
         assert self.on_host is not None, "asked before"
         if self.on_host(given):
             for tensor in _tensors((result,)):
@@ -361,7 +361,7 @@ def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among an operator's arguments or results; called for each, and pytree took a third of it."""
+    """Return the tensors among an operator's arguments or results. Called for each; pytree took a third of the time."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -423,6 +423,6 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
 
 def _unknown(func: Any) -> ModelError:
     return ModelError(
-        f"The model or its loss reads a number that only a computation gives ({func}), and a plan computes shapes, not "
-        "values. Leave that out of the planned step, or make it depend on the batch's whole numbers alone."
+        f"The model or its loss reads a number that has to be computed ({func}), but a plan computes shapes, not "
+        "values. Leave that out of the planned step, or make it depend only on the batch's whole numbers."
     )

@@ -1,4 +1,4 @@
-"""Offloaded shards in a plan: on tensors of the CPU alone it tells which are the host's, and which the device's."""
+"""Offloaded shards in a plan, which distinguishes host and device memory although all tensors are the CPU's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Apart(CpuDevice):
     def __init__(self, meter: Meter, reduces_behind: int) -> None:
         super().__init__(torch.device("cpu"))
         self.reduces_behind = reduces_behind
-        self.device = torch.device("meta")  # no tensor is there: shards are elsewhere, whatever they are on
+        self.device = torch.device("meta")  # no tensor is on it, so shards always count as elsewhere
         self._meter = meter
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -33,7 +33,7 @@ class _Apart(CpuDevice):
 
 
 def set_apart(model: torch.nn.Module, mode: HollowMode, phase: Callable[[], str]) -> None:
-    """Count the shards of ``model`` as the host's from now on, and everything that is made of them alone.
+    """Count the shards of ``model`` as the host's from now on, and everything made only from them.
 
     Args:
         model: Sharded with ``offload_policy``.

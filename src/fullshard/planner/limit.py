@@ -1,4 +1,4 @@
-"""A limit on how long a plan may take."""
+"""A time limit for plans."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ def check_time() -> None:
         TookTooLongError: It is.
     """
     if time.thread_time() > _DEADLINE_S.get():
-        raise TookTooLongError("A plan took longer than it may, and was given up.")
+        raise TookTooLongError("A plan took longer than its limit, and was abandoned.")

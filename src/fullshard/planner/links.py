@@ -13,7 +13,7 @@ from fullshard.comm.stopwatch import stopwatch_of
 from fullshard.planner.work import Issued
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-"""What is measured; other kinds are taken for all-gathers."""
+"""Kinds to measure; others are treated as all-gathers."""
 
 _ROUNDS = 9
 _SLOW_S = 0.2
@@ -24,10 +24,10 @@ _PRODUCT = {"cpu": 192, "cuda": 2048}
 
 
 def measure_collectives(comm: Comm, wanted: Iterable[Issued]) -> dict[str, list[tuple[int, float, float]]]:
-    """Return what collectives take, by kind with growing sizes; every rank calls it with equal ``wanted``.
+    """Return the times of collectives by kind, with growing sizes; every rank calls it with equal ``wanted``.
 
-    A size is the bytes that a rank sends. Follow the seconds of a collective alone, and those that it adds to a
-    computation that takes twice as long: what the computation does not hide. Both are medians of the slowest rank.
+    For each size (the bytes that a rank sends): the seconds of a collective alone, and the seconds that it adds to a
+    computation of twice that time, which are not hidden. Both are medians over rounds of the slowest rank.
 
     Args:
         comm: The ranks at hand, at least two.
@@ -62,7 +62,7 @@ def _measured(comm: Comm, issue: Callable[[], Work], computation: _Computation) 
 
 
 class _Computation:
-    """Products of matrices, to be busy with."""
+    """Matrix products that keep the device busy."""
 
     def __init__(self, comm: Comm) -> None:
         rows = _PRODUCT[comm.device.type]

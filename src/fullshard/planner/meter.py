@@ -1,4 +1,4 @@
-"""Counts the bytes of the tensors that are alive, by storage, from the operators that make them."""
+"""Accounting of live tensor bytes by storage, from the operators that create them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PHASES = ("before_first_step", "forward", "backward", "optimizer")
 
 
 class _Held:
-    """A storage that is alive: its bytes, whether nobody knows its values, and whether it is the host's."""
+    """A live storage: its bytes, whether its values are unknown, and whether it is the host's."""
 
     def __init__(self, nbytes: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
         self.nbytes = nbytes
@@ -25,7 +25,7 @@ class _Held:
 class Meter:
     """Counts live bytes by storage: views share one, and a storage counts until its last tensor is gone.
 
-    What is marked as the host's is counted apart, in ``host_live`` and ``host_peak``, and so is what is made of it.
+    Storages marked as the host's, and those made from them, are counted apart in ``host_live`` and ``host_peak``.
 
     Attributes:
         live: Bytes alive now.
@@ -92,14 +92,14 @@ class Meter:
         return held is not None and held.hollow
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Count a storage anew after it was resized in place."""
+        """Count a storage again after it was resized in place."""
         held = self._held.get(storage._cdata)
         if held is not None:
             before, held.nbytes = held.nbytes, nbytes
             self._change(held.nbytes - before, on_host=held.on_host)
 
     def size_of(self, storage: torch.UntypedStorage, otherwise: int) -> int:
-        """Return the bytes that a storage counts, or ``otherwise`` if nobody has seen it."""
+        """Return the counted bytes of a storage, or ``otherwise`` if it has not been seen."""
         held = self._held.get(storage._cdata)
         return otherwise if held is None else held.nbytes
 

@@ -45,7 +45,7 @@ LABELS = {
     "buffers_and_batch": "buffers and batch",
     "activations_and_temporaries": "activations and temporaries",
 }
-"""The parts of a plan's peak, for people."""
+"""Display names of the parts of a plan's peak."""
 
 PHASE_LABELS = {
     "before_first_step": "peak before the first step",
@@ -57,14 +57,14 @@ PHASE_LABELS = {
     "saving": "peak in saving",
     "resuming": "peak in resuming",
 }
-"""The phases of a plan, for people."""
+"""Display names of a plan's phases."""
 
 HOST_LABELS = {
     "checkpoint_copies": "host: copies being saved",
     "snapshots": "host: snapshots for restarts",
     "offloaded": "host: offloaded, at most",
 }
-"""What a plan keeps in host memory, for people."""
+"""Display names of what a plan keeps in host memory."""
 
 _BEFORE_STEPS = ("before_first_step", "resuming")
 """Phases in which no checkpoint has been saved yet."""
@@ -79,7 +79,7 @@ class Plan:
         rank: The planned rank.
         parameters: Elements of parameters that it holds, without padding.
         peak_bytes: Most bytes alive at once in a step.
-        parts: What they consist of, by kind: ``shards``, ``optimizer_state``, ``gathered_units``,
+        parts: The same bytes by kind: ``shards``, ``optimizer_state``, ``gathered_units``,
             ``gradient_buffers`` (unsharded gradients that wait to be reduced), ``gradient_shards``,
             ``buffers_and_batch`` (everything else that is held between steps) and ``activations_and_temporaries``.
         phase_peaks: Most bytes alive at once ``before_first_step`` (while the model is built and sharded), and in a
@@ -88,12 +88,12 @@ class Plan:
         account: Peaks of the engine's own buffers: ``shards``, ``gathered``, ``gradients``, and their ``total``.
         sent_bytes: Bytes sent to other ranks in a step, by kind of collective.
         collectives: Number of collectives in a step, by kind.
-        device: The GPU that it is for; None: CPU ranks.
+        device: The planned GPU; None: CPU ranks.
         timing: The time of a step; None if nothing is known of the speed.
         host: What a rank keeps in host memory besides. Of a run file ``checkpoint_copies``, from the first checkpoint
             that is written while training continues, and ``snapshots``, from which a lost rank is started again. On
             GPUs also ``offloaded``: the peak of offloaded shards, their gradients and the optimizer's state.
-        unplanned: Phases after the steps for which a limit of time left none.
+        unplanned: Phases after the steps that were not planned within the time limit.
     """
 
     world_size: int
@@ -112,11 +112,11 @@ class Plan:
 
     @property
     def highest_bytes(self) -> int:
-        """The most bytes alive at once on the rank's device, in any phase; on CPU ranks with what the host keeps."""
+        """The most bytes alive at once on the rank's device, in any phase; on CPU ranks including the host's."""
         return max(self.bytes_in(phase) for phase in self.phase_peaks)
 
     def bytes_in(self, phase: str, *, snapshots: bool = True) -> int:
-        """Return the most bytes alive at once on the rank's device in a phase; on CPU ranks with what the host keeps.
+        """Return the most bytes alive at once on the rank's device in a phase; on CPU ranks including the host's.
 
         Args:
             phase: One of ``phase_peaks``.
@@ -133,8 +133,8 @@ class Plan:
     def needed_bytes(self) -> int:
         """The memory that a device must have for :meth:`fits`.
 
-        It is the highest peak and 1 % more. On a GPU it is the peak and the workspaces of matrix products and 5 % more,
-        and what is outside of torch's allocator.
+        It is the highest peak plus 1 %. On a GPU it is the peak and the workspaces of matrix products, plus 5 %, plus
+        the memory outside of torch's allocator.
         """
         if self.device is None:
             return math.ceil(self.highest_bytes * (1 + MARGIN))
@@ -227,8 +227,8 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
 
     Args:
         model_fn: Returns the model, unsharded.
-        batch_fn: Returns one rank's batch: the largest that training will have. Whole numbers may decide what the model
-            does; other values are never read.
+        batch_fn: Returns one rank's batch: the largest in training. The model may depend on its whole numbers; other
+            values are never read.
         world_size: Number of ranks.
         rank: The rank to plan; None: the fullest, of all up to four ranks, else of the first, the last and the one with
             most elements of parameters.
@@ -243,7 +243,7 @@ def plan(  # noqa: PLR0913 (what is trained, on how many ranks, on what)
 
     Raises:
         ConfigError: A number or an option is not possible here.
-        ModelError: The step depends on values that only a computation gives.
+        ModelError: The step depends on computed values.
         UserError: Those of :func:`fullshard.fully_shard`.
     """
     _check(world_size, rank, options)
@@ -282,7 +282,7 @@ def highest(
 
 
 def speed_of(device: Hardware | None, rates: Rates | None) -> Speed | None:
-    """Return what says how long operators take: what was measured, else the data sheet; None if there is neither.
+    """Return the speed of operators: measured rates, otherwise the data sheet; None if there is neither.
 
     Raises:
         ConfigError: The rates are those of a CPU and the plan is for GPUs, or the other way round.
@@ -291,7 +291,7 @@ def speed_of(device: Hardware | None, rates: Rates | None) -> Speed | None:
         measured, planned = ("GPUs" if gpu else "CPU ranks" for gpu in (rates.queues, device is not None))
         if measured != planned:
             raise ConfigError(
-                f"The rates were measured on {measured}, and the plan is for {planned}. Name a GPU with --gpu for "
+                f"The rates were measured on {measured}, but the plan is for {planned}. Name a GPU with --gpu for "
                 "rates of GPUs, and none for those of CPU ranks."
             )
         return rates

@@ -15,7 +15,7 @@ class PlannedComm:
     """Rank ``rank`` of ``size`` ranks of which only this one runs, as if all had its values."""
 
     def __init__(self, rank: int, size: int, device: torch.device, issue: Callable[[], Work] = lambda: DONE) -> None:
-        """Take part as ``rank``; tensors are on ``device``, and ``issue`` returns what a collective returns."""
+        """Take part as ``rank``; tensors are on ``device``, and ``issue`` returns a collective's result."""
         self.rank, self.size, self.device = rank, size, device
         self._issue = issue
 
@@ -68,7 +68,7 @@ class Ledger:
     Attributes:
         world: All ranks.
         note: Called with a collective's kind, the bytes that this rank sends, and the world's ranks that take part;
-            what it returns is waited for.
+            returns the work to wait for.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Ledger:
 
     @staticmethod
     def ignore(kind: str, sent_bytes: int, ranks: range) -> Work:
-        """Do nothing about a collective."""
+        """Ignore a collective."""
         return DONE
 
     def recorded(self, rank: int, ranks: range) -> Comm:
-        """Return a communicator of ``ranks`` that writes down, and tells :attr:`note` what is issued.
+        """Return a communicator of ``ranks`` that records what is issued and passes it to :attr:`note`.
 
         A group of one rank sends nothing.
         """
@@ -99,7 +99,7 @@ class Ledger:
         return comm
 
     def clear(self) -> None:
-        """Forget what was written down."""
+        """Forget the recorded collectives."""
         for comm in self.comms:
             comm.entries.clear()
 
@@ -120,7 +120,7 @@ class _Splitting(RecordingComm):
         self._ledger, self._ranks = ledger, ranks
 
     def _issue(self) -> Work:
-        entry = self.entries[-1]  # noted just before the collective is issued
+        entry = self.entries[-1]  # recorded just before the collective is issued
         return self._ledger.note(entry.collective, entry.sent_bytes, self._ranks)
 
     def split(self, groups: list[list[int]]) -> Comm:

@@ -1,4 +1,4 @@
-"""What operators and collectives take on a machine, as measured there, and the file that keeps it."""
+"""Measured times of operators and collectives on a machine, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fullshard.errors import ConfigError
 from fullshard.planner.work import Issued, Operator
 
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
-"""What reading a file of something else raises."""
+"""Errors raised by reading a file of another kind."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What operators and collectives took on a machine with ``ranks`` ranks side by side; a speed for ``time_step``.
+    """Times of operators and collectives on a machine with ``ranks`` ranks side by side; a speed for ``time_step``.
 
     Attributes:
         ranks: Ranks that ran at the same time, and share the machine's memory and caches.
@@ -40,7 +40,7 @@ class Rates:
     travels: bool = False
 
     def operator_seconds(self, operator: Operator) -> float:
-        """Return what an operator took; one that was not measured is in proportion to the nearest that was.
+        """Return the time of an operator; an unmeasured one is scaled from the nearest measured one.
 
         The nearest has the same name and dtype, and as much arithmetic, else as many bytes, as possible.
 

@@ -38,20 +38,20 @@ PARTS = (
     "buffers_and_batch",
     "activations_and_temporaries",
 )
-"""What the fullest moment of a step consists of. Gradient buffers are unsharded gradients that wait to be reduced."""
+"""The parts of the fullest moment of a step. Gradient buffers are unsharded gradients that wait to be reduced."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsal runs."""
+    """The program to rehearse."""
 
     model: nn.Module  # sharded
     optimizer: torch.optim.Optimizer  # over its shards
     step: Callable[[], object]  # clears gradients, then forward, backward and the optimizer's step
-    steps: int = STEPS  # how many there are
+    steps: int = STEPS  # number of steps
     after: Mapping[str, Callable[[Meter], None]] = field(default_factory=dict)  # phases between steps, in their order
     host: Mapping[str, Callable[[], int]] = field(default_factory=dict)  # bytes that it keeps in host memory, by kind
-    # what is read, outside of the model's forward, of a number that nobody knows; None: reading it is an error
+    # the assumed value of an unknown number that is read outside of the model's forward; None: reading one is an error
     assumed: Callable[[], float] | None = None
 
 
@@ -60,13 +60,13 @@ class Rehearsal:
     """What one rank holds and sends in a step; bytes."""
 
     peaks: dict[str, int]  # highest live bytes, by phase
-    parts: dict[str, int]  # what is alive at the highest moment of a step
+    parts: dict[str, int]  # live bytes by kind at the highest moment of a step
     account: dict[str, int]  # peaks of the engine's own buffers since the model was sharded
     sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
     elements: int  # elements of parameters that this rank holds, without padding
     work: Work  # of the last step; nothing if it was not asked for
     course: Course | None = None  # of the step with the highest moment; None: not asked for
-    host: Mapping[str, int] = field(default_factory=dict)  # what is kept in host memory beside all this, by kind
+    host: Mapping[str, int] = field(default_factory=dict)  # further bytes in host memory, by kind
     unplanned: tuple[str, ...] = ()  # phases after the steps that there was no time for
 
 
@@ -80,7 +80,7 @@ def rehearse(
     has_host: bool = False,
     timed: bool = True,
 ) -> Rehearsal:
-    """Run ``build``, its steps and what comes after as ``rank`` of ``size`` ranks; needs no memory and no other rank.
+    """Run ``build``, its steps and the phases after them as ``rank`` of ``size`` ranks; needs no memory, no other rank.
 
     Args:
         build: Makes the model, shards it over the given communicator and makes the optimizer.
@@ -88,7 +88,7 @@ def rehearse(
         size: Number of ranks.
         reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
         draws: Whether to note the course of the fullest step too, which takes longer.
-        timed: Whether to note the work of the last step, of which its time follows; a third of that step's planning.
+        timed: Whether to record the work of the last step, for its time; takes a third of that step's planning.
         has_host: Whether host memory is another one than the device's, a GPU: offloaded shards are counted apart, and
             no memory is kept for large quantised weights.
 
@@ -124,11 +124,11 @@ def rehearse(
         account, sent = dict(watch.account.peak), ledger.sent()
         account["total"] = watch.account.peak_total
         meter.on_change = lambda: None
-        meter.restart(lambda: "host", lambda: None)  # what these make is neither in a step nor between steps
+        meter.restart(lambda: "host", lambda: None)  # these are neither in a step nor between steps
         host = {kind: size() for kind, size in made.host.items()}
         host |= {"offloaded": meter.host_peak} if meter.host_peak else {}
         left = list(made.after)
-        with suppress(TookTooLongError):  # what a step needs is known, and most often it is more
+        with suppress(TookTooLongError):  # the steps' needs are known, and usually the largest
             for name, run in made.after.items():
                 meter.restart(partial(str, name), lambda: None)
                 run(meter)
@@ -161,7 +161,7 @@ def _only_new_garbage() -> Iterator[None]:
 
 
 class _Watch(SilentRecorder):
-    """Knows in which phase a step is, and what its bytes consist of when there are more than ever."""
+    """Tracks the phase of a step, and the parts of its bytes at each new maximum."""
 
     def __init__(self, made: Rehearsed, meter: Meter, mode: HollowMode, *, draws: bool) -> None:
         self.course: Course | None = None
@@ -191,7 +191,7 @@ class _Watch(SilentRecorder):
         self._mode.assumed = self._assumed
 
     def phase(self) -> str:
-        """Return the phase: what follows a backward is the optimizer's, until the next forward."""
+        """Return the phase: everything after a backward is the optimizer's, until the next forward."""
         if in_backward():
             self._phase = "backward"
         elif self._phase == "backward":
@@ -218,7 +218,7 @@ class _Watch(SilentRecorder):
     def begin(self, unit: str, kind: Kind) -> None:
         """See :meth:`SilentRecorder.begin`."""
         if kind == "forward" and not self._knows_gradients and not in_backward():
-            # Nobody is told that they were cleared; their memory is freed when the engine's forward begins.
+            # Clearing them gives no notice; their memory is freed when the engine's forward begins.
             self._gradients = self._gradients_now()
             self._knows_gradients = True
         elif kind == "backward":
@@ -264,7 +264,7 @@ class _Watch(SilentRecorder):
         }
 
     def _offloaded(self) -> int:
-        """Return the bytes of shards in host memory that is not the device's."""
+        """Return the bytes of shards in separate host memory."""
         lanes = (lane for unit in self._runtime.units for lane in unit.lanes)
         return sum(lane.shard.nbytes for lane in lanes if lane.offloaded) if self._mode.on_host is not None else 0
 

@@ -1,4 +1,4 @@
-"""How long a step takes: its operators and collectives in order, on a compute stream and streams for collectives."""
+"""The time of a step: its operators and collectives in order, on a compute stream and streams for collectives."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Timing:
 
     Attributes:
         step_s: The step.
-        compute_s: Forward and backward, collectives that are hidden behind them included. On a CPU, whose operators
-            are not queued, also what it needs between them.
+        compute_s: Forward and backward, including hidden collectives. On a CPU, whose operators are not queued,
+            also the time between them.
         optimizer_s: The optimizer's step.
         exposed_s: Waiting for collectives.
         issue_s: Waiting for the CPU, which issues operators more slowly than the device runs them.
@@ -37,7 +37,7 @@ class Speed(Protocol):
 
     @property
     def host_s(self) -> float:
-        """What the CPU needs between two operators."""
+        """Time of the CPU between two operators."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Speed(Protocol):
 
 
 def time_step(work: Work, speed: Speed, times: float = 1) -> Timing:
-    """Return how long ``work`` takes at ``speed``, every rank alike; all but the optimizer's part ``times`` as long.
+    """Return the time of ``work`` at ``speed``, equal on all ranks; all but the optimizer's part times ``times``.
 
     Operators run one after the other on the compute stream, none before the CPU has issued it. Collectives of a group
     run one after the other, beside the compute stream, each after what was computed before it was issued.
@@ -107,7 +107,7 @@ class SheetSpeed:
     queues = True
 
     def __init__(self, device: Hardware) -> None:
-        """Be as fast as ``device``."""
+        """Use the data sheet of ``device``."""
         self._device = device
         self.host_s = device.host_s
 
@@ -152,7 +152,7 @@ def collective_seconds(issued: Issued, device: Hardware) -> float:
     """Return how long a collective takes alone.
 
     Ranks are numbered machine by machine. Inside a machine bytes go over its links. Between machines each of the
-    group's devices in a machine has its own network port, and a ring may use all of them, but no more than the links.
+    group's devices in a machine has its own network port; a ring may use all of them, up to the rate of the links.
     """
     each = max(device.devices_each // issued.ranks.step, 1)  # of this group in one machine
     if len(issued.ranks) <= each:

@@ -25,13 +25,13 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """What was measured of a rank's steps.
+    """Measurements of a rank's steps.
 
     Attributes:
         steps_s: Seconds of each step, without other ranks.
-        issue_s: Seconds until each was issued: the step itself where operations are not queued.
+        issue_s: Seconds until each was issued; the step's own if operations are not queued.
         operators: Operators and the seconds that each took, in the median of the steps that were watched.
-        calls: How often each was called in a step.
+        calls: Number of calls of each in a step.
         spans: For each step that was watched, the seconds of its operators from one wait for a collective to the next.
         issued: The step's collectives.
     """
@@ -52,7 +52,7 @@ def try_steps(
     rounds: Callable[[float], int],
     ready: Callable[[], None],
 ) -> Trial:
-    """Take steps as ``rank`` of ``size`` ranks, without any other rank: what it would gather is its own part, repeated.
+    """Take steps as ``rank`` of ``size`` ranks without any other rank: gathers repeat this rank's own part.
 
     Steps that are watched, operator by operator, take turns with steps that are not, which give the time between
     operators.
@@ -112,7 +112,7 @@ class _Watching(TorchDispatchMode):
     """Context in which the time of each operator is taken.
 
     Attributes:
-        work: What ran.
+        work: The operators that ran.
         seconds: Of each call, by key; after :meth:`read`.
         spans: Seconds of the operators between two waits for collectives; after :meth:`read`.
     """
@@ -163,7 +163,7 @@ class _Echo:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Do what is not part of the step."""
+        """Run something that does not count as part of the step."""
         begin = self.clock.mark()
         with _disable_current_modes(), torch.no_grad():
             yield

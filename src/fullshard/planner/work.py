@@ -14,7 +14,7 @@ from fullshard.comm import Work as CommWork
 
 _MOVES_NOTHING = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
-    "aten::_unsafe_view",  # a view that says it is none
+    "aten::_unsafe_view",  # a view, although not declared as one
 }
 
 _QUANTISED_PRODUCT = "bitsandbytes::gemm_4bit"
@@ -67,17 +67,17 @@ Event = Computed | Issued | Awaited
 
 
 class Work:
-    """What a step does, in order."""
+    """The work of a step, in order."""
 
     def __init__(self, phase: Callable[[], str]) -> None:
-        """Begin with nothing; ``phase`` returns the phase of a step that is under way."""
+        """Begin empty; ``phase`` returns the current phase of a step."""
         self.events: list[Event] = []
         self.operators: dict[str, Operator] = {}
         self._phase = phase
         self._collectives = 0
 
     def compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> str:
-        """Note an operator that was called, and return its key; views count too, as calls that move nothing."""
+        """Record an operator that was called, and return its key; views count too, as calls that move nothing."""
         key = _key(func, args, kwargs)
         if key not in self.operators:
             flops, nbytes = _flops(func, args, kwargs, result), _bytes(func, args, kwargs, result)
@@ -86,14 +86,14 @@ class Work:
         return key
 
     def issue(self, kind: str, sent_bytes: int, ranks: range) -> CommWork:
-        """Note a collective; the result notes when it is waited for."""
+        """Record a collective; the result records when it is waited for."""
         number, self._collectives = self._collectives, self._collectives + 1
         self.events.append(Issued(number, kind, sent_bytes, ranks))
         return _Noting(self, number)
 
 
 class _Noting:
-    """A collective of which it is noted that it was waited for."""
+    """A collective whose wait is recorded."""
 
     def __init__(self, work: Work, number: int) -> None:
         self._work, self._number = work, number

@@ -44,7 +44,7 @@ def bitsandbytes() -> Any:
 
 
 def keep_quiet() -> None:
-    """Keep bitsandbytes from logging that a kernel is missing which nobody calls; peft imports it too."""
+    """Suppress bitsandbytes' log about a missing kernel that is not used; peft imports bitsandbytes too."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 

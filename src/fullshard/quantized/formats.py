@@ -33,9 +33,9 @@ class Format(Protocol):
     """A format of weights.
 
     Attributes:
-        codes: Name of the module's parameter of codes; it says the format, so that no other one's codes are loaded.
+        codes: Name of the module's parameter of codes; it includes the format, so that no other format's are loaded.
         scales: Name of the parameter of scales.
-        type: What :class:`fullshard.Quantize` calls it.
+        type: Its name in :class:`fullshard.Quantize`.
     """
 
     codes: str
@@ -87,11 +87,11 @@ class Format(Protocol):
     def dequantise_run(
         self, codes: torch.Tensor, start: int, scales: torch.Tensor, shape: Shape, dtype: torch.dtype
     ) -> tuple[int, torch.Tensor]:
-        """Return what :meth:`dequantise` would return for a run of the weight's elements.
+        """Return a run of the weight's elements as :meth:`dequantise` would.
 
         Args:
             codes: A run of the flattened codes.
-            start: Its first byte.
+            start: First byte of the run.
             scales: All scales of the weight.
             shape: That of the weight.
             dtype: That of the result.
@@ -146,7 +146,7 @@ def format_of(quantize: Quantize) -> Format:
 
 
 def rounded(format: Format, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what is left of a full weight, (out_features, in_features), after it was quantised; in ``dtype``."""
+    """Return a full weight, (out_features, in_features), quantised and dequantised again; in ``dtype``."""
     shape = (weight.shape[0], weight.shape[1])
     codes, largest = format.quantise(weight.reshape(-1), shape)
     return format.dequantise(codes.reshape(format.codes_shape(shape)), format.pack(largest), shape, dtype)
@@ -212,7 +212,7 @@ class FourBit:
         """See :meth:`Format.pack`."""
         if not self.double:
             return largest.view(torch.uint8)[start:stop]
-        # As bitsandbytes does: one mean of all, since its last bit depends on the order of additions.
+        # One mean over all, as in bitsandbytes, because its last bit depends on the order of additions.
         mean = largest.mean()
         blocks, floats = self._outer(largest.numel() * BLOCK)
         head = 4 * floats
@@ -377,7 +377,7 @@ class _Rows:
 
 
 class Int8(_Rows):
-    """int8 of bitsandbytes (LLM.int8), weights alone: activations are not rounded.
+    """int8 of bitsandbytes (LLM.int8), weights only: activations are not rounded.
 
     ``Linear8bitLt`` computes so when it trains on a CPU; on a GPU and in evaluation it rounds activations as well.
     """
@@ -461,5 +461,5 @@ def _outer_scales(values: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _dynamic_map(device: torch.device) -> torch.Tensor:
     """Return the 256 values of bitsandbytes' 8-bit codes, float32."""
-    with torch.device("cpu"):  # its numbers are read; the model may be built on the meta device meanwhile
+    with torch.device("cpu"):  # its numbers are read, even while the model is built on the meta device
         return bitsandbytes().functional.create_dynamic_map().to(device)

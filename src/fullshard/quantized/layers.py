@@ -20,14 +20,14 @@ from fullshard.quantized.linear import QuantizedLinear
 from fullshard.quantized.workspace import Workspace
 
 _WRAPPED = ("base_layer", "original_module")
-"""Where peft keeps the layer that it wraps; its other children are the adapter's."""
+"""Attributes in which peft keeps the wrapped layer; its other children are the adapter's."""
 
 
 class QuantizedLayers:
     """The quantised layers of one model; made before the model is sharded."""
 
     def __init__(self, model: nn.Module, quantize: Quantize | None) -> None:
-        """Turn layers of bitsandbytes, and those that ``quantize`` chooses, into quantised ones; any rank, alone.
+        """Convert layers of bitsandbytes, and those that ``quantize`` chooses, into quantised layers; any rank.
 
         Layers that ``quantize`` chooses must be on the meta device: their codes come with the weights.
 
@@ -45,7 +45,7 @@ class QuantizedLayers:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Context that leaves the model as it was if it raises."""
+        """Restore the model if the context raises."""
         try:
             yield
         except BaseException:
@@ -53,7 +53,7 @@ class QuantizedLayers:
             raise
 
     def undo(self) -> None:
-        """Give every layer its class and parameters back."""
+        """Restore the class and parameters of every layer."""
         while self._before:
             layer, kind, state = self._before.pop()
             layer.__class__ = kind
@@ -75,7 +75,7 @@ class QuantizedLayers:
             self._take_over(layer, format, (codes, scales), (layer.weight.dtype, compute))
 
     def _adopt(self, model: nn.Module) -> None:
-        """Turn layers of bitsandbytes into ours, with the codes and scales they have."""
+        """Convert layers of bitsandbytes, keeping their codes and scales."""
         library = loaded()
         if library is None:
             return
@@ -87,7 +87,7 @@ class QuantizedLayers:
 
 
 def _share_workspace(model: nn.Module) -> None:
-    """Have all quantised layers, those of blocks that were sharded before too, use one workspace."""
+    """Make all quantised layers, including those of blocks sharded before, use one workspace."""
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
     shared = Workspace(max((layer.before.numel() for layer in layers), default=0))
     for layer in layers:
@@ -154,15 +154,15 @@ _USUAL_SKIP = Quantize().skip
 
 
 def require_skip(model: nn.Module, quantize: Quantize, setting: str) -> None:
-    """Raise if ``skip`` has a name that no module has, but for the default's; any rank, alone.
+    """Check that ``skip`` has only names of modules, except for the default's; any rank.
 
     Args:
         model: The model, with its adapter or without.
         quantize: The policy.
-        setting: What the user wrote ``skip`` in.
+        setting: Name of the setting in which the user wrote ``skip``.
 
     Raises:
-        ConfigError: It has.
+        ConfigError: A name matches no module.
     """
     names = [plain_name(name) for name, _ in model.named_modules()]
     for one in quantize.skip:
@@ -234,5 +234,5 @@ def _from_8bit(name: str, layer: Any) -> _Adopted:
             "its device before fully_shard (model.to('cpu') quantises too)."
         )
     scales = largest.float().contiguous().view(torch.uint8)
-    # float32: bitsandbytes does not keep the dtype that the weight had, and dequantises to it.
+    # float32, to which bitsandbytes dequantises, because it does not keep the weight's original dtype.
     return Int8(), (codes.contiguous().view(torch.uint8), scales), (torch.float32, None)

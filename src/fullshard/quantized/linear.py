@@ -39,7 +39,7 @@ class QuantizedLinear(nn.Linear):
         """Turn a linear layer into a quantised one, in place.
 
         Args:
-            layer: Its bias stays.
+            layer: The layer; its bias is kept.
             format: The format.
             codes: Bytes, ``format.codes_shape``, perhaps on the meta device.
             scales: Bytes, (``format.scales_bytes``,).
@@ -90,7 +90,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The weight as a tensor that is dequantised by what reads its values; its shape and dtype cost nothing."""
+        """The weight as a tensor that is dequantised when its values are read; its shape and dtype are free."""
         return _Weight(self)
 
     def dequantised(self) -> torch.Tensor:
@@ -190,7 +190,7 @@ class _Frozen(torch.Tensor):
             if written and any(isinstance(one, _Frozen) for one in tree_leaves(value)):
                 raise ShardingError(f"{func} would write to {_LOST}")
         result = func(*tree_map(_read, args), **tree_map(_read, kwargs))
-        # A view, such as weight.data: writing through it would change values that nobody reads again.
+        # A view, such as weight.data: writing through it would change values that are never read again.
         views = any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns)
         return tree_map(_View, result) if views else result
 
@@ -236,7 +236,7 @@ class _Frozen(torch.Tensor):
         return self.values().tolist()
 
     def __getattr__(self, name: str) -> Any:
-        """Raise for what bitsandbytes' weights have and this one does not, which peft's merge asks for.
+        """Raise for attributes that only bitsandbytes' weights have, which peft's merge asks for.
 
         Raises:
             AttributeError: Always.

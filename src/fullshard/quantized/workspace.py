@@ -12,7 +12,7 @@ from fullshard.comm import device_of
 from fullshard.quantized.formats import Format, Shape
 
 RECYCLED_BELOW = 32 << 20
-"""Bytes from which on glibc returns memory to the system when it is freed, and takes new pages the next time."""
+"""Smallest allocation that glibc returns to the system when freed, so that the next one needs new pages; in bytes."""
 
 
 class _Kept(threading.local):
@@ -35,7 +35,7 @@ class Workspace:
     """
 
     def __init__(self, numel: int = 0) -> None:
-        """Hold nothing yet."""
+        """Start without memory."""
         self.numel = numel
         self.keeps = True
         self._kept = _Kept()
@@ -58,7 +58,7 @@ class Workspace:
             format: The format.
             stored: Codes and scales.
             shape: That of the weight.
-            own: The weight's own dtype, which its values are rounded to first, where the format does so.
+            own: The weight's own dtype, to which its values are rounded first if the format does so.
             dtype: That of the result.
         """
         codes, scales = stored

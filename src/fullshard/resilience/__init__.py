@@ -1,4 +1,4 @@
-"""State that outlives a rank: snapshots in the memory of the machine, which a restarted attempt continues from."""
+"""Snapshots: state in the memory of the machine that outlives a rank, and from which a restarted attempt continues."""
 
 from fullshard.resilience.keep import KeepDirectory as KeepDirectory
 from fullshard.resilience.slot import Described as Described, Snapshot as Snapshot, checksums as checksums

@@ -1,4 +1,4 @@
-"""The directory that a launcher keeps between the attempts of a run; it tells the ranks where it is."""
+"""The directory that a launcher keeps between the attempts of a run and announces to the ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _BEGUN = "begun"
 
 @dataclass(frozen=True)
 class KeepDirectory:
-    """What one run keeps on this machine between attempts."""
+    """State that one run keeps on this machine between attempts."""
 
     directory: Path  # of this run, inside the launcher's
     attempt: int  # the number of this attempt, from 0
-    last: bool = False  # whether nothing is kept for a later one: there is none
+    last: bool = False  # True if there is no later attempt to keep state for
 
     @classmethod
     def of(cls, run: object) -> KeepDirectory | None:
@@ -33,7 +33,7 @@ class KeepDirectory:
         return cls(Path(kept, name), attempt, last)
 
     def mean_life_s(self) -> float | None:
-        """Return how long the attempts so far have lasted in the mean; None in the first one. Any rank, alone."""
+        """Return the mean duration of the attempts so far; None in the first one. Any rank."""
         with contextlib.suppress(OSError):
             since = (self.directory.parent / KEEP_LOCK_NAME).stat().st_mtime
             return (time.time() - since) / self.attempt if self.attempt else None
@@ -48,10 +48,10 @@ class KeepDirectory:
         return int(path.read_text()) if self.attempt > 0 and path.exists() else 0
 
     def mark_begun(self, ranks: int) -> None:
-        """Note that what the run replaces is deleted: from here on an attempt continues, and never starts over.
+        """Record that everything the run replaces is deleted: later attempts continue and never start over.
 
         Args:
-            ranks: The number of ranks when the run began; any rank writes it, alone.
+            ranks: Number of ranks at the run's start; any rank writes it.
 
         Raises:
             OSError: The file system refused.

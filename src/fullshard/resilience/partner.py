@@ -38,7 +38,7 @@ class Partners:
     def __init__(self, ranks: Mesh, directory: Path) -> None:
         """Listen, and exchange addresses; what arrives is stored under ``directory``.
 
-        The group's ranks know a secret that is exchanged in it, and nothing is taken from others.
+        The group's ranks exchange a secret, and connections without it are refused.
         """
         here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
         everywhere = set(ranks.all_gather_object(here))
@@ -90,7 +90,7 @@ class Partners:
                 threading.Thread(target=self._receive, args=(line, token), daemon=True).start()
 
     def _receive(self, line: socket.socket, token: bytes) -> None:
-        """Store one snapshot; the sender learns that it failed when the connection ends without an answer."""
+        """Store one snapshot; if that fails, the connection ends without an answer, which tells the sender."""
         with line, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             line.settimeout(SECONDS)
             if not hmac.compare_digest(bytes(_read(line, bytearray(_TOKEN_BYTES))), token):
@@ -110,7 +110,7 @@ def _read(line: socket.socket, target: bytearray | memoryview) -> bytearray | me
     """Fill ``target`` from a connection.
 
     Raises:
-        OSError: It ended before.
+        OSError: The connection ended early.
     """
     view = memoryview(target)
     while len(view):

@@ -75,11 +75,11 @@ class Slot:
     def write(
         self, tensors: Mapping[str, torch.Tensor], copy: Callable[[Pairs], Callable[[], None]]
     ) -> Callable[[Described], None]:
-        """Replace what is here by ``tensors``, flat and on any device; ``copy`` starts to copy pairs (target, source).
+        """Replace the content by ``tensors``, flat and on any device; ``copy`` starts copying pairs (target, source).
 
         Returns:
-            A function for another thread: it waits for the copies and makes them a snapshot. ``tensors`` may change
-            at once: what is issued to their device later comes after the copies.
+            A function for another thread, which waits for the copies and completes the snapshot. ``tensors`` may
+            change at once: operations issued later on their device come after the copies.
 
         Raises:
             OSError: The file system refused, such as for want of memory.
@@ -100,7 +100,7 @@ class Slot:
         return seal_it
 
     def store(self, manifest: bytes, nbytes: int, fill: Callable[[memoryview], Any]) -> None:
-        """Replace what is here by a snapshot of another machine, whose bytes ``fill`` writes.
+        """Replace the content by a snapshot of another machine, whose bytes ``fill`` writes.
 
         Raises:
             OSError: The file system refused, or ``fill`` did.
@@ -129,7 +129,7 @@ class Slot:
         return None
 
     def described(self) -> Described | None:
-        """Return what is said of the snapshot that is here, without looking at its bytes; None if there is none."""
+        """Return the description of the stored snapshot without reading its bytes; None if there is none."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             return _described(self._manifest())
         return None
@@ -140,7 +140,7 @@ class Slot:
         return parse_bounded(content, SMALL)
 
     def _room(self, layout: list[tuple[str, torch.dtype, int]]) -> dict[str, torch.Tensor]:
-        """Return host memory for tensors of a layout; if it is the last one's, the same, whose pages are there."""
+        """Return host memory for tensors of a layout; the last one's if equal, because its pages exist already."""
         if layout != self._layout:
             self._views, self._buffer = {}, None  # unmapped before the file changes its length
             self._buffer = _mapped(self.directory / BYTES_NAME, _ends(layout)[-1], make=True)
@@ -217,7 +217,7 @@ def _mapped(path: Path, nbytes: int, *, make: bool) -> torch.Tensor:
     try:
         if make:
             os.ftruncate(descriptor, nbytes)
-            # A page that cannot be had at the first write would be a SIGBUS: here it is an error.
+            # Allocate all pages here: a page that is missing at the first write would be a SIGBUS instead of an error.
             os.posix_fallocate(descriptor, 0, nbytes)
         elif os.fstat(descriptor).st_size != nbytes:
             raise ValueError(f"{path} has {os.fstat(descriptor).st_size:,} bytes instead of {nbytes:,}")

@@ -36,7 +36,7 @@ Every = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class OfOtherRanks:
-    """The snapshots of one moment of a run on another number of ranks, as a rank that is there holds them."""
+    """The snapshots of one moment of a run on another number of ranks, as one current rank holds them."""
 
     described: Described  # of rank 0 then, the same on every rank
     mine: tuple[Snapshot, ...]  # those that this rank is to pass on; together the ranks have each once
@@ -46,7 +46,7 @@ SHARE = 0.01
 """Share of the training time that snapshots may cost with ``every="auto"``, while failures are rare."""
 
 FIRST_GAP = 4
-"""Steps between the first snapshots, until the cost of one is known that did not have to wait for new memory."""
+"""Steps between the first snapshots, until the cost of one without new memory is known."""
 
 _GENERATIONS = 2
 _MEMORY_SHARE = 0.5
@@ -81,7 +81,7 @@ class Snapshots:
         self._next: int | None = None
         self._thread: threading.Thread | None = None
         self._busy_s = 0.0  # time of the last snapshot's thread, by the processor
-        self._written_s = 0.0  # the same by the clock
+        self._written_s = 0.0  # its wall time
         self._stall_s: float | None = None  # None: this attempt has written none
         self._problem: str | None = None
         self._off = keep.last
@@ -93,7 +93,7 @@ class Snapshots:
         return not self._off and (self._next is None or step >= self._next)
 
     def tick(self) -> None:
-        """Note that a step is over; every rank calls it after each step, for the time that a step takes."""
+        """Record the end of a step, to measure the time of steps; every rank calls it after each step."""
         now = time.monotonic()
         if self._ticked is not None:
             self._steps_s.append(now - self._ticked)
@@ -102,7 +102,7 @@ class Snapshots:
     def write(self, take: Callable[[], State], step: int, values: Mapping[str, Any]) -> bool:
         """Copy this rank's state, and return while a thread completes the snapshot; every rank calls it.
 
-        Nothing that fails here ends the run: without snapshots it continues from its checkpoints. That is said once.
+        Failures here never end the run: without snapshots it continues from its checkpoints. They are reported once.
 
         Args:
             take: Returns the rank's tensors by name, flat, on any device, and the state other than tensors as JSON
@@ -153,8 +153,8 @@ class Snapshots:
     def newest(self) -> Snapshot | None:
         """Return this rank's part of the newest moment of which every rank has a snapshot; every rank calls it.
 
-        What a rank of a lost machine had comes from its partner's. Damaged ones count as missing. The next snapshot
-        overwrites another one.
+        Snapshots of a lost machine's ranks come from their partners. Damaged ones count as missing. The next snapshot
+        does not overwrite this one.
         """
         brought = self._partners.several and self._bring_back()
         # Adding up the bytes of both generations takes twice as long, and the older one is rarely needed.
@@ -192,7 +192,7 @@ class Snapshots:
 
         def read() -> dict[tuple[int, Key, int], Snapshot]:
             slots = [self._partners.slot_of(owner, one) for owner in owners[first::here] for one in range(_GENERATIONS)]
-            # Those of as many ranks are not read: adding up all bytes once more would delay every restart.
+            # Those of the same number of ranks are not read: checksums of all bytes would delay every restart again.
             others = [slot for slot in slots if (said := slot.described()) is not None and said.world_size != size]
             found = [one for slot in others if (one := slot.read()) is not None]
             return {(one.described.world_size, one.described.key, one.described.rank): one for one in found}
@@ -202,7 +202,7 @@ class Snapshots:
         chosen = newest_complete(set().union(*everyone))
         if chosen is None:
             return None
-        holders: list[int] = []  # shared out: files are written at once, and frozen weights come from every rank
+        holders: list[int] = []  # spread over ranks: files are written in parallel, and every rank has frozen weights
         for owner in range(chosen[0]):
             having = [one for one, has in enumerate(everyone) if (*chosen, owner) in has]
             holders.append(min(having, key=holders.count))
@@ -211,7 +211,7 @@ class Snapshots:
         return OfOtherRanks(self._ranks.all_gather_object(described)[holders[0]], passed_on)
 
     def _held(self, rank: int, *, newest: bool = False) -> dict[Key, Snapshot]:
-        """Return the complete snapshots of a rank on this machine, by key; or the newest one alone."""
+        """Return the complete snapshots of a rank on this machine, by key; or only the newest one."""
         slots, size = [self._partners.slot_of(rank, number) for number in range(_GENERATIONS)], self._ranks.size
         noted = [(said.key, slot) for slot in slots if (said := slot.described()) and said.world_size == size]
         noted.sort(key=lambda pair: pair[0])
@@ -243,7 +243,7 @@ class Snapshots:
         return bool(holders)
 
     def _join(self) -> None:
-        """Wait for the snapshot before, and note what it has cost."""
+        """Wait for the previous snapshot, and record its cost."""
         waited = time.monotonic()
         self.wait()
         if self._stall_s is not None:
@@ -323,7 +323,7 @@ def newest_complete(found: set[tuple[int, Key, int]]) -> tuple[int, Key] | None:
 
 
 def senders(everyone: Sequence[Mapping[int, set[Key]]]) -> dict[int, tuple[Key, int]]:
-    """Return who sends what to the ranks that lack the newest moment that can be had of all.
+    """Return the transfers that give each rank the newest moment that all can have.
 
     Args:
         everyone: Of each rank, the keys of the snapshots on its machine that it looked at, by the rank they belong to.
@@ -350,9 +350,9 @@ def senders(everyone: Sequence[Mapping[int, set[Key]]]) -> dict[int, tuple[Key, 
 
 
 def room_of(tensors: Mapping[str, torch.Tensor], *, several: bool) -> int:
-    """Return the bytes of a rank's snapshots of these tensors on its machine; any rank, alone.
+    """Return the bytes of a rank's snapshots of these tensors on its machine; any rank.
 
-    With ``several`` machines as many more are there: those of the rank whose partner it is.
+    With ``several`` machines it is twice as much: each rank also stores its partner's.
     """
     return _GENERATIONS * (2 if several else 1) * nbytes_of(tensors)
 
@@ -378,7 +378,7 @@ def _too_large(rooms: list[tuple[int, Mapping[str, int]]]) -> list[str]:
     """Return why the snapshots of a machine would take too much of its memory; none if they do not.
 
     Args:
-        rooms: Of each rank the bytes of all its snapshots, and what memory is free, by pool.
+        rooms: For each rank, the bytes of all its snapshots and the free memory by pool.
     """
     wanted: dict[str, int] = {}
     left: dict[str, int] = {}

@@ -145,7 +145,7 @@ def test_what_depends_on_computed_values_is_refused():
     def reading(model, x):
         return model(x).mean() * (2 if model(x).sum() > 0 else 1)
 
-    with pytest.raises(ModelError, match="reads a number that only a computation gives"):
+    with pytest.raises(ModelError, match="reads a number that has to be computed"):
         plan_wide(loss_fn=reading)
 
 

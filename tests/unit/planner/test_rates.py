@@ -99,9 +99,9 @@ def test_a_file_that_is_none_says_how_to_make_one(tmp_path):
 
 
 def test_rates_of_cpus_give_no_time_of_gpus_nor_the_other_way_round():
-    with pytest.raises(ConfigError, match=r"measured on CPU ranks, and the plan is for GPUs"):
+    with pytest.raises(ConfigError, match=r"measured on CPU ranks, but the plan is for GPUs"):
         speed_of(hardware("h100"), rates())
-    with pytest.raises(ConfigError, match=r"measured on GPUs, and the plan is for CPU ranks"):
+    with pytest.raises(ConfigError, match=r"measured on GPUs, but the plan is for CPU ranks"):
         speed_of(None, rates(queues=True))
     assert speed_of(None, rates()) == rates()
     assert speed_of(hardware("h100"), rates(queues=True)) == rates(queues=True)

@@ -15,10 +15,10 @@ from fullshard.variables import KEEP_VARIABLE
 
 
 class ReachedSink(Sink):
-    """Sink that notes how far the run has come, for the launcher's line and :func:`resume_again`."""
+    """Sink that records the run's progress, for the launcher's report and :func:`resume_again`."""
 
     def __init__(self, began_s: float) -> None:
-        """Go on from the note of the attempt before, if there was one; ``began_s``: unix time of the first line."""
+        """Continue from the previous attempt's record, if there is one; ``began_s``: Unix time of the first line."""
         self._began_s = began_s
         self._restored_s: float | None = None  # None in a first attempt, and after its first step in a later one
         self._before = last_note(os.environ.get(KEEP_VARIABLE)) if attempt_number() else None
@@ -29,7 +29,7 @@ class ReachedSink(Sink):
         note(self._reached)
 
     def start(self, run: RunStart) -> None:
-        """Note the step that the run begins after.
+        """Record the step that the run begins after.
 
         A later attempt may begin after a later step than the newest checkpoint's, that of a snapshot in memory, which
         is lost when the launcher ends; or after an earlier one, if that checkpoint is damaged.
@@ -41,7 +41,7 @@ class ReachedSink(Sink):
         self._restored_s = None if before is None else time.time()
 
     def step(self, report: StepReport) -> None:
-        """Note the step; after the first of a later attempt, say how long the run was without."""
+        """Record the step; after the first one of a later attempt, report the time without steps."""
         self._note(step=report.step)
         if self._restored_s is not None:
             lost = recovery(self._began_s, self._restored_s)
@@ -50,11 +50,11 @@ class ReachedSink(Sink):
                 say(f"step {report.step:,} was done {lost.text()}")
 
     def checkpoint(self, report: CheckpointReport) -> None:
-        """Note the checkpoint."""
+        """Record the checkpoint."""
         self._note(saved=report.step, path=report.path)
 
     def finish(self, summary: RunSummary) -> None:
-        """Note that the run is about to be marked as finished."""
+        """Record that the run is about to be marked as finished."""
         self._note(finished=True)
 
     def tell(self, text: str) -> None:
@@ -65,7 +65,7 @@ class ReachedSink(Sink):
 
 
 def resume_again(resume: str | Path) -> list[str]:
-    """Return the setting with which a later attempt goes on where the one before came to; empty for a first attempt.
+    """Return the setting with which a later attempt continues the previous one; empty for a first attempt.
 
     Whatever ``resume`` says holds for the first attempt, and for later ones until the run has saved a checkpoint of its
     own: resume=never would delete that one.
@@ -75,5 +75,5 @@ def resume_again(resume: str | Path) -> list[str]:
         return []
     if reached.finished:  # lost after the mark of a finished run, which resume=auto refuses
         return [f"resume={reached.path or 'never'}"]
-    # What an attempt that has begun resumes from is its newest checkpoint: resume=previous would skip that.
+    # An attempt that has begun resumes from its newest checkpoint; resume=previous would skip it.
     return ["resume=auto"] if reached.path is not None or resume == "previous" else []

@@ -33,7 +33,7 @@ def chat(options: argparse.Namespace) -> None:
 
     Raises:
         UserError: The model cannot be loaded, or the settings do not match it.
-        BrokenPipeError: Nothing reads the answers any more.
+        BrokenPipeError: The answers have no reader any more.
     """
     directory = resolve_model(options.model)
     run = run_of(directory)
@@ -56,7 +56,7 @@ def chat(options: argparse.Namespace) -> None:
 
 
 def _about(name: str, model: Any, config: RunConfig, device: torch.device) -> str:
-    """Return a line that says which model answers, and where."""
+    """Return a line with the model that answers, and its device."""
     count = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     precision = config.training.precision
@@ -77,7 +77,7 @@ def _converse(talk: Talk, config: RunConfig, *, shows_prompt: bool) -> None:
         except EOFError:
             print()
             return
-        except KeyboardInterrupt:  # as shells do: the line is given up
+        except KeyboardInterrupt:  # discards the line, as shells do
             print()
             continue
         if text == QUIT:
@@ -96,7 +96,7 @@ def _converse(talk: Talk, config: RunConfig, *, shows_prompt: bool) -> None:
 
 
 def _explain(prompt: str, config: RunConfig, *, cut: bool, shows_prompt: bool) -> None:
-    """Say what the model read, where that is asked for or is not everything."""
+    """Print what the model read, if requested or if it was cut."""
     if cut:
         limit = config.data.max_source_length
         say(f"what the model read was cut to {limit} tokens (data.max_source_length), the oldest turns first")
@@ -106,7 +106,7 @@ def _explain(prompt: str, config: RunConfig, *, cut: bool, shows_prompt: bool) -
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Context in which Ctrl-C stops an answer, yielding whether it was pressed; pressed again, it interrupts."""
+    """Make Ctrl-C stop an answer inside the context, which yields whether it was pressed; a second one interrupts."""
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,9 @@
 """The fork server: ``python -m fullshard.launch.programs.forks SOCKET MODULE ARGUMENTS``.
 
 It imports the module of a rank program once and forks the ranks of each attempt
-(:class:`fullshard.launch.processes.ForkServer`). No thread runs here, so a fork is as good as a new interpreter; it
-ends like one, too. Ranks have the environment, the standard output and error, and the arguments that they would have
-had. What they share that interpreters do not is the seed of hashes, by which sets of strings are ordered.
+(:class:`fullshard.launch.processes.ForkServer`). No thread runs here, so a fork behaves like a new interpreter, also
+at its end. Ranks get the environment, standard output and error, and arguments that a new interpreter would have.
+Unlike interpreters they share the seed of hashes, which orders sets of strings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
     launcher = socket.socket(fileno=int(number))
     # What imports start must not hold it: the launcher waits for its end when this process has died.
     launcher.set_inheritable(False)
-    # Nothing of what imports leave is garbage, so none is looked for, here or in ranks: that would copy shared pages.
+    # No garbage collection of imported objects, here or in ranks: it finds nothing and would copy shared pages.
     gc.disable()
     module = importlib.import_module(name)
     if hasattr(module, "import_more"):
@@ -62,7 +62,7 @@ def _draw_seeds() -> None:
 
 
 def _serve(launcher: socket.socket) -> Mapping[str, str] | None:
-    """Fork for each request of the launcher until there are no more; return None, or in a rank its variables."""
+    """Fork for each request of the launcher until there are none left; return None, or in a rank its variables."""
     while request := launcher.recv(LONGEST_MESSAGE):
         told, tell = os.pipe()
         wait, go = os.pipe()

@@ -140,10 +140,10 @@ def _opened(path: Path | None) -> Iterator[RowWriter]:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Context in which predictions are written.
+    """Convert errors of writing predictions inside the context.
 
     Raises:
-        UnreadOutputError: Nothing reads the pipe any more.
+        UnreadOutputError: The pipe has no reader any more.
         DataError: The file cannot be written.
     """
     try:

@@ -57,7 +57,7 @@ def run_as_rank(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 
 
 def _report_stop(stop: Failure, *, as_json: bool) -> int:
-    """Report to our launcher, or under another one to the user, that the run has saved and stopped."""
+    """Report that the run has saved and stopped, to fullshard's launcher or, under another one, to the user."""
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if path is not None:
         stop.write(Path(path))
@@ -69,7 +69,7 @@ def _report_stop(stop: Failure, *, as_json: bool) -> int:
 
 
 def _report_failure(error: BaseException, rank: int) -> None:
-    """Report to our launcher, or under another one to the user, why this rank fails; then end the process."""
+    """Report this rank's failure to fullshard's launcher or, under another one, to the user; then end the process."""
     failure = Failure.of(error, rank)
     with contextlib.suppress(OSError):  # a closed standard output may be the reason of the failure
         sys.stdout.flush()

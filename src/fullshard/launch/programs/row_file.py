@@ -54,7 +54,7 @@ class RowWriter:
         self._out.flush()
 
     def end(self) -> None:
-        """Complete the file, also one without records.
+        """Complete the file, even if there are no records.
 
         Raises:
             OSError: It cannot be written.

@@ -1,6 +1,6 @@
 """The program that every rank of ``fullshard train`` runs: ``python -m fullshard.launch.programs.train CONFIG``.
 
-Our launcher starts it (:mod:`fullshard.launch.local`); under torchrun, ``fullshard train`` calls it.
+Fullshard's launcher starts it (:mod:`fullshard.launch.local`); under torchrun, ``fullshard train`` calls it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
             config, say=say if is_first else lambda line: None, progress=lambda what, done, total: progress(done, total)
         )
     comm = init_from_env()
-    # The note is on the machine that rank 0 was on; that may be another one now, or lost.
+    # The record is on the machine that rank 0 was on; that may be another one now, or lost.
     noted = comm.all_gather_object(resume_again(asked))
     options.overrides = [*options.overrides, *next(filter(None, noted), [])]
     config = load(())
@@ -87,7 +87,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         else None
     )
     if is_first:
-        # The summary, which marks the run as complete, comes after the card.
+        # The summary comes after the card, because it marks the run as complete.
         sinks = [
             reached,
             CardSink(config.output_dir, say),

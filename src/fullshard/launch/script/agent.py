@@ -1,4 +1,4 @@
-"""Torchrun's elastic agent over our own processes.
+"""Torchrun's elastic agent with fullshard's own processes.
 
 Torch's agent runs the rendezvous, numbers the ranks and restarts them. The processes are ours, and so is what torch's
 agent lacks: it names missing machines, and ends a machine with a reason when another one fails or is lost.
@@ -42,7 +42,7 @@ _LOOK_SECONDS = 0.1
 
 
 class ScriptAgent(SimpleElasticAgent):
-    """Torch's agent with our workers.
+    """Torch's agent with fullshard's workers.
 
     Attributes:
         run_failure: The failure that ended the run, if another machine reported it or this one did to the others.
@@ -146,7 +146,7 @@ class ScriptAgent(SimpleElasticAgent):
                 if self._failed_times >= worker_group.spec.max_restarts:
                     raise
                 self._failed_times += 1
-                self._remaining_restarts -= 1  # torch's count, which ends the run by itself
+                self._remaining_restarts -= 1  # torch's own count, which ends the run
                 self._print_restart(Failure.of(error))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -233,8 +233,8 @@ class ScriptAgent(SimpleElasticAgent):
 def raised_signals(workers: Workers) -> Iterator[None]:
     """While entered, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 raise torch's SignalException; a second one kills the ranks.
 
-    Not one that follows SIGUSR1, which Slurm sends as a notice of it: the ranks save then.
-    While ranks are being started it is raised when all have been.
+    A SIGTERM after SIGUSR1 does not count as second: Slurm sends SIGUSR1 as its notice, and the ranks save then.
+    While ranks are being started, the exception is raised when all have been.
     """
     raised, counted = False, 0
 
@@ -320,7 +320,7 @@ def run_agent(
 
 
 def _saved(kept: Path) -> int | None:
-    """Return the step of the newest checkpoint that rank 0 noted on this machine; None if it notes nothing here."""
+    """Return the step of the newest checkpoint that rank 0 recorded on this machine; None if there is no record."""
     noted = last_note(kept)
     return None if noted is None else noted.saved
 

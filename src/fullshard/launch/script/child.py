@@ -108,12 +108,12 @@ def _main_module(**attributes: object) -> ModuleType:
 
 
 def _report(error: BaseException) -> None:
-    """Report why this rank fails: in the launcher's file if there is one, else on standard error."""
+    """Report this rank's failure in the launcher's file if there is one, otherwise on standard error."""
     own: TracebackType | None = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:
         own = own.tb_next
     while own is not None and own.tb_frame.f_code.co_filename.startswith("<frozen "):
-        own = own.tb_next  # a module that is not found: importlib's frames are of no use
+        own = own.tb_next  # for a missing module, importlib's frames are useless
     error.__traceback__ = own
     trace: str | None = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, SystemExit):

@@ -22,14 +22,14 @@ _LINGER_SECONDS = 1.0
 """Time that the machine with the store stays up after an error, so that the others can read it."""
 
 _ALIVE_BEATS = 4
-"""A machine that misses so many heartbeats is taken for lost when another one comes with its number."""
+"""Missed heartbeats after which a machine counts as lost when another one comes with its number."""
 
 Card = dict[str, Any]
-"""What a machine shows the others."""
+"""Values that a machine shows the others."""
 
 
 def make_card(plan: MachinePlan) -> Card:
-    """Return this machine's card; no two launchers have the same, also under one number."""
+    """Return this machine's card; it is unique to the launcher, even if another one has the same number."""
     return {
         "nnodes": str(plan.nnodes),
         "rdzv_id": plan.run_id,
@@ -39,7 +39,7 @@ def make_card(plan: MachinePlan) -> Card:
 
 
 def was_in(store: KeyValueStore, plan: MachinePlan, card: Card) -> bool:
-    """Return whether this machine, or one before it that is lost, has been in the rendezvous of ``store``.
+    """Return True if this machine, or a lost one with its number, has been in the rendezvous of ``store``.
 
     Raises:
         ProcessGroupError: Another machine with the same number is in it.
@@ -53,7 +53,7 @@ def was_in(store: KeyValueStore, plan: MachinePlan, card: Card) -> bool:
             f"Each machine needs a number of its own, and two have --node_rank {plan.node_rank}: "
             f"{card['host']} and {shown['host']}. Give one of them another."
         )
-        if _missing(store, plan):  # a run that goes on is not ended by a machine that comes too many
+        if _missing(store, plan):  # a surplus machine must not end a run that continues
             post_failure(store, RunFailure(Failure.of(error), card["host"]))
         raise error
     return True

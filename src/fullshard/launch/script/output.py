@@ -13,7 +13,7 @@ from typing import BinaryIO, Literal
 Stream = Literal["stdout", "stderr"]
 
 BAR_SECONDS = 10.0
-"""Interval at which a progress bar is written where the output is not a terminal."""
+"""Interval at which a progress bar is written if the output is not a terminal, in seconds."""
 
 _LONGEST_LINE = 1 << 20
 """Bytes after which a line without an end is written in pieces."""
@@ -36,7 +36,7 @@ class Output:
     """Joins the output of ranks, line by line. Safe to use from several threads.
 
     A progress bar is a line that is rewritten with carriage returns. On a terminal the bar of the lowest rank that has
-    one stays at the bottom, below all lines. Elsewhere it is written as a line every ten seconds, and once at the end.
+    one stays at the bottom, below all lines. Otherwise it is written as a line every ten seconds, and once at the end.
 
     Attributes:
         closed: Whether the output can no longer be written, as after ``| head``.

@@ -142,7 +142,7 @@ class PeerMonitor:
         self._store_seen = now
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._started = now
-        # Machine 0 has the store only with the static rendezvous, so that its silence is not always the store's.
+        # Only with the static rendezvous machine 0 has the store, so its silence is not always the store's.
         self._watched = range(1, len(machines)) if number == 0 else range(1)
         self._thread = threading.Thread(target=self._run, name=_WATCH_THREAD, daemon=True)
         self._thread.start()

@@ -197,7 +197,7 @@ class DynamicRendezvous(RendezvousHandler):
     """Torch's c10d rendezvous, in which machines that arrive during a round wait for a save of the run."""
 
     def __init__(self, handler: RendezvousHandler, saved: Callable[[], int | None]) -> None:
-        """Meet by ``handler``; ``saved`` returns the step of the newest checkpoint, None if none is noted here."""
+        """Meet by ``handler``; ``saved`` returns the step of the newest checkpoint, None if none is recorded here."""
         self._handler = handler
         self._saved = saved
         self._info: RendezvousInfo | None = None
@@ -235,7 +235,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines are to be taken in now: for those that wait, the next one is to be begun.
+        """Return how many machines to admit now; if there are any, the next round begins.
 
         Machine 0 decides, where rank 0 notes what it has saved: after the next checkpoint, so that no step is lost. A
         script that notes nothing is restarted at once. The other machines follow.

@@ -29,7 +29,7 @@ _DRAIN_SECONDS = 2.0
 _LOOK_SECONDS = 0.02
 
 _SILENT_DEATH_SECONDS = 0.1
-"""A rank that dies without a report is noticed this much later than the others' failures that it caused."""
+"""Delay before noticing a rank that died without a report, so that the failures it caused are not taken as first."""
 
 _HINTS = {
     signal.SIGKILL: (
@@ -104,7 +104,7 @@ class Workers:
         """Start one rank per local rank with its variables; return the process ids.
 
         Raises:
-            BaseException: What :meth:`hold` was given meanwhile.
+            BaseException: The error given to :meth:`hold` meanwhile.
         """
         self._starts += 1
         self._workers = []
@@ -124,7 +124,7 @@ class Workers:
     def hold(self, error: BaseException) -> bool:
         """Have ``error`` raised when all ranks have started; return whether they are being started.
 
-        For a signal's handler: raised between a rank's start and the note of it, the rank would not be stopped.
+        For a signal's handler: raised between a rank's start and its registration, the rank would not be stopped.
         """
         if self._starting:
             self._held = error
