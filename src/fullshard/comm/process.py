@@ -318,7 +318,7 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
 
 
 def _join(timeout: datetime.timedelta) -> Comm:
-    """Meet the other ranks, agree on the placement, and make the process group."""
+    """Meet the other ranks, agree on where all compute, and make the process group."""
     store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
     gpu = gpu_of_rank()
