@@ -163,7 +163,7 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     initializer = Initializer(root, ranks, builder.device, first, differing)
     if reader is not None:
         ignored = give_memory(root, ignored, builder.device, reader)
-        initializer.prepare_rest()  # parameters have no memory yet, so their initial values cost nothing
+        initializer.prepare_rest()  # while parameters have no memory: their initial values cost nothing
     move_buffers(own, builder.device, None)
     units = _build_units(specs, builder, None if reader is not None else initializer)
     if builder.device.type != "meta":
@@ -348,13 +348,13 @@ def _check_ranks(name: str, root: nn.Module, inner: Mesh, ranks: Mesh) -> None:
     """Refuse a part of ``root`` over ranks that are neither those of the model nor a group of them; both call it.
 
     Raises:
-        ProcessGroupError: Its ranks are neither; on every rank.
+        ProcessGroupError: They are not; on every rank.
     """
     if same_ranks(inner, ranks):
         return
     mine = uuid.uuid4().hex
     theirs, ours = inner.all_gather_object(mine), ranks.all_gather_object(mine)
-    # With equally many ranks in another order, its rank 0 would not be the model's, which saves the model.
+    # Equal in number and in another order, rank 0 of one would not be rank 0 of the other, which saves the model.
     if not all(ranks.all_gather_object(theirs == ours or set(theirs) < set(ours))):
         raise ProcessGroupError(
             f"{name} was sharded over {inner.replica_group.size} x {inner.shard_group.size} ranks (replicas x shards), "
@@ -447,9 +447,9 @@ def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[An
 
 
 def _one_of(comms: list[Any], comm: Any) -> Any:
-    """Return the one of ``comms`` that has the ranks of ``comm``; otherwise ``comm``, which is added.
+    """Return that of ``comms`` which has the ranks of ``comm``, or ``comm``, which is added.
 
-    Two groups of the same ranks would each number their messages: a model communicates through one.
+    Two groups of the same ranks each number their messages: one model communicates through one.
     """
     if comm.size == 1:
         return comm
