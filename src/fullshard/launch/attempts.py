@@ -47,9 +47,9 @@ class Reached:
 class Recovery:
     """The time without steps after a rank was lost, in seconds by the clock of one machine."""
 
-    ended_s: float  # from when the launcher noticed it until it started the ranks again
+    ended_s: float  # from the loss until the launcher started the ranks again
     start_s: float  # until rank 0 ran its first line: forks, or Python and imports
-    state_s: float  # until it had the state to continue from: data, model, snapshot or checkpoint
+    state_s: float  # until its state was restored: data, model, snapshot or checkpoint
     step_s: float  # until its first step was done
 
     def text(self) -> str:
@@ -97,7 +97,7 @@ def note(reached: Reached) -> None:
     if directory is not None:
         path = Path(directory, _REACHED_NAME)
         temporary = path.with_suffix(".tmp")
-        with contextlib.suppress(OSError):  # the launcher is gone, and its directory with it
+        with contextlib.suppress(OSError):  # the launcher has ended, and its directory is gone
             temporary.write_text(json.dumps(asdict(reached)))
             os.replace(temporary, path)
 
@@ -115,7 +115,7 @@ def last_note(directory: str | Path | None) -> Reached | None:
 def in_memory(directory: str | Path) -> int:
     """Return the step of the newest snapshot that every rank of this machine has; 0 if there is none.
 
-    Its bytes are not verified: the ranks do that, and say from which step they continue.
+    Its bytes are not verified here: the ranks do that, and report the step from which they continue.
     """
     found = []
     for rank in Path(directory).glob("*/rank-*"):
@@ -131,13 +131,13 @@ def in_memory(directory: str | Path) -> int:
 def kept_directory() -> Iterator[Path]:
     """Yield a new directory for :data:`KEEP_VARIABLE`, in memory if there is /dev/shm; it is removed at the end.
 
-    Directories of launchers that were killed are removed first: they hold memory.
+    First removes directories of launchers that were killed, because they hold memory.
     """
     root = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in root.glob(f"{_PREFIX}*"):
         _remove_if_left(left)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))  # only this user may enter it
-    # Held as long as this process lives, whatever ends it; named only then, so that nobody finds it free.
+    # Locked as long as this process lives, however it ends. The name appears only then, so nobody finds it unlocked.
     with (directory / "new").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.rename(directory / "new", directory / KEEP_LOCK_NAME)
@@ -173,12 +173,12 @@ class Restarts:
     def after(self, failure: Failure) -> float | Failure:
         """Report a failure and decide what follows.
 
-        The ranks do not start again after an error that would come again, after ``most`` restarts, and when the same
-        rank fails in the same way after the same number of steps as in the attempt before.
+        The ranks do not restart after an error that would recur, after ``most`` restarts, or if the same rank fails in
+        the same way after the same number of steps as in the previous attempt.
 
         Returns:
-            Seconds to wait before the ranks start again; or that they do not, as the failure to report, which is the
-            first one when it was the same twice.
+            Seconds to wait before the ranks restart; or, if they do not, the failure to report, which is the first one
+            if the same happened twice.
         """
         if self._most == 0 or not failure.may_pass:
             return failure

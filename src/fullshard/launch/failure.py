@@ -15,7 +15,7 @@ from typing import Any
 from fullshard.errors import FullshardError, RunStopped, UserError
 
 FAILURE_FILE_VARIABLE = "FULLSHARD_FAILURE_FILE"
-"""Path of the file for a rank's failure. torchrun does not set it; a rank then prints its failure itself."""
+"""Path of the file for a rank's failure. Under torchrun it is not set, and a rank prints its failure itself."""
 
 
 def saving_path(failure_path: Path) -> Path:
@@ -27,12 +27,12 @@ def report_saving() -> None:
     """Tell fullshard's launcher, if there is one, that this rank saves before it ends; any rank."""
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if path is not None:
-        with contextlib.suppress(OSError):  # the launcher is gone, and its directory with it
+        with contextlib.suppress(OSError):  # the launcher has ended, and its directory is gone
             saving_path(Path(path)).touch()
 
 
 def say_ending(failure_path: Path) -> None:
-    """Tell ranks of this machine that the next signal does not ask them to save: one of them has failed."""
+    """Tell ranks of this machine that the next signal is not a request to save, because one of them has failed."""
     failure_path.with_name("ending").touch()
 
 
@@ -44,7 +44,7 @@ def is_ending() -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank, or the command itself, did not finish."""
+    """The reason why a rank, or the command itself, did not finish."""
 
     rank: int | None  # the rank, or None if no rank was running
     kind: str  # name of the exception's class
@@ -61,7 +61,7 @@ class Failure:
 
     @property
     def may_pass(self) -> bool:
-        """Whether the ranks may be started again: not after an error that would come again, nor after a stop."""
+        """True if the ranks may be restarted: not after an error that would recur, nor after a stop."""
         return self.transient is not False and self.stopped is None
 
     @classmethod
@@ -110,7 +110,7 @@ _TRANSIENT = ("AcceleratorError", "DistBackendError", "DistNetworkError", "DistS
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Return whether the same run may succeed when it is started again from its newest checkpoint."""
+    """Return True if the same run may succeed when restarted from its newest checkpoint."""
     if isinstance(error, FullshardError):
         return error.transient
     return isinstance(error, ConnectionError | TimeoutError) or type(error).__name__ in _TRANSIENT

@@ -43,11 +43,11 @@ class Interrupts:
     """Passes requests to stop (Ctrl-C, timeout, Slurm, a service manager) on to the ranks while entered.
 
     Attributes:
-        asked: Whether the ranks were asked to save and exit.
+        asked: True if the ranks were asked to save and exit.
     """
 
     def __init__(self, ranks: Sequence[Stoppable], notice: Notice) -> None:
-        """Pass signals to ``ranks``, which may still change."""
+        """Pass signals to ``ranks``, a list that may still change."""
         self.asked = False
         self._ranks = ranks
         self._notice = notice
@@ -68,7 +68,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def out_of_time(self) -> bool:
-        """Look for the file of the notice; return whether the time of the notice is over."""
+        """Look for the file of the notice; return True if the time limit has passed."""
         if self._notice.file is not None and not self.asked and self._notice.file.exists():
             say(f"{self._notice.file} is there: the run stops")
             self._ask()

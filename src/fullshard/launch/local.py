@@ -6,9 +6,9 @@ caused the others. After one that may pass it restarts the ranks if allowed (:mo
 so without torch's elastic agent, whose import takes as long as the ranks' own, and with forks of one process that has
 imported what they need (:mod:`fullshard.launch.processes`).
 
-The first Ctrl-C or SIGTERM, SIGUSR1 (Slurm's notice) or a file that appears is passed to the ranks, which save a
-checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks that do not train yet, or no longer, just end.
-This may take as long as their step and the disk need, or the time of notice. A second Ctrl-C or SIGTERM kills them.
+The first Ctrl-C or SIGTERM, SIGUSR1 (Slurm's notice) or the file of a notice is passed to the ranks, which save a
+checkpoint and exit with ``STOPPED_EXIT_CODE``; ranks outside of training just end. This may take as long as their step
+and the disk need, or the grace time. A second Ctrl-C or SIGTERM kills them.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class _Rank:
         return self.process.returncode
 
     def terminate(self) -> None:
-        """Send SIGTERM, if it still runs."""
+        """Send SIGTERM if it is still running."""
         self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL, if it still runs."""
+        """Send SIGKILL if it is still running."""
         self.process.send_signal(signal.SIGKILL)
 
 
@@ -90,7 +90,7 @@ def launched_elsewhere() -> bool:
 
 
 def _has_gpu_driver() -> bool:
-    """Return whether this machine has the driver of a GPU, and so perhaps one; takes no time."""
+    """Return True if this machine has a GPU driver and so perhaps a GPU; takes no time."""
     return any(Path(device).exists() for device in _DRIVERS)
 
 
@@ -132,7 +132,7 @@ def launch(
         first failure of the last attempt, or of the one before it when the same step failed twice.
 
     Raises:
-        BrokenPipeError: Nothing reads a rank's output any more, as after ``| head``; all ranks have ended.
+        BrokenPipeError: A rank's output has no reader any more, as after ``| head``; all ranks have ended.
         KeyboardInterrupt: A second Ctrl-C or SIGTERM, or one before the ranks could save; all ranks have ended.
     """
     ranks: list[_Rank] = []
@@ -161,7 +161,7 @@ def launch(
 
 
 def _starter(command: Sequence[str], nproc: int, kept: Path) -> Starter:
-    """Return how ranks are started: as forks on Linux, unless there may be a GPU.
+    """Return how to start ranks: as forks on Linux, unless there may be a GPU.
 
     A fork of a process that has initialised a GPU cannot use it, and it is unverified that no import does so.
     """
@@ -222,7 +222,7 @@ def _outcome(ranks: Sequence[_Rank], interrupts: Interrupts, kept: str, *, saves
                 rank.kill()
             return _out_of_time(kept)
         if interrupts.asked and first.code in (-signal.SIGTERM, -signal.SIGUSR1, INTERRUPTED_EXIT_CODE):
-            # The rank was not training yet, or no longer.
+            # The rank was not training yet, or not any more.
             raise _interrupted(kept, saves=saves)
         if first.code == UNREAD_EXIT_CODE:
             raise BrokenPipeError("nothing reads a rank's output")
@@ -242,7 +242,7 @@ def _interrupted(kept: str, *, saves: bool) -> KeyboardInterrupt:
 
 
 def _pause(seconds: float, interrupts: Interrupts, kept: str) -> None:
-    """Wait before the ranks start again.
+    """Wait before the ranks restart.
 
     Raises:
         KeyboardInterrupt: A stop was requested; no ranks are running.
@@ -300,7 +300,7 @@ def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
     # Killed ranks write nothing; the others may write that they lost the connection to one.
     killed = [rank for rank in ranks if rank.code < 0 and (rank is first or rank.number not in by_us)]
     written = [failure for rank in ranks if (failure := Failure.read(rank.failure_path)) is not None]
-    # One that aborts often does because another one failed; the report of that one has the cause.
+    # A rank that aborts often does so because another one failed, whose report has the cause.
     causes = [rank for rank in killed if rank.code != -signal.SIGABRT] if written else killed
     if causes:
         return _unreported(causes[0].number, causes[0].code)
@@ -310,7 +310,7 @@ def _cause(first: _Rank, ranks: Sequence[_Rank]) -> Failure:
 
 
 def _unreported(rank: int | None, code: int) -> Failure:
-    """Return the failure of a rank, or of the process that it was to be a fork of (None), that reported none itself."""
+    """Return the failure of a rank, or of the process to be forked (None), that did not report one itself."""
     who = "the process that imports for all ranks" if rank is None else f"rank {rank}"
     if code >= 0:
         # It failed before it could write, during imports; Python has printed the reason.
@@ -334,7 +334,7 @@ def _stop(ranks: Sequence[_Rank]) -> set[int]:
     for seconds in (min(AGAIN_SECONDS, STOP_SECONDS), max(0.0, STOP_SECONDS - AGAIN_SECONDS)):
         for rank in running:
             rank.terminate()
-            rank.process.send_signal(signal.SIGCONT)  # one that is stopped would not notice
+            rank.process.send_signal(signal.SIGCONT)  # a stopped process would not react
         deadline = time.monotonic() + seconds
         running = [rank for rank in running if not _ends_by(rank, deadline)]
     for rank in running:

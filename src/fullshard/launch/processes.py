@@ -1,6 +1,6 @@
 """Ranks as processes: forks of one that has imported their program, or interpreters that each import it.
 
-The imports take 4 to 8 s of a core. Forks pay for them once for all ranks, and not again when they start again.
+The imports take 4 to 8 s of a core. Forks pay for them once for all ranks, and not again for a restart.
 
 The parent of a fork is the launcher, not the process that it copies: that one, the fork server, forks a child which
 forks the ranks and ends, and Linux gives orphans to the nearest ancestor that asked for them. So the launcher signals
@@ -39,7 +39,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class Process(Protocol):
-    """A rank's process, as ``subprocess.Popen`` shows it."""
+    """A rank's process, with the interface of ``subprocess.Popen``."""
 
     pid: int
     returncode: int | None
@@ -49,7 +49,7 @@ class Process(Protocol):
         ...
 
     def send_signal(self, sig: int, /) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if the process is still running."""
         ...
 
 
@@ -57,7 +57,7 @@ class Starter(Protocol):
     """Starts the ranks of each attempt."""
 
     def start(self, variables: Sequence[Mapping[str, str]], look: Callable[[], None]) -> Iterator[Process]:
-        """Start a rank with each of these environment variables; ``look`` is called while that takes long."""
+        """Start one rank for each set of environment variables; ``look`` is called while that takes long."""
         ...
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Interpreters:
             yield subprocess.Popen(self._command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: nothing is left."""
 
 
 class ForkServer:
@@ -109,10 +109,10 @@ class ForkServer:
             self._socket.close()
 
     def start(self, variables: Sequence[Mapping[str, str]], look: Callable[[], None]) -> Iterator[Process]:
-        """Fork the ranks, by a new server if there is none.
+        """Fork the ranks, by a new server if none is running.
 
         Raises:
-            ForkServerError: The server ended, such as by an error in the imports, which it has printed.
+            ForkServerError: The server ended, for example by an import error, which it has printed.
         """
         if self._process is None or self._process.poll() is not None:
             self._begin()
@@ -155,14 +155,14 @@ class Fork:
         """Take over the child with this process id."""
         self.pid = pid
         self.returncode: int | None = None
-        # Reentrant: the handler of a signal may send one while the main thread looks whether the process has ended.
+        # Reentrant: a signal's handler may send a signal while the main thread checks whether the process has ended.
         self._lock = threading.RLock()
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it has ended; return its exit code, or minus the signal that ended it.
 
         Raises:
-            subprocess.TimeoutExpired: It still runs after ``timeout`` seconds.
+            subprocess.TimeoutExpired: The process is still running after ``timeout`` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self._poll()) is None:

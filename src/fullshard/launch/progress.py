@@ -20,7 +20,7 @@ class WorkProgress:
     """
 
     def __init__(self, what: str, *, shown: bool = True) -> None:
-        """Start without a bar; of several ranks only one has it ``shown``."""
+        """Start without a bar; only one of several ranks has it ``shown``."""
         self._what = what
         self._shown = shown and sys.stderr.isatty()
         self._started = time.monotonic()
@@ -51,7 +51,7 @@ class WorkProgress:
             self._bar.stop()
 
     def is_long(self, total: int) -> bool:
-        """Return whether the work takes long enough for a bar."""
+        """Return True if the work is long enough for a bar."""
         return time.monotonic() - self._started >= LONG_SECONDS
 
     def columns(self) -> tuple[ProgressColumn, ...]:

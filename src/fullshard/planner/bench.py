@@ -28,7 +28,7 @@ def measure_rates(
     world_size: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Rates:
-    """Return what operators and collectives take; every rank at hand calls it and needs the memory of its own step.
+    """Return the rates of operators and collectives; every rank calls it and needs the memory of its own step.
 
     Each takes steps as one of ``world_size`` ranks, side by side with the others but without their values. Then the
     ranks at hand measure the step's collectives.
@@ -92,7 +92,7 @@ def _typical(ranks: Iterable[list[float]]) -> float:
 
 
 def _slowest_over_mean(trials: list[Trial]) -> float:
-    """Return how much longer a step takes if ranks wait for the slowest at each collective: none is always slowest."""
+    """Return how much longer a step takes if ranks wait for the slowest at each collective, which varies by rank."""
     shares = []
     for spans in zip(*(trial.spans for trial in trials), strict=True):  # of one step, each rank's
         waits = list(zip_longest(*spans, fillvalue=0.0))

@@ -1,4 +1,4 @@
-"""The course of a planned step: what is alive after each operator, and what each unit does meanwhile."""
+"""The course of a planned step: the live memory after each operator, and the activity of each unit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CourseRecorder(SilentRecorder):
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything; a step begins."""
+        """Forget everything, because a step begins."""
         self._start = self._operators()
         self._samples: list[tuple[int, Mapping[str, int]]] = []
         self._open: dict[tuple[str, Kind], int] = {}
@@ -73,7 +73,7 @@ class CourseRecorder(SilentRecorder):
             self._open.pop((unit, kind), None)
 
     def course(self, units: Sequence[str]) -> Course:
-        """Return the course of the step that ends here; what comes after the units is the optimizer's."""
+        """Return the course of the step that ends here; everything after the units belongs to the optimizer."""
         operators = self._place()
         updates = max((span.end for span in self._spans), default=operators)
         spans = [*self._spans, Span("", "optimizer", updates, operators)]

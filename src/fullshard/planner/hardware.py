@@ -26,7 +26,7 @@ class Hardware:
     Attributes:
         name: Its name for ``--gpu``.
         memory_bytes: Memory of the device, as its driver reports it.
-        outside_bytes: Of that, what torch's allocator does not have: the context, kernels, NCCL's buffers.
+        outside_bytes: Part of it outside of torch's allocator: the context, kernels, NCCL's buffers.
         workspace_bytes: Workspaces of matrix products, which the allocator counts.
         flops_per_s: Of matrix products, by dtype.
         bytes_per_s: Between the device's memory and its processors.
@@ -35,7 +35,7 @@ class Hardware:
         devices_each: Devices of a machine.
         link_bytes_per_s: Between two devices of a machine, each way.
         network_bytes_per_s: Between machines, each way and device.
-        latency_s: Of a collective.
+        latency_s: Latency of a collective.
         has_host: True if host memory is separate from the device's.
     """
 
@@ -88,7 +88,7 @@ def hardware(
 
 
 def names() -> list[str]:
-    """Return the GPUs of which there is a data sheet."""
+    """Return the names of the GPUs with a data sheet."""
     return list(_table()["devices"])
 
 

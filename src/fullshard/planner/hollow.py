@@ -1,4 +1,4 @@
-"""Runs a program's operators without their memory: tensors have shapes, dtypes and addresses, but nobody writes them.
+"""Running operators without memory: tensors have shapes, dtypes and addresses, but their memory is never written.
 
 The engine changes the classes of parameters, compares addresses and resizes storages, which torch's FakeTensor does
 not support. So tensors here are plain CPU tensors whose memory is reserved and never touched: the system assigns it
@@ -35,7 +35,7 @@ KNOWN_NUMEL = 1 << 18
 """Elements up to which whole numbers (token ids, masks, checksums) keep their values: programs branch on them."""
 
 LARGE_BYTES = 1 << 30
-"""Bytes from which a tensor has address space only."""
+"""Size from which on a tensor has address space only, in bytes."""
 
 _NORESERVE = 0x4000
 """Linux's ``MAP_NORESERVE``, which Python's mmap does not name before 3.13."""
@@ -158,7 +158,7 @@ class HollowMode(TorchDispatchMode):
         return self.assumed()
 
     def _count_references(self) -> None:
-        """Find out how many references there are to a gradient that only autograd's sum holds."""
+        """Measure the number of references to a gradient that only autograd's sum holds."""
         with torch.enable_grad():
             start = torch.empty(2, 2, requires_grad=True) * 1
             (start.exp() + start.sin()).sum().backward()
@@ -250,7 +250,7 @@ class HollowMode(TorchDispatchMode):
         return result
 
     def _places(self, indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return the indices with the places of masks, whose number is known, as the kernel makes them."""
+        """Return the indices of a mask's places, whose number is known, as the kernel computes them."""
         found: list[torch.Tensor | None] = []
         for index in indices:
             is_mask = index is not None and index.dtype == torch.bool
@@ -264,7 +264,7 @@ class HollowMode(TorchDispatchMode):
         return result
 
     def _shapes_of(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
-        """Return the outputs of an operator; blocks of one kind ask torch once."""
+        """Return the outputs of an operator; for blocks of one kind, torch is asked once."""
         key = _key(func, args, kwargs, given)
         if key is None:
             return self._fake_shapes(func, args, kwargs, given)
@@ -390,7 +390,7 @@ def _cast_bytes(func: Any, given: list[torch.Tensor]) -> int:
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return how many references there are to a tensor, to its Python object and to its storage."""
+    """Return the numbers of references to a tensor, to its Python object and to its storage."""
     storage: Any = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
     return tensor._use_count(), sys.getrefcount(tensor), storage  # type: ignore[attr-defined]
 

@@ -15,7 +15,7 @@ from fullshard.planner.meter import Meter
 
 
 class _Apart(CpuDevice):
-    """The device of a rank whose host memory is another one: lanes see that their shards are not on it."""
+    """The device of a rank with separate host memory: lanes see that their shards are not on it."""
 
     def __init__(self, meter: Meter, reduces_behind: int) -> None:
         super().__init__(torch.device("cpu"))

@@ -10,16 +10,16 @@ from contextvars import ContextVar
 from fullshard.errors import ConfigError
 
 _DEADLINE_S: ContextVar[float] = ContextVar("deadline", default=float("inf"))
-"""Processor time of this thread after which its plans are given up: a busy machine does not decide whether it plans."""
+"""Processor time of this thread after which its plans are abandoned: a busy machine does not change the outcome."""
 
 
 class TookTooLongError(ConfigError):
-    """A plan was given up at its limit."""
+    """A plan was abandoned at its time limit."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Context whose plans end after ``seconds`` of this thread's processor time, with a :class:`TookTooLongError`."""
+    """End plans inside the context after ``seconds`` of this thread's processor time, by :class:`TookTooLongError`."""
     token = _DEADLINE_S.set(time.thread_time() + seconds)
     try:
         yield
@@ -31,7 +31,7 @@ def check_time() -> None:
     """Raise if the time is up. A plan calls it wherever it may spend long, such as in each operator.
 
     Raises:
-        TookTooLongError: It is.
+        TookTooLongError: The time is up.
     """
     if time.thread_time() > _DEADLINE_S.get():
         raise TookTooLongError("A plan took longer than its limit, and was abandoned.")

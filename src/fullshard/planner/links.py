@@ -17,7 +17,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _ROUNDS = 9
 _SLOW_S = 0.2
-"""Seconds of a collective from which a third of the rounds are enough."""
+"""Duration of a collective, in seconds, from which on a third of the rounds is enough."""
 
 _PRODUCT = {"cpu": 192, "cuda": 2048}
 """Rows of the matrices that are multiplied while a collective runs: a part of a millisecond."""
@@ -30,8 +30,8 @@ def measure_collectives(comm: Comm, wanted: Iterable[Issued]) -> dict[str, list[
     computation of twice that time, which are not hidden. Both are medians over rounds of the slowest rank.
 
     Args:
-        comm: The ranks at hand, at least two.
-        wanted: Collectives of a step; kinds and bytes count.
+        comm: The ranks, at least two.
+        wanted: Collectives of a step; only kinds and bytes are used.
     """
     sizes = sorted({(one.kind if one.kind in KINDS else KINDS[0], one.sent_bytes) for one in wanted})
     computation = _Computation(comm)

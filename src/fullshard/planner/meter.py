@@ -48,7 +48,7 @@ class Meter:
         self._held: dict[int, _Held] = {}
 
     def restart(self, phase: Callable[[], str], on_peak: Callable[[], None]) -> None:
-        """Forget all peaks, and measure those of other phases from now on."""
+        """Forget all peaks, and measure the phases given from now on."""
         self.phase, self.on_peak = phase, on_peak
         self.peaks, self._highest = {}, 0
         self._change(0)
@@ -104,7 +104,7 @@ class Meter:
         return otherwise if held is None else held.nbytes
 
     def pulse(self, nbytes: int) -> None:
-        """Count memory that an operator takes and gives back before it returns."""
+        """Count memory that an operator allocates and frees before it returns."""
         if nbytes:
             self._change(nbytes)
             self._change(-nbytes)

@@ -28,7 +28,7 @@ from fullshard.planner.timing import SheetSpeed, Speed, Timing, time_step
 from fullshard.sizes import format_bytes
 
 MARGIN = 0.01
-"""Share of a peak that must be free in addition: a plan does not see every small buffer, such as random states."""
+"""Share of a peak that must be free in addition, because a plan misses small buffers such as random states."""
 
 GPU_MARGIN = 0.05
 """The same on a GPU, whose operators have other temporaries, and whose allocator cannot use every gap."""
@@ -89,7 +89,7 @@ class Plan:
         sent_bytes: Bytes sent to other ranks in a step, by kind of collective.
         collectives: Number of collectives in a step, by kind.
         device: The planned GPU; None: CPU ranks.
-        timing: The time of a step; None if nothing is known of the speed.
+        timing: The time of a step; None if no speed is known.
         host: What a rank keeps in host memory besides. Of a run file ``checkpoint_copies``, from the first checkpoint
             that is written while training continues, and ``snapshots``, from which a lost rank is started again. On
             GPUs also ``offloaded``: the peak of offloaded shards, their gradients and the optimizer's state.
@@ -145,7 +145,7 @@ class Plan:
         """Return whether a device has room for :attr:`needed_bytes`.
 
         Args:
-            memory_bytes: Its memory; None: that of the GPU that the plan is for.
+            memory_bytes: Its memory; None: that of the planned GPU.
 
         Raises:
             ConfigError: Neither is known.
@@ -271,9 +271,9 @@ def highest(
     *,
     timed: bool = True,
 ) -> Plan:
-    """Return the plan of the one of ``ranks`` that is fullest in any phase, of equal ones in a step.
+    """Return the plan of the fullest of ``ranks`` in any phase; of equal ones, of the fullest in a step.
 
-    See :func:`rehearse`; without a time if it is not ``timed``.
+    See :func:`rehearse`; without a time unless ``timed``.
     """
     speed = speed_of(device, rates) if timed else None
     runs = ((rank, rehearse_on(build, rank, world_size, device, rates, timed=speed is not None)) for rank in ranks)
@@ -285,7 +285,7 @@ def speed_of(device: Hardware | None, rates: Rates | None) -> Speed | None:
     """Return the speed of operators: measured rates, otherwise the data sheet; None if there is neither.
 
     Raises:
-        ConfigError: The rates are those of a CPU and the plan is for GPUs, or the other way round.
+        ConfigError: The rates are those of a CPU and the plan is for GPUs, or the reverse.
     """
     if rates is not None:
         measured, planned = ("GPUs" if gpu else "CPU ranks" for gpu in (rates.queues, device is not None))
@@ -310,7 +310,7 @@ def rehearse_on(
 ) -> Rehearsal:
     """Return the rehearsal of ``rank`` by the rules of CUDA's streams, without a GPU by those of the CPU.
 
-    CPU ranks are on one machine, unless the rates are of ranks whose messages travel.
+    CPU ranks are on one machine, unless the rates are of ranks whose messages travel during computation.
     """
     behind = int(rates is not None and rates.travels) if device is None else CudaDevice.reduces_behind
     has_host = device is not None and device.has_host
@@ -343,7 +343,7 @@ def planned(
 
 
 def candidates(sharded: Callable[[Comm], nn.Module], world_size: int) -> list[int]:
-    """Return the ranks of which one is the fullest: all of up to four, else the first, the last, and the one with most.
+    """Return ranks that include the fullest: all of up to four, else the first, the last, and the one with most.
 
     Shards have one size, but optimizers hold state for the rows, and Muon's ranks orthogonalise different matrices.
 

@@ -29,7 +29,7 @@ class PlannedComm:
         return self._issue()
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
-        """See :meth:`Comm.reduce_scatter`: nothing."""
+        """See :meth:`Comm.reduce_scatter`: no values."""
         return self._issue()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -39,15 +39,15 @@ class PlannedComm:
         return self._issue()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """See :meth:`Comm.broadcast`: nothing."""
+        """See :meth:`Comm.broadcast`: no values."""
         return self._issue()
 
     def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> Work:
-        """See :meth:`Comm.gather`: nothing."""
+        """See :meth:`Comm.gather`: no values."""
         return self._issue()
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
-        """See :meth:`Comm.exchange`: whole numbers, such as ids of rows, are those that this rank asks of itself."""
+        """See :meth:`Comm.exchange`: whole numbers, such as ids of rows, are this rank's requests to itself."""
         own = sent[self.rank]
         for target in received if not own.is_floating_point() else ():
             if target.numel() == own.numel():
@@ -59,11 +59,11 @@ class PlannedComm:
         return [value] * self.size
 
     def barrier(self) -> None:
-        """See :meth:`Comm.barrier`: nothing."""
+        """See :meth:`Comm.barrier`: returns at once."""
 
 
 class Ledger:
-    """Communicators of one planned rank, all of whose collectives are written down.
+    """Communicators of one planned rank, which record all of its collectives.
 
     Attributes:
         world: All ranks.
@@ -104,7 +104,7 @@ class Ledger:
             comm.entries.clear()
 
     def sent(self) -> dict[str, tuple[int, int]]:
-        """Return for each kind of collective how many there were and the bytes that this rank sent."""
+        """Return for each kind of collective the number issued and the bytes that this rank sent."""
         entries = [entry for comm in self.comms if comm.size > 1 for entry in comm.entries]
         kinds = sorted({entry.collective for entry in entries})
         by_kind = {kind: [entry.sent_bytes for entry in entries if entry.collective == kind] for kind in kinds}

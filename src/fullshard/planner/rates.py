@@ -42,7 +42,7 @@ class Rates:
     def operator_seconds(self, operator: Operator) -> float:
         """Return the time of an operator; an unmeasured one is scaled from the nearest measured one.
 
-        The nearest has the same name and dtype, and as much arithmetic, else as many bytes, as possible.
+        The nearest has the same name and dtype and, as far as possible, as much arithmetic, else as many bytes.
 
         Raises:
             ConfigError: Nothing was measured.
@@ -62,7 +62,7 @@ class Rates:
         return seconds * _size(operator) / max(_size(nearest), 1)
 
     def collective_seconds(self, issued: Issued) -> tuple[float, float]:
-        """Return what a collective took alone, and how much of it no computation hid.
+        """Return the time of a collective alone, and how much of it is not hidden by computation.
 
         Between measured sizes both are interpolated; beyond them they are in proportion to the largest. A kind that was
         not measured is taken for an all-gather.
@@ -89,7 +89,7 @@ class Rates:
 
 
 def read_rates(path: Path, ranks: int) -> Rates:
-    """Return a machine's rates for ``ranks`` ranks side by side; those of the next smaller number if there are no such.
+    """Return a machine's rates for ``ranks`` ranks side by side, or for the next smaller number that was measured.
 
     Raises:
         ConfigError: There is no file, it holds no rates, or none for so few ranks.

@@ -64,10 +64,10 @@ class Rehearsal:
     account: dict[str, int]  # peaks of the engine's own buffers since the model was sharded
     sent: dict[str, tuple[int, int]]  # collectives of a step and the bytes they send, by kind
     elements: int  # elements of parameters that this rank holds, without padding
-    work: Work  # of the last step; nothing if it was not asked for
+    work: Work  # of the last step; empty if not requested
     course: Course | None = None  # of the step with the highest moment; None: not asked for
     host: Mapping[str, int] = field(default_factory=dict)  # further bytes in host memory, by kind
-    unplanned: tuple[str, ...] = ()  # phases after the steps that there was no time for
+    unplanned: tuple[str, ...] = ()  # phases after the steps for which the time did not suffice
 
 
 def rehearse(
@@ -84,13 +84,13 @@ def rehearse(
 
     Args:
         build: Makes the model, shards it over the given communicator and makes the optimizer.
-        rank: The rank to be.
+        rank: The rank to simulate.
         size: Number of ranks.
         reduces_behind: See :class:`fullshard.comm.Device`: 0 as on the CPU, 1 as on CUDA.
         draws: Whether to note the course of the fullest step too, which takes longer.
         timed: Whether to record the work of the last step, for its time; takes a third of that step's planning.
-        has_host: Whether host memory is another one than the device's, a GPU: offloaded shards are counted apart, and
-            no memory is kept for large quantised weights.
+        has_host: True if host memory is separate from the device's, as with a GPU: offloaded shards are counted apart,
+            and no memory is kept for large quantised weights.
 
     Raises:
         ModelError: A step depends on values.
@@ -199,7 +199,7 @@ class _Watch(SilentRecorder):
         return self._phase
 
     def begin_step(self) -> None:
-        """Note what is held between steps."""
+        """Record what is held between steps."""
         self._phase = "forward"
         self._gradients = self._gradients_now()
         self._state = _state_bytes(self._optimizer, self._meter)

@@ -33,7 +33,7 @@ class Timing:
 
 
 class Speed(Protocol):
-    """How fast operators and collectives are; seconds."""
+    """Speed of operators and collectives; in seconds."""
 
     @property
     def host_s(self) -> float:
@@ -50,7 +50,7 @@ class Speed(Protocol):
         ...
 
     def collective_seconds(self, issued: Issued) -> tuple[float, float]:
-        """Return how long a collective takes alone, and how much of that no computation hides."""
+        """Return the time of a collective alone, and how much of it computation does not hide."""
         ...
 
 
@@ -149,7 +149,7 @@ def _arithmetic(operator: Operator, device: Hardware) -> float:
 
 
 def collective_seconds(issued: Issued, device: Hardware) -> float:
-    """Return how long a collective takes alone.
+    """Return the time of a collective alone.
 
     Ranks are numbered machine by machine. Inside a machine bytes go over its links. Between machines each of the
     group's devices in a machine has its own network port; a ring may use all of them, up to the rate of the links.

@@ -1,4 +1,4 @@
-"""Takes steps of a planned rank with memory and values, on the device at hand, to see how long their operators take."""
+"""Steps of a planned rank with memory and values on a device, to measure the times of its operators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trial:
     Attributes:
         steps_s: Seconds of each step, without other ranks.
         issue_s: Seconds until each was issued; the step's own if operations are not queued.
-        operators: Operators and the seconds that each took, in the median of the steps that were watched.
+        operators: Operators and the seconds of each, in the median of the watched steps.
         calls: Number of calls of each in a step.
         spans: For each step that was watched, the seconds of its operators from one wait for a collective to the next.
         issued: The step's collectives.
@@ -54,15 +54,15 @@ def try_steps(
 ) -> Trial:
     """Take steps as ``rank`` of ``size`` ranks without any other rank: gathers repeat this rank's own part.
 
-    Steps that are watched, operator by operator, take turns with steps that are not, which give the time between
+    Steps that are watched, operator by operator, alternate with unwatched ones, which give the time between
     operators.
 
     Args:
         build: As for ``rehearse``, except that its ``step`` may be called any number of times.
-        rank: The rank to be.
+        rank: The rank to simulate.
         size: Number of ranks.
-        device: The device at hand.
-        rounds: Returns how many pairs of steps to take, from the seconds of one.
+        device: The device to run on.
+        rounds: Returns the number of pairs of steps, from the seconds of one.
         ready: Called before each step, to start the steps of several processes at the same time.
     """
     clock = stopwatch_of(device)
@@ -109,7 +109,7 @@ def _summed(plain: list[tuple[float, float]], watches: list[_Watching]) -> Trial
 
 
 class _Watching(TorchDispatchMode):
-    """Context in which the time of each operator is taken.
+    """Context in which each operator is timed.
 
     Attributes:
         work: The operators that ran.
@@ -171,7 +171,7 @@ class _Echo:
 
 
 class _EchoComm(PlannedComm):
-    """Fills what other ranks would send: values that were there before could be slow numbers, or none."""
+    """Fills what other ranks would send: leftover values could be slow numbers or nan."""
 
     def __init__(self, echo: _Echo, rank: int, size: int, device: torch.device, issue: Callable[[], CommWork]) -> None:
         super().__init__(rank, size, device, issue)

@@ -1,4 +1,4 @@
-"""The work of a step: which operators run, on what, and between which of them collectives start and are waited for."""
+"""The work of a step: its operators with their arguments, and where collectives start and are waited for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective starts behind everything that was computed so far."""
+    """A collective that starts behind everything computed so far."""
 
     number: int
     kind: str
@@ -58,7 +58,7 @@ class Issued:
 
 @dataclass(frozen=True)
 class Awaited:
-    """The compute stream waits for a collective."""
+    """A wait of the compute stream for a collective."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""Linear layers with frozen 4-bit and 8-bit weights: formats, the module, and which layers of a model become one."""
+"""Linear layers with frozen 4-bit and 8-bit weights: formats, the module, and the choice of a model's layers."""
 
 from fullshard.quantized.bitsandbytes_door import keep_quiet as keep_quiet
 from fullshard.quantized.formats import (

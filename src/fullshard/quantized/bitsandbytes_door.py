@@ -23,7 +23,7 @@ def bitsandbytes() -> Any:
     Raises:
         ConfigError: It is missing, or too old.
     """
-    # It logs that the package `kernels` is missing, whose kernel we do not call.
+    # On import it logs that the package `kernels` is missing, whose kernel is not used here.
     log = logging.getLogger("bitsandbytes")
     before = log.level
     log.setLevel(logging.ERROR)

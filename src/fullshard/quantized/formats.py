@@ -1,8 +1,8 @@
 """Formats of quantised weights: numbers to codes and scales and back, a run of blocks at a time.
 
-A *block* is what shares a scale: 64 neighbours of the flattened weight (nf4, fp4) or a row (int8, fp8). Quantising a
-block reads nothing outside of it, so every rank makes its own blocks, and they are those of the full weight to the bit.
-Both tensors are stored as bytes: no mixed precision casts them, and one lane of a unit holds all of them.
+A *block* shares a scale: 64 neighbours of the flattened weight (nf4, fp4) or a row (int8, fp8). Quantising a block
+reads nothing outside of it, so every rank quantises its own blocks, equal to those of the full weight to the bit. Both
+tensors are stored as bytes: no mixed precision casts them, and one lane of a unit holds all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Format(Protocol):
     type: str
 
     def block(self, shape: Shape) -> int:
-        """Return the weights of a block."""
+        """Return the number of weights in a block."""
         ...
 
     def code_bytes(self, weights: int) -> int:
@@ -94,7 +94,7 @@ class Format(Protocol):
             start: First byte of the run.
             scales: All scales of the weight.
             shape: That of the weight.
-            dtype: That of the result.
+            dtype: Dtype of the result.
 
         Returns:
             The first element in the flattened weight, and the elements, (n,).
@@ -118,23 +118,23 @@ class Format(Protocol):
     ) -> Iterator[torch.Tensor]:
         """Yield :meth:`weight_in_backward`, flattened, in parts of some 500,000 weights; perhaps still in ``own``.
 
-        With ``dtype`` as ``own`` it is also the weight that :meth:`linear` multiplies with.
+        If ``dtype`` is ``own``, it is also the weight by which :meth:`linear` multiplies.
         """
         ...
 
 
 SCALES = re.compile(r"(?P<layer>.+)\.(?P<type>nf4|fp4|int8|fp8)(?P<double>_double)?_scales")
-"""Full name of a parameter of scales; it says the quantisation of its layer."""
+"""Full name of a parameter of scales, which includes the quantisation of its layer."""
 
 
 def quantisations(names: Iterable[str]) -> list[str]:
-    """Return the quantisations that a model's or checkpoint's tensors have, by their names: ``nf4 (double)``."""
+    """Return the quantisations of a model's or checkpoint's tensors by their names, such as ``nf4 (double)``."""
     matches = (SCALES.fullmatch(name) for name in names)
     return sorted({f"{m['type']} (double)" if m["double"] else m["type"] for m in matches if m is not None})
 
 
 def format_of(quantize: Quantize) -> Format:
-    """Return the format that a policy names.
+    """Return the format of a policy.
 
     Raises:
         ConfigError: bitsandbytes is missing or too old, and the format needs it.
@@ -278,7 +278,7 @@ class FourBit:
     def linear(
         self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See :meth:`Format.linear`: bitsandbytes' operator, whose kernel differs from device to device."""
+        """See :meth:`Format.linear`: bitsandbytes' operator, whose kernel depends on the device."""
         if x.numel() == 0 or shape[1] % BLOCK:
             return torch.nn.functional.linear(x, self.dequantise(codes, scales, shape, x.dtype), bias)
         state = self._state(scales, shape, x.dtype)
@@ -307,10 +307,10 @@ class FourBit:
 
 
 def _rows_of_blocks(weights: int) -> Shape:
-    """Return the shape to dequantise a run of blocks with.
+    """Return the shape for dequantising a run of blocks.
 
-    bitsandbytes 0.50's kernel for CPUs takes wrong scales for widths such as 32, 96 and 160, where a block of 64 ends
-    inside of a row; of rows that are blocks, or one row, the right ones. Its threads share rows.
+    bitsandbytes 0.50's CPU kernel uses wrong scales for widths such as 32, 96 and 160, where a block of 64 ends inside
+    a row; its scales are right if rows are blocks, or for a single row. Its threads share rows.
     """
     return (1, weights) if weights % BLOCK else (weights // BLOCK, BLOCK)
 
@@ -406,7 +406,7 @@ class Int8(_Rows):
     def weight_in_backward(
         self, codes: torch.Tensor, scales: torch.Tensor, shape: Shape, own: torch.dtype, dtype: torch.dtype
     ) -> torch.Tensor:
-        """See :meth:`Format.weight_in_backward`: bitsandbytes' layer rounds otherwise than ``dequantise``."""
+        """See :meth:`Format.weight_in_backward`: bitsandbytes' layer rounds differently from ``dequantise``."""
         steps = scales.view(torch.float32).unsqueeze(1).mul(1.0 / 127.0)
         return codes.view(torch.int8).view(shape).to(dtype).mul_(steps)
 

@@ -1,4 +1,4 @@
-"""Which linear layers of a model are quantised, and their change into quantised ones, which can be undone."""
+"""Choice of a model's linear layers to quantise, and their conversion into quantised layers, which can be undone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class QuantizedLayers:
         QuantizedLinear.take_over(layer, format, *stored, dtypes)
 
     def _quantise(self, model: nn.Module, quantize: Quantize) -> None:
-        """Turn the chosen layers into layers on the meta device."""
+        """Convert the chosen layers into quantised layers on the meta device."""
         format = format_of(quantize)
         compute = None if quantize.compute_dtype is None else getattr(torch, quantize.compute_dtype)
         for layer in chosen_layers(model, quantize):
@@ -104,7 +104,7 @@ def chosen_layers(model: nn.Module, quantize: Quantize) -> list[nn.Linear]:
     Raises:
         ConfigError: There are none, or one has values already.
     """
-    # A head that computes the loss, or a hook that replaced forward, reads the weight itself.
+    # Excluded: a head that computes the loss, or a replaced forward, reads the weight itself.
     open_ones = {name: one for name, one in quantisable(model, quantize).items() if "forward" not in vars(one)}
     frozen = {name: layer for name, layer in open_ones.items() if not layer.weight.requires_grad}
     if open_ones and not frozen:

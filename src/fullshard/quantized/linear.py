@@ -1,4 +1,4 @@
-"""A linear layer whose frozen weight is codes and scales, dequantised when the layer runs and freed after it."""
+"""A linear layer whose frozen weight is stored as codes and scales; dequantised for each use and freed after it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class QuantizedLinear(nn.Linear):
         vars(layer).update(format=format, before=before, compute_dtype=dtypes[1], workspace=workspace)
         if cls._uncompiled is QuantizedLinear._compute:
             # A compiled block leaves its graph here: the compiler does not know that the unit gathers codes and scales.
-            cls._uncompiled = torch.compiler.disable(cls._compute)  # now: it imports the compiler
+            cls._uncompiled = torch.compiler.disable(cls._compute)  # created here, because it imports the compiler
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class QuantizedLinear(nn.Linear):
         """Set an attribute.
 
         Raises:
-            ShardingError: It is ``weight``.
+            ShardingError: The attribute is ``weight``.
         """
         if name == "weight":
             raise ShardingError(f"layer.weight = … would replace {_LOST}")
@@ -168,7 +168,7 @@ _LOST = (
 
 
 class _Frozen(torch.Tensor):
-    """What a quantised layer shows of its weight: operations read the values, and none of them writes."""
+    """A quantised layer's read-only view of its weight: operations read the values, and writes are refused."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -255,7 +255,7 @@ class _Frozen(torch.Tensor):
 class _Weight(_Frozen):
     """The weight of a quantised layer: a tensor of known shape and dtype that dequantises for each operation.
 
-    For code that asks for the dtype of a weight, as T5 does in each feed-forward, or reads it, as DoRA does.
+    For code that asks for a weight's dtype, as T5 does in each feed-forward layer, or reads it, as DoRA does.
     """
 
     layer: QuantizedLinear
@@ -285,7 +285,7 @@ class _View(_Frozen):
         return made
 
     def values(self) -> torch.Tensor:
-        """Return them."""
+        """Return the values."""
         return self.plain
 
 

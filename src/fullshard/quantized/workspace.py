@@ -26,8 +26,8 @@ class Workspace:
 
     Each thread that runs the model has its own.
 
-    A new 64 MiB weight takes 16,384 page faults: on two busy cores 40 to 53 ms, the same into kept memory 7 to 9 ms.
-    Smaller ones lie in memory that glibc recycles, and on GPUs torch recycles all.
+    A new 64 MiB weight takes 16,384 page faults: 40 to 53 ms on two busy cores, into kept memory 7 to 9 ms. glibc
+    recycles the memory of smaller ones, and on GPUs torch recycles all.
 
     Attributes:
         numel: Weights of the largest layer.
@@ -59,7 +59,7 @@ class Workspace:
             stored: Codes and scales.
             shape: That of the weight.
             own: The weight's own dtype, to which its values are rounded first if the format does so.
-            dtype: That of the result.
+            dtype: Dtype of the result.
         """
         codes, scales = stored
         numel = prod(shape)
@@ -67,7 +67,7 @@ class Workspace:
             return None
         kept = self._kept.memory
         if kept is None or kept.dtype != dtype or kept.numel() < numel:
-            self._kept.memory = None  # freed before the new one is taken
+            self._kept.memory = None  # freed before new memory is allocated
             with torch.inference_mode(mode=False):  # training after an evaluation writes to it
                 self._kept.memory = kept = device_of(codes.device).empty(max(numel, self.numel), dtype)
         start = 0

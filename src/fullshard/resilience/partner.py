@@ -1,7 +1,7 @@
 """Copies of snapshots on other machines: each rank's goes to a partner on the next machine, in a ring.
 
-A rank listens on a port of its own and writes what arrives into its machine's directory, under the number of the rank
-that it belongs to. After a machine is lost, what its ranks had comes back the same way.
+A rank listens on its own port and writes what arrives into its machine's directory, under the number of the rank that
+it belongs to. After a machine is lost, its ranks' snapshots come back the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Partners:
         """
         here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
         everywhere = set(ranks.all_gather_object(here))
-        # Machines of different sizes would need another pairing; then there are no partners.
+        # Machines with different numbers of ranks would need another pairing, so they have no partners.
         self.each = here if len(everywhere) == 1 and ranks.size % here == 0 else ranks.size
         self._rank, self._size = ranks.rank, ranks.size
         self._directory = directory
@@ -55,7 +55,7 @@ class Partners:
 
     @property
     def several(self) -> bool:
-        """Whether there are several machines of equally many ranks."""
+        """True if there are several machines with equally many ranks."""
         return self.each < self._size
 
     @property
@@ -83,7 +83,7 @@ class Partners:
                 raise OSError(f"rank {rank} did not store the snapshot of rank {self._rank}")
 
     def _listen(self, listener: socket.socket, token: bytes) -> None:
-        """Take one connection after the other; the thread's function."""
+        """Accept one connection after the other; runs in a thread."""
         with listener:
             while True:
                 line, _ = listener.accept()

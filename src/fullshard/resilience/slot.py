@@ -26,7 +26,7 @@ _ALIGNED = 64
 """Each tensor starts at a multiple of this many bytes, which suits every dtype."""
 
 _ROW = 1024
-"""Words of 8 bytes that are added up together; a file has a whole number of such rows."""
+"""Words of 8 bytes in a row of the checksum; a file has a whole number of rows."""
 
 _CHUNK_ROWS = 8192
 """Rows per operation of the checksum: 64 MiB."""
@@ -49,7 +49,7 @@ class Described:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What is equal on all ranks for snapshots of the same moment; the later moment is the greater one."""
+        """A key that is equal on all ranks for snapshots of the same moment; later moments have greater keys."""
         return self.attempt, self.serial, self.step
 
 
@@ -57,7 +57,7 @@ class Described:
 class Snapshot:
     """One rank's complete snapshot, verified."""
 
-    directory: Path  # where its files are
+    directory: Path  # directory of its files
     described: Described
     tensors: Mapping[str, torch.Tensor]  # by name, flat, views of the file: copy what must outlive the next snapshot
 
@@ -114,11 +114,11 @@ class Slot:
     def _publish(self, manifest: bytes) -> None:
         temporary = self.directory / f"{MANIFEST_NAME}.tmp"
         temporary.write_bytes(manifest)
-        # Nothing is flushed: this is for the death of a process, not of a machine.
+        # Not flushed to disk: snapshots survive the death of a process, not of a machine.
         os.replace(temporary, self.directory / MANIFEST_NAME)
 
     def read(self) -> Snapshot | None:
-        """Return the snapshot that is here, after comparing its checksums; None if there is none, or a damaged one."""
+        """Return the stored snapshot after comparing its checksums; None if there is none or it is damaged."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             whole = self._manifest()
             layout = [(name, getattr(torch, dtype), numel) for name, dtype, numel in whole["tensors"]]
@@ -142,7 +142,7 @@ class Slot:
     def _room(self, layout: list[tuple[str, torch.dtype, int]]) -> dict[str, torch.Tensor]:
         """Return host memory for tensors of a layout; the last one's if equal, because its pages exist already."""
         if layout != self._layout:
-            self._views, self._buffer = {}, None  # unmapped before the file changes its length
+            self._views, self._buffer = {}, None  # unmapped before the file's length changes
             self._buffer = _mapped(self.directory / BYTES_NAME, _ends(layout)[-1], make=True)
             self._views, self._layout = _views(layout, self._buffer), layout
         return self._views
@@ -158,10 +158,10 @@ def nbytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def checksum(buffer: torch.Tensor) -> list[int]:
-    """Return two sums over the bytes of a file: of its words, and of its rows by their place.
+    """Return two sums over the bytes of a file: of its words, and of its rows weighted by their position.
 
-    One flipped bit changes the first sum, rows that changed places the second. CRC-32 of the same bytes takes longer,
-    on the cores that ranks on CPUs compute on.
+    A flipped bit changes the first sum, exchanged rows the second. CRC-32 of the same bytes takes longer, on the
+    cores that CPU ranks compute on.
     """
     words = buffer.view(torch.int64).view(-1, _ROW)
     total = placed = torch.zeros((), dtype=torch.int64)
@@ -184,7 +184,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
             padded[: part.numel()].copy_(part)
             padded[part.numel() :] = 0
             sums = checksum(padded)
-            total, placed = total + sums[0], 31 * placed + place * sums[1]  # parts that change places change it
+            total, placed = total + sums[0], 31 * placed + place * sums[1]  # detects parts that are exchanged
     return [total % (1 << 62), placed % (1 << 62)]
 
 

@@ -38,7 +38,7 @@ Every = int | Literal["auto"]
 class OfOtherRanks:
     """The snapshots of one moment of a run on another number of ranks, as one current rank holds them."""
 
-    described: Described  # of rank 0 then, the same on every rank
+    described: Described  # rank 0's description, the same on every rank
     mine: tuple[Snapshot, ...]  # those that this rank is to pass on; together the ranks have each once
 
 
@@ -54,20 +54,20 @@ _MEMORY_SHARE = 0.5
 
 
 class Snapshots:
-    """A run's snapshots; made by every rank. Each rank writes its own, alone, in a thread.
+    """A run's snapshots; every rank makes one object and writes its own snapshots, alone, in a thread.
 
     A generation is overwritten only after every rank has completed the other one: whenever ranks are killed, there is a
     moment of which all have a snapshot.
 
     Attributes:
-        every: Steps from one snapshot to the next, at present; the same on every rank.
-        costs: Seconds of training that each snapshot has cost this rank, the first ones included.
+        every: Current number of steps from one snapshot to the next; the same on every rank.
+        costs: Seconds of training that each snapshot has cost this rank, including the first ones.
     """
 
     def __init__(self, ranks: Mesh, keep: KeepDirectory, every: Every) -> None:
-        """Write nothing yet; ``every`` steps, or as often as costs ``SHARE`` of the time.
+        """Prepare snapshots every ``every`` steps, or as often as costs ``SHARE`` of the time.
 
-        After failures that follow each other so fast that more is lost by them, it is as often as loses least.
+        If failures follow each other so fast that more time is lost by them, the interval that loses least is used.
         """
         self.every = FIRST_GAP if every == "auto" else every
         self.costs: list[float] = []
@@ -80,9 +80,9 @@ class Snapshots:
         self._serial = 0
         self._next: int | None = None
         self._thread: threading.Thread | None = None
-        self._busy_s = 0.0  # time of the last snapshot's thread, by the processor
+        self._busy_s = 0.0  # processor time of the last snapshot's thread
         self._written_s = 0.0  # its wall time
-        self._stall_s: float | None = None  # None: this attempt has written none
+        self._stall_s: float | None = None  # None: none written in this attempt
         self._problem: str | None = None
         self._off = keep.last
         self._ticked: float | None = None
@@ -111,7 +111,7 @@ class Snapshots:
             values: The program's own values.
 
         Returns:
-            Whether a snapshot is being written.
+            True if a snapshot is being written.
         """
         if self._off:
             return False
@@ -157,7 +157,7 @@ class Snapshots:
         does not overwrite this one.
         """
         brought = self._partners.several and self._bring_back()
-        # Adding up the bytes of both generations takes twice as long, and the older one is rarely needed.
+        # Checksums of both generations would take twice as long, and the older one is rarely needed.
         for newest in (True, False):
             found = together_in_background(self._ranks, partial(self._held, self._ranks.rank, newest=newest))
             common = set.intersection(*self._ranks.all_gather_object(set(found)))
@@ -183,7 +183,7 @@ class Snapshots:
         """Return the newest moment of another number of ranks that is here complete; every rank calls it.
 
         Returns:
-            None if machines have left of which nobody has a copy, or the number of ranks is as it was.
+            None if machines are gone whose snapshots nobody has a copy of, or if the number of ranks is unchanged.
         """
         rank, size = self._ranks.rank, self._ranks.size
         here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -222,7 +222,7 @@ class Snapshots:
         """Send the newest moment's snapshots to the ranks that lack theirs; every rank calls it.
 
         Returns:
-            Whether a rank lacked its own.
+            True if a rank lacked its own.
         """
         rank, size, each = self._ranks.rank, self._ranks.size, self._partners.each
         mine = together_in_background(
@@ -247,14 +247,14 @@ class Snapshots:
         waited = time.monotonic()
         self.wait()
         if self._stall_s is not None:
-            # Ranks on CPUs compute on the cores that the thread takes; those of a GPU have cores to spare.
+            # CPU ranks compute on the cores that the thread takes; GPU ranks have cores to spare.
             busy = self._busy_s if self._ranks.device.type == "cpu" else 0.0
             self.costs.append(self._stall_s + busy + time.monotonic() - waited)
 
     def _agree(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Exchange problems and costs; afterwards every rank has completed the snapshot before.
 
-        Sets ``every``, or switches snapshots off, on all ranks alike.
+        Sets ``every``, or disables snapshots, on all ranks alike.
         """
         first = self._next is None and not self.costs
         room = (room_of(tensors, several=self._partners.several), self._free()) if first else None
@@ -295,7 +295,7 @@ class Snapshots:
         return free_memory(torch.device("cpu"))
 
     def _complete(self, complete: Callable[[Described], None], described: Described) -> None:
-        """Complete a snapshot; the thread's function."""
+        """Complete a snapshot; runs in the thread."""
         started, busy = time.monotonic(), time.thread_time()
         try:
             complete(described)

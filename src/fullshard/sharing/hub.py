@@ -202,7 +202,7 @@ def _refusal(error: HfHubHTTPError, repo: str) -> str:
     if status == 404:
         return f"The Hub has no {repo}, or no such owner ({answer}). Correct the name, or use a token that may see it."
     if status in (409, 412):
-        return f"{repo} was changed by somebody else meanwhile, and is as they left it ({answer}). {AGAIN}"
+        return f"{repo} was changed by somebody else meanwhile and is not overwritten ({answer}). {AGAIN}"
     if status == 429:
         wait = error.response.headers.get("Retry-After")
         when = f"Wait {wait} s" if wait and wait.isdigit() else "Wait some minutes"

@@ -43,7 +43,7 @@ def read_bounded(path: Place, nbytes: int) -> bytes:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is larger, or not a regular file (a pipe would make the reader wait for ever).
+        ValueError: It is larger, or not a regular file (reading a pipe would block).
     """
     return backend_of(path).read(path, nbytes)
 

@@ -1,4 +1,4 @@
-"""The save of one checkpoint on one rank, in a thread of its own.
+"""The save of one checkpoint on one rank, in its own thread.
 
 Every rank writes its file and, when that is on disk, its part of the index next to it. Rank 0 waits for all parts by
 polling the directory, not in a collective: training may continue, and a slow disk blocks no other rank. Then it writes
@@ -45,12 +45,12 @@ class SaveJob:
     """One rank's share of the save of one checkpoint."""
 
     directory: Place  # the directory of checkpoints
-    attempt: str  # distinguishes this save from all others in the directory, where no rename does
+    attempt: str  # distinguishes this save from all others in the directory, if the backend has no renames
     rank: int
     index: Index  # the index without ``tensors``, ``groups`` and ``scalars``, which are known only after writing
-    plan: SavePlan  # what this rank writes; the pieces must not change before the save is finished
+    plan: SavePlan  # the pieces that this rank writes; they must not change before the save is finished
     keep: Keep  # which checkpoints are kept
-    ready: Callable[[], None]  # called in the thread; returns when the pieces may be read
+    ready: Callable[[], None]  # called in the thread; returns once the pieces may be read
     timeout_s: float  # longest time for the complete save, in seconds
     require_commit: Callable[[], None]  # called on rank 0 right before the commit; raises if another run writes here
 
@@ -66,7 +66,7 @@ class SaveJob:
 
 
 def begin(job: SaveJob) -> None:
-    """Make the empty directory that all ranks write into; on rank 0, under the lock.
+    """Create the empty directory that all ranks write into; on rank 0, under the lock.
 
     Raises:
         CheckpointError: The file system refused.
@@ -79,14 +79,14 @@ def begin(job: SaveJob) -> None:
 
 
 class Save:
-    """One checkpoint being written by this rank; made by every rank for the same step.
+    """A checkpoint being written by this rank; every rank makes one for the same step.
 
     Attributes:
-        job: What is written, and where.
+        job: Description of the save.
         done_bytes: Bytes written so far.
         total_bytes: Bytes that this rank writes.
-        seconds: Duration, once it is finished.
-        reported: Whether its commit was reported to the caller.
+        seconds: Duration; set once the save is finished.
+        reported: True if its commit was reported to the caller.
     """
 
     def __init__(self, job: SaveJob) -> None:
@@ -111,7 +111,7 @@ class Save:
         """Wait for at most ``seconds``.
 
         Returns:
-            None while it is under way; ``""`` when it is finished, which on rank 0 means committed; else the error.
+            None while it is under way; ``""`` once it is finished, which on rank 0 means committed; else the error.
         """
         self._thread.join(seconds)
         if not self._thread.is_alive():
@@ -121,11 +121,11 @@ class Save:
         return None
 
     def cancel(self) -> None:
-        """Give up, because another rank has failed."""
+        """Abandon the save, because another rank has failed."""
         self._cancelled.set()
 
     def _run(self) -> None:
-        """Run the save; the thread's function."""
+        """Run the save in the thread."""
         try:
             self._write_mine()
             if self.job.rank == 0:
@@ -136,7 +136,7 @@ class Save:
         except CheckpointError as error:
             self._problem = str(error)
         except BaseException as error:
-            # Any error at all: one that ended this thread unreported would leave the other ranks waiting.
+            # Any error: if this thread ended unreported, the other ranks would wait for it.
             self._problem = f"{self.final}: rank {self.job.rank} could not write its part: {error!r}"
         self.seconds = time.monotonic() - self._started
         if self._problem is not None:
@@ -147,13 +147,13 @@ class Save:
         write_part(self.job, self._count)
 
     def _count(self, nbytes: int) -> None:
-        """Count written bytes, and give up if another rank failed."""
+        """Count written bytes; raise if another rank failed."""
         self.done_bytes += nbytes
         if self._cancelled.is_set():
             raise CheckpointError(GIVEN_UP)
 
     def _wait_for_part(self, rank: int) -> dict[str, Any]:
-        """Return a rank's part of the index, as soon as it exists.
+        """Return a rank's part of the index as soon as it exists.
 
         Raises:
             CheckpointError: The rank has failed, or takes too long.
@@ -172,17 +172,17 @@ class Save:
         return read_part(self.job, rank)
 
     def _withdraw(self) -> None:
-        """Delete what was written, after a failure; on rank 0. The next save deletes what is left."""
+        """Delete what was written, after a failure; on rank 0. The next save deletes the remainder."""
         if self.job.rank == 0:
             with contextlib.suppress(OSError, StoreError):
                 backend_of(self.job.directory).discard(self.job.temporary)
 
 
 def write_part(job: SaveJob, count: Callable[[int], None] = lambda nbytes: None) -> None:
-    """Write a rank's file, then its part of the index, which signals rank 0 that the file is on disk.
+    """Write a rank's file, then its part of the index, which tells rank 0 that the file is on disk.
 
     Raises:
-        OSError, CheckpointError: It could not be written, or ``count``, which is told the bytes, raised.
+        OSError, CheckpointError: It could not be written, or ``count``, which receives the number of bytes, raised.
     """
     name = shard_name(job.rank, job.index.world_size)
     tensors = write_shard_file(job.temporary / name, job.plan.pieces, count)
@@ -191,7 +191,7 @@ def write_part(job: SaveJob, count: Callable[[int], None] = lambda nbytes: None)
 
 
 def read_part(job: SaveJob, rank: int) -> dict[str, Any]:
-    """Return a rank's part of the index, which is there."""
+    """Return a rank's part of the index, which exists."""
     return json.loads(backend_of(job.directory).read(_part_path(job, rank), INDEX_BOUNDS.nbytes))
 
 
@@ -225,7 +225,7 @@ def commit_save(
 
 
 def _mark(job: SaveJob, index: Index) -> None:
-    """Write ``complete.json``, after a last look at the files that it vouches for."""
+    """Write ``complete.json``, after a last check of the files that it vouches for."""
     done = completion_of(job.temporary, index)
     problem = contradiction(index, done)
     if problem is not None:

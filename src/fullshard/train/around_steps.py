@@ -41,14 +41,14 @@ _TOKENS = 3
 def assumed() -> float:
     """Return the assumed value of a number that a plan does not know.
 
-    In backward a fused loss reads whether its gradients have their factor already: they have, by the factor that it
-    expects. Elsewhere fp16 reads whether anything overflowed: nothing has, so that the step is not skipped.
+    In backward a fused loss reads whether its gradients already include the expected factor: assume so. Elsewhere fp16
+    reads whether anything overflowed: assume not, so that the step is not skipped.
     """
     return 1.0 if in_backward() else 0.0
 
 
 class AroundSteps:
-    """What a run does before, between and after its steps, as one rank whose tensors have no memory."""
+    """The phases of a run before, between and after its steps, for one rank whose tensors have no memory."""
 
     def __init__(self, config: RunConfig, data: Prepared, held_out: HeldOutBatches | None, *, several: bool) -> None:
         """Store the run's data.
@@ -57,7 +57,7 @@ class AroundSteps:
             config: The run's settings.
             data: The run's data.
             held_out: The largest batches of an evaluation; None: the run never evaluates.
-            several: Whether there are several machines.
+            several: True if there are several machines.
         """
         self._config, self._data, self._held_out, self._several = config, data, held_out, several
         self._frozen = describe_quantization(config) is None
@@ -101,7 +101,7 @@ class AroundSteps:
             return sum(host.nbytes for host, _ in pairs)
 
         def snapshots() -> int:
-            # Frozen parameters are as files or seeds made them, so checksums stand for them.
+            # Frozen parameters are as files or seeds made them, so snapshots hold only their checksums.
             frozen = [] if any(not param.requires_grad for param in model.parameters()) else None
             return room_of(take(model, optimizer, None, comm.device, frozen)[0], several=self._several)
 
@@ -123,7 +123,7 @@ class AroundSteps:
 class HeldOutBatches:
     """The largest batches of an evaluation."""
 
-    loss: Batch  # with most tokens
+    loss: Batch  # the one with most tokens
     text: Batch  # with the longest prompts
 
 
@@ -142,7 +142,7 @@ class _Writing:
 
     def run(self, model: Any, tokenizer: Any, batch: Batch, meter: Meter) -> None:
         """Generate for ``batch``, and have ``meter`` count the fullest moment of the last token."""
-        # What generate calls for every token, also inside an adapter.
+        # generate calls this module for every token, also inside an adapter.
         hook = base_of(model).register_forward_pre_hook(lambda *_: self._token_begins(meter))
         changed = meter.on_change
 
@@ -163,7 +163,7 @@ class _Writing:
             hook.remove()
 
     def _token_begins(self, meter: Meter) -> None:
-        """Stop at the limit, which no value that is read tells, or if the tokens so far tell those that are left."""
+        """Stop at the limit, which no value reveals, or once the tokens so far determine the remaining ones."""
         equal = len({len(one) for one in self._tokens[-_TOKENS:]}) == 1
         if (equal and len(self._tokens) > _TOKENS) or len(self._tokens) == self._spec.max_new_tokens:
             self._highest = self._last_token()
@@ -171,7 +171,7 @@ class _Writing:
         self._tokens.append([meter.live])
 
     def _last_token(self) -> int:
-        """Return the bytes at the fullest moment of the last token, moment by moment from those of three."""
+        """Return the live bytes at the fullest moment of the last token, extrapolated by moments from three tokens."""
         left = self._spec.max_new_tokens - len(self._tokens)
         if not left:
             return 0

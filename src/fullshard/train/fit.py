@@ -15,7 +15,7 @@ from fullshard.train.plan import RunPlan, plan_prepared, prepare_plan
 from fullshard.train.setup.prepare import Prepared
 
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
-"""From the fewest bytes on the wire to the least memory."""
+"""Strategies from the fewest sent bytes to the least memory."""
 
 ROWS = "training.per_device_train_batch_size"
 
@@ -39,7 +39,7 @@ class Tried:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step; infinite if it falls."""
+        """Seconds of a step; infinite if the setting does not fit."""
         return float("inf") if self.why or self.plan is None or self.plan.timing is None else self.plan.timing.step_s
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,14 +121,14 @@ class Search:
 
     @property
     def fits(self) -> bool:
-        """Whether something that was tried fits."""
+        """True if something that was tried fits."""
         return any(not tried.why for tried in self._tried)
 
     def fit_rows(self, values: dict[str, Any]) -> Tried:
         """Try the largest micro-batches, then a row, then the most rows that should fit by these two, until one does.
 
         Returns:
-            The last that was tried.
+            The last setting that was tried.
         """
         largest = self._try(values)
         sizes = micro_batches(self._load(()))
@@ -162,7 +162,7 @@ class Search:
         changed = {name: value for name, value in values.items() if _is_new(config, name, value)}
         tried = self._plan(tuple(f"{name}={str(value).lower()}" for name, value in changed.items()), self._fullest)
         if self._fullest is None and tried.plan is not None:
-            self._fullest = tried.plan.rank  # of the first, which is planned exactly: rarely another one elsewhere
+            self._fullest = tried.plan.rank  # of the first, which is planned exactly: rarely different for others
         self._tell(tried)
         self._tried.append(tried)
         return tried
@@ -183,7 +183,7 @@ def _keeps_too_much(plan: RunPlan, device: Hardware) -> bool:
 
 
 def _rows_of(tried: Tried) -> bool:
-    """Return whether micro-batches have fewer rows than the run file says."""
+    """Return True if micro-batches have fewer rows than in the run file."""
     return any(one.startswith(ROWS) for one in tried.overrides)
 
 

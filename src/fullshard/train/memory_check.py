@@ -50,7 +50,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What is left of a plan for the run, and for later attempts of it; JSON holds it."""
+    """The result of a plan for the run and later attempts of it, as JSON holds it."""
 
     values: dict[str, Any]  # see :class:`Planned`
     table: str
@@ -166,7 +166,7 @@ def _keeps_snapshots(config: RunConfig) -> bool:
 
 
 def _tell_of_snapshots(everyone: Sequence[_Rank], tell: Callable[[str], None]) -> None:
-    """Say if the run fits, but not together with its snapshots, which it is not refused for."""
+    """Report if the run fits, but not together with its snapshots; it is not refused for that."""
     short = shortage(everyone, "cpu", snapshots=True)
     if short is not None:
         pool, needed, there = short
@@ -188,7 +188,7 @@ def needed_bytes(plan: RunPlan, kind: str) -> int:
 
 
 def shortage(ranks: Sequence[_Rank], kind: str, *, snapshots: bool = False) -> tuple[str, int, int] | None:
-    """Return a pool that has too little for its ranks, what these need and what there is; None if there is enough."""
+    """Return a pool with too little memory for its ranks, what they need and what it has; None if there is enough."""
     free: dict[str, int] = {}
     for rank in ranks:
         for pool, size in rank.free.items():
@@ -225,7 +225,7 @@ def _return_memory() -> None:
 
 
 def _limit(everyone: Sequence[_Rank], fullest: int) -> int:
-    """Return the bytes that the fullest rank may take: of a pool, an equal share."""
+    """Return the bytes that the fullest rank may take: an equal share of its pool."""
     shares = [size // sum(pool in rank.free for rank in everyone) for pool, size in everyone[fullest].free.items()]
     return min(shares, default=sys.maxsize)
 

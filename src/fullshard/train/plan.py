@@ -297,7 +297,7 @@ def largest_steps(config: RunConfig, data: Prepared, world_size: int, *, listed:
     has left gradients and after; full steps last. ``listed``: with padded rows, too.
     """
     training, data = config.training, at_limits(data)
-    # A row of a set with a weight may come twice in a micro-batch, which the longest rows do not tell.
+    # A row of a weighted set may occur twice in a micro-batch, which the longest rows do not show.
     listed = listed or bool(config.data.weights)
     if not listed and not training.packing and training.per_device_train_batch_tokens is None:
         return [[longest_batch(config, data)] * training.gradient_accumulation_steps]
@@ -364,7 +364,7 @@ def _largest_held_out(config: RunConfig, data: Prepared, world_size: int) -> Hel
 
 
 def _in_time(values: Iterable[T]) -> Iterator[T]:
-    """Yield ``values`` while a plan may take longer: there are as many as the data has batches."""
+    """Yield ``values`` within the plan's time limit: there are as many as the data has batches."""
     for value in values:
         check_time()
         yield value
@@ -401,7 +401,7 @@ def longest_rows(rows: TokenizedSet, count: int, *, causal: bool) -> Sequence[in
 
 
 def refuse_unplanned(config: RunConfig) -> None:
-    """Raise if the plan would be wrong or impossible."""
+    """Refuse settings for which the plan would be wrong or impossible."""
     if config.training.torch_compile:
         raise ConfigError(
             "A plan does not support training.torch_compile yet: it does not see the memory of compiled blocks. "

@@ -17,7 +17,7 @@ MOST = 3
 """Number of remedies to name."""
 
 SECONDS = 20.0
-"""Time for all of their plans."""
+"""Time limit for all of their plans, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Remedy:
 
     overrides: tuple[str, ...]  # overrides to type after the run file's name
     saved_bytes: int  # of what a rank needs
-    fits: bool  # whether the rest fits
+    fits: bool  # whether the run then fits
 
     def __str__(self) -> str:
         """Return a line."""

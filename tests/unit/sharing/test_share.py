@@ -219,7 +219,7 @@ def one_sentence(capsys):
         (
             409,
             "/commit/",
-            "ada/mine was changed by somebody else meanwhile, and is as they left it (HTTP 409: no). Run",
+            "ada/mine was changed by somebody else meanwhile and is not overwritten (HTTP 409: no). Run",
         ),
         (412, "/commit/", "ada/mine was changed by somebody else meanwhile"),
         (413, "/commit/", "The Hub refused the upload to ada/mine (HTTP 413: no)"),

@@ -259,7 +259,7 @@ class FSDPModule:
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Register the shards before ``to``, ``double`` and the like change them."""
+        """Register the shards before ``to``, ``double`` and similar methods change them."""
         self.reshard()
         return super()._apply(fn, recurse)  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""Quantises weights while they are read: each rank reads the blocks that its shards hold part of, and no others.
+"""Quantisation of weights while they are read: each rank reads only the blocks that its shards hold part of.
 
 The largest absolute value of every block of one weight (1/16 of its bytes in float32) is then summed over ranks, each
 block from the rank that made it, many layers at a time, and every rank packs its own part of the scales. So double
@@ -34,7 +34,7 @@ class QuantisedPart:
 
     Attributes:
         layer: The layer.
-        first: The first block whose largest value this rank brings; ranks bring each block once.
+        first: First block whose largest value this rank contributes; ranks contribute each block once.
         largest: The largest absolute values of those blocks, float32.
     """
 
@@ -51,7 +51,7 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
 
 
 def quantise_parts(model: nn.Module, reader: WeightReader, device: torch.device) -> list[QuantisedPart]:
-    """Read and quantise this rank's codes into its shards, on ``device``; without communication.
+    """Read this rank's weights and quantise them into its shards, on ``device``; without communication.
 
     Raises:
         UserError: A weight cannot be read.
@@ -95,7 +95,7 @@ def share_scales(parts: list[QuantisedPart]) -> None:
 
 
 def _share(parts: list[QuantisedPart]) -> None:
-    """The same for layers of one group, in one collective."""
+    """Write the scales of one group's layers, in one collective."""
     group, brought = _group(parts[0]), parts[0].largest
     total = torch.zeros(sum(map(_blocks, parts)), device=brought.device if group is None else group.device)
     each = total.split(list(map(_blocks, parts)))

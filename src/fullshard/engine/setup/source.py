@@ -22,7 +22,7 @@ class WantedTensor:
         shape: Full shape.
         dtype: Dtype of the model's tensor.
         required: Whether the source must have it; otherwise the model's value stays if the source has none.
-        buffer: Whether it is a buffer.
+        buffer: True if it is a buffer.
         names: Its names in the model; several when it is tied.
     """
 
@@ -92,7 +92,7 @@ def quantize_of(source: WeightSource | None) -> Quantize | None:
 def _named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield every name of each parameter and persistent buffer, the tensor, and whether it is a buffer.
 
-    A quantised layer has its weight, as it was before it was quantised, in place of codes and scales.
+    A quantised layer has its unquantised weight in place of codes and scales.
     """
     for path, module in model.named_modules(remove_duplicate=False):
         path = plain_name(path)

@@ -1,4 +1,4 @@
-"""What a training run leaves for its next attempt, and from where that one resumes."""
+"""Progress that a training run records for its next attempt, and from where that one resumes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def resume_again(resume: str | Path) -> list[str]:
     reached = last_note(os.environ.get(KEEP_VARIABLE))
     if attempt_number() == 0 or reached is None:
         return []
-    if reached.finished:  # lost after the mark of a finished run, which resume=auto refuses
+    if reached.finished:  # lost after the run was marked as finished, which resume=auto would refuse
         return [f"resume={reached.path or 'never'}"]
     # An attempt that has begun resumes from its newest checkpoint; resume=previous would skip it.
     return ["resume=auto"] if reached.path is not None or resume == "previous" else []

@@ -68,7 +68,7 @@ def _about(name: str, model: Any, config: RunConfig, device: torch.device) -> st
 def _converse(talk: Talk, config: RunConfig, *, shows_prompt: bool) -> None:
     """Ask for lines in the terminal and write the answers as they come."""
     with contextlib.suppress(ImportError):  # Python can be built without it
-        import readline  # noqa: F401, PLC0415 (gives input() the arrow keys and the lines before)
+        import readline  # noqa: F401, PLC0415 (gives input() the arrow keys and a history)
     kind = "the model reads the conversation so far" if talk.remembers else "each line is answered on its own"
     say(f"{kind}; {RESET} starts anew, {QUIT} or Ctrl-D ends, Ctrl-C stops an answer")
     while True:

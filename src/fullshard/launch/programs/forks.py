@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _draw_seeds() -> None:
-    """Give this rank random numbers of its own where imports have drawn a seed; Python's are its own after a fork."""
+    """Give this rank random numbers of its own if imports have drawn a seed; Python's are reseeded by a fork."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -83,7 +83,7 @@ def _serve(launcher: socket.socket) -> Mapping[str, str] | None:
             os.close(end)
         _, status = os.waitpid(parent, 0)  # from here on the launcher is the parent of the ranks
         if status != 0:
-            sys.exit("fullshard: the ranks could not be forked")  # those that were end with this process
+            sys.exit("fullshard: the ranks could not be forked")  # ranks forked so far end with this process
         pids = os.read(told, LONGEST_MESSAGE)
         launcher.send(pids)
         os.write(go, bytes(len(json.loads(pids))))

@@ -103,7 +103,7 @@ def settings_notes(directory: Path) -> tuple[str, ...]:
 
 
 def changed(config: RunConfig, options: argparse.Namespace) -> RunConfig:
-    """Return a run's settings, overridden by those of the command line."""
+    """Return a run's settings with the command line's overrides."""
     evaluation = {"num_beams": options.num_beams, "max_new_tokens": options.max_new_tokens}
     if options.num_beams == 1:
         evaluation["length_penalty"] = 1.0  # it applies to beam search only

@@ -1,4 +1,4 @@
-"""Code around the work of every rank program: it ends with its launcher and reports its failure."""
+"""Common code of all rank programs: a rank ends with its launcher and reports its failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.launch.local import INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE, end_
 
 
 class UnreadOutputError(BrokenPipeError):
-    """Nothing reads this program's result any more, as after ``| head``: the rank ends without a message."""
+    """The program's result has no reader any more, as after ``| head``; the rank ends without a message."""
 
 
 def run_as_rank(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, work: Callable[..., None]) -> int:
@@ -49,7 +49,7 @@ def run_as_rank(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
         return _report_stop(Failure.of(stopped, rank), as_json=options.json)
     except UnreadOutputError:
         os._exit(UNREAD_EXIT_CODE)
-    except (KeyboardInterrupt, BrokenPipeError):  # BrokenPipeError as after | head: nothing reads the output
+    except (KeyboardInterrupt, BrokenPipeError):  # BrokenPipeError as after | head: the output has no reader
         os._exit(INTERRUPTED_EXIT_CODE)
     except BaseException as error:
         _report_failure(error, rank)
@@ -71,7 +71,7 @@ def _report_stop(stop: Failure, *, as_json: bool) -> int:
 def _report_failure(error: BaseException, rank: int) -> None:
     """Report this rank's failure to fullshard's launcher or, under another one, to the user; then end the process."""
     failure = Failure.of(error, rank)
-    with contextlib.suppress(OSError):  # a closed standard output may be the reason of the failure
+    with contextlib.suppress(OSError):  # a closed standard output may have caused the failure
         sys.stdout.flush()
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if path is not None:

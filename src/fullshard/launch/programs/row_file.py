@@ -19,7 +19,7 @@ Record = Mapping[str, Any]
 
 
 def require_suffix(path: Path) -> None:
-    """Raise unless the file's suffix names a format that is written; any process.
+    """Check that the file's suffix names a format that can be written; any process.
 
     Raises:
         ConfigError: It does not.
@@ -46,7 +46,7 @@ class RowWriter:
         """Write records and flush, so that a reader of a pipe sees them immediately.
 
         Raises:
-            OSError: Nothing reads the pipe any more, or the file cannot be written.
+            OSError: The pipe has no reader any more, or the file cannot be written.
         """
         for record in records:
             self._write(record)
@@ -69,7 +69,7 @@ class RowWriter:
                 self._cells.writerow(_COLUMNS)
             self._cells.writerow([_cell(record.get(name)) for name in _COLUMNS])
         elif self._suffix == ".txt":
-            # A line for each row: line breaks inside a text would shift all rows after it.
+            # One line for each row: line breaks inside a text would shift all later rows.
             self._out.write(" ".join((record["prediction"] or "").splitlines()) + "\n")
         else:
             before = "" if self._suffix != ".json" else ",\n" if self._written else "[\n"

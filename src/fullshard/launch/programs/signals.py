@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C in a rank: the first requests a checkpoint and a stop, a second one ends the process.
 
-So do SIGUSR1, Slurm's notice, and a file that appears; neither counts as the first of two.
+SIGUSR1, Slurm's notice, and a file that appears also request a stop; neither counts as the first of two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StopSignals(StopRequest):
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        """Request a stop too when ``file`` appears."""
+        """Also request a stop when ``file`` appears."""
         super().__init__()
         self._file = file
 
@@ -76,7 +76,7 @@ class StopSignals(StopRequest):
             now = time.monotonic()
             if not self.requested:
                 self._request()
-            if received[0] == signal.SIGUSR1:  # the notice of a SIGTERM
+            if received[0] == signal.SIGUSR1:  # Slurm's notice before a SIGTERM
                 continue
             first = first or now
             if now - first >= SAME_REQUEST_SECONDS:
@@ -85,7 +85,7 @@ class StopSignals(StopRequest):
     def _request(self) -> None:
         self.requested = True
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, _STOPPING)  # print() may hold a lock that the main thread has
+            os.write(2, _STOPPING)  # print() may wait for a lock of the main thread
         report_saving()
 
 

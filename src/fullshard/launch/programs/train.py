@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def import_more(arguments: Sequence[str]) -> None:
-    """Import what only some runs need, before ranks are forked; ranks report what is wrong with the run file."""
+    """Import what only some runs need, before ranks are forked; ranks report errors in the run file."""
     options, _ = make_parser().parse_known_args(arguments)
     with contextlib.suppress(UserError):
         if load_run(options.config, options.overrides).model.adapter is not None:
@@ -66,7 +66,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     config = load(())
     asked = config.resume
     require_output_dir(config.output_dir)
-    # Tokenizing may take long. It comes before there is a process group, so that no rank waits in a collective.
+    # Tokenizing may take long, so it comes before the process group: no rank waits in a collective.
     with WorkProgress("tokenizing", shown=is_first) as progress:
         prepared = prepare(
             config, say=say if is_first else lambda line: None, progress=lambda what, done, total: progress(done, total)

@@ -1,7 +1,7 @@
 """Torchrun's elastic agent with fullshard's own processes.
 
-Torch's agent runs the rendezvous, numbers the ranks and restarts them. The processes are ours, and so is what torch's
-agent lacks: it names missing machines, and ends a machine with a reason when another one fails or is lost.
+Torch's agent runs the rendezvous, numbers the ranks and restarts them. Processes are fullshard's, and so is what
+torch's agent lacks: it names missing machines, and ends a machine with a reason if another one fails or is lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ScriptAgent(SimpleElasticAgent):
     """Torch's agent with fullshard's workers.
 
     Attributes:
-        run_failure: The failure that ended the run, if another machine reported it or this one did to the others.
+        run_failure: The failure that ended the run, reported by another machine or by this one to the others.
     """
 
     def __init__(self, spec: WorkerSpec, workers: Workers, output: Output, *, hosts: bool) -> None:
@@ -252,7 +252,7 @@ def raised_signals(workers: Workers) -> Iterator[None]:
 
     before: dict[int, Any] = {}
     for number in (*STOP_SIGNALS, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup, for example
             before[number] = signal.signal(number, handle)
     try:
         yield

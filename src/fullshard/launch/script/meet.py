@@ -60,7 +60,7 @@ def was_in(store: KeyValueStore, plan: MachinePlan, card: Card) -> bool:
 
 
 def _beats(store: KeyValueStore, number: int) -> bool:
-    """Return whether the machine with a number sends heartbeats, from when it shows its card on."""
+    """Return True if the machine with a number sends heartbeats after it has shown its card."""
     seconds = _ALIVE_BEATS * peers.BEAT_SECONDS
     say(f"a launcher with --node_rank {number} was here before; waiting {seconds:g} s to see if it still runs")
     key = f"beat/{number}"
@@ -83,7 +83,7 @@ def meet(
         plan: The machines, which have fixed numbers.
         card: This machine's card.
         timeout_s: Seconds to wait.
-        former: The store of the previous rendezvous, where a machine that has failed for good reports it.
+        former: The store of the previous rendezvous, where a machine that failed permanently reports it.
 
     Returns:
         The names of all machines; None if some machine has gone on to the next rendezvous, or had this one's number.

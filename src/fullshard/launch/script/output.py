@@ -33,7 +33,7 @@ class _Pending:
 
 
 class Output:
-    """Joins the output of ranks, line by line. Safe to use from several threads.
+    """Joins the output of ranks line by line. Several threads may use it.
 
     A progress bar is a line that is rewritten with carriage returns. On a terminal the bar of the lowest rank that has
     one stays at the bottom, below all lines. Otherwise it is written as a line every ten seconds, and once at the end.
@@ -93,7 +93,7 @@ class Output:
 
     def _line(self, rank: int, stream: Stream, line: bytes) -> None:
         shown = _visible(line)
-        if shown or not line:  # not for escape sequences alone
+        if shown or not line:  # skips escape sequences alone
             self._write(stream, _prefix(rank) + shown + b"\n")
 
     def _bar(self, rank: int, stream: Stream, pending: _Pending) -> None:

@@ -43,7 +43,7 @@ _LOST_CONNECTION_KINDS = ("DistBackendError", "DistNetworkError", "DistStoreErro
 
 
 class KeyValueStore(Protocol):
-    """Methods used of a ``torch.distributed`` store."""
+    """The methods of a ``torch.distributed`` store that are used here."""
 
     def set(self, key: str, value: str, /) -> Any:
         """Write a value."""
@@ -122,7 +122,7 @@ class PeerMonitor:
     """
 
     def __init__(self, store: KeyValueStore, number: int, machines: Sequence[str], *, hosts: bool) -> None:
-        """Start to watch.
+        """Start watching.
 
         Args:
             store: The store of this rendezvous, written only by its machines.

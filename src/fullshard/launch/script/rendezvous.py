@@ -130,7 +130,7 @@ def _round(store: Store, number: int) -> PrefixStore:
 
 
 def _join_round(store: Store, plan: MachinePlan, card: Card) -> int:
-    """Return the number of the round that this machine joins, from 1: one that it, or one before it, was not in.
+    """Return the number, from 1, of the round that this machine joins: one without it or a lost one with its number.
 
     Raises:
         ProcessGroupError: Another machine with this one's number is there.

@@ -122,7 +122,7 @@ class Workers:
         return {local_rank: worker.process.pid for local_rank, worker in enumerate(self._workers)}
 
     def hold(self, error: BaseException) -> bool:
-        """Have ``error`` raised when all ranks have started; return whether they are being started.
+        """Defer ``error`` until all ranks have started; return True if they are being started.
 
         For a signal's handler: raised between a rank's start and its registration, the rank would not be stopped.
         """
@@ -206,7 +206,7 @@ class Workers:
         self.kill()
 
     def _any_saving(self) -> bool:
-        """Return whether a rank that runs has been asked to save and has not reported the end of it."""
+        """Return True if a running rank was asked to save and has not reported the end of it."""
         return any(
             worker.returncode is None and saving_path(worker.failure_path).exists() and not worker.failure_path.exists()
             for worker in self._workers

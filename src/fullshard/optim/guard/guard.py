@@ -177,7 +177,7 @@ def _judge(optimizer: Optimizer) -> None:
             concerned = [p for p in _sharded(optimizer) if is_split(p) and _split(meta_of(p)) is split]
             rule = f"{kind} is not elementwise (in a trial a matrix and its parts were stepped differently)"
         if isinstance(verdict, str):
-            rule = f"Whether {kind} is elementwise could not be tried ({verdict})"
+            rule = f"Whether {kind} is elementwise could not be tested ({verdict})"
             remedy = f"{_ELSE}; or call fullshard.optim.trust({kind}) if you know that it is correct on shards"
             _refuse(concerned, rule, remedy, result="might")
         elif not verdict:

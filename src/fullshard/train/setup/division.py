@@ -84,7 +84,7 @@ def began_with(asked: Division, began: Division | None) -> Division:
 
     Args:
         asked: The division that the settings request on the current ranks.
-        began: The division they requested at the run's start, on the ranks of then; None: not known.
+        began: The division they requested at the run's start, on the ranks it had then; None: not known.
     """
     if began is None or replace(asked, ranks=began.ranks) != began:
         return asked

@@ -126,7 +126,7 @@ def test_one_rank_is_left_alone(kind):
 def test_an_unknown_class_with_state_of_rows_is_refused():
     def work(comm):
         model = sharded(comm)
-        with pytest.raises(ConfigError, match=r"Whether Sums is elementwise could not be tried"):
+        with pytest.raises(ConfigError, match=r"Whether Sums is elementwise could not be tested"):
             Sums(model.parameters(), lr=0.1).step()
 
     run_ranks(3, work)
@@ -325,7 +325,7 @@ def test_a_class_that_cannot_be_tried_is_refused_unless_it_is_trusted(name):
 
     def work(comm):
         model = sharded(comm)
-        with pytest.raises(ConfigError, match=rf"could not be tried \(.*{why}.*fullshard\.optim\.trust\("):
+        with pytest.raises(ConfigError, match=rf"could not be tested \(.*{why}.*fullshard\.optim\.trust\("):
             make(model.parameters()).step()
 
     run_ranks(2, work)
