@@ -135,7 +135,7 @@ def test_several_damaged_ones_are_set_aside_together_each_under_its_own_name(dir
 
     def work(model, comm):
         with Checkpoints(directory, ranks=comm) as checkpoints:
-            with pytest.raises(CheckpointError, match=r"renamed to step-00000003.damaged.1 then"):
+            with pytest.raises(CheckpointError, match=r"will be renamed to step-00000003.damaged.1\."):
                 checkpoints.load(model)
             return checkpoints.load(model, previous=True).step
 
