@@ -213,7 +213,7 @@ def test_without_its_base_only_the_adapter_is_exported(base, tmp_path):
     assert not (tmp_path / "merged").exists()
     export(checkpoint, tmp_path / "merged", ExportOptions(lora="merge", base=base))
     assert (tmp_path / "merged" / "model.safetensors").exists()
-    with pytest.raises(ConfigError, match=r"--base is for merging.*add --merge"):
+    with pytest.raises(ConfigError, match=r"--base applies to merging.*add --merge"):
         export(checkpoint, tmp_path / "other", ExportOptions(lora="adapter", base=base))
     export(checkpoint, tmp_path / "adapter", ExportOptions(lora="adapter"))
     assert (tmp_path / "adapter" / ADAPTER).exists()
