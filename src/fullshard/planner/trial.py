@@ -31,7 +31,7 @@ class Trial:
         steps_s: Seconds of each step, without other ranks.
         issue_s: Seconds until each was issued; the step's own if operations are not queued.
         operators: Operators and the seconds of each, in the median of the watched steps.
-        calls: Number of calls of each in a step.
+        calls: How often each was called in a step.
         spans: For each step that was watched, the seconds of its operators from one wait for a collective to the next.
         issued: The step's collectives.
     """

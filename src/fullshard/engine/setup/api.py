@@ -60,11 +60,11 @@ _REPLICATED_SHARE = 0.25
 class _Agreed:
     """What all ranks agreed to build."""
 
-    policy: UnitPolicy  # that of the units, with frozen parameters placed
+    policy: UnitPolicy  # of the units, with frozen="auto" resolved
     specs: list[UnitSpec]
     unwrapped: WrapError | None  # the error to raise if the root is used as a complete model
-    own: list[nn.Module]  # the modules that were not sharded before
-    kept: list[nn.Module]  # those of them that compute in float32
+    own: list[nn.Module]  # modules that were not sharded before
+    kept: list[nn.Module]  # modules of ``own`` that compute in float32
     differing: Differing
 
     @property
@@ -333,7 +333,7 @@ def _as_prefetch(prefetch: BackwardPrefetch | Prefetch) -> Prefetch:
 
 
 def _check_policy(policy: UnitPolicy, device: Device) -> None:
-    """Refuse what this device does not support, before anything changes."""
+    """Refuse policies that are malformed or that this device does not support, before anything changes."""
     if policy.frozen not in FROZEN:
         raise ConfigError(f"frozen is one of {', '.join(FROZEN)}; got {policy.frozen!r}.")
     if policy.tables not in TABLES:

@@ -43,16 +43,16 @@ def sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
 
 
 def _check_ranks(name: str, root: nn.Module, inner: Mesh, ranks: Mesh) -> None:
-    """Refuse a part of ``root`` over ranks that are neither those of the model nor a group of them; both call it.
+    """Refuse a part of ``root`` whose ranks are neither the model's nor a group of them. Every rank calls it.
 
     Raises:
-        ProcessGroupError: They are not; on every rank.
+        ProcessGroupError: The ranks do not fit; raised on every rank.
     """
     if same_ranks(inner, ranks):
         return
     mine = uuid.uuid4().hex
     theirs, ours = inner.all_gather_object(mine), ranks.all_gather_object(mine)
-    # Equal in number and in another order, rank 0 of one would not be rank 0 of the other, which saves the model.
+    # With the same ranks in another order, rank 0 of the part would not be rank 0 of the model, which saves it.
     if not all(ranks.all_gather_object(theirs == ours or set(theirs) < set(ours))):
         raise ProcessGroupError(
             f"{name} was sharded over {inner.replica_group.size} x {inner.shard_group.size} ranks (replicas x shards), "
@@ -109,9 +109,9 @@ def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[An
 
 
 def _one_of(comms: list[Any], comm: Any) -> Any:
-    """Return that of ``comms`` which has the ranks of ``comm``, or ``comm``, which is added.
+    """Return the group in ``comms`` with the ranks of ``comm``; if there is none, add ``comm`` and return it.
 
-    Two groups of the same ranks each number their messages: one model communicates through one.
+    Two groups of the same ranks number their messages separately, so one model must use only one of them.
     """
     if comm.size == 1:
         return comm
