@@ -61,7 +61,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Chat; in this process.
+    """Chat with the model in this process.
 
     Raises:
         UserError: The model cannot be loaded, or the settings are wrong.

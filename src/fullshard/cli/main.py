@@ -113,7 +113,7 @@ def report(failure: Failure, *, as_json: bool) -> int:
 
 
 def entry() -> NoReturn:
-    """Entry point of the console script ``fullshard``."""
+    """Run the command line; the entry point of the console script ``fullshard``."""
     code = main()
     if waits_for_store():
         with contextlib.suppress(OSError):

@@ -197,7 +197,7 @@ class _Gather:
     """Messages of all ranks under way."""
 
     def __init__(self, work: Work, messages: torch.Tensor, slices: torch.Tensor, form: _Format) -> None:
-        """When ``work`` is done, fill each of ``slices``, (size, S), with the numbers of its message."""
+        """Fill, once ``work`` is done, each of ``slices``, (size, S), with the numbers of its message."""
         self._work = work
         self._messages: torch.Tensor | None = messages
         self._slices = slices
@@ -226,7 +226,7 @@ class _Sum:
         total: torch.Tensor,
         form: _Format,
     ) -> None:
-        """When ``work`` is done, add the numbers of ``terms``, one of each rank, into ``total``, (S,)."""
+        """Add, once ``work`` is done, the numbers of ``terms``, one of each rank, into ``total``, (S,)."""
         self._work: Work | None = work
         self._terms = terms
         # Kept, like the terms, until this object is released: a side stream may be the one that waits, and the

@@ -106,7 +106,7 @@ class GroupWatch:
 
     @property
     def _me(self) -> int:
-        """This rank's number in the default group."""
+        """Return this rank's number in the default group."""
         return self._ranks[self.recorder.rank]
 
     # In the program's thread

@@ -34,7 +34,7 @@ class CourseRecorder(SilentRecorder):
     """Notes the course of one step at a time."""
 
     def __init__(self, operators: Callable[[], int]) -> None:
-        """Begin; ``operators`` returns how many were called so far."""
+        """Start empty; ``operators`` returns the number of calls so far."""
         self._operators = operators
         self.clear()
 

@@ -42,7 +42,7 @@ class Speed(Protocol):
 
     @property
     def queues(self) -> bool:
-        """Whether operators are queued, so that the CPU issues some while others run."""
+        """True if operators are queued, so that the CPU issues some while others run."""
         ...
 
     def operator_seconds(self, operator: Operator) -> float:

@@ -33,7 +33,7 @@ class AdaptedWeights:
 
     @property
     def quantize(self) -> Quantize | None:
-        """How the base model's linear layers are quantised."""
+        """Quantisation of the base model's linear layers."""
         return self._base.quantize
 
     def open(self, model: Any, wanted: list[WantedTensor]) -> WeightReader:

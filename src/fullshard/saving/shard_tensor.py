@@ -326,5 +326,5 @@ def part_or_full(
 
 
 def state_as_part(part: StatePart, value: torch.Tensor, comm: Comm | None = None) -> torch.Tensor:
-    """Like :func:`part_or_full`, for a rank's part of a tensor of optimizer state."""
+    """Convert as :func:`part_or_full` does, for a rank's part of a tensor of optimizer state."""
     return part_or_full(part.shape, part.held[0], rows_of(value).view(-1), part.written, comm)

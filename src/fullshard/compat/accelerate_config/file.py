@@ -67,7 +67,7 @@ class AccelerateFile:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the file configures sharding."""
+        """True if the file configures sharding."""
         return self.distributed_type == SHARDED
 
     @property

@@ -42,7 +42,7 @@ class BadRows:
 
     @property
     def beyond_shown(self) -> tuple[str, ...]:
-        """A line for each row if the message does not show all of them, else none."""
+        """Return a line for each row if the message does not show all of them, else none."""
         return tuple(self._found) if self.count > SHOWN_PROBLEMS else ()
 
     def settle(self, num_rows: int, limit: int) -> tuple[str, ...]:

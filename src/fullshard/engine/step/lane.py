@@ -211,7 +211,7 @@ class Lane:
 
     @property
     def holds_gradient(self) -> bool:
-        """Whether a gradient waits to be reduced, or is being reduced."""
+        """True while a gradient waits to be reduced or is being reduced."""
         return self.gradient is not None
 
     def start_sum(self) -> tuple[torch.Tensor, Work | None]:

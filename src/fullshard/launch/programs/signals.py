@@ -35,7 +35,7 @@ class StopSignals(StopRequest):
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        """Also request a stop when ``file`` appears."""
+        """Request a stop also when ``file`` appears."""
         super().__init__()
         self._file = file
 

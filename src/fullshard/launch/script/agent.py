@@ -231,7 +231,7 @@ class ScriptAgent(SimpleElasticAgent):
 
 @contextlib.contextmanager
 def raised_signals(workers: Workers) -> Iterator[None]:
-    """While entered, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 raise torch's SignalException; a second one kills the ranks.
+    """Raise torch's SignalException on Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 inside; on a second one kill the ranks.
 
     A SIGTERM after SIGUSR1 does not count as second: Slurm sends SIGUSR1 as its notice, and the ranks save then.
     While ranks are being started, the exception is raised when all have been.

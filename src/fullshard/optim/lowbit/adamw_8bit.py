@@ -49,7 +49,7 @@ class _ElementRun:
 
     @property
     def elements(self) -> slice:
-        """Their positions among this rank's elements."""
+        """Positions of the vectors' elements among this rank's."""
         return slice(self.first - self.start, self.end - self.start)
 
     @property

@@ -31,7 +31,7 @@ class SplitMatrix:
         return sum(self.pieces)
 
     def piece_of(self, rank: int) -> int:
-        """Elements that one of the sharers holds."""
+        """Return the elements that one of the sharers holds."""
         return self.pieces[rank - self.first_rank]
 
 

@@ -77,11 +77,11 @@ class MuonRounds:
             self._apply(returning)
 
     def _own_matrices(self, number: int) -> list[int]:
-        """The matrices of a round that this rank orthogonalises."""
+        """Return the matrices of a round that this rank orthogonalises."""
         return [index for index in self._plan.rounds[number] if self._plan.owners[index] == self._comm.rank]
 
     def _lent_matrices(self, number: int) -> list[tuple[int, int, int]]:
-        """Matrices of a round that another rank orthogonalises and this one holds part of: number, owner, elements."""
+        """Return number, owner and elements held here, for each matrix of a round that another rank orthogonalises."""
         rank = self._comm.rank
         return [
             (index, self._plan.owners[index], self._splits[index].piece_of(rank))
