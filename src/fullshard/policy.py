@@ -109,7 +109,7 @@ class MixedPrecision:
             return
         if self.messages not in get_args(Messages):
             known = ", ".join(get_args(Messages))
-            raise ConfigError(f"MixedPrecision(messages=…) is one of {known}, or None; got {self.messages!r}.")
+            raise ConfigError(f"MixedPrecision(messages=…) must be one of {known}, or None; got {self.messages!r}.")
         for field in ("reduce", "reduce_sum"):
             dtype = getattr(self, field)
             if dtype in ("float16", "bfloat16"):

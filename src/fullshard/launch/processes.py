@@ -206,8 +206,8 @@ def _adopting() -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise ProcessGroupError(
-            "Ranks are forks, and the launcher must be made their parent (prctl PR_SET_CHILD_SUBREAPER), which this "
-            f"system refused: {os.strerror(ctypes.get_errno())}. Start the ranks with torchrun, or elsewhere."
+            "The launcher must become the parent of its forked ranks (prctl PR_SET_CHILD_SUBREAPER), which this system "
+            f"refused: {os.strerror(ctypes.get_errno())}. Start the ranks with torchrun, or on another system."
         )
     try:
         yield

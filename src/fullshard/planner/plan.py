@@ -368,9 +368,9 @@ def candidates(sharded: Callable[[Comm], nn.Module], world_size: int) -> list[in
 
 def _check(world_size: int, rank: int | None, options: Mapping[str, Any]) -> None:
     if world_size < 1:
-        raise ConfigError(f"world_size is a number of ranks, at least 1; got {world_size}.")
+        raise ConfigError(f"world_size must be at least 1; got {world_size}.")
     if rank is not None and not 0 <= rank < world_size:
-        raise ConfigError(f"rank is one of 0 to {world_size - 1}; got {rank}.")
+        raise ConfigError(f"rank must be from 0 to {world_size - 1}; got {rank}.")
     for name in ("mesh", "weights", "first_values", "device"):
         if options.get(name) is not None:
             raise ConfigError(
@@ -381,7 +381,7 @@ def _check(world_size: int, rank: int | None, options: Mapping[str, Any]) -> Non
 
 def _axes(comm: Any, ranks_each: int) -> tuple[Comm, Comm]:
     if ranks_each < 1 or comm.size % ranks_each:
-        raise ConfigError(f"ranks_each divides world_size ({comm.size}); got {ranks_each}.")
+        raise ConfigError(f"ranks_each must divide world_size ({comm.size}); got {ranks_each}.")
     return axes_of(comm, ranks_each)
 
 

@@ -106,7 +106,7 @@ def test_auto_replicates_what_takes_at_most_a_quarter_of_the_smallest_rank(monke
 
     assert kept(4 * frozen_bytes)
     assert not kept(4 * frozen_bytes - 4)
-    with pytest.raises(ConfigError, match="frozen is one of shard, replicate, auto; got 'both'"):
+    with pytest.raises(ConfigError, match="frozen must be one of shard, replicate, auto; got 'both'"):
         run_ranks(1, lambda comm: fully_shard(TinyLM(), comm, frozen="both"))
 
 

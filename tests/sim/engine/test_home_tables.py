@@ -325,7 +325,7 @@ def test_an_optimizer_that_steps_in_backward():
 
 
 def test_a_name_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="tables is one of gather, auto, home; got 'stay'"):
+    with pytest.raises(ConfigError, match="tables must be one of gather, auto, home; got 'stay'"):
         fully_shard(TinyLM(), SoloComm(torch.device("cpu")), tables="stay")
 
 

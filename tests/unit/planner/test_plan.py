@@ -115,7 +115,7 @@ def test_a_hybrid_strategy_sends_inside_and_across():
     plan = hybrid(4, ranks_each=2)
     assert plan.collectives["all_reduce"] > plan_wide(4).collectives["all_reduce"]
     assert plan.parts["shards"] == plan_wide(2).parts["shards"]
-    with pytest.raises(ConfigError, match=r"ranks_each divides world_size \(4\); got 3"):
+    with pytest.raises(ConfigError, match=r"ranks_each must divide world_size \(4\); got 3"):
         hybrid(4, ranks_each=3)
 
 

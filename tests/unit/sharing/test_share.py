@@ -216,11 +216,7 @@ def one_sentence(capsys):
         (403, "/api/repos/create", "The token may not write to ada/mine (HTTP 403: no). Use a token of its owner"),
         (403, "/commit/", "The token may not write to ada/mine (HTTP 403: no). Use a token of its owner"),
         (404, "/api/repos/create", "The Hub has no ada/mine, or no such owner (HTTP 404: no). Correct the name"),
-        (
-            409,
-            "/commit/",
-            "ada/mine was changed by somebody else meanwhile and is not overwritten (HTTP 409: no). Run",
-        ),
+        (409, "/commit/", "ada/mine was changed by somebody else meanwhile and is not overwritten (HTTP 409: no). Run"),
         (412, "/commit/", "ada/mine was changed by somebody else meanwhile"),
         (413, "/commit/", "The Hub refused the upload to ada/mine (HTTP 413: no)"),
         (

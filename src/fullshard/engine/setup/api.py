@@ -202,7 +202,7 @@ def _reshard(strategy: ShardingStrategy, *, after_forward: object) -> ShardingSt
         return strategy
     if not isinstance(after_forward, bool):
         raise ConfigError(
-            f"reshard_after_forward is True or False; got {after_forward!r}. To gather inside a smaller group, "
+            f"reshard_after_forward must be True or False; got {after_forward!r}. To gather inside a smaller group, "
             "shard inside it: strategy=ShardingStrategy.HYBRID_SHARD with a mesh of 2 axes."
         )
     kept = {
@@ -335,9 +335,9 @@ def _as_prefetch(prefetch: BackwardPrefetch | Prefetch) -> Prefetch:
 def _check_policy(policy: UnitPolicy, device: Device) -> None:
     """Refuse policies that are malformed or that this device does not support, before anything changes."""
     if policy.frozen not in FROZEN:
-        raise ConfigError(f"frozen is one of {', '.join(FROZEN)}; got {policy.frozen!r}.")
+        raise ConfigError(f"frozen must be one of {', '.join(FROZEN)}; got {policy.frozen!r}.")
     if policy.tables not in TABLES:
-        raise ConfigError(f"tables is one of {', '.join(TABLES)}; got {policy.tables!r}.")
+        raise ConfigError(f"tables must be one of {', '.join(TABLES)}; got {policy.tables!r}.")
     for keyword, given, kind in (
         ("mp_policy", policy.precision, MixedPrecision),
         ("offload_policy", policy.offload, CPUOffload),

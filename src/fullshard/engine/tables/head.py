@@ -46,7 +46,7 @@ def vocab_parallel_loss(
         ConfigError: ``reduction`` is neither.
     """
     if reduction not in ("mean", "sum"):
-        raise ConfigError(f"reduction is mean or sum; got {reduction!r}.")
+        raise ConfigError(f"reduction must be mean or sum; got {reduction!r}.")
     flat, rows = labels.flatten(), hidden.flatten(0, -2)
     counted = (flat != IGNORED).nonzero().squeeze(1)
     share = 1.0 if reduction == "sum" else 1 / max(1, len(counted))
