@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.data.tokenizing.on_demand import RowSource
-from fullshard.data.tokenizing.ragged import Ragged
-from fullshard.data.tokenizing.tokenize import EncodedRows, LengthStats, TokenizedSet, joined_rows
+from fullshard.data.tokenizing.ragged import EncodedRows, Ragged, joined_rows
+from fullshard.data.tokenizing.tokenize import LengthStats, TokenizedSet
 
 
 class Chained(Ragged):

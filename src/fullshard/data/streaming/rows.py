@@ -22,15 +22,14 @@ from fullshard.data.reading.split import open_table
 from fullshard.data.reading.tables import CsvFile, JsonLinesFile, unreadable
 from fullshard.data.streaming.index import ANSWERS_NAME, ROWS_NAME
 from fullshard.data.tokenizing.on_demand import OnDemand
+from fullshard.data.tokenizing.ragged import EncodedRows, joined_rows
 from fullshard.data.tokenizing.tokenize import (
     CHUNK_ROWS,
     Counters,
-    EncodedRows,
     LengthStats,
     TokenizedSet,
     TokenizeSpec,
     encode_chunks,
-    joined_rows,
 )
 from fullshard.errors import DataError
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.data.tokenizing.ragged import OFFSET_DTYPE, Ragged
-
-if TYPE_CHECKING:
-    from fullshard.data.tokenizing.tokenize import EncodedRows
+from fullshard.data.tokenizing.ragged import OFFSET_DTYPE, EncodedRows, Ragged
 
 
 class RowSource(Protocol):

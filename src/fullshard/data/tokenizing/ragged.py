@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -77,3 +78,30 @@ class Ragged:
     def tolist(self) -> list[list[int]]:
         """Return all rows as lists; for few rows."""
         return [row.tolist() for row in self]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One side of some rows: ids, and lengths before truncation."""
+
+    ids: Ragged
+    full_lengths: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Both sides of some rows, and what is learned of them."""
+
+    source: Encoded
+    target: Encoded
+    spans: Ragged | None = None  # start and end of each run of learned tokens, in source and target joined
+
+
+def joined_rows(parts: Sequence[EncodedRows]) -> EncodedRows:
+    """Concatenate the rows of several, in order; all or none have spans."""
+    sides = [
+        Encoded(Ragged.joined([side.ids for side in one]), np.concatenate([side.full_lengths for side in one]))
+        for one in ([part.source for part in parts], [part.target for part in parts])
+    ]
+    spans = [part.spans for part in parts if part.spans is not None]
+    return EncodedRows(sides[0], sides[1], Ragged.joined(spans) if spans else None)

@@ -13,7 +13,7 @@ from fullshard.data.examples import Example
 from fullshard.data.tokenizing.chat import UnrenderedRowError, as_conversation, encode_chats
 from fullshard.data.tokenizing.history import fitting_history
 from fullshard.data.tokenizing.on_demand import Picked, RowSource
-from fullshard.data.tokenizing.ragged import Ragged
+from fullshard.data.tokenizing.ragged import Encoded, EncodedRows, Ragged
 from fullshard.data.tokenizing.separator import separator_ids, special_tail
 from fullshard.errors import DataError
 
@@ -97,33 +97,6 @@ class TokenizedSet:
             source=None,
             estimated=False,
         )
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One side of some rows: ids, and lengths before truncation."""
-
-    ids: Ragged
-    full_lengths: NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class EncodedRows:
-    """Both sides of some rows, and what is learned of them."""
-
-    source: Encoded
-    target: Encoded
-    spans: Ragged | None = None  # as in :class:`TokenizedSet`
-
-
-def joined_rows(parts: Sequence[EncodedRows]) -> EncodedRows:
-    """Concatenate the rows of several, in order; all or none have spans."""
-    sides = [
-        Encoded(Ragged.joined([side.ids for side in one]), np.concatenate([side.full_lengths for side in one]))
-        for one in ([part.source for part in parts], [part.target for part in parts])
-    ]
-    spans = [part.spans for part in parts if part.spans is not None]
-    return EncodedRows(sides[0], sides[1], Ragged.joined(spans) if spans else None)
 
 
 @dataclass

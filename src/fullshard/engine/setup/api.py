@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.comm import (
-    Device,
-    Mesh,
-    as_mesh,
-    device_memory_bytes,
-    device_of,
-    hides_messages,
-    same_group,
-    same_ranks,
-    together,
-)
+from fullshard.comm import Device, Mesh, as_mesh, device_memory_bytes, device_of, hides_messages, together
 from fullshard.engine.full.eval_precision import follow_mode, remember_buffers
-from fullshard.engine.full.model_class import plain_class, sharded_class
+from fullshard.engine.full.model_class import sharded_class
 from fullshard.engine.full.shared_buffers import warn_if_buffers_differ
-from fullshard.engine.registry import attach, detach, is_sharded, runtime_of
+from fullshard.engine.registry import attach
 from fullshard.engine.setup.build import UnitBuilder, check_messages, keep_in_float32, move_buffers
 from fullshard.engine.setup.fill import fill, give_memory, open_weights
 from fullshard.engine.setup.fuse import fuse
 from fullshard.engine.setup.identity import Differing, check_same_model, different_values, refuse_different_values
 from fullshard.engine.setup.initial import FirstValues, Initializer
+from fullshard.engine.setup.inner import include, sharded_inside
 from fullshard.engine.setup.source import WeightSource, quantize_of
 from fullshard.engine.setup.wrap import (
     NoRepeatedBlocksError,
@@ -41,13 +32,12 @@ from fullshard.engine.setup.wrap import (
     merge_tiny,
     modules_kept,
 )
-from fullshard.engine.step.buffers import Account, ReusableBuffer
+from fullshard.engine.step.buffers import Account
 from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.precision import dtypes_of
 from fullshard.engine.step.runtime import Runtime
 from fullshard.engine.step.unit import Unit
-from fullshard.errors import ConfigError, ProcessGroupError, ShardingError, WrapError
-from fullshard.layout.names import plain_name
+from fullshard.errors import ConfigError, ShardingError, WrapError
 from fullshard.policy import (
     FROZEN,
     TABLES,
@@ -64,6 +54,23 @@ from fullshard.version import __version__
 
 _REPLICATED_SHARE = 0.25
 """``frozen="auto"`` replicates frozen parameters that take at most this share of the smallest rank's memory."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks agreed to build."""
+
+    policy: UnitPolicy  # that of the units, with frozen parameters placed
+    specs: list[UnitSpec]
+    unwrapped: WrapError | None  # the error to raise if the root is used as a complete model
+    own: list[nn.Module]  # the modules that were not sharded before
+    kept: list[nn.Module]  # those of them that compute in float32
+    differing: Differing
+
+    @property
+    def kept_ids(self) -> frozenset[int]:
+        """Ids of all modules that compute in float32."""
+        return frozenset(id(part) for module in self.kept for part in module.modules())
 
 
 def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
@@ -142,40 +149,23 @@ def fully_shard(  # noqa: PLR0913 (the front door: each argument is a policy)
     root, members, wrap = _root_of(model, wrap)
     first = first_values or FirstValues()
     _check_weights(weights, first_values, is_model=root is model)
-    inner = _sharded_inside(root, ranks)
+    inner = sharded_inside(root, ranks)
     ignored = frozenset(ignored_params)
     quantize = quantize_of(weights)
     quantised = together(ranks, lambda: QuantizedLayers(root, quantize))
     with quantised.undone_on_error():
-        policy = _place_frozen(policy, root, ranks)
-        specs, unwrapped = _specs(root, wrap, ignored, inner, policy)
-        specs[0].modules = members
-        check_messages(specs, policy)
-        check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
-        inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
-        own = [module for module in root.modules() if id(module) not in inside]
-        differing = _compare_ranks(root, ranks, specs, (policy, prefetch, quantize, weights, first), own)
+        agreed = _agree(root, members, ranks, inner, (wrap, ignored), (policy, prefetch, quantize, weights, first))
         reader = None if weights is None else open_weights(root, ranks, weights, ignored)
-    kept = [module for module in modules_kept(root, policy.precision.keep_fp32) if id(module) not in inside]
-    kept_ids = frozenset(id(part) for module in kept for part in module.modules())
     account = Account()
-    builder = UnitBuilder(ranks, policy, account, runtime_device, kept_ids)
-    initializer = Initializer(root, ranks, builder.device, first, differing)
+    builder = UnitBuilder(ranks, agreed.policy, account, runtime_device, agreed.kept_ids)
+    initializer = Initializer(root, ranks, builder.device, first, agreed.differing)
     if reader is not None:
         ignored = give_memory(root, ignored, builder.device, reader)
         initializer.prepare_rest()  # while parameters have no memory: their initial values cost nothing
-    move_buffers(own, builder.device, None)
-    units = _build_units(specs, builder, None if reader is not None else initializer)
-    if builder.device.type != "meta":
-        initializer.prepare_rest()
-    initializer.share_buffers(own)
-    remember_buffers(own, policy.precision)
-    move_buffers((m for m in own if id(m) not in kept_ids), builder.device, policy.precision.buffer)
-    keep_in_float32(kept, policy.precision, units[0])
-    _hook(units, kept_ids)
-    units = _include(root, units, inner, ranks, account)
+    units = _build(agreed, builder, initializer, values=reader is None)
+    units = include(root, units, inner, ranks, account)
     runtime = Runtime(units, ranks, _as_prefetch(prefetch), account, runtime_device, frozenset(map(id, ignored)))
-    runtime.unwrapped = unwrapped
+    runtime.unwrapped = agreed.unwrapped
     runtime.check_buffers = warn_if_buffers_differ
     _warn_of_ignored(ignored, ranks)
     for member in members:
@@ -232,6 +222,36 @@ def _check_weights(weights: WeightSource | None, first_values: FirstValues | Non
         raise ConfigError("weights= sets all values of the model, so first_values= has no effect: pass one of them.")
 
 
+def _agree(
+    root: nn.Module,
+    members: tuple[nn.Module, ...],
+    ranks: Mesh,
+    inner: list[Runtime],
+    chosen: tuple[WrapPolicy, frozenset[nn.Parameter]],
+    policies: tuple[Any, ...],
+) -> _Agreed:
+    """Decide what to build, and compare it over ranks. Every rank calls it; nothing changes.
+
+    Args:
+        root: The model.
+        members: The modules that become the root's unit.
+        ranks: Its ranks.
+        inner: The parts of it that were sharded before.
+        chosen: The wrap policy, and parameters that stay unsharded.
+        policies: As in :func:`_compare_ranks`; the first is the units' policy.
+    """
+    policy = _place_frozen(policies[0], root, ranks)
+    specs, unwrapped = _specs(root, *chosen, inner, policy)
+    specs[0].modules = members
+    check_messages(specs, policy)
+    check_parameters(specs, sharded=sum(len(u.params) for runtime in inner for u in runtime.units))
+    inside = {id(m) for runtime in inner for top in runtime.root.modules for m in top.modules()}
+    own = [module for module in root.modules() if id(module) not in inside]
+    differing = _compare_ranks(root, ranks, specs, (policy, *policies[1:]), own)
+    kept = [module for module in modules_kept(root, policy.precision.keep_fp32) if id(module) not in inside]
+    return _Agreed(policy, specs, unwrapped, own, kept, differing)
+
+
 def _compare_ranks(
     root: nn.Module, ranks: Mesh, specs: Sequence[UnitSpec], policies: tuple[Any, ...], own: Iterable[nn.Module]
 ) -> Differing:
@@ -259,6 +279,21 @@ def _compare_ranks(
         if buffer is not None and id(module) in ids
     }
     return different_values(ranks, specs, units, buffers)
+
+
+def _build(agreed: _Agreed, builder: UnitBuilder, initializer: Initializer, *, values: bool) -> list[Unit]:
+    """Shard the units one after the other, and move buffers; without ``values`` shards hold zeros to be filled."""
+    own, precision = agreed.own, agreed.policy.precision
+    move_buffers(own, builder.device, None)
+    units = _build_units(agreed.specs, builder, initializer if values else None)
+    if builder.device.type != "meta":
+        initializer.prepare_rest()
+    initializer.share_buffers(own)
+    remember_buffers(own, precision)
+    move_buffers((m for m in own if id(m) not in agreed.kept_ids), builder.device, precision.buffer)
+    keep_in_float32(agreed.kept, precision, units[0])
+    _hook(units, agreed.kept_ids)
+    return units
 
 
 def _build_units(specs: Sequence[UnitSpec], builder: UnitBuilder, initializer: Initializer | None) -> list[Unit]:
@@ -320,50 +355,6 @@ def _check_policy(policy: UnitPolicy, device: Device) -> None:
             )
 
 
-def _sharded_inside(root: nn.Module, ranks: Mesh) -> list[Runtime]:
-    """Return the runtimes of modules inside ``root`` that were sharded before, in tree order.
-
-    Raises:
-        ShardingError: ``root`` itself is sharded.
-        ProcessGroupError: A part was sharded over ranks that are not among ``ranks``.
-    """
-    if is_sharded(root):
-        raise ShardingError(f"{type(root).__name__} is sharded already; call fully_shard on a module once.")
-    found: dict[int, Runtime] = {}
-    inside = {id(module) for module in root.modules()}
-    for name, module in root.named_modules():
-        if is_sharded(module):
-            runtime = runtime_of(module)
-            found[id(runtime)] = runtime
-            if not inside.issuperset(map(id, runtime.root.modules)):
-                raise ShardingError(
-                    f"{name} was sharded as one unit with modules outside of {type(root).__name__}. Shard inner "
-                    "modules first, then a module that contains all of them."
-                )
-            _check_ranks(name, root, runtime.mesh, ranks)
-    return list(found.values())
-
-
-def _check_ranks(name: str, root: nn.Module, inner: Mesh, ranks: Mesh) -> None:
-    """Refuse a part of ``root`` over ranks that are neither those of the model nor a group of them; both call it.
-
-    Raises:
-        ProcessGroupError: They are not; on every rank.
-    """
-    if same_ranks(inner, ranks):
-        return
-    mine = uuid.uuid4().hex
-    theirs, ours = inner.all_gather_object(mine), ranks.all_gather_object(mine)
-    # Equal in number and in another order, rank 0 of one would not be rank 0 of the other, which saves the model.
-    if not all(ranks.all_gather_object(theirs == ours or set(theirs) < set(ours))):
-        raise ProcessGroupError(
-            f"{name} was sharded over {inner.replica_group.size} x {inner.shard_group.size} ranks (replicas x shards), "
-            f"and the call on {type(root).__name__} names {ranks.replica_group.size} x {ranks.shard_group.size}. The "
-            "ranks of a part must be those of the model in the same order, or some of them: pass such a mesh to each "
-            "call of fully_shard."
-        )
-
-
 def _specs(
     root: nn.Module, wrap: WrapPolicy, ignored: frozenset[nn.Parameter], inner: list[Runtime], policy: UnitPolicy
 ) -> tuple[list[UnitSpec], WrapError | None]:
@@ -398,62 +389,3 @@ def _place_frozen(policy: UnitPolicy, root: nn.Module, ranks: Mesh) -> UnitPolic
     smallest = min(ranks.all_gather_object(device_memory_bytes(ranks.device)))
     place = "replicate" if nbytes <= _REPLICATED_SHARE * smallest else "shard"
     return dataclasses.replace(policy, frozen=place)
-
-
-def _include(root: nn.Module, units: list[Unit], inner: list[Runtime], ranks: Mesh, account: Account) -> list[Unit]:
-    """Return the new units and those sharded before, root first, the others in tree order."""
-    if not inner:
-        return units
-    paths: dict[int, list[str]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        paths.setdefault(id(module), []).append(plain_name(path))
-    order = {key: place for place, key in enumerate(paths)}
-    comms = [ranks.shard_group, ranks.replica_group, ranks.all_ranks]
-    for runtime in inner:
-        for module in runtime.root.modules:
-            detach(module)
-            module.__class__ = plain_class(type(module))
-        for unit in runtime.units:
-            _join(unit, paths, ranks, comms, account)
-        units += runtime.units
-    return [units[0], *sorted(units[1:], key=lambda unit: order[id(unit.modules[0])])]
-
-
-def _join(unit: Unit, paths: Mapping[int, list[str]], mesh: Mesh, comms: list[Any], account: Account) -> None:
-    """Make ``unit`` part of a larger model.
-
-    Args:
-        unit: The unit.
-        paths: Names of its modules in the larger model, by id.
-        mesh: The ranks of that model.
-        comms: The groups in use there; those of the unit are added.
-        account: The bytes of that model.
-    """
-    unit.name = " + ".join(paths[id(module)][0] for module in unit.modules)
-    for lane in unit.lanes:
-        axes = lane.mesh.shard_group, lane.mesh.replica_group
-        lane.mesh = Mesh(_one_of(comms, axes[0]), _one_of(comms, axes[1]), lane.mesh.messages)
-        lane.account.add("shards", -lane.shard.nbytes)
-        account.add("shards", lane.shard.nbytes)
-        lane.account = account
-        if isinstance(lane.full, ReusableBuffer):
-            lane.full.account = account
-    for param in unit.params:
-        names = [f"{path}.{key}" if path else key for module, key in param.slots for path in paths[id(module)]]
-        param.rename(names)
-        if param.lane.mesh.size < mesh.size:
-            counts = param.lane.mesh.replica_group.rank == 0
-            vars(param.sharded).update(shard_everyone=mesh.all_ranks, shard_counts=counts)
-
-
-def _one_of(comms: list[Any], comm: Any) -> Any:
-    """Return that of ``comms`` which has the ranks of ``comm``, or ``comm``, which is added.
-
-    Two groups of the same ranks each number their messages: one model communicates through one.
-    """
-    if comm.size == 1:
-        return comm
-    known = next((one for one in comms if same_group(one, comm)), None)
-    if known is None:
-        comms.append(comm)
-    return comm if known is None else known

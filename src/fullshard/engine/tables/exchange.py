@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from fullshard.engine.tables.param import TableParam
+from fullshard.engine.tables.rows import TableRows
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Trip:
     wanted: torch.Tensor
 
 
-def ask(table: TableParam, ids: torch.Tensor) -> Trip:
+def ask(table: TableRows, ids: torch.Tensor) -> Trip:
     """Send ids to the ranks that own their rows. Every rank that shares the table calls it.
 
     Args:
@@ -51,7 +49,7 @@ def ask(table: TableParam, ids: torch.Tensor) -> Trip:
     return Trip(places, asked, answered, wanted - table.bounds[table.comm.rank])
 
 
-def fetch(table: TableParam, trip: Trip) -> torch.Tensor:
+def fetch(table: TableRows, trip: Trip) -> torch.Tensor:
     """Return the rows that this rank asked for, (sum(asked), d), in the compute dtype."""
     rows = table.rows
     sent = rows.index_select(0, trip.wanted.to(rows.device)).to(trip.wanted.device)
@@ -60,7 +58,7 @@ def fetch(table: TableParam, trip: Trip) -> torch.Tensor:
     return received
 
 
-def give_back(table: TableParam, trip: Trip, gradients: torch.Tensor) -> Callable[[], torch.Tensor]:
+def give_back(table: TableRows, trip: Trip, gradients: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start to send gradients of rows, (sum(asked), d), to their owners.
 
     Returns:
@@ -76,5 +74,5 @@ def give_back(table: TableParam, trip: Trip, gradients: torch.Tensor) -> Callabl
     return arrived
 
 
-def _run(table: TableParam, received: tuple[torch.Tensor, ...], sent: tuple[torch.Tensor, ...]) -> None:
+def _run(table: TableRows, received: tuple[torch.Tensor, ...], sent: tuple[torch.Tensor, ...]) -> None:
     table.wait(table.comm.exchange(received, sent))

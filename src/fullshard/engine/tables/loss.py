@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fullshard.engine.tables.rows import TableRows
 from fullshard.errors import MismatchError
-
-if TYPE_CHECKING:
-    from fullshard.engine.tables.param import TableParam
 
 CHUNK_NUMEL = 1 << 23
 """Elements of logits that a rank has at once: 32 MB in float32."""
@@ -50,7 +48,7 @@ class Terms:
     weights: torch.Tensor | None = None
 
 
-def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms) -> torch.Tensor:
+def home_loss(table: TableRows, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms) -> torch.Tensor:
     """Return this rank's loss summed over its tokens. Every rank calls it, also without tokens.
 
     Args:
@@ -71,7 +69,7 @@ def home_loss(table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, ter
         return _HomeLoss.apply(hidden, table.full, table, labels, terms, tokens)  # type: ignore[return-value]
 
 
-def _counts(table: TableParam, labels: torch.Tensor) -> list[int]:
+def _counts(table: TableRows, labels: torch.Tensor) -> list[int]:
     """Return how many tokens each rank has.
 
     Raises:
@@ -97,7 +95,7 @@ class _Tokens:
         records: Whether gradients are wanted.
     """
 
-    table: TableParam
+    table: TableRows
     counts: list[int]
     records: bool
 
@@ -113,7 +111,7 @@ class _Tokens:
         return _all_gather(self.table, padded).flatten(0, 1)
 
 
-def _all_gather(table: TableParam, mine: torch.Tensor) -> torch.Tensor:
+def _all_gather(table: TableRows, mine: torch.Tensor) -> torch.Tensor:
     """Return (N, ...): every rank's tensor."""
     comm = table.comm
     full = mine.new_empty(comm.size * mine.numel())
@@ -129,7 +127,7 @@ class _HomeLoss(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         _full: torch.Tensor,
-        table: TableParam,
+        table: TableRows,
         labels: torch.Tensor,
         terms: Terms,
         tokens: _Tokens,
@@ -142,7 +140,7 @@ class _HomeLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        table: TableParam = ctx.table
+        table: TableRows = ctx.table
         (hidden, rows), ctx.gradients = ctx.gradients, (None, None)
         if hidden is None and rows is None:
             raise RuntimeError("Backward through a fused loss runs once: its gradients are not kept.")
@@ -157,7 +155,7 @@ class _HomeLoss(torch.autograd.Function):
         return (None if hidden is None else hidden.mul_(left * ctx.unit), None, None, None, None, None)
 
 
-def _require_equal(table: TableParam, left: torch.Tensor) -> None:
+def _require_equal(table: TableRows, left: torch.Tensor) -> None:
     """Refuse factors that differ between ranks: rows of one rank have gradients of every rank's tokens.
 
     Raises:
@@ -182,7 +180,7 @@ class _Parts:
     """The loss and its gradients, some tokens at a time."""
 
     def __init__(
-        self, table: TableParam, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms, tokens: _Tokens
+        self, table: TableRows, hidden: torch.Tensor, labels: torch.Tensor, terms: Terms, tokens: _Tokens
     ) -> None:
         self.table, self.terms, self.tokens = table, terms, tokens
         self.rows = table.rows

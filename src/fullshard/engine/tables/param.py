@@ -8,18 +8,15 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from fullshard.comm import Comm, Work, add_rows, settle
+from fullshard.comm import add_rows
 from fullshard.engine.step.fused import EmbeddingSite, LinearSite
 from fullshard.engine.step.lane import LaneState
-from fullshard.engine.step.param import CREATE_GRAPH_REFUSED, ShardedParam
 from fullshard.engine.step.precision import tensors_in
-from fullshard.engine.step.torch_private import call_after_backward, will_execute
-from fullshard.engine.step.unit import Unit
+from fullshard.engine.step.torch_private import call_after_backward
 from fullshard.engine.tables.exchange import Trip, ask, fetch, give_back
-from fullshard.engine.tables.lane import TableLane
 from fullshard.engine.tables.loss import Terms, home_loss
-from fullshard.errors import ShardingError
-from fullshard.shards import WatchedParameter, on_rows, reads_metadata
+from fullshard.engine.tables.rows import TableRows
+from fullshard.shards import WatchedParameter, reads_metadata
 
 
 class HomeParameter(WatchedParameter):
@@ -50,49 +47,8 @@ def _is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(args) >= 2 and plain and not torch._C._are_functorch_transforms_active()
 
 
-class TableParam(ShardedParam):
-    """A table of V rows of width d, of which each rank owns some.
-
-    Attributes:
-        bounds: Rank r of the shard group owns rows ``bounds[r]`` to ``bounds[r + 1]``; (N + 1,), int64.
-    """
-
-    lane: TableLane
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See :class:`ShardedParam`."""
-        super().__init__(*args, **kwargs)
-        layout, width = self.meta.layout, self.meta.placement.row_numel
-        stops = [layout.local_range(self.meta.placement, rank)[1] // width for rank in range(layout.world_size)]
-        ends = torch.tensor([0, *stops]).cummax(0).values  # ranks without rows have the range (0, 0)
-        self.bounds = ends.to(self.lane.mesh.shard_group.device)
-
-    @property
-    def unit(self) -> Unit:
-        """The unit that the table belongs to."""
-        return cast("Unit", self.sharded.shard_unit())  # type: ignore[attr-defined]
-
-    @property
-    def comm(self) -> Comm:
-        """The ranks that share the table."""
-        return self.lane.mesh.shard_group
-
-    def wait(self, work: Work) -> None:
-        """Wait for a collective of tokens, until what it sends may be freed; the wait is recorded."""
-        self.unit.recorder.wait(self.unit.name, "exchange", [work], _finish)
-
-    @property
-    def is_home(self) -> bool:
-        """Whether tokens travel to the table now."""
-        self.lane.go_home()
-        return self.lane.state is LaneState.HOME
-
-    @property
-    @on_rows
-    def rows(self) -> torch.Tensor:
-        """This rank's rows, (R, d), in the compute dtype, on the device that the unit computes on."""
-        own = self.local_view(self.lane.shard).detach()
-        return own.to(self.lane.device.device, self.lane.dtypes.compute)
+class TableParam(TableRows):
+    """A table as modules see it: lookups and losses of its rows where they are, or the gathered table."""
 
     def show_full(self) -> None:
         """See :meth:`ShardedParam.show_full`; while the rows are home, a lookup goes to them."""
@@ -107,22 +63,6 @@ class TableParam(ShardedParam):
         if self.is_home:
             self.lane.bring()
             self.unit.runtime.gather(self.unit)
-
-    def announce(self, collective: str) -> None:
-        """Announce an exchange of tokens, and compare it over ranks in the first pass."""
-        self.unit.runtime.agreement.before(collective, self.unit.index)
-
-    def receive(self, add: Any) -> None:
-        """Call ``add`` with this rank's rows of the gradient, (R, d), to add to, if this backward computes it.
-
-        Raises:
-            ShardingError: Inside ``backward(create_graph=True)``.
-        """
-        if torch.is_grad_enabled():
-            raise ShardingError(CREATE_GRAPH_REFUSED)
-        if will_execute(self.accumulate):
-            unit = self.unit
-            unit.runtime.receive(unit, self, lambda: add(self.local_view(self.lane.add_rows_gradient())))
 
     def look_up(self, ids: torch.Tensor, padding_index: int | None = None) -> torch.Tensor:
         """Return the rows of ``ids``, (ids.shape, d), in the compute dtype. Every rank calls it.
@@ -202,11 +142,6 @@ class _Lookup(torch.autograd.Function):
         # tied table is last, or at the end of a backward that reduces nothing.
         call_after_backward(table.lane.add_arriving)
         return None, None, None, None
-
-
-def _finish(work: Work) -> None:
-    work.wait()
-    settle(work)
 
 
 class TableEmbeddingSite(EmbeddingSite):
