@@ -80,22 +80,8 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
     chosen = chosen_settings(load, prepared, comm, tell)
     config = load(chosen)
     planned = None if options.no_plan else check_memory(lambda more: load([*chosen, *more]), prepared, comm, tell)
-    sinks: list[Sink] = []
-    push = (
-        PushSink(config, say)
-        if is_first and config.training.push_to_hub and config.training.push_to_hub.checkpoints
-        else None
-    )
-    if is_first:
-        # The summary comes after the card, because it marks the run as complete.
-        sinks = [
-            reached,
-            CardSink(config.output_dir, say),
-            FileSink(config.output_dir, logging_steps=config.training.logging_steps),
-            ConsoleSink(Console(stderr=options.json), samples=config.evaluation.num_samples_shown),
-            *tracker_sinks(config, say),
-            *([] if push is None else [push]),
-        ]
+    push = _uploads(config) if is_first else None
+    sinks = _sinks(config, reached, push, to_stderr=options.json) if is_first else []
     try:
         summary = train(config, comm, sinks, StopSignals(options.stop_when_file), prepared, planned)
     except RunStopped as stopped:
@@ -111,6 +97,24 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
         if push is not None:
             push.join()
         push_finished(config, say)
+
+
+def _uploads(config: RunConfig) -> PushSink | None:
+    """Return the sink that uploads checkpoints on the way, if the run asks for that."""
+    wanted = config.training.push_to_hub
+    return PushSink(config, say) if wanted and wanted.checkpoints else None
+
+
+def _sinks(config: RunConfig, reached: ReachedSink, push: PushSink | None, *, to_stderr: bool) -> list[Sink]:
+    """Return rank 0's sinks. The summary, which marks the run as complete, comes after the card."""
+    return [
+        reached,
+        CardSink(config.output_dir, say),
+        FileSink(config.output_dir, logging_steps=config.training.logging_steps),
+        ConsoleSink(Console(stderr=to_stderr), samples=config.evaluation.num_samples_shown),
+        *tracker_sinks(config, say),
+        *([] if push is None else [push]),
+    ]
 
 
 if __name__ == "__main__":
