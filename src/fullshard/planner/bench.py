@@ -45,7 +45,7 @@ def measure_rates(
         UserError: Those of ``build``.
     """
     if world_size < comm.size:
-        raise ConfigError(f"world_size must be at least {comm.size}, the number of ranks that measure; got {world_size}.")
+        raise ConfigError(f"world_size must be at least {comm.size}, the ranks that measure; got {world_size}.")
     done, rounds = 0, 0
 
     def agreed(seconds: float) -> int:
