@@ -26,8 +26,8 @@ def free_memory(device: torch.device) -> dict[str, int]:
     without refusing it. Memory that this process already holds, such as its libraries, is not free.
 
     Returns:
-        The pools by name: kind, colon, identifier. Empty where the system does not report free memory, which is
-        anywhere but on Linux.
+        Bytes by the pool's name: kind, colon, identifier. Empty if the system does not report free memory, as on
+        all systems but Linux.
     """
     if device.type == "cuda":  # not run on a GPU yet
         free, _ = torch.cuda.mem_get_info(device)

@@ -51,8 +51,8 @@ def elementwise(meta: ShardMeta) -> StatePart:
 def along_rows(meta: ShardMeta, shape: tuple[int, ...]) -> StatePart:
     """Return the part of a tensor whose dimension 0 is that of the parameter, which is split by full rows.
 
-    meta: Metadata of the parameter.
-        meta: The parameter's.
+    Args:
+        meta: Metadata of the parameter.
         shape: Shape of the unsharded tensor.
 
     Raises:

@@ -82,9 +82,9 @@ def fuse_head(model: PreTrainedModel, *, fuses: bool = True) -> FusedHead:
 
     Args:
         model: The model.
-        fuses: Whether the head avoids logits wherever it can; if not, only while its rows stay home.
+        fuses: If True, the head avoids logits wherever it can; otherwise only while its rows stay home.
 
-    fuses: If True, the head avoids logits wherever it can; otherwise only while its rows stay home.
+    Raises:
         ModelError: The head is not a plain linear layer, or the model changes logits after it, as soft-capping does.
     """
     head = model.get_output_embeddings()

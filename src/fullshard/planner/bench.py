@@ -31,17 +31,17 @@ def measure_rates(
     """Return the rates of operators and collectives; every rank calls it and needs the memory of its own step.
 
     Each takes steps as one of ``world_size`` ranks, side by side with the others but without their values. Then the
-    ranks at hand measure the step's collectives.
+    ranks of ``comm`` measure the step's collectives.
 
     Args:
         build: Makes the model, shards it over the given communicator and makes the optimizer; its ``step`` may be
-            world_size: Number of ranks to simulate, at least the number of ranks here.
-        comm: The ranks at hand.
-        world_size: Number of ranks to be one of, at least those at hand.
+            called any number of times.
+        comm: The ranks that measure.
+        world_size: Number of ranks to simulate, at least those of ``comm``.
         progress: Called with steps done and their number.
 
     Raises:
-        ConfigError: There are fewer ranks than at hand.
+        ConfigError: ``world_size`` is smaller than the number of ranks of ``comm``.
         UserError: Those of ``build``.
     """
     if world_size < comm.size:

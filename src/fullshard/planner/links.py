@@ -1,4 +1,4 @@
-"""Measures collectives between the ranks at hand: alone, and behind computation."""
+"""Measures collectives between the running ranks: alone, and behind computation."""
 
 from __future__ import annotations
 

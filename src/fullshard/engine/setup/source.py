@@ -68,9 +68,9 @@ class WeightSource(Protocol):
 def wanted_tensors(model: nn.Module, left_out: frozenset[nn.Parameter] = frozenset()) -> list[WantedTensor]:
     """Return the saved state of a model: every parameter and persistent buffer with its names; any rank.
 
-    left_out: Parameters that are not sharded: if a source has none, those with values keep them.
+    Args:
         model: A model that is sharded, partly sharded or not sharded.
-        left_out: Parameters that are not sharded: one with values keeps them if a source has none.
+        left_out: Parameters that are not sharded: if a source has none, those with values keep them.
     """
     found: dict[int, WantedTensor] = {}
     for name, tensor, is_buffer in _named_state(model):
