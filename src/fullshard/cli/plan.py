@@ -296,7 +296,8 @@ def _search(options: argparse.Namespace, sizes: list[int], device: Any, data: An
         print(f"the fastest of {len(found)} settings that fits: {' '.join(best.overrides) or 'as it is'}\n")
         _print_one(best.plan, device.memory_bytes, options.price)
         rest = [tried for tried in found[1:] if not tried.why]
-        print(*(f"next: {format_duration(t.step_s)} a step with {' '.join(t.overrides)}" for t in rest[:3]), sep="\n")
+        for tried in rest[:3]:
+            print(f"next: {format_duration(tried.step_s)} a step, {' '.join(tried.overrides) or 'as it is'}")
     return DOES_NOT_FIT if best.why else 0
 
 
@@ -305,4 +306,4 @@ def _nearest(found: list[Any]) -> str:
     if not planned:
         return f"not known: {found[0].why}"
     nearest = min(planned, key=lambda tried: tried.plan.needed_bytes)
-    return f"{nearest.why}, with {' '.join(nearest.overrides)}"
+    return f"{nearest.why}, with {' '.join(nearest.overrides) or 'the settings as they are'}"

@@ -194,8 +194,8 @@ def _axes(mesh: object, device: torch.device | None) -> tuple[Comm | None, Comm]
     if mesh is None:
         if not dist.is_available() or not dist.is_initialized():
             raise ProcessGroupError(
-                "fully_shard needs a process group, and none is initialised. Start the script with torchrun (or "
-                "`fullshard train`) and call fullshard.init() or torch.distributed.init_process_group() first."
+                "fully_shard needs a process group, and none is initialised. Start the script with `fullshard "
+                "launch` or torchrun, and call fullshard.init() or torch.distributed.init_process_group() first."
             )
         mesh = dist.group.WORLD
     if isinstance(mesh, dist.ProcessGroup):

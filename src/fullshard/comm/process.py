@@ -312,7 +312,7 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
     if missing:
         raise ProcessGroupError(
             f"There is no process group to join: {', '.join(missing)} not set. "
-            "Start the script with torchrun or `fullshard train`."
+            "Start the script with `fullshard launch` or torchrun."
         )
     return _join(datetime.timedelta(seconds=timeout_s))
 

@@ -8,6 +8,7 @@ from fullshard.config.model import (
     ModelConfig as ModelConfig,
     QuantizationConfig as QuantizationConfig,
     TokenizerConfig as TokenizerConfig,
+    require_base as require_base,
 )
 from fullshard.config.recorded import (
     RUN_NAME as RUN_NAME,

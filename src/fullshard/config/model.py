@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from fullshard.config.section import ConfigSection, Fraction, FrozenMapping
+from fullshard.errors import ConfigError
 
 
 class TokenizerConfig(ConfigSection):
@@ -127,3 +128,17 @@ class ModelConfig(ConfigSection):
                 "adapter: {type: lora}, or leave quantization out to train all parameters"
             )
         return self
+
+
+def require_base(model: ModelConfig) -> None:
+    """Refuse to train an adapter of a new model; a plan of one is possible, because it needs no weights.
+
+    Raises:
+        ConfigError: There is an adapter and no ``path``.
+    """
+    if model.adapter is not None and model.path is None:
+        raise ConfigError(
+            "model.adapter needs model.path: an adapter is saved without its base model, and the random weights of a "
+            "model from model.config would be lost. Remove model.adapter to train the new model in full, or set "
+            "model.path."
+        )

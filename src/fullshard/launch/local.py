@@ -237,7 +237,7 @@ def _interrupted(kept: str, *, saves: bool) -> KeyboardInterrupt:
     if saves:
         step, reached = in_memory(kept), last_note(kept) or Reached(0)
         lost = f"; step {step:,} was in memory only and is lost" if step > reached.saved else ""
-        say(f"no step was being trained, so no checkpoint was saved now; earlier ones are untouched{lost}")
+        say(f"no step was being trained, so this stop saved no checkpoint and deleted none{lost}")
     return KeyboardInterrupt()
 
 

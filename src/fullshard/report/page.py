@@ -193,7 +193,7 @@ def _memory(files: RunFiles) -> PageSection:
         body += tables.timeline_table(files.trace.ranks)
         body += tables.note(
             "The parts sum to the allocator's count. “Other” is memory from before the step that does not belong to "
-            "parameters, gradients or optimizer: data, and the model's buffers." + _on_cpu(files)
+            "parameters, gradients or optimizer: data, the model's buffers, and copies for snapshots." + _on_cpu(files)
         )
     else:
         body += tables.note(f"{files.missing.get(TRACE_NAME, '')} The timeline of a step needs it.")

@@ -41,6 +41,15 @@ def test_the_files_settings_are_the_runs(tmp_path, capsys):
     assert said == ""
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_an_adapter_of_a_new_model_is_refused_as_train_refuses_it(tmp_path, capsys, more):
+    run = write_run_file(tmp_path, model__adapter={"type": "lora"})
+    assert cli.main(["config", "check", str(run), *more]) == 2
+    said = capsys.readouterr().err
+    assert "model.adapter needs model.path" in said
+    assert "Remove model.adapter" in said
+
+
 def test_a_run_file_in_the_place_of_accelerates_is_told(tmp_path, capsys):
     run = write_run_file(tmp_path)
     for arguments in (["config", "convert", str(run)], ["config", "check", str(run), "--config_file", str(run)]):

@@ -173,7 +173,7 @@ def test_ctrl_c_and_sigterm_end_ranks_that_do_not_train_yet(tmp_path, number, ca
     pids = [int(path.read_text()) for path in tmp_path.glob("pid*") if path.read_text()]
     assert pids
     assert not any(alive(pid) for pid in pids)
-    said = "fullshard: no step was being trained, so no checkpoint was saved now; earlier ones are untouched\n"
+    said = "fullshard: no step was being trained, so this stop saved no checkpoint and deleted none\n"
     assert capfd.readouterr().err == said
 
 

@@ -342,7 +342,7 @@ def _json_row(line: int, raw: str) -> Row:
     try:
         value = parse_json(raw)
     except json.JSONDecodeError as error:
-        return Row(line, {}, f"broken JSON: {error.msg} at column {error.colno}")
+        return Row(line, {}, f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
     except ValueError as error:
         return Row(line, {}, f"broken JSON: {error}")
     if not isinstance(value, dict):

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.comm import init_from_env, shutdown
-from fullshard.config import RunConfig, load_run, require_output_dir
+from fullshard.config import RunConfig, load_run, require_base, require_output_dir
 from fullshard.errors import RunStopped, UserError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.again import ReachedSink, resume_again
@@ -65,6 +65,7 @@ def _train(options: argparse.Namespace, *, is_first: bool) -> None:
 
     config = load(())
     asked = config.resume
+    require_base(config.model)
     require_output_dir(config.output_dir)
     # Tokenizing may take long, so it comes before the process group: no rank waits in a collective.
     with WorkProgress("tokenizing", shown=is_first) as progress:

@@ -53,6 +53,7 @@ class RunStart:
     shown_rows: tuple[tuple[tuple[str, str], ...], ...] = ()
     resumed_step: int = 0  # steps trained before the checkpoint that the run resumes from; 0 for a new run
     evaluated_step: int = 0  # step of the last evaluation before the start; 0 if there was none
+    time_limit_s: float | None = None  # seconds that the run may still train; None: no limit
     plan: Mapping[str, Any] | None = None  # the fullest rank's plan, and each rank's memory; None if there is none
     sets: tuple[SetFacts, ...] = ()  # the sets of a mixture; empty: the run has one set
     # the quantised base model, which checkpoints do not hold: name, directory, digest, quantisation; None: none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,9 @@ CELL_CHARACTERS = 200
 
 PLAIN_LINES = 20
 """Approximate number of step lines that a run prints if there is no terminal for a progress bar."""
+
+PLAIN_SILENCE_S = 30.0
+"""Longest time without a step line, except for the time of a step."""
 
 
 class Sink:
@@ -192,7 +196,9 @@ class ConsoleSink(Sink):
         self._total_steps = 0
         self._resumed_step = 0
         self._validation_rows = 0
+        self._time_limit_s = math.inf
         self._started = 0.0
+        self._last_line = 0.0
 
     def start(self, run: RunStart) -> None:
         """Print the model, its units, the notes and the number of steps, and start the bar."""
@@ -205,7 +211,8 @@ class ConsoleSink(Sink):
         self._total_steps = run.total_steps
         self._resumed_step = run.resumed_step
         self._validation_rows = run.validation_rows
-        self._started = time.monotonic()
+        self._time_limit_s = math.inf if run.time_limit_s is None else run.time_limit_s
+        self._started = self._last_line = time.monotonic()
         if self.console.is_terminal:
             columns = (BarColumn(bar_width=8), TextColumn("{task.description}", markup=False))
             self._progress = Progress(*columns, console=self.console)
@@ -213,13 +220,15 @@ class ConsoleSink(Sink):
             self._progress.start()
 
     def step(self, report: StepReport) -> None:
-        """Update the bar, or print a line for about every twentieth of the run."""
+        """Update the bar, or print a line for about every twentieth of the run, and at least every 30 s."""
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=self._describe(report))
         elif (
             report.step in (self._resumed_step + 1, self._total_steps)
             or report.step % max(1, self._total_steps // PLAIN_LINES) == 0
+            or time.monotonic() - self._last_line >= PLAIN_SILENCE_S
         ):
+            self._last_line = time.monotonic()
             self._print(self._describe(report))
 
     def evaluating(self, done: int, total: int) -> None:
@@ -282,8 +291,9 @@ class ConsoleSink(Sink):
 
     def _describe(self, report: StepReport) -> str:
         """Return a line that fits next to a short bar in 80 columns; the metrics file has all values."""
-        seconds_a_step = (time.monotonic() - self._started) / (report.step - self._resumed_step)
-        left = seconds_a_step * (self._total_steps - report.step)
+        elapsed = time.monotonic() - self._started
+        seconds_a_step = elapsed / (report.step - self._resumed_step)
+        left = max(0.0, min(seconds_a_step * (self._total_steps - report.step), self._time_limit_s - elapsed))
         memory = max((report.memory_bytes, *report.memory_bytes_per_rank))
         return (
             f"step {report.step}/{self._total_steps}  loss {report.loss:.4f}  "

@@ -39,6 +39,7 @@ def describe_start(
     given = parts.config.as_flat()
     ours = [f"data.sets.{one.name}.{name}" for one in parts.sets for name in _SET_FILES]
     names = [*(f"data.{name}" for name in _SET_FILES), "model.path", *ours]
+    limit = parts.config.training.max_train_minutes
     earlier: tuple[str, ...] = ()
     if holds_model(Path(parts.config.output_dir)):
         earlier = (f"{parts.config.output_dir} holds an earlier run's model; this run's model replaces it at the end",)
@@ -68,6 +69,7 @@ def describe_start(
         shown_rows=_shown_rows(parts),
         resumed_step=resumed_step,
         evaluated_step=record.evaluated_step,
+        time_limit_s=None if limit is None else max(0.0, 60.0 * limit - record.train_seconds),
         base=None if parts.base is None else parts.base.facts,
     )
 

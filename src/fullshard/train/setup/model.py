@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import Comm, machine_axes
-from fullshard.config import RunConfig
+from fullshard.config import RunConfig, require_base
 from fullshard.engine import WeightSource, check_wrapped, fully_shard
 from fullshard.engine.setup.source import WantedTensor
 from fullshard.engine.setup.wrap import BY_CLASS, ONE_UNIT
@@ -88,11 +88,7 @@ def prepare_model(
         UserError: The model cannot be built, or the settings do not match it.
     """
     if config.model.path is None:
-        if config.model.adapter is not None:
-            raise ConfigError(
-                "model.adapter needs model.path: an adapter is saved without its base model, and the random weights "
-                "of a model from model.config would be lost."
-            )
+        require_base(config.model)
         ready = _made(config, tokenizer, filled=filled)
     else:
         directory = directory or resolve_model(config.model.path)

@@ -206,14 +206,31 @@ def test_a_run_that_goes_on_keeps_the_metrics_up_to_its_step_and_appends(tmp_pat
 
 
 def test_what_is_left_is_reckoned_from_where_the_run_goes_on(monkeypatch):
-    clock = iter([100.0, 110.0])
-    monkeypatch.setattr(sinks.time, "monotonic", lambda: next(clock))
+    said = lines_at(monkeypatch, {41: 110.0}, resumed_step=40)
+    assert "step 41/50" in said[-1]
+    assert "1 min 30 s left" in said[-1]  # nine more steps of ten seconds
+
+
+def lines_at(monkeypatch, times, **changes):
+    """The lines of a run that starts at 100 s and reports steps at these times."""
+    now = [100.0]
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     sink = ConsoleSink(Console(file=stream, width=100))
-    sink.start(dataclasses.replace(START, resumed_step=40))
-    sink.step(step(41))
-    assert "step 41/50" in stream.getvalue()
-    assert "1 min 30 s left" in stream.getvalue()  # nine more steps of ten seconds
+    sink.start(dataclasses.replace(START, **changes))
+    for number, now[0] in times.items():
+        sink.step(step(number))
+    return stream.getvalue().splitlines()
+
+
+def test_what_is_left_is_within_the_time_limit(monkeypatch):
+    assert lines_at(monkeypatch, {1: 110.0}, time_limit_s=25.0)[-1].endswith("15 s left")
+    assert lines_at(monkeypatch, {1: 130.0}, time_limit_s=25.0)[-1].endswith(" 0 s left")
+
+
+def test_a_log_is_not_silent_for_longer_than_half_a_minute_of_short_steps(monkeypatch):
+    said = lines_at(monkeypatch, {1: 110.0, 3: 139.0, 5: 141.0, 7: 170.0, 9: 171.0}, total_steps=50_000)
+    assert [line.split()[1] for line in said if line.startswith("step ")] == ["1/50000", "5/50000", "9/50000"]
 
 
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path):
