@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -281,7 +281,21 @@ def export(
         notes = (f"{assets} has no {CONFIG_NAME}, which from_pretrained needs: only weights were written",)
     if isinstance(parts, _OfBase) and index.base is not None:
         notes = (*notes, f"the base {index.base.name} was dequantised ({index.base.quantisation})")
+    elif options.lora == "merge":
+        notes = (*notes, *_rounded_base(parts.specs))
     return ExportReport(checkpoint, index.step, directory, len(specs), total, files, notes)
+
+
+def _rounded_base(specs: Sequence[TensorSpec]) -> list[str]:
+    """Return a note if a checkpoint has the frozen base in 16 bits: a run in bf16 or fp16 keeps no wider copy of it."""
+    held = {spec.dtype for spec in specs if spec.dtype.is_floating_point and spec.dtype.itemsize < 4}
+    if not held:
+        return []
+    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
+    return [
+        f"the base model's weights are those of the checkpoint, in {names}, as the run computed with them; to merge "
+        "into the base's own files, export with --adapter and merge with peft"
+    ]
 
 
 def _require_small_files(checkpoint: Place) -> None:

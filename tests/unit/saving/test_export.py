@@ -272,6 +272,22 @@ def test_merged_is_what_peft_merges(name, run_bytes, tmp_path, monkeypatch):
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
 
 
+def test_a_base_that_the_run_held_in_16_bits_is_merged_so_with_a_note(tmp_path):
+    def frozen_in_bf16():
+        model = LORA["t5"]()
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:
+                parameter.data = parameter.data.bfloat16()
+        return model
+
+    _, checkpoint = save_lora(tmp_path, frozen_in_bf16)
+    (note,) = export(checkpoint, tmp_path / "merged", ExportOptions(lora="merge")).notes
+    assert "in bfloat16, as the run computed with them" in note
+    assert not export(checkpoint, tmp_path / "adapter", ExportOptions(lora="adapter")).notes
+    _, exact = save_lora(tmp_path / "exact", LORA["t5"])
+    assert not export(exact, tmp_path / "exact" / "merged", ExportOptions(lora="merge")).notes
+
+
 @pytest.mark.parametrize("name", LORA)
 def test_the_adapter_is_what_peft_saves_and_loads(name, tmp_path):
     model, checkpoint = save_lora(tmp_path, LORA[name])
