@@ -3,15 +3,20 @@
 ``python benchmarks/qlora.py`` writes ``benchmarks/results/qlora.json``. Steps are timed against bitsandbytes' with both
 ``wo`` in bf16, as T5 cannot run with bitsandbytes' ``wo``; the other figures are of a base whose blocks are quantised.
 With ``--loading`` only the time to load is measured: reading a bf16 file into memory against loading it by shards and
-quantising it, and both parts of that.
+quantising it, and both parts of that, with the file in the page cache and with none of it there. Each takes new memory,
+as a process does that has just started; ``read_again`` reads into memory that was written before.
 """
 
+import ctypes
+import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +142,22 @@ def of_bitsandbytes(comm: Comm, path: str) -> float:
     return timed(model, optimizer, comm, rows)
 
 
-def read_all(path: str) -> None:
-    """Read the file into memory; ``load_file`` alone maps it and reads nothing."""
-    held = [tensor.clone() for tensor in load_file(Path(path) / "model.safetensors").values()]
-    del held
+def read_all(path: str, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Read the file into new memory, or into that of ``into``; ``load_file`` alone maps it and reads nothing."""
+    mapped = load_file(Path(path) / "model.safetensors")
+    if into is None:
+        return {name: tensor.clone() for name, tensor in mapped.items()}
+    return {name: into[name].copy_(tensor) for name, tensor in mapped.items()}
+
+
+def start_afresh(path: str, *, cold: bool) -> None:
+    """Give freed memory back, so that what follows takes new pages; ``cold``: drop the file from the page cache."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    if cold:
+        file = os.open(Path(path) / "model.safetensors", os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
 
 
 def load(comm: Comm, path: str, quantize: fullshard.Quantize | None) -> Any:
@@ -162,28 +179,45 @@ def quantise_again(model: nn.Module, size: int) -> None:
                 format.quantise(VALUES[: min(CHUNK, numel - low)], layer.shape)
 
 
-def load_times(comm: Comm, path: str) -> dict[str, list[float]]:
+def load_times(comm: Comm, path: str, cold: bool) -> dict[str, list[float]]:
     """Return the seconds of each way, in turns; ranks start each together."""
-    seconds: dict[str, list[float]] = {"read": [], "shard": [], "quantise_and_shard": [], "quantise": []}
+    seconds: dict[str, list[float]] = {"read": [], "quantise_and_shard": [], "shard": [], "quantise": []}
     model = load(comm, path, QUANTIZE)
-    work = {
+    work: dict[str, Callable[[], object]] = {
         "read": lambda: read_all(path),
-        "shard": lambda: load(comm, path, None),
         "quantise_and_shard": lambda: load(comm, path, QUANTIZE),
+        "shard": lambda: load(comm, path, None),
         "quantise": lambda: quantise_again(model, comm.size),
     }
+    if not cold:
+        seconds["read_again"], kept = [], read_all(path)
+        work["read_again"] = lambda: read_all(path, kept)
     for _ in range(LOADS):
         for name, one in work.items():
+            start_afresh(path, cold=cold)
             comm.barrier()
             started = time.perf_counter()
-            one()
+            made = one()
             comm.barrier()
             seconds[name].append(time.perf_counter() - started)
+            del made  # freeing is not measured
     return seconds
 
 
+def load_figures(size: int, path: str, *, cold: bool) -> dict[str, Any]:
+    """Return the seconds of loading on so many ranks, and their ratio to reading the file."""
+    ranks = on_ranks(size, load_times, path, cold, timeout_s=300)
+    least = {name: max(min(rank[name]) for rank in ranks) for name in ranks[0]}
+    middle = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ranks[0]}
+    found = {"least": least, "median": middle}
+    return {
+        **{f"{kind}_seconds": seconds for kind, seconds in found.items()},
+        "load_time_over_reading": {k: s["quantise_and_shard"] / s["read"] for k, s in found.items()},
+    }
+
+
 def measure_loading() -> dict[str, Any]:
-    """Return the seconds of loading on one and two ranks, and their ratio to reading the file."""
+    """Return the figures of loading on one and two ranks, with the file in the page cache and without."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as path:
         torch.manual_seed(0)
@@ -194,16 +228,12 @@ def measure_loading() -> dict[str, Any]:
             for name, p in empty.named_parameters()
         }
         save_file(values, Path(path) / "model.safetensors")
+        os.sync()  # only pages that are on the disk leave the cache when told
         found["file_bytes"] = (Path(path) / "model.safetensors").stat().st_size
         del values
         for size in (1, 2):
-            ranks = on_ranks(size, load_times, path, timeout_s=150)
-            least = {name: max(min(rank[name]) for rank in ranks) for name in ranks[0]}
-            middle = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ranks[0]}
-            ratio = {"least": least, "median": middle}
             found[f"ranks_{size}"] = {
-                **{f"{kind}_seconds": seconds for kind, seconds in ratio.items()},
-                "load_time_over_reading": {k: s["quantise_and_shard"] / s["read"] for k, s in ratio.items()},
+                cache: load_figures(size, path, cold=cache == "cold") for cache in ("warm", "cold")
             }
     return found
 

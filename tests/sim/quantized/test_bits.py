@@ -158,7 +158,7 @@ def test_fp8_codes_are_those_of_the_unsharded_rows(size, tmp_path):
 @pytest.mark.parametrize("type", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weights", [64 * 9000, 64 * 9000 + 37, 64, 5])
-def test_codes_by_table_are_those_of_bitsandbytes_search(type, dtype, weights):
+def test_codes_by_counting_are_those_of_bitsandbytes_search(type, dtype, weights):
     values = torch.randn(weights, generator=torch.Generator().manual_seed(0)).to(dtype)
     if weights > 1000:
         values[:64] = 0

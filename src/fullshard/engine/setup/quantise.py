@@ -8,8 +8,11 @@ another number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -21,7 +24,7 @@ from fullshard.layout.sharded import ShardMeta
 from fullshard.quantized import QuantizedLinear
 from fullshard.shards import rows_of
 
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Weights that are read and quantised at a time, at most; a block if it is larger."""
 
 SHARED = 1 << 22
@@ -50,46 +53,122 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
             yield plain_name(f"{path}.weight" if path else "weight"), module
 
 
+@dataclass
+class _Run:
+    """Blocks of one layer, in a row, that are read together.
+
+    Attributes:
+        name: Name of the layer's weight.
+        layer: The layer.
+        low: The first block.
+        high: The block after the last one.
+    """
+
+    name: str
+    layer: QuantizedLinear
+    low: int
+    high: int
+
+    def weights(self) -> tuple[int, int]:
+        """Return the first weight, and how many there are: the weight's last block may be short."""
+        shape = self.layer.shape
+        block = self.layer.format.block(shape)
+        return self.low * block, min(self.high * block, prod(shape)) - self.low * block
+
+
 def quantise_parts(model: nn.Module, reader: WeightReader, device: torch.device) -> list[QuantisedPart]:
     """Read this rank's weights and quantise them into its shards, on ``device``; without communication.
 
     Raises:
         UserError: A weight cannot be read.
     """
-    return [_quantise(name, layer, reader, device) for name, layer in quantised_layers(model) if reader.has(name)]
+    layers = [(name, layer) for name, layer in quantised_layers(model) if reader.has(name)]
+    runs = [run for name, layer in layers for run in _runs(name, layer)]
+    found: dict[str, list[torch.Tensor]] = {name: [] for name, _ in layers}
+    # Closed here, also if an error ends the loop: its thread would read on.
+    with closing(_read_ahead(runs, reader)) as read:
+        for run, values in read:
+            found[run.name].append(_quantise(run, values.to(device)))
+    return [_part(layer, found[name], device) for name, layer in layers]
 
 
-def _quantise(name: str, layer: QuantizedLinear, reader: WeightReader, device: torch.device) -> QuantisedPart:
-    format, shape, codes = layer.format, layer.shape, layer.stored[0]
+def _runs(name: str, layer: QuantizedLinear) -> list[_Run]:
+    """Return the runs that this rank's codes of a layer are made of."""
+    first, last, _ = _held_blocks(layer)
+    step = max(1, CHUNK // layer.format.block(layer.shape))
+    return [_Run(name, layer, low, min(low + step, last)) for low in range(first, last, step)]
+
+
+def _read_ahead(runs: list[_Run], reader: WeightReader) -> Generator[tuple[_Run, torch.Tensor]]:
+    """Yield the weights of each run, on the CPU, valid until the next one; a thread reads the next run meanwhile.
+
+    Two runs share two pieces of memory: new pages for each run took longer than reading it.
+    """
+    if not runs:
+        return
+    most = max(run.weights()[1] * run.layer.weight_dtype.itemsize for run in runs)
+    memory = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(2)]
+
+    def read(index: int) -> torch.Tensor:
+        run, dtype = runs[index], runs[index].layer.weight_dtype
+        start, count = run.weights()
+        values = memory[index % 2][: count * dtype.itemsize].view(dtype)
+        reader.read(run.name, start, values)
+        return values
+
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read, 0)
+        for index, run in enumerate(runs):
+            values = reading.result()
+            if index + 1 < len(runs):
+                reading = thread.submit(read, index + 1)
+            yield run, values
+
+
+def _quantise(run: _Run, values: torch.Tensor) -> torch.Tensor:
+    """Write the codes of a run that this rank holds, and return the largest absolute values of its blocks."""
+    layer, codes = run.layer, run.layer.stored[0]
     start, stop = _range(codes)
-    block = format.block(shape)
-    size, numel = format.code_bytes(block), shape[0] * shape[1]
-    first, last = start // size, -(-stop // size)
-    chunk = max(1, CHUNK // block)
-    found = []
-    for low in range(first, last, chunk):
-        high = min(low + chunk, last)
-        values = torch.empty(min(high * block, numel) - low * block, dtype=layer.weight_dtype, device=device)
-        reader.read(name, low * block, values)
-        made, largest = format.quantise(values, shape)
-        found.append(largest)
-        here = slice(max(start, low * size), min(stop, low * size + made.numel()))
-        target = _flat(codes)[here.start - start : here.stop - start]
-        target.copy_(made[here.start - low * size : here.stop - low * size])
+    made, largest = layer.format.quantise(values, layer.shape)
+    low = run.low * _code_bytes(layer)
+    here = slice(max(start, low), min(stop, low + made.numel()))
+    _flat(codes)[here.start - start : here.stop - start].copy_(made[here.start - low : here.stop - low])
+    return largest
+
+
+def _part(layer: QuantizedLinear, found: list[torch.Tensor], device: torch.device) -> QuantisedPart:
+    """Return what this rank quantised of a layer; ``found``: the largest absolute values of its runs."""
+    first, _, skipped = _held_blocks(layer)
     largest = torch.cat(found) if found else torch.empty(0, device=device)
-    # A block that begins on the rank before is brought by that rank.
-    skipped = int(first * size < start)
     return QuantisedPart(layer, first + skipped, largest[skipped:])
+
+
+def _held_blocks(layer: QuantizedLinear) -> tuple[int, int, int]:
+    """Return the first and past-the-last block that this rank holds codes of, and how many another one brings: 0 or 1.
+
+    A block that begins on the rank before is brought by that rank.
+    """
+    size = _code_bytes(layer)
+    start, stop = _range(layer.stored[0])
+    return start // size, -(-stop // size), int(start % size > 0)
+
+
+def _code_bytes(layer: QuantizedLinear) -> int:
+    """Return the bytes of a block's codes."""
+    return layer.format.code_bytes(layer.format.block(layer.shape))
 
 
 def share_scales(parts: list[QuantisedPart]) -> None:
     """Write this rank's part of every layer's scales; every rank of the model calls it with the same layers."""
     batch: list[QuantisedPart] = []
+    blocks = 0
     for part in parts:
-        if batch and (_group(part) is not _group(batch[0]) or sum(map(_blocks, [*batch, part])) > SHARED):
+        more = _blocks(part)
+        if batch and (_group(part) is not _group(batch[0]) or blocks + more > SHARED):
             _share(batch)
-            batch = []
+            batch, blocks = [], 0
         batch.append(part)
+        blocks += more
     if batch:
         _share(batch)
 
