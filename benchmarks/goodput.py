@@ -12,6 +12,9 @@ Two CPU ranks train a T5 of t5-small's shapes. Two parts, each recorded when it 
 ``goodput`` is the steps that are left over those that the undisturbed time makes of it, without the time in which
 Python and imports start (``fullshard train`` prints how long a run was without steps, and how long without that);
 ``goodput_with_starts`` has that time too.
+
+``step_s`` is a step of the undisturbed time with what is around it, snapshots included. ``own_step_s`` are the medians
+of what steps took themselves, in that time and after it: if they differ, something else slowed one of the two.
 """
 
 import argparse
@@ -172,11 +175,13 @@ def killed(directory: Path, seconds: float, calm: float, every: float, draw: ran
         twice += before + 1 - len(run.steps())
         time.sleep(max(0.0, min(every, ends - time.time())))
     reached, ended = run.stop()
+    own = [one["seconds"] for one in run.steps()[WARM_STEPS:]]
     recoveries = [[float(one) for one in found] for found in RECOVERED.findall(run.said.read_text())]
     return {
         "kills": kills,
         "undisturbed_steps": undisturbed,
         "step_s": round(step_s, 4),
+        "own_step_s": [round(statistics.median(part), 4) for part in (own[:undisturbed], own[undisturbed:])],
         "steps": reached - WARM_STEPS,
         "seconds": round(ended - began, 2),
         "steps_taken_twice": twice,
