@@ -292,7 +292,9 @@ class Snapshots:
     def _keep_pace(self, lives: Sequence[float | None]) -> None:
         """Set ``every`` by the pace, if it is known, and how long attempts last by each rank's machine."""
         if self._pace is not None:
-            self.every = _interval(*self._pace, min((one for one in lives if one is not None), default=math.inf))
+            cost_s, written_s, step_s = self._pace
+            life_s = min((one for one in lives if one is not None), default=math.inf)
+            self.every = _interval(cost_s, written_s, step_s, life_s)
 
     def _free(self) -> dict[str, int]:
         """Return the bytes that snapshots may still take, by pool: memory, and the file system that they are in.
