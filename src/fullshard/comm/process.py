@@ -6,6 +6,8 @@ import datetime
 import functools
 import logging
 import os
+import socket
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +33,9 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 TIMEOUT_S = 600.0
 """Default number of seconds after which a collective that other ranks never joined is an error."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.5
+"""Between two looks whether rank 0's store listens: thousands of ranks must not look all the time."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -319,6 +324,8 @@ def init_from_env(*, timeout_s: float = TIMEOUT_S) -> Comm:
 
 def _join(timeout: datetime.timedelta) -> Comm:
     """Meet the other ranks, agree on where all compute, and make the process group."""
+    if os.environ["RANK"] != "0":
+        _await_store(timeout.total_seconds())
     store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
     gpu = gpu_of_rank()
@@ -337,6 +344,26 @@ def _join(timeout: datetime.timedelta) -> Comm:
         dist.init_process_group("gloo", timeout=timeout, **meeting)
         SHARED.gpu, SHARED.ranks = gpu, placement.ranks
     return comm_of_group(_world(), gpu)
+
+
+def _await_store(seconds: float) -> None:
+    """Return when rank 0's store listens, or after ``seconds``: torch's connection then says what is wrong.
+
+    Ranks that are forks arrive within milliseconds of each other. torch tries a refused connection again only after 0.3
+    to 0.6 s, which was a fifth of a recovery.
+    """
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline, pause_s = time.monotonic() + seconds, _FIRST_PAUSE_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(address, _LONGEST_PAUSE_S).close()
+        except ConnectionRefusedError:
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+        except OSError:  # another machine whose name or network is not there yet
+            return
+        else:
+            return
 
 
 def join_alone(device: torch.device) -> Comm:

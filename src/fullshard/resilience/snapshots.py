@@ -48,6 +48,9 @@ SHARE = 0.01
 FIRST_GAP = 4
 """Steps between the first snapshots, until the cost of one without new memory is known."""
 
+_COSTS = 9
+"""Snapshots whose median cost decides the interval."""
+
 _GENERATIONS = 2
 _MEMORY_SHARE = 0.5
 """Share of the free memory that the snapshots of a machine may take."""
@@ -75,6 +78,7 @@ class Snapshots:
         self._keep = keep
         self._measured = every == "auto"
         self._life_s = keep.mean_life_s()
+        self._pace: Sequence[float] | None = None  # see :class:`Described`; the same on every rank
         self._partners = Partners(ranks, keep.directory)
         self._slots = [self._partners.slot_of(ranks.rank, number) for number in range(_GENERATIONS)]
         self._serial = 0
@@ -128,7 +132,7 @@ class Snapshots:
             return False
         self._next = step + self.every
         rank, size = self._ranks.rank, self._ranks.size
-        described = Described(step, rank, size, self._keep.attempt, self._serial, self.every, values, plain)
+        described = Described(step, rank, size, self._keep.attempt, self._serial, self.every, self._pace, values, plain)
         slot = self._slots[self._serial % _GENERATIONS]
         self._serial += 1
         try:
@@ -160,7 +164,8 @@ class Snapshots:
         # Checksums of both generations would take twice as long, and the older one is rarely needed.
         for newest in (True, False):
             found = together_in_background(self._ranks, partial(self._held, self._ranks.rank, newest=newest))
-            common = set.intersection(*self._ranks.all_gather_object(set(found)))
+            everyone = self._ranks.all_gather_object((set(found), self._life_s))
+            common = set.intersection(*(keys for keys, _ in everyone))
             if common:
                 break
         else:
@@ -169,7 +174,9 @@ class Snapshots:
         described = chosen.described
         self._serial = described.serial + 1  # the other slot is written next
         if self._measured:
-            self.every = min(FIRST_GAP, described.every)  # until the cost in this attempt is known
+            # What the attempt before has measured holds until this one has: it may not last that long.
+            self.every, self._pace = min(FIRST_GAP, described.every), described.pace
+            self._keep_pace([life for _, life in everyone])
         # A machine that lacked its own lacks its partners' too: they are sent again after the next step.
         self._next = described.step + (1 if brought else self.every)
         return chosen
@@ -259,7 +266,8 @@ class Snapshots:
         first = self._next is None and not self.costs
         room = (room_of(tensors, several=self._partners.several), self._free()) if first else None
         step_s = statistics.median(self._steps_s) if self._steps_s else 0.0
-        cost = self.costs[-1] if self.costs else 0.0
+        # One snapshot of several costs twice as much as the others, and would double the interval.
+        cost = statistics.median(self.costs[_GENERATIONS:][-_COSTS:] or [0.0])
         self._steps_s.clear()
         mine = self._problem, cost, self._written_s, step_s, self._life_s, room
         everyone = self._ranks.all_gather_object(mine)
@@ -278,9 +286,15 @@ class Snapshots:
             _log.info("snapshots in %s: %s for each rank", self._keep.directory, format_bytes(nbytes))
         slowest = max(one[3] for one in everyone)
         if self._measured and slowest and len(self.costs) > _GENERATIONS:
-            lives = [one[4] for one in everyone if one[4] is not None]
-            cost_s, written_s = max(one[1] for one in everyone), max(one[2] for one in everyone)
-            self.every = _interval(cost_s, written_s, slowest, min(lives, default=math.inf))
+            self._pace = max(one[1] for one in everyone), max(one[2] for one in everyone), slowest
+            self._keep_pace([one[4] for one in everyone])
+
+    def _keep_pace(self, lives: Sequence[float | None]) -> None:
+        """Set ``every`` by the pace, if it is known, and how long attempts last by each rank's machine."""
+        if self._pace is not None:
+            cost_s, written_s, step_s = self._pace
+            life_s = min((one for one in lives if one is not None), default=math.inf)
+            self.every = _interval(cost_s, written_s, step_s, life_s)
 
     def _free(self) -> dict[str, int]:
         """Return the bytes that snapshots may still take, by pool: memory, and the file system that they are in.
@@ -368,10 +382,11 @@ def _interval(cost_s: float, written_s: float, step_s: float, life_s: float = ma
     """Return the steps between snapshots: their cost within ``SHARE``, and one complete before the next begins.
 
     If attempts last ``life_s`` in the mean, half an interval is lost in each: the sum of that and of what snapshots
-    cost is least with the square root (Young, 1974).
+    cost is least with the square root (Young, 1974), rounded, since nothing is bounded by it.
     """
-    between_s = min(cost_s / SHARE, math.sqrt(2 * cost_s * life_s))
-    return max(1, math.ceil(between_s / step_s), math.ceil(written_s / step_s))
+    rarest = math.ceil(cost_s / SHARE / step_s)
+    best = round(min(rarest, math.sqrt(2 * cost_s * life_s) / step_s))
+    return max(1, best, math.ceil(written_s / step_s))
 
 
 def _too_large(rooms: list[tuple[int, Mapping[str, int]]]) -> list[str]:

@@ -1,11 +1,14 @@
-"""The Comm class of each kind of process group."""
+"""The Comm class of each kind of process group, and how ranks meet."""
+
+import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard.comm import Comm, FakeComm, GlooComm, init_from_env, shutdown
+from fullshard.comm import Comm, FakeComm, GlooComm, init_from_env, process, shutdown
 from fullshard.comm.mesh import SoloComm
 from fullshard.comm.process import comm_of_group
 
@@ -67,3 +70,46 @@ def test_a_group_that_another_launcher_made_is_joined(group, monkeypatch):
 def test_a_group_of_one_without_processes_takes_announcements():
     assert isinstance(SoloComm(torch.device("cpu")), Comm)
     SoloComm(torch.device("cpu")).announce("all-gather of unit blocks.3")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_connects_when_rank_0_listens(rank, monkeypatch):
+    class ConnectsError(Exception):
+        """Where torch would connect."""
+
+    pauses, listened = [], []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+
+        def sleep(seconds):
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                listened.append(listener.listen())
+
+        def rendezvous(*_args, **_options):
+            raise ConnectsError
+
+        monkeypatch.setattr(process, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+        monkeypatch.setattr(process, "rendezvous", rendezvous)
+        with pytest.raises(ConnectsError):
+            init_from_env()
+    assert len(listened) == rank  # rank 0 is the one that listens
+    assert pauses == sorted(pauses)
+    assert sum(pauses) < 0.05
+
+
+def test_a_rank_that_waits_in_vain_leaves_the_error_to_torch(monkeypatch):
+    clock, pauses = iter(range(1000)), []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setattr(process, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: next(clock)))
+        process._await_store(40.0)
+        monkeypatch.setenv("MASTER_ADDR", "a name that nothing has")
+        process._await_store(900.0)
+    assert max(pauses) == 0.5
+    assert 30 < len(pauses) < 40

@@ -74,9 +74,11 @@ def test_ranks_get_torchruns_environment(tmp_path, monkeypatch):
     assert int(values[0][6]) == max(1, len(os.sched_getaffinity(0)) // 3)
 
 
-def test_threads_that_the_user_set_are_kept(tmp_path, monkeypatch):
+def test_what_the_user_set_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert launch(script(tmp_path, "sys.exit(os.environ['OMP_NUM_THREADS'] != '5')"), nproc=1) is None
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    kept = "os.environ['OMP_NUM_THREADS'] == '5' and os.environ['GLIBC_TUNABLES'].endswith('=0')"
+    assert launch(script(tmp_path, f"sys.exit(not ({kept}))"), nproc=1) is None
 
 
 def test_the_earliest_failure_is_shown_whoever_ends_first(tmp_path):
