@@ -37,6 +37,9 @@ KNOWN_NUMEL = 1 << 18
 LARGE_BYTES = 1 << 30
 """Bytes from which a tensor has address space only."""
 
+_OPERATORS_A_CHECK = 64
+"""Operators from one look at the clock to the next: some milliseconds."""
+
 _NORESERVE = 0x4000
 """Linux's ``MAP_NORESERVE``, which Python's mmap does not name before 3.13."""
 
@@ -57,8 +60,11 @@ _IN_PLACE: dict[Any, Any] = {
 _GROUPED = torch.ops.aten._grouped_mm.default
 """The experts' products. Torch says their shape for bf16 alone; it computes every dtype."""
 
+_COMPOSED = {"bitsandbytes::gemm_4bit"}
+"""Operators of packages whose kernel for the CPU calls others: by name, since they may not be installed."""
+
 _SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
-"""Operators that change or return their argument without reading it, apart from views."""
+"""Operators that change or return their argument without reading it, apart from views, which take no memory."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,11 @@ class HollowMode(TorchDispatchMode):
     @staticmethod
     def ignore(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Do nothing about an operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch's guard costs 2 us an operator, and nothing is compiled while a mode is on."""
+        return False
 
     def __enter__(self) -> HollowMode:
         """Start; also count what no operator does: resized storages, and copies of the random state."""
@@ -175,8 +186,9 @@ class HollowMode(TorchDispatchMode):
             ModelError: Its result depends on values, or torch does not know its shape.
             TookTooLongError: See :func:`~fullshard.planner.limit.time_limit`.
         """
-        check_time()
         self.operators += 1
+        if not self.operators % _OPERATORS_A_CHECK:
+            check_time()
         with torch._C.DisableTorchFunctionSubclass():
             if in_backward() and not torch.is_grad_enabled():
                 taken = self._summed_in_place(*args, **(kwargs or {})) if func is torch.ops.aten.add.Tensor else None
@@ -222,8 +234,9 @@ class HollowMode(TorchDispatchMode):
         given = _tensors((*args, *kwargs.values()))
         for tensor in given:
             self.meter.see(tensor)
-        if _keeps_memory(func):
-            return self._computed(func, args, kwargs)
+        way = _way_of(func)
+        if way is not None:
+            return way(self, func, args, kwargs)
         read = [] if func._schema.name in _CONSTANTS_LIKE else given
         known = not any(map(self.meter.is_hollow, read))
         if func is torch.ops.aten._local_scalar_dense.default and not known:
@@ -249,6 +262,16 @@ class HollowMode(TorchDispatchMode):
         self.meter.pulse(_cast_bytes(func, given))
         return result
 
+    def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Follow the operators that an operator's kernel calls, for what they hold; for a step's time it stays one."""
+        told, self.on_operator = self.on_operator, self.ignore
+        super().__enter__()
+        try:
+            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+            self.on_operator = told
+
     def _places(self, indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the indices with the places of masks, whose number is known, as the kernel makes them."""
         found: list[torch.Tensor | None] = []
@@ -256,6 +279,9 @@ class HollowMode(TorchDispatchMode):
             is_mask = index is not None and index.dtype == torch.bool
             found += self._computed(torch.nonzero, (index,), {}).unbind(1) if is_mask else [index]
         return found
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -266,9 +292,10 @@ class HollowMode(TorchDispatchMode):
     def _shapes_of(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
         """Return the outputs of an operator; blocks of one kind ask torch once."""
         key = _key(func, args, kwargs, given)
-        if key is None:
+        try:
+            known = _KNOWN_SHAPES.get(key)
+        except TypeError:  # an argument that cannot be compared
             return self._fake_shapes(func, args, kwargs, given)
-        known = _KNOWN_SHAPES.get(key)
         if known is None:
             if len(_KNOWN_SHAPES) >= _MOST_SHAPES:
                 _KNOWN_SHAPES.clear()
@@ -328,7 +355,7 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
 
 
 def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
-    """Return what an operator's shapes depend on, to be compared; None if that cannot be said."""
+    """Return what an operator's shapes depend on, to be compared."""
     places = {id(tensor): index for index, tensor in enumerate(reversed(given))}  # an input given twice is one owner
 
     def part(value: Any) -> Any:
@@ -339,12 +366,7 @@ def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
             return (type(value), *map(part, value))
         return type(value), value  # 1, 1.0 and True are equal, and promote dtypes differently
 
-    key = (func, torch.get_default_dtype(), part(args), *((name, part(kwargs[name])) for name in kwargs))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return func, torch.get_default_dtype(), part(args), *((name, part(kwargs[name])) for name in kwargs)
 
 
 def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
@@ -401,12 +423,16 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _keeps_memory(func: Any) -> bool:
-    """Return whether an operator only makes views: running it reads and writes no element."""
-    schema = func._schema
-    aliased = [one.alias_info for one in schema.returns if one.alias_info is not None]
+def _way_of(func: Any) -> Callable[[HollowMode, Any, Any, Any], Any] | None:
+    """Return how an operator is run that reads and writes no element, or that calls others; None for all else."""
+    name = func._schema.name
+    if name in _COMPOSED:
+        return HollowMode._composed
+    if name in _SHAPE_ONLY:
+        return HollowMode._computed
+    aliased = [one.alias_info for one in func._schema.returns if one.alias_info is not None]
     is_view = bool(aliased) and not any(one.is_write for one in aliased)
-    return is_view or schema.name in _SHAPE_ONLY or torch.Tag.inplace_view in func.tags
+    return HollowMode._viewed if is_view or torch.Tag.inplace_view in func.tags else None
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
