@@ -8,12 +8,13 @@ torch's FakeTensorMode says what each operator returns.
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -67,13 +68,45 @@ _SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
 """Operators that change or return their argument without reading it, apart from views, which take no memory."""
 
 
+class _Form(NamedTuple):
+    """A tensor without its memory."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int  # of its storage
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        storage = tensor.untyped_storage().nbytes()
+        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, storage)
+
+    def empty(self) -> torch.Tensor:
+        """Return a tensor without memory; a large one in address space that the system does not promise memory for."""
+        if self.device.type == "meta" or self.nbytes < LARGE_BYTES:
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        # Not torch's allocator: Linux refuses a single allocation above the memory of the machine.
+        space = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        return torch.frombuffer(space, dtype=self.dtype).as_strided(self.size, self.stride)
+
+    def view_of(self, owner: torch.Tensor) -> torch.Tensor:
+        """Return ``owner`` itself, or its view of this form."""
+        if owner.size() == self.size and owner.stride() == self.stride:
+            return owner
+        return torch.as_strided(owner, self.size, self.stride, self.offset + owner.storage_offset())
+
+
 @dataclass(frozen=True)
 class _Shapes:
-    """The outputs of an operator without their memory."""
+    """The outputs of an operator without their memory, and what depends on its inputs' forms alone."""
 
-    leaves: list[Any]  # fake tensors and other values
+    leaves: list[Any]  # forms and other values
     owners: list[int | None]  # for each, the index of the input whose memory it shares
     spec: TreeSpec  # how they are nested
+    small: bool  # whether it is computed where what it reads is known
+    cast_bytes: int  # of inputs that it casts first
 
 
 _KNOWN_SHAPES: dict[Any, _Shapes] = {}
@@ -254,12 +287,12 @@ class HollowMode(TorchDispatchMode):
                 f"The plan cannot follow {func}: torch does not know the shape of its result without computing it. "
                 "Plan the model without the module that calls it."
             ) from error
-        if known and _is_small(func, shapes, read):
+        if known and shapes.small:
             return self._computed(func, args, kwargs)
         for tensor in _written(func, args, kwargs):
             self.meter.see(tensor, hollow=True)
         result = self._hollow(shapes, given)
-        self.meter.pulse(_cast_bytes(func, given))
+        self.meter.pulse(shapes.cast_bytes)
         return result
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -319,39 +352,30 @@ class HollowMode(TorchDispatchMode):
         inputs = {made[id(tensor)].untyped_storage()._cdata: index for index, tensor in enumerate(given)}
         if func is _GROUPED:
             result = result.to(given[0].dtype)
-        leaves, spec = tree_flatten(result)
-        owners = [inputs.get(t.untyped_storage()._cdata) if isinstance(t, torch.Tensor) else None for t in leaves]
-        return _Shapes(leaves, owners, spec)
+        found, spec = tree_flatten(result)
+        owners = [inputs.get(t.untyped_storage()._cdata) if isinstance(t, torch.Tensor) else None for t in found]
+        leaves = [_Form.of(one) if isinstance(one, torch.Tensor) else one for one in found]
+        read = [] if func._schema.name in _CONSTANTS_LIKE else given
+        return _Shapes(leaves, owners, spec, _is_small(func, leaves, read), _cast_bytes(func, given))
 
     def _hollow(self, shapes: _Shapes, given: list[torch.Tensor]) -> Any:
         """Return tensors of these shapes; where one shares an input's memory, that input or a view of it."""
         outputs = []
         for leaf, owner in zip(shapes.leaves, shapes.owners, strict=True):
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, _Form):
                 outputs.append(leaf)
             elif owner is None:
-                made = _empty(leaf)
+                made = leaf.empty()
                 self.meter.see(made, hollow=True)
                 outputs.append(made)
             else:
-                outputs.append(_alias(given[owner], leaf))
-        return tree_unflatten(outputs, shapes.spec)
+                outputs.append(leaf.view_of(given[owner]))
+        return outputs[0] if shapes.spec.is_leaf() else tree_unflatten(outputs, shapes.spec)
 
 
 def real_tensors() -> AbstractContextManager[Any]:
     """Return a context inside a :class:`HollowMode` in which operators compute, and nothing is counted."""
     return _disable_current_modes()
-
-
-def _empty(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory; a large one in address space that the system does not promise memory for."""
-    numel = like.untyped_storage().nbytes() // like.itemsize
-    if like.is_meta or numel * like.itemsize < LARGE_BYTES:
-        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
-    # Not torch's allocator: Linux refuses a single allocation above the memory of the machine.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    space = torch.frombuffer(mmap.mmap(-1, numel * like.itemsize, flags=flags), dtype=like.dtype)
-    return space.as_strided(like.size(), like.stride())
 
 
 def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
@@ -369,17 +393,19 @@ def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
     return func, torch.get_default_dtype(), part(args), *((name, part(kwargs[name])) for name in kwargs)
 
 
-def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
+def _is_small(func: Any, leaves: list[Any], given: list[torch.Tensor]) -> bool:
     """Return whether an operator that reads ``given`` is to be computed: few elements, no weights or activations."""
-    made = [leaf for leaf in shapes.leaves if isinstance(leaf, torch.Tensor)]
-    if any(tensor.numel() > KNOWN_NUMEL or tensor.is_meta for tensor in (*made, *given)):
+    made = [leaf for leaf in leaves if isinstance(leaf, _Form)]
+    numels = [math.prod(form.size) for form in made]
+    if max((*numels, *(tensor.numel() for tensor in given)), default=0) > KNOWN_NUMEL:
+        return False
+    if any(form.device.type == "meta" for form in made) or any(tensor.is_meta for tensor in given):
         return False
     # Bytes are codes of quantised weights, whose buffers the engine fills and frees like those of numbers.
-    if given or not any(tensor.is_floating_point() or tensor.dtype == torch.uint8 for tensor in made):
+    if given or not any(form.dtype.is_floating_point or form.dtype == torch.uint8 for form in made):
         return True
-    return func._schema.name in _CONSTANTS | _CONSTANTS_LIKE and all(
-        tensor.numel() <= _CONSTANT_NUMEL for tensor in made
-    )
+    constants = func._schema.name in _CONSTANTS | _CONSTANTS_LIKE
+    return constants and all(numel <= _CONSTANT_NUMEL for numel in numels)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -391,13 +417,6 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             found += _tensors(value)
     return found
-
-
-def _alias(owner: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``owner`` itself, or the view of it that has the shape of ``like``."""
-    if owner.size() == like.size() and owner.stride() == like.stride():
-        return owner
-    return torch.as_strided(owner, like.size(), like.stride(), like.storage_offset() + owner.storage_offset())
 
 
 def _cast_bytes(func: Any, given: list[torch.Tensor]) -> int:
