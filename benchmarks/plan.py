@@ -1,6 +1,6 @@
 """Plans of a step's memory and bytes on the wire, compared with the same steps on real CPU ranks.
 
-    python benchmarks/plan.py [--fresh] [--only WORD] [--out PATH]
+    python benchmarks/plan.py [--fresh] [--only WORD] [--every N] [--out PATH]
 
 Every configuration is planned first: ``fullshard.plan`` for a module, ``fullshard plan`` for a run file (``run ...``),
 one process, no memory. Then it is trained for three steps on gloo processes, with ``fullshard.comm.MemoryMeter`` from
@@ -11,7 +11,8 @@ last step, and the engine's own account. Errors are signed shares of the measure
 zero, the plan was too small. A *false fit* is a plan that calls a memory one byte smaller than the measured peak
 large enough; ``Plan.fits`` asks for 1 % more than the plan's peak.
 
-Rows that the file has already are kept, so that a run that was stopped goes on; --fresh starts over.
+Rows that the file has already are kept, so that a run that was stopped goes on; --fresh measures those that are chosen
+once more, unless that was done on the same day. A row has the day of its measurement since November 2026.
 """
 
 import argparse
@@ -19,8 +20,10 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from typing import Any
 import torch
 from measure import silenced
 from peft import LoraConfig, get_peft_model
-from plan_runs import LORA, Mark, Run
+from plan_runs import EVALUATION, LORA, Mark, Run
 from ranks import on_ranks, quiet
 from torch import nn
 from transformers import (
@@ -53,7 +56,6 @@ from fullshard.comm import Comm, MemoryMeter, RecordingComm
 from fullshard.comm.machine_axes import axes_of
 from fullshard.models import fuse_head, model_loss
 from fullshard.planner import Rates, Rehearsed, Timing, measure_rates, rehearse, time_step
-from fullshard.planner.meter import EVALUATION
 from fullshard.planner.plan import MARGIN
 
 LATEST = Path(__file__).parent / "results" / "plan.json"
@@ -376,6 +378,7 @@ def compared(one: Configuration | Run, predicted: dict[str, Any], measured: dict
         "memory_error": round(error, 6),
         "false_fit": predicted["peak_bytes"] * (1 + MARGIN) <= measured["peak_bytes"] - 1,
         "exact": exact,
+        "day": date.today().isoformat(),
     }
 
 
@@ -386,6 +389,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         **(_summary_of_times(timed) if timed else {}),
         "configurations": len(rows),
+        "measured_by_day": dict(Counter(row.get("day", "earlier") for row in rows)),
         "memory_median_error": round(statistics.median(map(abs, errors)), 6),
         "memory_worst_error": max(map(abs, errors)),
         "false_fits": sum(row["false_fit"] for row in rows),
@@ -406,28 +410,27 @@ def _summary_of_times(errors: Sequence[float]) -> dict[str, Any]:
 def main() -> None:
     """Plan, measure and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fresh", action="store_true", help="measure all rows again")
+    parser.add_argument("--fresh", action="store_true", help="measure rows again")
     parser.add_argument("--only", metavar="WORD", default="", help="configurations whose name contains WORD")
+    parser.add_argument("--every", metavar="N", type=int, default=1, help="take every Nth configuration")
     parser.add_argument("--out", metavar="PATH", type=Path, default=LATEST)
     options = parser.parse_args()
     quiet()
-    chosen = [one for one in configurations() if options.only in one.name]
-    kept = {} if options.fresh or not options.out.exists() else json.loads(options.out.read_text())["rows"]
-    rows = {row["name"]: row for row in kept or ()}
-    plans = {}
-    for number, one in enumerate(chosen, 1):
-        if one.name not in rows:
-            print(f"[{number}/{len(chosen)}] planning {one.name}", file=sys.stderr, flush=True)
-            plans[one.name] = predict(one)
-    for number, one in enumerate(chosen, 1):
-        if one.name not in rows:
-            rows[one.name] = row = compared(one, plans[one.name], measure(one))
-            apart = [key for key, same in row["exact"].items() if not same]
-            text = f"[{number}/{len(chosen)}] {row['memory_error']:+.3%} {one.name} {' '.join(apart)}"
-            print(text, file=sys.stderr, flush=True)
-            found = list(rows.values())
-            written = {"summary": summary(found), "torch": torch.__version__, "rows": found}
-            options.out.write_text(json.dumps(written, indent=1) + "\n")
+    kept = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    rows = {row["name"]: row for row in kept}
+    today = date.today().isoformat()
+    chosen = [one for one in configurations() if options.only in one.name][:: options.every]
+    due = [one for one in chosen if one.name not in rows or (options.fresh and rows[one.name].get("day", "") != today)]
+    for number, one in enumerate(due, 1):
+        row = compared(one, predict(one), measure(one))
+        apart = [key for key, same in row["exact"].items() if not same]
+        text = f"[{number}/{len(due)}] {row['memory_error']:+.3%} {one.name} {' '.join(apart)}"
+        print(text, file=sys.stderr, flush=True)
+        time_of_before = {"time": rows[one.name]["time"]} if "time" in rows.get(one.name, {}) else {}
+        rows[one.name] = {**row, **time_of_before}
+        found = list(rows.values())
+        written = {"summary": summary(found), "torch": torch.__version__, "rows": found}
+        options.out.write_text(json.dumps(written, indent=1) + "\n")
     print(json.dumps(summary(list(rows.values())), indent=1))
 
 

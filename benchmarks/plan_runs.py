@@ -17,7 +17,6 @@ from fullshard.config import RunConfig, load_run
 from fullshard.data import Batch, steps
 from fullshard.models import Objective, train_tokenizer
 from fullshard.planner import Rates, Timing
-from fullshard.planner.meter import EVALUATION
 from fullshard.train.bench import measure_rates
 from fullshard.train.evaluation.evaluate import evaluate
 from fullshard.train.plan import largest_steps, middle_step, plan_prepared, plan_run, prepare_plan
@@ -27,6 +26,9 @@ from fullshard.train.setup.prepare import prepare
 
 Mark = Callable[[str], None]
 """Says that a phase begins."""
+
+EVALUATION = "evaluation"
+"""The phase of a plan's evaluation of the loss."""
 
 ROWS = 40
 LORA = {"type": "lora", "r": 8}

@@ -8,12 +8,13 @@ no pages. torch's FakeTensorMode computes the outputs' shapes.
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -37,6 +38,9 @@ KNOWN_NUMEL = 1 << 18
 LARGE_BYTES = 1 << 30
 """Size from which on a tensor has address space only, in bytes."""
 
+_OPERATORS_A_CHECK = 64
+"""Operators from one look at the clock to the next: some milliseconds."""
+
 _NORESERVE = 0x4000
 """Linux's ``MAP_NORESERVE``, which Python's mmap does not name before 3.13."""
 
@@ -57,17 +61,52 @@ _IN_PLACE: dict[Any, Any] = {
 _GROUPED = torch.ops.aten._grouped_mm.default
 """The products of experts. Torch knows their shape for bf16 only, but computes every dtype."""
 
+_COMPOSED = {"bitsandbytes::gemm_4bit"}
+"""Operators of packages whose kernel for the CPU calls others: by name, since they may not be installed."""
+
 _SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
-"""Operators that change or return their argument without reading it, apart from views."""
+"""Operators that change or return their argument without reading it, apart from views, which take no memory."""
+
+
+class _Form(NamedTuple):
+    """A tensor without its memory."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int  # of its storage
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        storage = tensor.untyped_storage().nbytes()
+        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, storage)
+
+    def empty(self) -> torch.Tensor:
+        """Return a tensor without memory; a large one in address space that the system does not promise memory for."""
+        if self.device.type == "meta" or self.nbytes < LARGE_BYTES:
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        # Not torch's allocator: Linux refuses a single allocation above the memory of the machine.
+        space = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        return torch.frombuffer(space, dtype=self.dtype).as_strided(self.size, self.stride)
+
+    def view_of(self, owner: torch.Tensor) -> torch.Tensor:
+        """Return ``owner`` itself, or its view of this form."""
+        if owner.size() == self.size and owner.stride() == self.stride:
+            return owner
+        return torch.as_strided(owner, self.size, self.stride, self.offset + owner.storage_offset())
 
 
 @dataclass(frozen=True)
 class _Shapes:
-    """The outputs of an operator without their memory."""
+    """The outputs of an operator without their memory, and what depends on its inputs' forms alone."""
 
-    leaves: list[Any]  # fake tensors and other values
+    leaves: list[Any]  # forms and other values
     owners: list[int | None]  # for each, the index of the input whose memory it shares
     spec: TreeSpec  # how they are nested
+    small: bool  # whether it is computed where what it reads is known
+    cast_bytes: int  # of inputs that it casts first
 
 
 _KNOWN_SHAPES: dict[Any, _Shapes] = {}
@@ -103,6 +142,11 @@ class HollowMode(TorchDispatchMode):
     @staticmethod
     def ignore(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Ignore an operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch's guard costs 2 us an operator, and nothing is compiled while a mode is on."""
+        return False
 
     def __enter__(self) -> HollowMode:
         """Start; also count memory changed without operators: resized storages, and copies of the random state."""
@@ -175,8 +219,9 @@ class HollowMode(TorchDispatchMode):
             ModelError: Its result depends on values, or torch does not know its shape.
             TookTooLongError: See :func:`~fullshard.planner.limit.time_limit`.
         """
-        check_time()
         self.operators += 1
+        if not self.operators % _OPERATORS_A_CHECK:
+            check_time()
         with torch._C.DisableTorchFunctionSubclass():
             if in_backward() and not torch.is_grad_enabled():
                 taken = self._summed_in_place(*args, **(kwargs or {})) if func is torch.ops.aten.add.Tensor else None
@@ -222,8 +267,9 @@ class HollowMode(TorchDispatchMode):
         given = _tensors((*args, *kwargs.values()))
         for tensor in given:
             self.meter.see(tensor)
-        if _keeps_memory(func):
-            return self._computed(func, args, kwargs)
+        way = _way_of(func)
+        if way is not None:
+            return way(self, func, args, kwargs)
         read = [] if func._schema.name in _CONSTANTS_LIKE else given
         known = not any(map(self.meter.is_hollow, read))
         if func is torch.ops.aten._local_scalar_dense.default and not known:
@@ -241,13 +287,23 @@ class HollowMode(TorchDispatchMode):
                 f"The plan cannot follow {func}: torch does not know the shape of its result without computing it. "
                 "Plan the model without the module that calls it."
             ) from error
-        if known and _is_small(func, shapes, read):
+        if known and shapes.small:
             return self._computed(func, args, kwargs)
         for tensor in _written(func, args, kwargs):
             self.meter.see(tensor, hollow=True)
         result = self._hollow(shapes, given)
-        self.meter.pulse(_cast_bytes(func, given))
+        self.meter.pulse(shapes.cast_bytes)
         return result
+
+    def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Follow the operators that an operator's kernel calls, for what they hold; for a step's time it stays one."""
+        told, self.on_operator = self.on_operator, self.ignore
+        super().__enter__()
+        try:
+            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+            self.on_operator = told
 
     def _places(self, indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the indices of a mask's places, whose number is known, as the kernel computes them."""
@@ -256,6 +312,9 @@ class HollowMode(TorchDispatchMode):
             is_mask = index is not None and index.dtype == torch.bool
             found += self._computed(torch.nonzero, (index,), {}).unbind(1) if is_mask else [index]
         return found
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -266,9 +325,10 @@ class HollowMode(TorchDispatchMode):
     def _shapes_of(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> _Shapes:
         """Return the outputs of an operator; for blocks of one kind, torch is asked once."""
         key = _key(func, args, kwargs, given)
-        if key is None:
+        try:
+            known = _KNOWN_SHAPES.get(key)
+        except TypeError:  # an argument that cannot be compared
             return self._fake_shapes(func, args, kwargs, given)
-        known = _KNOWN_SHAPES.get(key)
         if known is None:
             if len(_KNOWN_SHAPES) >= _MOST_SHAPES:
                 _KNOWN_SHAPES.clear()
@@ -292,23 +352,25 @@ class HollowMode(TorchDispatchMode):
         inputs = {made[id(tensor)].untyped_storage()._cdata: index for index, tensor in enumerate(given)}
         if func is _GROUPED:
             result = result.to(given[0].dtype)
-        leaves, spec = tree_flatten(result)
-        owners = [inputs.get(t.untyped_storage()._cdata) if isinstance(t, torch.Tensor) else None for t in leaves]
-        return _Shapes(leaves, owners, spec)
+        found, spec = tree_flatten(result)
+        owners = [inputs.get(t.untyped_storage()._cdata) if isinstance(t, torch.Tensor) else None for t in found]
+        leaves = [_Form.of(one) if isinstance(one, torch.Tensor) else one for one in found]
+        read = [] if func._schema.name in _CONSTANTS_LIKE else given
+        return _Shapes(leaves, owners, spec, _is_small(func, leaves, read), _cast_bytes(func, given))
 
     def _hollow(self, shapes: _Shapes, given: list[torch.Tensor]) -> Any:
         """Return tensors of these shapes; where one shares an input's memory, that input or a view of it."""
         outputs = []
         for leaf, owner in zip(shapes.leaves, shapes.owners, strict=True):
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, _Form):
                 outputs.append(leaf)
             elif owner is None:
-                made = _empty(leaf)
+                made = leaf.empty()
                 self.meter.see(made, hollow=True)
                 outputs.append(made)
             else:
-                outputs.append(_alias(given[owner], leaf))
-        return tree_unflatten(outputs, shapes.spec)
+                outputs.append(leaf.view_of(given[owner]))
+        return outputs[0] if shapes.spec.is_leaf() else tree_unflatten(outputs, shapes.spec)
 
 
 def real_tensors() -> AbstractContextManager[Any]:
@@ -316,19 +378,8 @@ def real_tensors() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def _empty(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory; a large one in address space that the system does not promise memory for."""
-    numel = like.untyped_storage().nbytes() // like.itemsize
-    if like.is_meta or numel * like.itemsize < LARGE_BYTES:
-        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
-    # Not torch's allocator: Linux refuses a single allocation above the memory of the machine.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    space = torch.frombuffer(mmap.mmap(-1, numel * like.itemsize, flags=flags), dtype=like.dtype)
-    return space.as_strided(like.size(), like.stride())
-
-
 def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
-    """Return what an operator's shapes depend on, to be compared; None if that cannot be said."""
+    """Return what an operator's shapes depend on, to be compared."""
     places = {id(tensor): index for index, tensor in enumerate(reversed(given))}  # an input given twice is one owner
 
     def part(value: Any) -> Any:
@@ -339,25 +390,22 @@ def _key(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
             return (type(value), *map(part, value))
         return type(value), value  # 1, 1.0 and True are equal, and promote dtypes differently
 
-    key = (func, torch.get_default_dtype(), part(args), *((name, part(kwargs[name])) for name in kwargs))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return func, torch.get_default_dtype(), part(args), *((name, part(kwargs[name])) for name in kwargs)
 
 
-def _is_small(func: Any, shapes: _Shapes, given: list[torch.Tensor]) -> bool:
+def _is_small(func: Any, leaves: list[Any], given: list[torch.Tensor]) -> bool:
     """Return whether an operator that reads ``given`` is to be computed: few elements, no weights or activations."""
-    made = [leaf for leaf in shapes.leaves if isinstance(leaf, torch.Tensor)]
-    if any(tensor.numel() > KNOWN_NUMEL or tensor.is_meta for tensor in (*made, *given)):
+    made = [leaf for leaf in leaves if isinstance(leaf, _Form)]
+    numels = [math.prod(form.size) for form in made]
+    if max((*numels, *(tensor.numel() for tensor in given)), default=0) > KNOWN_NUMEL:
+        return False
+    if any(form.device.type == "meta" for form in made) or any(tensor.is_meta for tensor in given):
         return False
     # Bytes are codes of quantised weights, whose buffers the engine fills and frees like those of numbers.
-    if given or not any(tensor.is_floating_point() or tensor.dtype == torch.uint8 for tensor in made):
+    if given or not any(form.dtype.is_floating_point or form.dtype == torch.uint8 for form in made):
         return True
-    return func._schema.name in _CONSTANTS | _CONSTANTS_LIKE and all(
-        tensor.numel() <= _CONSTANT_NUMEL for tensor in made
-    )
+    constants = func._schema.name in _CONSTANTS | _CONSTANTS_LIKE
+    return constants and all(numel <= _CONSTANT_NUMEL for numel in numels)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -369,13 +417,6 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             found += _tensors(value)
     return found
-
-
-def _alias(owner: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``owner`` itself, or the view of it that has the shape of ``like``."""
-    if owner.size() == like.size() and owner.stride() == like.stride():
-        return owner
-    return torch.as_strided(owner, like.size(), like.stride(), like.storage_offset() + owner.storage_offset())
 
 
 def _cast_bytes(func: Any, given: list[torch.Tensor]) -> int:
@@ -401,12 +442,16 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _keeps_memory(func: Any) -> bool:
-    """Return whether an operator only makes views: running it reads and writes no element."""
-    schema = func._schema
-    aliased = [one.alias_info for one in schema.returns if one.alias_info is not None]
+def _way_of(func: Any) -> Callable[[HollowMode, Any, Any, Any], Any] | None:
+    """Return how an operator is run that reads and writes no element, or that calls others; None for all else."""
+    name = func._schema.name
+    if name in _COMPOSED:
+        return HollowMode._composed
+    if name in _SHAPE_ONLY:
+        return HollowMode._computed
+    aliased = [one.alias_info for one in func._schema.returns if one.alias_info is not None]
     is_view = bool(aliased) and not any(one.is_write for one in aliased)
-    return is_view or schema.name in _SHAPE_ONLY or torch.Tag.inplace_view in func.tags
+    return HollowMode._viewed if is_view or torch.Tag.inplace_view in func.tags else None
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

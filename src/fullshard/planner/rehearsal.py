@@ -97,16 +97,16 @@ def rehearse(
         UserError: Those of ``build``.
     """
     meter, ledger = Meter(), Ledger(rank, size)
-    with warnings.catch_warnings(), HollowMode(meter) as mode:
+    with warnings.catch_warnings(), _only_new_garbage(), HollowMode(meter) as mode:
         warnings.simplefilter("ignore")  # about a run that does not take place
-        with _only_new_garbage():
-            made = build(ledger.world)
-            runtime_of(made.model).device.reduces_behind = reduces_behind
-            for module in made.model.modules():
-                if has_host and isinstance(module, QuantizedLinear):
-                    module.workspace.keeps = False
-            before = meter.peaks.get("before_first_step", 0)
-            gc.collect()  # what building left in cycles
+        made = build(ledger.world)
+        runtime_of(made.model).device.reduces_behind = reduces_behind
+        workspaces = {one.workspace for one in made.model.modules() if isinstance(one, QuantizedLinear)}
+        for workspace in workspaces:
+            workspace.keeps = not has_host
+            workspace.most_parts = None if draws else 2
+        before = meter.peaks.get("before_first_step", 0)
+        gc.collect()  # what building left in cycles
         watch = _Watch(made, meter, mode, draws=draws)
         if has_host and runtime_of(made.model).root.policy.offload is not None:
             set_apart(made.model, mode, watch.phase)
@@ -117,6 +117,8 @@ def rehearse(
             watch.begin_step()
             if timed and step == made.steps - 1:
                 mode.on_operator, ledger.note = work.compute, work.issue
+                for workspace in workspaces:
+                    workspace.most_parts = None
             made.step()
             watch.end_step()
         mode.on_operator, ledger.note = mode.ignore, ledger.ignore
@@ -149,7 +151,7 @@ def rehearse(
 
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    """Context in which a collection looks only at objects made in it: all others of a process take up to a second."""
+    """Context in which collections look only at objects made in it: all others of a process take up to a second."""
     if gc.get_freeze_count():  # the caller's own; ending that is not up to a plan
         yield
         return

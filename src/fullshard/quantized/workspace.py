@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -32,12 +33,15 @@ class Workspace:
     Attributes:
         numel: Weights of the largest layer.
         keeps: False while a GPU's step is planned, on a CPU.
+        most_parts: Parts of a weight that are dequantised, all if None. A plan of memory needs two: one is held while
+            the next is made, and none is larger.
     """
 
     def __init__(self, numel: int = 0) -> None:
         """Start without memory."""
         self.numel = numel
         self.keeps = True
+        self.most_parts: int | None = None
         self._kept = _Kept()
 
     def __reduce__(self) -> Any:
@@ -71,7 +75,7 @@ class Workspace:
             with torch.inference_mode(mode=False):  # training after an evaluation writes to it
                 self._kept.memory = kept = device_of(codes.device).empty(max(numel, self.numel), dtype)
         start = 0
-        for part in format.parts(codes, scales, shape, own, dtype):
+        for part in islice(format.parts(codes, scales, shape, own, dtype), self.most_parts):
             kept[start : start + part.numel()].copy_(part)
             start += part.numel()
         return kept[:numel].view(shape)

@@ -28,6 +28,7 @@ from fullshard.train.plan import RunPlan, plan_prepared
 from fullshard.train.remedies import Need, find_remedies
 from fullshard.train.run.out_of_memory import Planned
 from fullshard.train.setup.prepare import Prepared
+from fullshard.train.setup.quantization import require_kernels
 from fullshard.train.setup.resume import checkpoints_directory
 
 LIMIT_S = 4.5
@@ -120,6 +121,8 @@ def _write(file: Path, checked: _Checked | None) -> None:
 
 def _check(load: Load, data: Prepared, comm: Comm, tell: Callable[[str], None]) -> _Checked | None:
     """Plan the run and refuse it if it does not fit; see :func:`check_memory`."""
+    with contextlib.suppress(UserError):  # which the plan tells
+        require_kernels(load(()))  # half a second of imports, which the run itself needs
     started = time.thread_time()
     free = free_memory(comm.device)
     comm.barrier()  # all have looked before one plans, which takes some memory

@@ -221,11 +221,14 @@ class _Told:
 def _sharded(config: RunConfig, data: Prepared, comm: Comm) -> Any:
     """Return the run's model, sharded, without its weights."""
     if config.model.path is None:
-        model, weights = prepare_model(config, data.tokenizer).model, None
+        model, weights, values = prepare_model(config, data.tokenizer).model, None, []
     else:
         with real_tensors():  # peft's values are read to find out whether it computes them from weights
             model, weights = outline_model(config, data.tokenizer), UnreadWeights()
+        # A run holds its adapter's first values until the whole model is sharded.
+        values = [param.detach() for param in model.parameters()]
     shard_model(model, config, comm, weights=weights)
+    del values
     return model.train()
 
 

@@ -35,6 +35,7 @@ def measured(comm, build, after=lambda meter: {}):
     """Peak of the steps above what was there before ``build(comm)``, what the last one sent, and ``after(meter)``."""
     ledger = RecordingComm(comm)
     with MemoryMeter(comm.device) as meter:
+        begun = time.perf_counter()
         model, step, count = build(ledger)
         built = time.perf_counter()
         for _ in range(count):
@@ -45,6 +46,7 @@ def measured(comm, build, after=lambda meter: {}):
         around = after(meter)
     sent = {name: [e.sent_bytes for e in entries if e.collective == name] for name in sorted(set(ledger.names))}
     return {
+        "built_bytes": above(meter, begun, built),
         "peak_bytes": above(meter, built, stepped),
         "around": {phase: measure() for phase, measure in around.items()},
         "collectives": {name: len(each) for name, each in sent.items() if each},

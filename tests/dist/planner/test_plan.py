@@ -80,6 +80,12 @@ PAGE = 4096
 
 
 @pytest.mark.parametrize("case", RUNS)
+def test_building_takes_what_is_planned(case, ranks, plans):
+    for plan, rank in zip(plans(case), ranks, strict=True):
+        assert plan.phase_peaks["before_first_step"] == pytest.approx(rank[case]["built_bytes"], abs=PAGE // 2)
+
+
+@pytest.mark.parametrize("case", RUNS)
 def test_an_evaluation_takes_what_is_planned(case, ranks, plans):
     """Every rank is planned with the largest batch of all."""
     found = [rank[case]["around"].get("evaluation") for rank in ranks]

@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from fullshard import Quantize
 from fullshard.comm import MemoryMeter
 from fullshard.errors import ModelError
 from fullshard.planner.hollow import HollowMode, real_tensors
 from fullshard.planner.meter import Meter
+from fullshard.quantized import formats, workspace
+from fullshard.quantized.formats import format_of
 
 ROWS = (64, 1024)
 
@@ -63,7 +66,23 @@ def checkpointed():
     x.sum().backward()
 
 
-@pytest.mark.parametrize("program", [views, freed, resized, two_dtypes, used_twice, held_gradients, checkpointed])
+def stored_in_4_bits():
+    """Codes and scales of a weight, and its format."""
+    format = format_of(Quantize("nf4", double_quant=False))
+    sizes = format.codes_shape(ROWS), (format.scales_bytes(ROWS),)
+    return format, [torch.empty(size, dtype=torch.uint8) for size in sizes]
+
+
+def product_in_4_bits():
+    """bitsandbytes' one operator makes the dequantised weight on the way."""
+    format, stored = stored_in_4_bits()
+    return format.linear(torch.empty(8, ROWS[1]), *stored, ROWS, None)
+
+
+PROGRAMS = [views, freed, resized, two_dtypes, used_twice, held_gradients, checkpointed, product_in_4_bits]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_the_peak_is_the_allocators(program):
     torch.manual_seed(0)
     with MemoryMeter(torch.device("cpu")) as measured:
@@ -73,6 +92,23 @@ def test_the_peak_is_the_allocators(program):
         program()
     assert max(meter.peaks.values()) == pytest.approx(measured.peak_bytes - measured.start_bytes, abs=256)
     assert meter.live < 256
+
+
+def test_of_a_weight_dequantised_in_parts_two_have_the_peak_of_all(monkeypatch):
+    monkeypatch.setattr(workspace, "RECYCLED_BELOW", 0)
+    monkeypatch.setattr(formats, "_DEQUANTISED", 1 << 12)
+    peaks, operators = [], []
+    for most_parts in (None, 2, 1):
+        kept = workspace.Workspace()
+        kept.most_parts = most_parts
+        meter = Meter()
+        with HollowMode(meter) as mode:
+            format, stored = stored_in_4_bits()
+            kept.weight(format, stored, ROWS, torch.float32, torch.float32)
+        peaks.append(max(meter.peaks.values()))
+        operators.append(mode.operators)
+    assert peaks[0] == peaks[1] > peaks[2]
+    assert operators[0] > 2 * operators[1] > operators[2]
 
 
 def test_floats_are_unknown_and_whole_numbers_are_known():
