@@ -45,6 +45,16 @@ def add_json(parser: argparse.ArgumentParser, **more: Any) -> None:
     )
 
 
+def add_system(parser: argparse.ArgumentParser) -> None:
+    """Add the system turn that plain text follows."""
+    parser.add_argument(
+        "--system",
+        metavar="TEXT",
+        help="conversations: the system turn before plain text, '' for none (default: the one that at least 95 %% of "
+        "the run's training rows have)",
+    )
+
+
 def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add the settings that override those of a run file or a finished run."""
     # Without a default argparse lists the argument as required.
