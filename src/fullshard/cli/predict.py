@@ -10,7 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_base, add_json, add_system, add_verb, join_other_launcher, positive, require_model
+from fullshard.cli.common import (
+    add_base,
+    add_encoding,
+    add_json,
+    add_system,
+    add_verb,
+    join_other_launcher,
+    positive,
+    require_model,
+)
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
 from fullshard.launch.messages import say
@@ -45,6 +54,7 @@ _VALUES = (
     "prefix",
     "separator",
     "source_column",
+    "encoding",
     "system",
     "set",
     "output",
@@ -70,6 +80,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--source-column", metavar="NAME", help="column of the source (default: the run's, or chosen by its name)"
     )
+    add_encoding(parser, "FILE")
     add_system(parser)
     parser.add_argument("--set", metavar="NAME", help="of a mixture: the set whose columns and prefix the rows have")
     parser.add_argument("--nproc", metavar="N", type=positive, default=1, help="ranks to shard over (default: 1)")

@@ -40,6 +40,7 @@ from fullshard.data.reading.conversations import (
     answers_as_rows as answers_as_rows,
     asked_note as asked_note,
 )
+from fullshard.data.reading.encoding import encoding_of_rows as encoding_of_rows
 from fullshard.data.reading.inputs import read_inputs as read_inputs
 from fullshard.data.reading.split import (
     fingerprint as fingerprint,

@@ -7,13 +7,14 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig
 from fullshard.config.recorded import recorded_run, run_of
-from fullshard.data import InputRow, describe_separator, read_inputs, uses_chat_template
+from fullshard.data import InputRow, describe_separator, encoding_of_rows, read_inputs, uses_chat_template
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import UnreadOutputError, run_as_rank
@@ -44,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefix")
     parser.add_argument("--separator")
     parser.add_argument("--source-column")
+    parser.add_argument("--encoding")
     parser.add_argument("--system")
     parser.add_argument("--set")
     parser.add_argument("--base", type=Path)
@@ -55,12 +57,14 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     directory = resolve_model(options.model)
     trained = find_trained(options.model, recorded_run(directory), options.base)
     config = changed(trained.config.of_set(options.set), options)
-    table = read_inputs(options.file, source_spec(config.data))
+    source = source_spec(config.data)
+    encoding, encoding_notes = encoding_of_rows(options.file, source, options.encoding)
+    table = read_inputs(options.file, replace(source, encoding=encoding))
     _require_plain(table.rows, options)
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
     rows, about_text = _as_read(table.rows, config, model, tokenizer, options)
-    for note in (*settings_notes(directory), *table.notes, *notes, *about_text) if is_first else ():
+    for note in (*settings_notes(directory), *encoding_notes, *table.notes, *notes, *about_text) if is_first else ():
         say(note)
     unusable = [row for row in rows if row.problem is not None]
     if is_first and unusable:

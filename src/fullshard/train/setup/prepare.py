@@ -88,6 +88,7 @@ def prepare(
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda what, done, total: None,
     rows_file: Path | None = None,
+    rows_encoding: str | None = None,
 ) -> Prepared:
     """Tokenize the data into the cache, or find it there; any rank.
 
@@ -99,13 +100,14 @@ def prepare(
         say: Receives a line before everything that takes long.
         progress: Receives the progress of tokenizing.
         rows_file: A file whose rows replace the run's held-out rows; neither of them is trained on.
+        rows_encoding: The encoding of that file; None: ``data.encoding``.
 
     Raises:
         DataError: The data cannot be used, or the cache directory cannot be written.
         ModelError: The tokenizer or the model's configuration cannot be read.
         ConfigError: The template is invalid, or the separator would not be used.
     """
-    works = sets_of(config, say, progress, rows_file)
+    works = sets_of(config, say, progress, rows_file, rows_encoding)
     path = config.model.path
     directory = None if path is None else resolve_model(path)
     tokenizer = make_tokenizer(works, directory)

@@ -60,10 +60,11 @@ def sets_of(
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda what, done, total: None,
     rows_file: Path | None = None,
+    rows_encoding: str | None = None,
 ) -> list[SetRows]:
     """Return each set of a mixture with its settings; for other data, a single set."""
     return [
-        SetRows(config.model_copy(update={"data": part}), say, progress, rows_file, name)
+        SetRows(config.model_copy(update={"data": part}), say, progress, name, rows_file, rows_encoding)
         for name, part in config.data.parts.items()
     ]
 
@@ -80,8 +81,9 @@ class SetRows:
     config: RunConfig
     say: Callable[[str], None]
     progress: Progress = lambda what, done, total: None
-    rows_file: Path | None = None
     name: str = ""
+    rows_file: Path | None = None
+    rows_encoding: str | None = None  # encoding of ``rows_file``; None: the set's
     read: dict[Split, tuple[list[Example], tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
     hashed: dict[Split, str] = field(default_factory=dict)
 
@@ -90,7 +92,7 @@ class SetRows:
         own = source_spec(self.config.data)
         if split == "train" or self.rows_file is None:
             return own
-        return with_rows_of(self.rows_file, own)
+        return with_rows_of(self.rows_file, own, self.rows_encoding or own.encoding)
 
     @property
     def directory(self) -> Path:
