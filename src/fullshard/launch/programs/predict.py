@@ -63,7 +63,7 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     _require_plain(table.rows, options)
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
-    rows, about_text = _as_read(table.rows, config, model, tokenizer, options)
+    rows, about_text = _as_read(table.rows, config, model, tokenizer, run_of(directory), options)
     for note in (*settings_notes(directory), *encoding_notes, *table.notes, *notes, *about_text) if is_first else ():
         say(note)
     unusable = [row for row in rows if row.problem is not None]
@@ -104,7 +104,12 @@ def _require_plain(rows: Sequence[InputRow], options: argparse.Namespace) -> Non
 
 
 def _as_read(
-    rows: Sequence[InputRow], config: RunConfig, model: Any, tokenizer: Any, options: argparse.Namespace
+    rows: Sequence[InputRow],
+    config: RunConfig,
+    model: Any,
+    tokenizer: Any,
+    run: Path | None,
+    options: argparse.Namespace,
 ) -> tuple[Sequence[InputRow], tuple[str, ...]]:
     """Return the rows as the model reads them, and notes on the text around them; prepares the tokenizer; every rank.
 
@@ -114,7 +119,6 @@ def _as_read(
     causal, notes = is_causal(model), ()
     if any(row.is_plain for row in rows):
         chats = uses_chat_template(tokenizer, tokenize_spec(config, tokenizer, causal=causal))
-        run = run_of(resolve_model(options.model))
         plain = plain_rows(run, options.set, options.system, chats=chats)
         notes = plain.notes
         if plain.system_turns is not None:

@@ -78,8 +78,9 @@ def run(request, tmp_path_factory):
 def test_a_line_of_predict_has_the_ids_of_the_conversation(run):
     config, prepared, model, out = run
     tokenizer = AutoTokenizer.from_pretrained(out)
-    options = Namespace(model=str(out), set=None, system=None)
-    rows, notes = program._as_read([InputRow(line, 1) for line in LINES[:2]], config, model, tokenizer, options)
+    options = Namespace(set=None, system=None)
+    lines = [InputRow(line, 1) for line in LINES[:2]]
+    rows, notes = program._as_read(lines, config, model, tokenizer, out, options)
     found = tokenize(
         [row.example for row in rows], tokenizer, tokenize_spec(config, tokenizer, causal=is_causal(model))
     )
@@ -89,7 +90,7 @@ def test_a_line_of_predict_has_the_ids_of_the_conversation(run):
     assert f"after the system turn {SYSTEM!r}: that of the training rows" in note
 
     options.system = ""
-    rows, _ = program._as_read([InputRow(LINES[0], 1)], config, model, tokenizer, options)
+    rows, _ = program._as_read(lines[:1], config, model, tokenizer, out, options)
     assert [turn["role"] for turn in rows[0].conversation.messages] == ["user"]
 
 
