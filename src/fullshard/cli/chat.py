@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fullshard.cli.common import add_base, add_json, add_verb, amount, load_program, positive, require_model
+from fullshard.cli.common import add_base, add_json, add_system, add_verb, amount, load_program, positive, require_model
 from fullshard.errors import ConfigError
 from fullshard.launch import launched_elsewhere
 
@@ -16,8 +16,8 @@ Try a trained model in a terminal: type a line, and the answer comes as it is wr
 there is one.
 
 A causal model whose tokenizer has a chat template reads the conversation so far; so does an encoder-decoder that was
-trained on conversations. Any other model gets each line on its own, as a row of `fullshard predict`. /reset starts
-anew, /quit or Ctrl-D ends, Ctrl-C stops an answer.
+trained on conversations. A conversation begins with the system turn of the training rows. Any other model gets each
+line on its own, as a row of `fullshard predict`. /reset starts anew, /quit or Ctrl-D ends, Ctrl-C stops an answer.
 
 MODEL is the output_dir of a run, the best model of an unfinished one (RUN/best), or any other model: a directory, a
 directory of a peft adapter, or a Hub id. Prefix, separator, lengths and beams are the run's.
@@ -52,6 +52,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--separator", metavar="TEXT", help="causal models: text put after each source (default: the run's, or none)"
     )
+    add_system(parser)
     parser.add_argument("--set", metavar="NAME", help="of a mixture: the set whose prefix the lines get")
     parser.add_argument("--show-prompt", action="store_true", help="print what the model read, with special tokens")
     add_base(parser)

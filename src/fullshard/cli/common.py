@@ -45,6 +45,36 @@ def add_json(parser: argparse.ArgumentParser, **more: Any) -> None:
     )
 
 
+def add_encoding(parser: argparse.ArgumentParser, file: str) -> None:
+    """Add the encoding of a file of rows for a trained model."""
+    parser.add_argument(
+        "--encoding",
+        metavar="NAME",
+        type=encoding,
+        help=f"encoding of {file} (default: the run's data.encoding; if that is utf-8: utf-8 or windows-1252, as the "
+        "file shows)",
+    )
+
+
+def encoding(text: str) -> str:
+    """Return the name of an encoding; a ``type`` of argparse."""
+    try:
+        "a".encode(text)
+    except LookupError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an encoding of Python, such as windows-1252") from error
+    return text
+
+
+def add_system(parser: argparse.ArgumentParser) -> None:
+    """Add the system turn that plain text follows."""
+    parser.add_argument(
+        "--system",
+        metavar="TEXT",
+        help="conversations: the system turn before plain text, '' for none (default: the one that at least 95 %% of "
+        "the run's training rows have)",
+    )
+
+
 def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add the settings that override those of a run file or a finished run."""
     # Without a default argparse lists the argument as required.

@@ -9,6 +9,7 @@ from typing import Any
 
 from fullshard.cli.common import (
     add_base,
+    add_encoding,
     add_json,
     add_overrides,
     add_verb,
@@ -52,6 +53,7 @@ def add_parser(verbs: Any) -> None:
         type=Path,
         help="file of rows to measure on, in the format of the run's data (default: the run's held-out rows)",
     )
+    add_encoding(parser, "the --data FILE")
     parser.add_argument(
         "--set",
         metavar="NAME",
@@ -76,11 +78,13 @@ def run(options: argparse.Namespace) -> Failure | None:
     """
     if options.model is not None:
         require_model(options.model)
+    if options.encoding is not None and options.data is None:
+        raise ConfigError("--encoding is that of the --data FILE: give both, or neither.")
     # model.path of the run need not exist any more.
     moved = [] if options.base is None else [f"model.path={json.dumps(str(options.base.absolute()))}"]
     overrides = [*options.overrides, *moved]
     arguments = [str(options.path), *overrides]
-    for name in ("model", "data", "output", "set", "base"):
+    for name in ("model", "data", "encoding", "output", "set", "base"):
         value = getattr(options, name)
         arguments += [] if value is None else [f"--{name}", str(value)]
     arguments += ["--json"] if options.json else []

@@ -10,7 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fullshard.cli.common import add_base, add_json, add_verb, join_other_launcher, positive, require_model
+from fullshard.cli.common import (
+    add_base,
+    add_encoding,
+    add_json,
+    add_system,
+    add_verb,
+    join_other_launcher,
+    positive,
+    require_model,
+)
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch import Failure, choose_nproc, launch, launched_elsewhere, rank_command
 from fullshard.launch.messages import say
@@ -27,7 +36,8 @@ the problem; one whose source was cut to data.max_source_length has truncated: t
 MODEL is the output_dir of a finished run or its best model so far (RUN/best), whose prefix, separator, lengths and
 beams are used, or any other model: a directory, a directory of a peft adapter, or a Hub id. FILE is .csv, .tsv, .jsonl,
 .json or .parquet, of which only the source column is read (of conversations the turns before the last answer), or .txt
-with one row per line. Without FILE, or with -, lines are read from standard input.
+with one row per line. Without FILE, or with -, lines are read from standard input. If MODEL was trained on
+conversations, a row of plain text is read as the user's turn of one, after the system turn of the training rows.
 """
 
 EPILOG = """\
@@ -37,7 +47,19 @@ examples:
   fullshard predict google-t5/t5-small articles.txt --prefix "summarize: " --num-beams 4 --nproc 2
 """
 
-_VALUES = ("num_beams", "max_new_tokens", "batch_size", "prefix", "separator", "source_column", "set", "output", "base")
+_VALUES = (
+    "num_beams",
+    "max_new_tokens",
+    "batch_size",
+    "prefix",
+    "separator",
+    "source_column",
+    "encoding",
+    "system",
+    "set",
+    "output",
+    "base",
+)
 
 
 def add_parser(verbs: Any) -> None:
@@ -58,6 +80,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--source-column", metavar="NAME", help="column of the source (default: the run's, or chosen by its name)"
     )
+    add_encoding(parser, "FILE")
+    add_system(parser)
     parser.add_argument("--set", metavar="NAME", help="of a mixture: the set whose columns and prefix the rows have")
     parser.add_argument("--nproc", metavar="N", type=positive, default=1, help="ranks to shard over (default: 1)")
     add_base(parser)

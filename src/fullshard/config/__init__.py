@@ -13,10 +13,10 @@ from fullshard.config.model import (
 from fullshard.config.recorded import (
     RUN_NAME as RUN_NAME,
     SUMMARY_NAME as SUMMARY_NAME,
-    read_conversations as read_conversations,
     read_run as read_run,
     recorded_base as recorded_base,
     recorded_run as recorded_run,
+    recorded_turns as recorded_turns,
     run_of as run_of,
 )
 from fullshard.config.schema import RunConfig as RunConfig, ShardingConfig as ShardingConfig

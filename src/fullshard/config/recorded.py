@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,35 @@ def recorded_run(directory: Path) -> RunConfig | None:
         raise ConfigError(f"The settings in {path} are invalid: {error}") from error
 
 
-def read_conversations(run: Path) -> bool:
-    """Return True if a run's training rows were conversations; False if its version did not record it.
+@dataclass(frozen=True)
+class RecordedTurns:
+    """What a run recorded of the conversations that it was trained on."""
+
+    system: tuple[Mapping[str, Any], ...] | None  # the system's turns that they begin with; None: they differ
+    known: bool = True  # False if the run's version did not record ``system``
+
+
+def recorded_turns(run: Path, name: str | None) -> RecordedTurns | None:
+    """Return what a run recorded of its conversations; None if its training rows were none, or it did not record it.
+
+    Args:
+        run: The run's output_dir.
+        name: The set of a mixture; None: the run's only set.
 
     Raises:
         ConfigError: Its record cannot be read.
     """
     path = run / RUN_NAME
-    return path.exists() and bool(_read_object(path).get("conversations"))
+    values = _read_object(path) if path.exists() else {}
+    if not values.get("conversations"):
+        return None
+    sets = values.get("system_turns")
+    if sets is None:
+        return RecordedTurns(None, known=False)
+    name = next(iter(sets)) if name is None else name
+    if name not in sets:
+        return None
+    return RecordedTurns(None if sets[name] is None else tuple(sets[name]))
 
 
 def recorded_base(directory: Path) -> Mapping[str, str] | None:

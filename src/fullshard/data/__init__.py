@@ -29,11 +29,18 @@ from fullshard.data.examples import (
     SourceSpec as SourceSpec,
     Split as Split,
     Table as Table,
+    Turn as Turn,
+    asked as asked,
 )
 from fullshard.data.mixing.chained import chained as chained
 from fullshard.data.mixing.mixture import Mixture as Mixture
 from fullshard.data.reading.bad_rows import UnusableRowsError as UnusableRowsError
-from fullshard.data.reading.conversations import answers_as_rows as answers_as_rows
+from fullshard.data.reading.conversations import (
+    SystemTurnCounts as SystemTurnCounts,
+    answers_as_rows as answers_as_rows,
+    asked_note as asked_note,
+)
+from fullshard.data.reading.encoding import encoding_of_rows as encoding_of_rows
 from fullshard.data.reading.inputs import read_inputs as read_inputs
 from fullshard.data.reading.split import (
     fingerprint as fingerprint,

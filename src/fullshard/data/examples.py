@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 Split = Literal["train", "validation"]
+
+Turn = Mapping[str, Any]
+"""One turn of a conversation: its role and content, and other keys that a chat template may read."""
 
 
 @dataclass(frozen=True)
@@ -16,16 +20,21 @@ class Conversation:
     """Turns of a conversation, some of whose assistant answers are learned. Indices count from 0."""
 
     # each turn's role (system, user, assistant, tool, ...) and content, and other keys that a chat template may read
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Turn, ...]
     # indices of the learned turns, in order, the last turn among them; empty: a history to be answered
     answers: tuple[int, ...]
     tools: tuple[Any, ...] = ()  # descriptions of the tools that the assistant may call
     left_out: int = 0  # turns after the last answer, which are not learned
 
     @property
-    def history(self) -> tuple[Mapping[str, Any], ...]:
+    def history(self) -> tuple[Turn, ...]:
         """The turns before the last answer; all of them if there is none."""
         return self.messages[:-1] if self.answers else self.messages
+
+    @property
+    def system_turns(self) -> tuple[Turn, ...]:
+        """The turns of the system or the developer at the beginning."""
+        return tuple(takewhile(lambda turn: turn["role"] in ("system", "developer"), self.history))
 
     @property
     def history_text(self) -> str:
@@ -34,7 +43,18 @@ class Conversation:
         return "\n".join([*tools, *(f"{turn['role']}: {turn_text(turn)}" for turn in self.history)])
 
 
-def turn_text(turn: Mapping[str, Any]) -> str:
+def asked(text: str, earlier: Sequence[Turn] = (), answer: str | None = None) -> Conversation:
+    """Return a text as the user's turn after earlier turns; with an answer, which is learned, else to be answered.
+
+    Rows of plain text are rendered by it for training, evaluation, prediction and chat.
+    """
+    turns = (*earlier, {"role": "user", "content": text})
+    if answer is None:
+        return Conversation(turns, ())
+    return Conversation((*turns, {"role": "assistant", "content": answer}), (len(turns),))
+
+
+def turn_text(turn: Turn) -> str:
     """Return a turn's content, followed by its tool calls as JSON."""
     calls = turn.get("tool_calls")
     return turn["content"] + (_as_json(calls) if calls else "")
@@ -63,6 +83,13 @@ class Example:
         """The target text: the first reference."""
         return self.references[0]
 
+    def after(self, system_turns: Sequence[Turn]) -> Example:
+        """Return a row of plain text as a conversation that begins with the system's turns; a conversation as it is."""
+        if self.conversation is not None:
+            return self
+        conversation = asked(self.source, system_turns, self.target)
+        return replace(self, source=conversation.history_text, conversation=conversation)
+
 
 @dataclass(frozen=True)
 class InputRow:
@@ -72,6 +99,21 @@ class InputRow:
     line: int  # as in :class:`Example`
     problem: str | None = None  # why it cannot be used; None: it can
     conversation: Conversation | None = None  # the history to be answered, if the row has turns
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it can be used and is not a conversation."""
+        return self.problem is None and self.conversation is None
+
+    @property
+    def example(self) -> Example:
+        """The row as the model reads it; the target is not used."""
+        text = self.source if self.conversation is None else self.conversation.history_text
+        return Example(text, (text,), self.line, self.conversation)
+
+    def after(self, earlier: Sequence[Turn]) -> InputRow:
+        """Return a row of plain text as the user's turn after earlier turns; other rows as they are."""
+        return replace(self, conversation=asked(self.source, earlier)) if self.is_plain else self
 
 
 @dataclass(frozen=True)

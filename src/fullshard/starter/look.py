@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from fullshard.data.reading.arrow import ParquetFile
 from fullshard.data.reading.columns import KNOWN_SHAPES, choose
 from fullshard.data.reading.conversations import find_conversations
 from fullshard.data.reading.delimiter import find_delimiter
+from fullshard.data.reading.encoding import Encoding, find_encoding
 from fullshard.data.reading.split import FORMATS
-from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, encoding_problem, open_lines
+from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, open_lines
 from fullshard.errors import DataError
 
 MOST_DISTINCT = 1_000
@@ -39,14 +39,6 @@ class Column:
     distinct: int  # distinct texts, up to 1,000
     is_number: bool  # whether all of them are numbers
     is_code: bool  # whether it looks like an identifier: short texts without blanks, each of them different
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """The encoding of a file."""
-
-    name: str  # a value of ``data.encoding``
-    example: str | None = None  # a line that needs it; None for UTF-8
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,14 @@ def look_at(path: Path) -> Look:
             and no conversations.
     """
     kind = _format(path)
-    encoding = Encoding("utf-8") if kind == "parquet" else _encoding(path)
+    encoding = Encoding("utf-8")
+    if kind != "parquet":
+        encoding = find_encoding(path, "write a run file of your own with data.encoding: utf-16")
+    if encoding.problem is not None:  # complete labels could be dropped as unusable lines
+        raise DataError(
+            f"{path}: {encoding.problem}. Save the file as UTF-8 (in a shell: iconv -f windows-1252 -t utf-8), or "
+            "write a run file of your own with data.encoding, or with data.max_bad_rows to skip such rows."
+        )
     delimiter = None
     if kind == "csv":
         with open_lines(path, encoding.name) as lines:
@@ -131,51 +130,6 @@ def look_at(path: Path) -> Look:
     if not rows:
         raise DataError(f"{path} has a header but no rows: at least one row is needed.")
     return Look(path, kind, encoding, delimiter, rows, tuple(_column(name, found) for name, found in texts.items()))
-
-
-def _encoding(path: Path) -> Encoding:
-    """Return UTF-8, or windows-1252 if no line with other than ASCII characters is UTF-8 and all are valid in it.
-
-    Raises:
-        DataError: The file is neither, so that complete labels could be dropped as unusable lines. Or it is UTF-16,
-            whose zero bytes are valid in both.
-    """
-    broken, other, first, example = 0, 0, "", None
-    total = 0
-    with open_lines(path, "utf-8") as lines:
-        for total, line in enumerate(lines, start=1):
-            if total == 1 and "\0" in line:
-                raise DataError(
-                    f"{path}: its first line has zero bytes, as text in UTF-16 has. Save the file as UTF-8 (in a "
-                    "shell: iconv -f utf-16 -t utf-8), or write a run file of your own with data.encoding: utf-16."
-                )
-            problem = encoding_problem(line, "utf-8")
-            if problem is None:
-                other += not line.isascii()
-                continue
-            broken += 1
-            first = first or f"line {total}: {problem.partition(':')[0]}"
-            try:
-                text = line.encode("utf-8", "surrogateescape").decode("windows-1252")
-            except UnicodeDecodeError:
-                other += 1
-            else:
-                example = example or text.strip()
-    if not broken:
-        return Encoding("utf-8")
-    if example is not None and not other and not _has_mark(path):
-        return Encoding("windows-1252", example)
-    raise DataError(
-        f"{path}: {broken:,} of {total:,} lines cannot be read, the first of them {first}. Save the file as UTF-8 "
-        "(in a shell: iconv -f windows-1252 -t utf-8), or write a run file of your own with data.encoding, or with "
-        "data.max_bad_rows to skip such rows."
-    )
-
-
-def _has_mark(path: Path) -> bool:
-    """Return True if the file begins with the byte-order mark of UTF-8."""
-    with open_lines(path, "windows-1252") as lines:
-        return lines.read(3).encode("windows-1252", "surrogateescape") == codecs.BOM_UTF8
 
 
 def _text(cell: object) -> str:

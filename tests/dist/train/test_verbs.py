@@ -88,6 +88,26 @@ def test_predictions_have_the_format_of_the_suffix_and_survive_head(run, tmp_pat
     assert "Broken" not in (tmp_path / "err").read_text()
 
 
+def test_a_table_that_is_not_utf_8_is_predicted_and_measured_or_refused(run, tmp_path):
+    table = "text,category\nwhere is my café 1,card_arrival\ni lost it,lost_card\n"
+    for name, codec in (("a", "utf-8"), ("b", "windows-1252"), ("c", "utf-16")):
+        (tmp_path / f"{name}.csv").write_text(table, encoding=codec)
+    right, found = (call("predict", str(run), str(tmp_path / f"{name}.csv")) for name in "ab")
+    assert right.returncode == found.returncode == 0, found.stderr
+    assert found.stdout == right.stdout
+    assert "not UTF-8: read as windows-1252 (--encoding), with lines such as 'where is my café 1" in found.stderr
+    refused = call("predict", str(run), str(tmp_path / "c.csv"))
+    assert (refused.returncode, refused.stdout) == (3, "")
+    assert "iconv -f utf-16 -t utf-8), or give --encoding utf-16" in refused.stderr
+    assert call("predict", str(run), str(tmp_path / "c.csv"), "--encoding", "utf-16").stdout == right.stdout
+    more = [[str(tmp_path / "b.csv")], [str(tmp_path / "c.csv"), "--encoding", "utf-16"]]
+    for number, data in enumerate(more):
+        done = call("evaluate", str(run), "--data", *data, "--output", str(tmp_path / f"of_{number}"), "--json")
+        assert done.returncode == 0, done.stderr
+        measured = read_jsonl(tmp_path / f"of_{number}" / "predictions.jsonl")
+        assert [row["input"] for row in measured] == ["where is my café 1", "i lost it"]
+
+
 def test_chat_answers_a_pipe_as_predict_does(run, tmp_path):
     lines = "where is my card\n\ni lost it\n"
     predicted = call("predict", str(run), input=lines).stdout

@@ -34,7 +34,19 @@ def started(monkeypatch):
 def test_evaluate_starts_as_many_ranks_as_the_run(started, tmp_path, capsys):
     run_file = str(write_run_file(tmp_path))
     data = tmp_path / "held_out.csv"
-    arguments = [run_file, "nproc=3", "--model", "m", "--data", str(data), "--output", "o", "--json"]
+    arguments = [
+        run_file,
+        "nproc=3",
+        "--model",
+        "m",
+        "--data",
+        str(data),
+        "--encoding",
+        "utf-16",
+        "--output",
+        "o",
+        "--json",
+    ]
     assert cli.main(["evaluate", *arguments]) == 0
     assert started == [(["fullshard.launch.programs.evaluate", *arguments], 3, None)]
     assert capsys.readouterr().err == "fullshard: starting 3 ranks\n"
@@ -47,6 +59,11 @@ def test_evaluate_says_what_is_not_there(started, tmp_path, capsys):
     assert json.loads(captured.out)["error"]["exit_code"] == 2
     assert cli.main(["evaluate", str(write_run_file(tmp_path)), "--data", "gone.csv"]) == 2
     assert "there is no file gone.csv" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(write_run_file(tmp_path)), "--encoding", "utf-16"]) == 2
+    assert "--encoding is that of the --data FILE" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["predict", "m", "--encoding", "utf-9"])
+    assert "'utf-9' is not an encoding of Python" in capsys.readouterr().err
     assert started == []
 
 
@@ -76,13 +93,28 @@ def test_predict_into_a_pipe_that_is_closed_ends_silently_with_141(monkeypatch, 
 def test_predict_hands_over_what_was_given(started, tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text("text\none\n")
-    options = ["--num-beams", "4", "--batch-size", "2", "--prefix", "-a: ", "--nproc", "2", "-o", str(tmp_path / "o")]
+    options = [
+        "--encoding",
+        "windows-1252",
+        "--system=",
+        "--num-beams",
+        "4",
+        "--batch-size",
+        "2",
+        "--prefix",
+        "-a: ",
+        "--nproc",
+        "2",
+        "-o",
+        str(tmp_path / "o"),
+    ]
     # A text that looks like an option is given with "=".
     options[options.index("--prefix") : options.index("--nproc")] = ["--prefix=-a: "]
     assert cli.main(["predict", "m", str(file), *options]) == 0
     ((arguments, nproc, held),) = started
     assert arguments[:3] == ["fullshard.launch.programs.predict", "m", str(file)]
-    assert sorted(arguments[3:]) == ["--batch-size=2", "--num-beams=4", f"--output={tmp_path / 'o'}", "--prefix=-a: "]
+    given = ["--batch-size=2", "--encoding=windows-1252", "--num-beams=4", f"--output={tmp_path / 'o'}"]
+    assert sorted(arguments[3:]) == [*given, "--prefix=-a: ", "--system="]
     assert (nproc, held) == (2, "text\none\n")
 
 

@@ -245,7 +245,8 @@ def test_bytes_that_are_no_text_make_one_row_bad_and_leave_the_others(tmp_path, 
     assert table.examples[1].line == (5 if name.endswith("csv") else 4)
     assert table.notes[0].splitlines() == [
         f"{path}: 1 of 3 rows were skipped (data.max_bad_rows: 1):",
-        f"  {path}:3: byte 0xe9 is not UTF-8: save the file as UTF-8, or set data.encoding to its encoding",
+        f"  {path}:3: byte 0xe9 is not UTF-8: save the file as UTF-8, or set data.encoding (of rows to "
+        "predict or evaluate: --encoding) to its encoding",
     ]
     assert "now 0) to skip them" in message(path)
     assert len(rows_of(path, encoding="iso-8859-1")) == 3

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-from fullshard.data.examples import Conversation, Example, InputRow, SourceSpec, turn_text
+from fullshard.data.examples import Conversation, Example, InputRow, SourceSpec, Turn, turn_text
 from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.tables import Number, Row, RowReader, encoding_problem
 from fullshard.errors import DataError
@@ -28,6 +29,10 @@ ROLES = {
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 _KEYS = (("role", "content"), ("from", "value"))
 _MAY_BE_BLANK = ("system", "developer", "tool")
+_COMMON = 0.95
+"""Share of the conversations that must begin with the same system turns for these to be recorded."""
+_MOST_SYSTEM_TURNS = 1000
+_SHOWN_CHARACTERS = 60
 _LOOKED_AT = 100
 """Number of rows in which a list of turns is looked for."""
 
@@ -151,6 +156,41 @@ class TurnCounts:
             self.conversations += 1
             self.turns += len(example.conversation.messages)
             self.left_out += example.conversation.left_out
+
+
+class SystemTurnCounts:
+    """Counts the system's turns that conversations begin with, in bounded memory."""
+
+    def __init__(self) -> None:
+        """Start without conversations."""
+        self._counts: Counter[str] = Counter()
+        self._conversations = 0
+
+    def add(self, example: Example) -> None:
+        """Count a row's, if it is a conversation."""
+        if example.conversation is None:
+            return
+        self._conversations += 1
+        turns = json.dumps(example.conversation.system_turns)
+        if turns in self._counts or len(self._counts) < _MOST_SYSTEM_TURNS:
+            self._counts[turns] += 1
+
+    @property
+    def common(self) -> list[dict[str, Any]] | None:
+        """The turns of at least 95 % of the conversations, empty if those have none; None: they differ."""
+        turns, count = max(self._counts.items(), key=lambda found: found[1], default=("[]", 0))
+        return json.loads(turns) if self._conversations and count >= _COMMON * self._conversations else None
+
+
+def asked_note(system_turns: Sequence[Turn], source: str) -> str:
+    """Return a line for the user about rows of plain text that are read as the user's turn of a conversation.
+
+    ``source`` says where the system's turns are from, or why there are none.
+    """
+    text = "; ".join(turn_text(turn) for turn in system_turns)
+    shown = repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…")
+    after = f"after the system turn {shown}" if system_turns else "without a system turn"
+    return f"plain text is read as the user's turn of a conversation, {after}: {source}"
 
 
 def conversation_note(recipe: ConversationRecipe, counts: TurnCounts, where: str) -> str:

@@ -10,6 +10,7 @@ from fullshard.data.reading.columns import parse_template
 from fullshard.data.reading.split import read_sources, with_rows_of
 from fullshard.data.reading.tables import empty, encoding_problem, open_lines
 from fullshard.data.reading.wikihow import cleaned_article
+from fullshard.errors import DataError
 
 LINES_SUFFIX = ".txt"
 """Suffix of files whose lines are the rows."""
@@ -32,11 +33,21 @@ def read_inputs(path: Path, spec: SourceSpec) -> InputTable:
         All rows in order, each with the reason if it cannot be used.
 
     Raises:
-        DataError: The file cannot be read or is empty, or the source column is ambiguous.
+        DataError: The file cannot be read or is empty, no row can be used, or the source column is ambiguous.
         ConfigError: The template is malformed.
     """
-    if path.suffix.lower() == LINES_SUFFIX:
-        return InputTable(_lines(path, spec.encoding))
+    lines = path.suffix.lower() == LINES_SUFFIX
+    table = InputTable(_lines(path, spec.encoding)) if lines else _table(path, spec)
+    first = table.rows[0]
+    if all(row.problem is not None for row in table.rows):
+        raise DataError(
+            f"{path}: none of its {len(table.rows):,} rows can be used. The first is line {first.line}: "
+            f"{first.problem}."
+        )
+    return table
+
+
+def _table(path: Path, spec: SourceSpec) -> InputTable:
     column = spec.source_column or _SOURCES.get(spec.format)
     # Where columns are given, the source also stands in for the target, which may not exist.
     target = spec.target_column
@@ -45,7 +56,7 @@ def read_inputs(path: Path, spec: SourceSpec) -> InputTable:
     elif column is not None:
         target = column
     here = replace(spec, train_file=None, dataset_name=None, format="auto", source_column=column, target_column=target)
-    table = read_sources(with_rows_of(path, here), "validation")
+    table = read_sources(with_rows_of(path, here, here.encoding), "validation")
     if spec.format != "wikihow":
         return table
     return replace(table, rows=[replace(row, source=cleaned_article(row.source)) for row in table.rows])

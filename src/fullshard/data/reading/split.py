@@ -13,7 +13,7 @@ from fullshard.data.reading.bad_rows import UnusableRowError
 from fullshard.data.reading.columns import Recipe, choose, choose_sources
 from fullshard.data.reading.conversations import ConversationRecipe, find_conversations
 from fullshard.data.reading.holdout import Sides
-from fullshard.data.reading.opened import OpenedTable, columns_of, texts_of
+from fullshard.data.reading.opened import OpenedTable, texts_of
 from fullshard.data.reading.phrasebank import open_phrasebank
 from fullshard.data.reading.tables import CsvFile, JsonFile, JsonLinesFile, RowReader, unreadable
 from fullshard.data.reading.wikihow import list_files, read_wikihow
@@ -88,7 +88,10 @@ def read_sources(spec: SourceSpec, split: Split) -> InputTable:
         ConfigError: The template is malformed.
     """
     reader = _open(spec, split)
-    columns = columns_of(reader)
+    columns = reader.columns()
+    unread = [] if columns else [row for row in reader.rows(()) if row.problem is not None]
+    if unread:
+        return InputTable([InputRow("", row.line, row.problem) for row in unread], reader.notes)
     recipe: Recipe | ConversationRecipe | None = find_conversations(reader, columns, spec, completed=False)
     if recipe is None:
         by_name = spec.template is None and spec.source_column is None
@@ -140,18 +143,18 @@ def fingerprint(spec: SourceSpec, split: Split) -> str:
     return digest.hexdigest()
 
 
-def with_rows_of(path: Path, spec: SourceSpec) -> SourceSpec:
+def with_rows_of(path: Path, spec: SourceSpec, encoding: str) -> SourceSpec:
     """Return a run's ``spec`` with another file for its held-out rows, such as one to predict for. Any process.
 
-    Columns, encoding and format stay. A CSV file whose header does not have the delimiter of ``spec`` gets its own.
+    Columns and format stay. A CSV file whose header does not have the delimiter of ``spec`` gets its own.
 
     Raises:
         DataError: The file cannot be read.
     """
-    other = replace(spec, validation_file=path, validation_fraction=0.0)
+    other = replace(spec, validation_file=path, validation_fraction=0.0, encoding=encoding)
     if spec.delimiter is None or _format(path, other) != "csv":
         return other
-    fits = len(CsvFile(path, spec.encoding, spec.delimiter).columns()) > 1
+    fits = len(CsvFile(path, encoding, spec.delimiter).columns()) > 1
     return other if fits else replace(other, delimiter=None)
 
 

@@ -23,6 +23,7 @@ CELL_LIMIT_CHARACTERS = 2**31 - 1
 """Limit for the csv module, whose default of 131,072 characters is too short for articles."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_OPTIONS = "data.encoding (of rows to predict or evaluate: --encoding)"
 _BYTE_ESCAPES = range(0xDC80, 0xDD00)
 """Code points to which surrogateescape decodes the bytes 0x80 to 0xff that are not valid text."""
 
@@ -66,9 +67,7 @@ def encoding_problem(text: str, encoding: str) -> str | None:
     code = ord(found.group())
     if code in _BYTE_ESCAPES:
         byte = code - 0xDC00
-        return (
-            f"byte 0x{byte:02x} is not {encoding.upper()}: save the file as UTF-8, or set data.encoding to its encoding"
-        )
+        return f"byte 0x{byte:02x} is not {encoding.upper()}: save the file as UTF-8, or set {_OPTIONS} to its encoding"
     return f"\\u{code:04x} is half of a character"
 
 
@@ -94,9 +93,7 @@ def open_lines(path: Path, encoding: str) -> Iterator[TextIO]:
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from error
     except UnicodeError as error:
-        raise DataError(
-            f"{path} cannot be decoded as {encoding}: {error}. Set data.encoding to its encoding."
-        ) from error
+        raise DataError(f"{path} cannot be decoded as {encoding}: {error}. Set {_OPTIONS} to its encoding.") from error
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

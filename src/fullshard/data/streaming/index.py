@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.data.examples import Example, SourceSpec
-from fullshard.data.reading.conversations import answers_as_rows
+from fullshard.data.reading.conversations import SystemTurnCounts, answers_as_rows
 from fullshard.data.reading.holdout import Sides
 from fullshard.data.reading.opened import OpenedTable
 from fullshard.data.reading.split import open_table, sides_of
@@ -53,7 +53,7 @@ def index_to(
     """
     table = open_table(spec, "train")
     in_place, sides = reads_in_place(table, spec), sides_of(spec, table.reader.where)
-    targets, rows, used = TargetCounts(most_labels), 0, 0
+    targets, system_turns, rows, used = TargetCounts(most_labels), SystemTurnCounts(), 0, 0
     with ExitStack() as stack:
         idle = {name for name, wanted in (("weights", spec.weight_column), (ANSWERS_NAME, by_answer)) if not wanted}
         files = {name: stack.enter_context((directory / name).open("wb")) for name in _COLUMNS if name not in idle}
@@ -63,6 +63,7 @@ def index_to(
             if used == limit:
                 continue  # rows beyond the limit are only counted
             used += 1
+            system_turns.add(example)
             for answer, row in enumerate(answers_as_rows([example]) if by_answer else [example]):
                 rows += 1
                 targets.add(row.target)
@@ -84,6 +85,7 @@ def index_to(
         "notes": notes,
         "skipped": table.bad.beyond_shown,
         "conversations": table.holds_conversations,
+        "system_turns": system_turns.common,
         "in_place": in_place,
         "labels": targets.labels,
         "majority": targets.majority,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from fullshard.data.examples import Conversation, Example
+from fullshard.data.examples import Conversation, Example, asked
 from fullshard.data.tokenizing.history import without_oldest
 from fullshard.errors import DataError
 
@@ -66,8 +66,7 @@ def as_conversation(example: Example) -> Conversation:
     """Return a row's conversation; a source and its target are the turns of user and assistant."""
     if example.conversation is not None:
         return example.conversation
-    turns = (("user", example.source), ("assistant", example.target))
-    return Conversation(tuple({"role": role, "content": text} for role, text in turns), (1,))
+    return asked(example.source, answer=example.target)
 
 
 def marks_answers(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -18,7 +18,7 @@ def without_oldest(conversation: Conversation) -> Conversation | None:
     """
     messages = conversation.messages
     end = len(conversation.history)
-    start = next((i for i in range(end) if messages[i]["role"] not in ("system", "developer")), end)
+    start = len(conversation.system_turns)
     later = next((i for i in range(start + 1, end) if messages[i]["role"] == "user"), None)
     if later is None:
         return None

@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from fullshard.comm import join_alone, shutdown
-from fullshard.config import RunConfig, read_conversations, recorded_run, run_of
+from fullshard.config import RunConfig, recorded_run, run_of
+from fullshard.data import uses_chat_template
 from fullshard.errors import DataError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.predict import changed, settings_notes
 from fullshard.launch.programs.row_file import RowWriter
-from fullshard.models import base_of, resolve_model
+from fullshard.models import base_of, is_causal, resolve_model
 from fullshard.train.evaluation.chat import Talk
+from fullshard.train.evaluation.plain_rows import plain_rows
 from fullshard.train.evaluation.predict import RowPrediction
 from fullshard.train.evaluation.trained import find_trained, load_trained
+from fullshard.train.setup.prepare import chat_notes, tokenize_spec
 
 RESET, QUIT = "/reset", "/quit"
 
@@ -43,9 +46,14 @@ def chat(options: argparse.Namespace) -> None:
     comm = join_alone(device)
     try:
         model, tokenizer, notes = load_trained(trained, comm)
-        talks = run is not None and read_conversations(run)
-        talk = Talk(model, tokenizer, config, comm, temperature=options.temperature, conversations=talks)
-        for note in (*settings_notes(directory), *notes, _about(options.model, model, config, device)):
+        causal = is_causal(model)
+        chats = uses_chat_template(tokenizer, tokenize_spec(config, tokenizer, causal=causal))
+        plain = plain_rows(run, options.set, options.system, chats=chats)
+        added = chat_notes(config, tokenizer) if causal and plain.system_turns is not None else ()
+        temperature, system_turns = options.temperature, plain.system_turns
+        talk = Talk(model, tokenizer, config, comm, temperature=temperature, system_turns=system_turns)
+        about = _about(options.model, model, config, device)
+        for note in (*settings_notes(directory), *notes, *added, *plain.notes, about):
             say(note)
         if sys.stdin.isatty() and sys.stdout.isatty() and not options.json:
             _converse(talk, config, shows_prompt=options.show_prompt)

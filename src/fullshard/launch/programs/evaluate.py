@@ -13,6 +13,7 @@ from rich.console import Console
 from fullshard.comm import init_from_env, shutdown, together
 from fullshard.config import RunConfig
 from fullshard.config.recorded import read_run
+from fullshard.data import encoding_of_rows
 from fullshard.errors import ConfigError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import run_as_rank
@@ -22,6 +23,7 @@ from fullshard.train.evaluation.results import draw_evaluation, evaluation_value
 from fullshard.train.evaluation.trained import find_trained, load_trained
 from fullshard.train.run.assemble import make_evaluation, require_same_rows
 from fullshard.train.setup.prepare import prepare
+from fullshard.train.setup.set_rows import source_spec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--model")
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--encoding")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--set")
     parser.add_argument("--base", type=Path)
@@ -52,7 +55,10 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     file = None if options.data is None else options.data.absolute()
     name = options.model or str(run.output_dir)
     trained = find_trained(name, with_rows(run, file, options.overrides), options.base)
-    prepared = prepare(trained.config, say if is_first else lambda line: None, rows_file=file)
+    source = source_spec(trained.config.data)
+    encoding, encoding_notes = (None, ()) if file is None else encoding_of_rows(file, source, options.encoding)
+    shown = say if is_first else lambda line: None
+    prepared = prepare(trained.config, shown, rows_file=file, rows_encoding=encoding)
     comm = init_from_env()
     require_same_rows(comm, prepared)
     spec = together(comm, lambda: make_evaluation(trained.config, prepared))
@@ -67,7 +73,7 @@ def _evaluate(options: argparse.Namespace, *, is_first: bool) -> None:
     )
     together(comm, lambda: write_evaluation(report, values, output) if is_first else None)
     if is_first:
-        for note in (*prepared.notes, *notes):
+        for note in (*encoding_notes, *prepared.notes, *notes):
             say(note)
         if options.json:
             print(json.dumps(values), flush=True)

@@ -7,19 +7,21 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fullshard.comm import init_from_env, shutdown
 from fullshard.config import RunConfig
 from fullshard.config.recorded import recorded_run, run_of
-from fullshard.data import describe_separator, read_inputs
-from fullshard.errors import DataError
+from fullshard.data import InputRow, describe_separator, encoding_of_rows, read_inputs, uses_chat_template
+from fullshard.errors import ConfigError, DataError
 from fullshard.launch.messages import say
 from fullshard.launch.programs.rank import UnreadOutputError, run_as_rank
 from fullshard.launch.programs.row_file import RowWriter
 from fullshard.launch.progress import WorkProgress
 from fullshard.models import is_causal, resolve_model
+from fullshard.train.evaluation.plain_rows import plain_rows
 from fullshard.train.evaluation.predict import predict
 from fullshard.train.evaluation.trained import find_trained, load_trained
 from fullshard.train.setup.prepare import chat_notes, separator_of, tokenize_spec
@@ -43,6 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefix")
     parser.add_argument("--separator")
     parser.add_argument("--source-column")
+    parser.add_argument("--encoding")
+    parser.add_argument("--system")
     parser.add_argument("--set")
     parser.add_argument("--base", type=Path)
     return parser
@@ -53,26 +57,29 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     directory = resolve_model(options.model)
     trained = find_trained(options.model, recorded_run(directory), options.base)
     config = changed(trained.config.of_set(options.set), options)
-    table = read_inputs(options.file, source_spec(config.data))
+    source = source_spec(config.data)
+    encoding, encoding_notes = encoding_of_rows(options.file, source, options.encoding)
+    table = read_inputs(options.file, replace(source, encoding=encoding))
+    _require_plain(table.rows, options)
     comm = init_from_env()
     model, tokenizer, notes = load_trained(trained, comm)
-    about_text = _text_notes(config, tokenizer, table.rows, causal=is_causal(model))
-    for note in (*settings_notes(directory), *table.notes, *notes, *about_text) if is_first else ():
+    rows, about_text = _as_read(table.rows, config, model, tokenizer, run_of(directory), options)
+    for note in (*settings_notes(directory), *encoding_notes, *table.notes, *notes, *about_text) if is_first else ():
         say(note)
-    unusable = [row for row in table.rows if row.problem is not None]
+    unusable = [row for row in rows if row.problem is not None]
     if is_first and unusable:
         say(
-            f"{len(unusable):,} of {len(table.rows):,} rows cannot be used: their prediction is null, and problem says "
+            f"{len(unusable):,} of {len(rows):,} rows cannot be used: their prediction is null, and problem says "
             f"why. The first is line {unusable[0].line}: {unusable[0].problem}"
         )
     done = cut = 0
     with _opened(options.output if is_first else None) as out, WorkProgress("predicting", shown=is_first) as progress:
-        for written in predict(model, tokenizer, table.rows, config, comm):
+        for written in predict(model, tokenizer, rows, config, comm):
             if is_first:
                 with _writing():
                     out.write([one.as_dict() for one in written])
             done, cut = done + len(written), cut + sum(one.cut for one in written)
-            progress(done, len(table.rows))
+            progress(done, len(rows))
         if is_first:
             with _writing():
                 out.end()
@@ -87,11 +94,38 @@ def _predict(options: argparse.Namespace, *, is_first: bool) -> None:
     shutdown()
 
 
-def _text_notes(config: RunConfig, tokenizer: Any, rows: Sequence[Any], *, causal: bool) -> tuple[str, ...]:
-    """Prepare the tokenizer for the rows, and return what is said of the text around them; every rank."""
+def _require_plain(rows: Sequence[InputRow], options: argparse.Namespace) -> None:
+    """Raise ConfigError if a system turn is given for rows that have their own turns."""
+    if options.system is not None and not any(row.is_plain for row in rows):
+        raise ConfigError(
+            f"--system gives plain text a system turn, but the rows of {options.file} are conversations with their own "
+            "turns. Leave --system out."
+        )
+
+
+def _as_read(
+    rows: Sequence[InputRow],
+    config: RunConfig,
+    model: Any,
+    tokenizer: Any,
+    run: Path | None,
+    options: argparse.Namespace,
+) -> tuple[Sequence[InputRow], tuple[str, ...]]:
+    """Return the rows as the model reads them, and notes on the text around them; prepares the tokenizer; every rank.
+
+    Raises:
+        ConfigError: See :func:`~fullshard.train.evaluation.plain_rows.plain_rows`.
+    """
+    causal, notes = is_causal(model), ()
+    if any(row.is_plain for row in rows):
+        chats = uses_chat_template(tokenizer, tokenize_spec(config, tokenizer, causal=causal))
+        plain = plain_rows(run, options.set, options.system, chats=chats)
+        notes = plain.notes
+        if plain.system_turns is not None:
+            rows = [row.after(plain.system_turns) for row in rows]
     turns = chat_notes(config, tokenizer) if causal and any(row.conversation is not None for row in rows) else ()
     separator = separator_of(tokenizer, tokenize_spec(config, tokenizer, causal=causal))
-    return (*turns, *(() if separator is None else (describe_separator(separator, tokenizer),)))
+    return rows, (*turns, *(() if separator is None else (describe_separator(separator, tokenizer),)), *notes)
 
 
 def settings_notes(directory: Path) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from fullshard.comm import Comm
 from fullshard.config import RunConfig
-from fullshard.data import Conversation, EpochPlan, Example, batches, tokenize, uses_chat_template
+from fullshard.data import EpochPlan, InputRow, Turn, batches, tokenize, uses_chat_template
 from fullshard.errors import ConfigError
 from fullshard.models import is_causal
 from fullshard.train.evaluation.generation import GenerationSpec, generate, require_right_text
@@ -48,7 +48,7 @@ class Talk:
         comm: Comm,
         *,
         temperature: float = 0.0,
-        conversations: bool = False,
+        system_turns: Sequence[Turn] | None = None,
     ) -> None:
         """Start without turns.
 
@@ -58,7 +58,8 @@ class Talk:
             config: Lengths, prefix, separator, beams.
             comm: The ranks it is sharded over: this process only.
             temperature: Temperature of sampling; 0 takes the most likely tokens, as ``predict`` does.
-            conversations: True if the model was trained on conversations.
+            system_turns: The system's turns that a conversation begins with; None: the model was not trained on
+                conversations.
 
         Raises:
             ConfigError: Sampling is combined with beam search, or the separator would not be used.
@@ -74,8 +75,9 @@ class Talk:
                 f"{self._generation.num_beams} does not. Set --num-beams 1, or leave out --temperature."
             )
         chats = uses_chat_template(tokenizer, self._tokens)
-        self.remembers = chats if self._tokens.causal else conversations
-        self._turns: list[Mapping[str, Any]] = []
+        self.remembers = chats if self._tokens.causal else system_turns is not None
+        self._opening: Sequence[Turn] = system_turns or ()
+        self._turns: list[Turn] = []
 
     @property
     def streams(self) -> bool:
@@ -83,7 +85,7 @@ class Talk:
         return self._generation.num_beams == 1
 
     def reset(self) -> None:
-        """Forget all turns."""
+        """Forget all turns but the system's."""
         self._turns = []
 
     def answer(
@@ -99,8 +101,10 @@ class Talk:
         Raises:
             DataError: A limit leaves no room for the text, or the chat template fails. The text is forgotten.
         """
-        asked = {"role": "user", "content": text}
-        tokenized = tokenize([self._example(text, asked)], self._tokenizer, self._tokens)
+        row = InputRow(text, 1)
+        if self.remembers:
+            row = row.after((*self._opening, *self._turns))
+        tokenized = tokenize([row.example], self._tokenizer, self._tokens)
         plan = EpochPlan(1, 1, 1, training=False)
         (batch,) = batches(tokenized, plan, 0, self._collate)
         more: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([_Stop(stopped)])}
@@ -110,15 +114,9 @@ class Talk:
         if write is not None and not self.streams:
             write(written)
         if self.remembers:
-            self._turns += [asked, {"role": "assistant", "content": written}]
+            self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": written}]
         prompt = self._tokenizer.decode(tokenized.source_ids[0].tolist(), clean_up_tokenization_spaces=False)
         return Answer(written, str(prompt), tokenized.cut[0])
-
-    def _example(self, text: str, asked: Mapping[str, Any]) -> Example:
-        if not self.remembers:
-            return Example(text, (text,), 1)
-        history = Conversation((*self._turns, asked), ())
-        return Example(history.history_text, (text,), 1, history)
 
 
 class _Stop(StoppingCriteria):

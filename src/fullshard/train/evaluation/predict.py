@@ -75,9 +75,7 @@ def predict(
 
     for start in range(0, len(rows), size):
         chunk = rows[start : start + size]
-        usable = [
-            Example(row.source, (row.source,), row.line, row.conversation) for row in chunk if row.problem is None
-        ]
+        usable = [row.example for row in chunk if row.problem is None]
         found = generated(usable) if usable else iter(())
         yield [_prediction(row, found) for row in chunk]
 

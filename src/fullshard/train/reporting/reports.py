@@ -49,6 +49,8 @@ class RunStart:
     flops: Flops | None = None  # FLOPs of a token and of the devices; None if the devices' are not known
     notes: tuple[str, ...] = ()  # notes for the user, such as lengths and truncated rows
     conversations: bool = False  # whether the training rows are conversations
+    # of each set of conversations the system's turns that they begin with; None: they differ
+    system_turns: Mapping[str, Any] = field(default_factory=dict)
     # some training rows as the model sees them: kind and text of each part of a row
     shown_rows: tuple[tuple[tuple[str, str], ...], ...] = ()
     resumed_step: int = 0  # steps trained before the checkpoint that the run resumes from; 0 for a new run

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from fullshard.comm import Comm, together
 from fullshard.config import RunConfig
-from fullshard.data import BatchPlan, CollateSpec, TokenizedSet, padding_share
+from fullshard.data import BatchPlan, CollateSpec, TokenizedSet, Turn, padding_share
 from fullshard.errors import MismatchError
 from fullshard.models import RouterLoss
 from fullshard.optim import ShardedGradScaler
@@ -51,7 +52,8 @@ class Assembly:
     flops: Flops | None  # FLOPs of a token and of the devices; None if the devices' are not known
     sets: tuple[SetFacts, ...]  # the sets of a mixture; empty: the run has one set
     notes: tuple[str, ...]  # notes on data and model for the user
-    conversations: bool = False  # whether the training rows are conversations
+    # :attr:`~fullshard.train.setup.prepare.Prepared.system_turns`
+    system_turns: Mapping[str, Sequence[Turn] | None] = field(default_factory=dict)
     base: Base | None = None  # the quantised model under the adapter, named by checkpoints; None: they hold everything
 
 
@@ -113,7 +115,7 @@ def assemble(
             *ready.notes,
             *advice(config, ready_data, plan, comm.size),
         ),
-        conversations=ready_data.conversations,
+        system_turns=ready_data.system_turns,
         base=quantised_base(model, config, ready_data.model_directory, comm),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from hashlib import blake2b
 from itertools import chain
@@ -21,6 +21,7 @@ from fullshard.data import (
     Example,
     TokenizedSet,
     TokenizeSpec,
+    Turn,
     add_plain_template,
     chained,
     choose_separator,
@@ -59,6 +60,8 @@ class PreparedSet:
     majority: str  # the most frequent training target
     content: str  # hash of what its training rows were read from
     conversations: bool = False  # whether its training rows are conversations
+    # the system's turns at the beginning of (nearly) all of them; None: they differ, or there are no conversations
+    system_turns: Sequence[Turn] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Prepared:
     labels: Mapping[str, int] | None
     sets: tuple[PreparedSet, ...]  # the sets of a mixture; of other data one, named ""
     notes: tuple[str, ...]  # notes for the user: recognised columns, skipped rows, lengths, truncated rows
-    conversations: bool = False  # whether the training rows are conversations
+    # ``system_turns`` of each set whose training rows are conversations
+    system_turns: Mapping[str, Sequence[Turn] | None] = field(default_factory=dict)
 
 
 def prepare(
@@ -84,6 +88,7 @@ def prepare(
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda what, done, total: None,
     rows_file: Path | None = None,
+    rows_encoding: str | None = None,
 ) -> Prepared:
     """Tokenize the data into the cache, or find it there; any rank.
 
@@ -95,13 +100,14 @@ def prepare(
         say: Receives a line before everything that takes long.
         progress: Receives the progress of tokenizing.
         rows_file: A file whose rows replace the run's held-out rows; neither of them is trained on.
+        rows_encoding: The encoding of that file; None: ``data.encoding``.
 
     Raises:
         DataError: The data cannot be used, or the cache directory cannot be written.
         ModelError: The tokenizer or the model's configuration cannot be read.
         ConfigError: The template is invalid, or the separator would not be used.
     """
-    works = sets_of(config, say, progress, rows_file)
+    works = sets_of(config, say, progress, rows_file, rows_encoding)
     path = config.model.path
     directory = None if path is None else resolve_model(path)
     tokenizer = make_tokenizer(works, directory)
@@ -136,7 +142,7 @@ def prepare(
         labels=_joined_labels([one.labels for one in sets]),
         sets=tuple(sets),
         notes=tuple(notes),
-        conversations=any(one.conversations for one in sets),
+        system_turns={one.name: one.system_turns for one in sets if one.conversations},
     )
 
 
@@ -162,13 +168,15 @@ def _prepare_set(
     held_out: list[Example] = []
     held_out_set = None
     if config.training.eval_strategy != "no" and (work.rows_file is not None or config.data.holds_out):
-        held_out_set, held_kept, entry = set_tokens(work, "validation", tokenizer, content, spec)
+        turns = (kept["system_turns"] or []) if kept["conversations"] else None
+        held_out_set, held_kept, entry = set_tokens(work, "validation", tokenizer, content, spec, turns)
         held_out = read_examples(entry / EXAMPLES_NAME)
         notes += [note for note in held_kept["notes"] if note not in reading]
         notes += _length_notes(f"held-out{of_set}", held_out_set)
     labels, majority = kept["labels"], kept["majority"]
     of_rows = held_out, held_out_set, labels, majority
-    one = PreparedSet(work.name, train_set, *of_rows, work.content("train"), kept["conversations"])
+    about = kept["conversations"], kept["system_turns"]
+    one = PreparedSet(work.name, train_set, *of_rows, work.content("train"), *about)
     return one, reading, notes
 
 

@@ -18,10 +18,13 @@ from fullshard.data import (
     SourceSpec,
     Split,
     StreamedRows,
+    SystemTurnCounts,
     TokenizedSet,
     TokenizeSpec,
+    Turn,
     UnusableRowsError,
     answers_as_rows,
+    asked_note,
     cached,
     default_directory,
     fingerprint,
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 MOST_LABELS = 1000
 """Maximum number of distinct targets of a label set."""
 
-_FORMAT = 5
+_FORMAT = 6
 """Version of the cache entries; increase it when the same inputs give different entries."""
 
 EXAMPLES_NAME = "examples.json"
@@ -57,10 +60,11 @@ def sets_of(
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda what, done, total: None,
     rows_file: Path | None = None,
+    rows_encoding: str | None = None,
 ) -> list[SetRows]:
     """Return each set of a mixture with its settings; for other data, a single set."""
     return [
-        SetRows(config.model_copy(update={"data": part}), say, progress, rows_file, name)
+        SetRows(config.model_copy(update={"data": part}), say, progress, name, rows_file, rows_encoding)
         for name, part in config.data.parts.items()
     ]
 
@@ -77,8 +81,9 @@ class SetRows:
     config: RunConfig
     say: Callable[[str], None]
     progress: Progress = lambda what, done, total: None
-    rows_file: Path | None = None
     name: str = ""
+    rows_file: Path | None = None
+    rows_encoding: str | None = None  # encoding of ``rows_file``; None: the set's
     read: dict[Split, tuple[list[Example], tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
     hashed: dict[Split, str] = field(default_factory=dict)
 
@@ -87,7 +92,7 @@ class SetRows:
         own = source_spec(self.config.data)
         if split == "train" or self.rows_file is None:
             return own
-        return with_rows_of(self.rows_file, own)
+        return with_rows_of(self.rows_file, own, self.rows_encoding or own.encoding)
 
     @property
     def directory(self) -> Path:
@@ -192,25 +197,37 @@ class SetRows:
 
 
 def set_tokens(
-    work: SetRows, split: Split, tokenizer: PreTrainedTokenizerBase, content: str, spec: TokenizeSpec
+    work: SetRows,
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    content: str,
+    spec: TokenizeSpec,
+    system_turns: Sequence[Turn] | None = None,
 ) -> tuple[TokenizedSet, dict[str, Any], Path]:
-    """Return a split's token ids, the JSON values of its cache entry, and the entry's directory."""
+    """Return a split's token ids, the JSON values of its cache entry, and the entry's directory.
+
+    ``system_turns``: the beginning of the conversation that a row of plain text becomes; None: it stays plain.
+    """
     what = "training rows" if split == "train" else "held-out rows"
 
     def build(entry: Path) -> dict[str, Any]:
         rows, notes, skipped = work.rows(split)
+        about = _count_conversations(rows)
         if split == "train" and not spec.causal:
             rows = answers_as_rows(rows)
+        if system_turns is not None and not about["conversations"]:
+            notes = (*notes, asked_note(system_turns, "as the training rows are conversations"))
+            rows = [row.after(system_turns) for row in rows]
         work.say(f"tokenizing {len(rows):,} {what}")
         stats = tokenize_to(entry, rows, tokenizer, spec, lambda done, total: work.progress(what, done, total))
         kept = {"stats": stats, "notes": notes, "skipped": skipped}
         if split == "train":
-            return kept | _count_targets(rows) | {"conversations": rows[0].conversation is not None}
+            return kept | _count_targets(rows) | about
         texts = [(row.source, row.references, row.line) for row in rows]
         (entry / EXAMPLES_NAME).write_text(json.dumps(texts), encoding="utf-8")
         return kept
 
-    key = work.key(split, "tokens", content, asdict(spec))
+    key = work.key(split, "tokens", content, asdict(spec), system_turns)
     entry, kept = work.find(key, build, "tokens")
     kept["notes"] = [*kept["notes"], *work.listed(split, kept["skipped"])]
     return open_tokens(entry, kept["stats"]), kept, entry
@@ -248,6 +265,14 @@ def _count_targets(rows: Sequence[Example]) -> dict[str, Any]:
     counts = Counter(row.target for row in rows)
     labels = dict(counts) if len(counts) <= MOST_LABELS else None
     return {"labels": labels, "majority": counts.most_common(1)[0][0]}
+
+
+def _count_conversations(rows: Sequence[Example]) -> dict[str, Any]:
+    """Return whether the rows are conversations, and the system's turns that they begin with if these are the same."""
+    counts = SystemTurnCounts()
+    for row in rows:
+        counts.add(row)
+    return {"conversations": rows[0].conversation is not None, "system_turns": counts.common}
 
 
 def read_examples(path: Path) -> list[Example]:

@@ -113,7 +113,7 @@ def test_with_a_template_the_model_reads_the_conversation_so_far(tokenizer, tmp_
 def test_an_encoder_decoder_of_conversations_gets_them_as_its_source(tokenizer, tmp_path):
     directory, _ = saved(MODEL, tokenizer, tmp_path)
     plain = AutoModelForSeq2SeqLM.from_pretrained(directory)
-    (first, _), (second, _) = with_talk(directory, lambda talk: asked(talk, LINES[:2]), conversations=True)
+    (first, _), (second, _) = with_talk(directory, lambda talk: asked(talk, LINES[:2]), system_turns=())
     assert first.text == written_alone(plain, tokenizer, f"user: {LINES[0]}")
     history = f"user: {LINES[0]}\nassistant: {first.text}\nuser: {LINES[1]}"
     assert second.text == written_alone(plain, tokenizer, history)

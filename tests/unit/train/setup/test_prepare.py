@@ -224,17 +224,22 @@ def test_evaluate_measures_the_file_that_it_is_given(tmp_path, monkeypatch):
     class FoundError(Exception):
         pass
 
-    def stop(config, say, *, rows_file):
-        raise FoundError(rows_file)
+    def stop(config, say, *, rows_file, rows_encoding):
+        raise FoundError(rows_file, rows_encoding)
 
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
     monkeypatch.setattr(evaluate_program, "find_trained", lambda model, config, base: SimpleNamespace(config=config))
     monkeypatch.setattr(evaluate_program, "prepare", stop)
     monkeypatch.chdir(tmp_path)
-    for given, expected in (["--data", "train.csv"], tmp_path / "train.csv"), ([], None):
+    file = tmp_path / "train.csv"
+    for given, expected in (
+        (["--data", "train.csv"], (file, "utf-8")),
+        (["--data", "train.csv", "--encoding", "utf-16"], (file, "utf-16")),
+        ([], (None, None)),
+    ):
         with pytest.raises(FoundError) as found:
             evaluate_program._evaluate(evaluate_program.make_parser().parse_args(["run.yaml", *given]), is_first=False)
-        assert found.value.args == (expected,)
+        assert found.value.args == expected
 
 
 def test_a_models_type_is_told_without_a_network(tmp_path):
