@@ -81,7 +81,8 @@ class _Form(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Form:
         storage = tensor.untyped_storage().nbytes()
-        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, storage)
+        offset = int(tensor.storage_offset())
+        return cls(tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.device, storage)
 
     def empty(self) -> torch.Tensor:
         """Return a tensor without memory; a large one in address space that the system does not promise memory for."""

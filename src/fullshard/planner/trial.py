@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from fullshard.comm import Comm, Work as CommWork
 from fullshard.comm.stopwatch import Stopwatch, stopwatch_of
 from fullshard.planner.ranks import Ledger, PlannedComm
 from fullshard.planner.rehearsal import Rehearsed
-from fullshard.planner.work import Issued, Operator, Work
+from fullshard.planner.work import Awaited, Issued, Operator, Work
 
 WARM_UP = 3
 """Steps before measuring: the first make the optimizer's state and learn the order of units."""
@@ -33,7 +32,7 @@ class Trial:
         issue_s: Seconds until each was issued; the step's own if operations are not queued.
         operators: Operators and the seconds of each, in the median of the watched steps.
         calls: How often each was called in a step.
-        spans: Of each step, the seconds from one wait for a collective to the next.
+        spans: For each step that was watched, the seconds of its operators from one wait for a collective to the next.
         issued: The step's collectives.
     """
 
@@ -72,11 +71,10 @@ def try_steps(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a run that does not take place
         made = build(ledger.world)
-        steps = _Steps(made.step, ledger, echo, ready)
-        took = [steps.take() for _ in range(WARM_UP)]
+        took = [_timed(made.step, echo, ready) for _ in range(WARM_UP)]
         plain, watches = [], []
-        for _ in range(rounds(took[-1].step_s)):
-            plain.append(steps.take())
+        for _ in range(rounds(took[-1][0])):
+            plain.append(_timed(made.step, echo, ready))
             watches.append(_Watching(clock))
             ready()
             ledger.note = watches[-1].work.issue
@@ -87,69 +85,27 @@ def try_steps(
     return _summed(plain, watches)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step that was not watched; seconds."""
-
-    step_s: float
-    issue_s: float  # until it was issued
-    spans: list[float]  # from its start or a wait for a collective to the next wait, or its end
-
-
-class _Steps:
-    """Takes steps that are not watched, and marks where they would wait for other ranks."""
-
-    def __init__(self, step: Callable[[], object], ledger: Ledger, echo: _Echo, ready: Callable[[], None]) -> None:
-        self._step, self._ledger, self._echo, self._ready = step, ledger, echo, ready
-        self._marks: list[tuple[Any, int]] = []  # moments, and how many times something was done aside before
-
-    def take(self) -> _Step:
-        """Take a step."""
-        self._ready()
-        self._echo.marks.clear()
-        self._marks.clear()
-        self._ledger.note = lambda kind, sent_bytes, ranks: _Marking(self.wait)
-        self._echo.clock.finish()
-        started = time.perf_counter()
-        self.wait()
-        self._step()
-        issued = time.perf_counter() - started
-        self.wait()
-        self._echo.clock.finish()
-        self._ledger.note = self._ledger.ignore
-        spans = [self._span(*pair) for pair in pairwise(self._marks)]
-        return _Step(sum(spans), issued, spans)
-
-    def wait(self) -> None:
-        """Mark this moment."""
-        self._marks.append((self._echo.clock.mark(), len(self._echo.marks)))
-
-    def _span(self, start: tuple[Any, int], stop: tuple[Any, int]) -> float:
-        seconds = self._echo.clock.seconds
-        aside = sum(seconds(begin, end) for begin, end in self._echo.marks[start[1] : stop[1]])
-        return seconds(start[0], stop[0]) - aside
+def _timed(step: Callable[[], object], echo: _Echo, ready: Callable[[], None]) -> tuple[float, float]:
+    """Return the seconds of a step, and those until it was issued."""
+    ready()
+    echo.marks.clear()
+    echo.clock.finish()
+    started, begin = time.perf_counter(), echo.clock.mark()
+    step()
+    issued, end = time.perf_counter() - started, echo.clock.mark()
+    echo.clock.finish()
+    return echo.clock.seconds(begin, end) - echo.seconds(), issued
 
 
-class _Marking:
-    """A collective whose wait is marked."""
-
-    def __init__(self, mark: Callable[[], None]) -> None:
-        self._mark = mark
-
-    def wait(self) -> None:
-        """See :meth:`Comm.Work.wait`."""
-        self._mark()
-
-
-def _summed(plain: list[_Step], watches: list[_Watching]) -> Trial:
+def _summed(plain: list[tuple[float, float]], watches: list[_Watching]) -> Trial:
     work, counts = watches[-1].work, {key: len(seconds) for key, seconds in watches[-1].seconds.items()}
     means = {
         key: [sum(watch.seconds[key]) / counts[key] for watch in watches if key in watch.seconds] for key in counts
     }
     operators = {key: (work.operators[key], statistics.median(means[key])) for key in counts}
     issued = [event for event in work.events if isinstance(event, Issued)]
-    steps_s, issue_s, spans = ([getattr(step, name) for step in plain] for name in ("step_s", "issue_s", "spans"))
-    return Trial(steps_s, issue_s, operators, counts, spans, issued)
+    steps_s, issue_s = (list(one) for one in zip(*plain, strict=True))
+    return Trial(steps_s, issue_s, operators, counts, [watch.spans for watch in watches], issued)
 
 
 class _Watching(TorchDispatchMode):
@@ -158,14 +114,16 @@ class _Watching(TorchDispatchMode):
     Attributes:
         work: The operators that ran.
         seconds: Of each call, by key; after :meth:`read`.
+        spans: Seconds of the operators between two waits for collectives; after :meth:`read`.
     """
 
     def __init__(self, clock: Stopwatch) -> None:
         super().__init__()
         self.work = Work(lambda: "")
         self.seconds: dict[str, list[float]] = {}
+        self.spans = [0.0]
         self._clock = clock
-        self._marks: list[tuple[str, Any, Any]] = []
+        self._marks: list[tuple[str, bool, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,14 +131,19 @@ class _Watching(TorchDispatchMode):
             begin = self._clock.mark()
             result = func(*args, **kwargs)
             end = self._clock.mark()
-            self._marks.append((self.work.compute(func, args, kwargs, result), begin, end))
+            waited = bool(self.work.events) and isinstance(self.work.events[-1], Awaited)
+            self._marks.append((self.work.compute(func, args, kwargs, result), waited, begin, end))
             return result
 
     def read(self) -> None:
         """Read the times."""
         self._clock.finish()
-        for key, begin, end in self._marks:
-            self.seconds.setdefault(key, []).append(self._clock.seconds(begin, end))
+        for key, waited, begin, end in self._marks:
+            took = self._clock.seconds(begin, end)
+            if waited:
+                self.spans.append(0.0)
+            self.spans[-1] += took
+            self.seconds.setdefault(key, []).append(took)
 
 
 class _Echo:
@@ -193,6 +156,10 @@ class _Echo:
     def comm(self, rank: int, size: int, device: torch.device, issue: Callable[[], CommWork]) -> PlannedComm:
         """Return a communicator."""
         return _EchoComm(self, rank, size, device, issue)
+
+    def seconds(self) -> float:
+        """Return the seconds that :meth:`aside` took since ``marks`` was cleared."""
+        return sum(self.clock.seconds(begin, end) for begin, end in self.marks)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
