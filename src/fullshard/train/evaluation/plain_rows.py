@@ -40,7 +40,7 @@ def plain_rows(run: Path | None, name: str | None, system: str | None, *, chats:
                 "conversations, and no chat template is used. Leave --system out."
             )
         turns = [{"role": "system", "content": system}] if system.strip() else []
-        return PlainRows(turns, (asked_note(turns, "given by --system"),))
+        return PlainRows(turns, (asked_note(turns, "given by --system" if turns else "--system is empty"),))
     if recorded is None:
         return PlainRows()
     if not recorded.known:

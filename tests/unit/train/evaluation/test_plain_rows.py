@@ -90,8 +90,9 @@ def test_a_line_of_predict_has_the_ids_of_the_conversation(run):
     assert f"after the system turn {SYSTEM!r}: that of the training rows" in note
 
     options.system = ""
-    rows, _ = program._as_read(lines[:1], config, model, tokenizer, out, options)
+    rows, (*_, note) = program._as_read(lines[:1], config, model, tokenizer, out, options)
     assert [turn["role"] for turn in rows[0].conversation.messages] == ["user"]
+    assert note.endswith("without a system turn: --system is empty")
 
 
 def test_a_line_of_chat_has_the_ids_of_the_conversation(run):
