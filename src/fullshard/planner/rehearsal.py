@@ -123,19 +123,8 @@ def rehearse(
             watch.end_step()
         mode.on_operator, ledger.note = mode.ignore, ledger.ignore
         peaks = {"before_first_step": before, **{phase: meter.peaks.get(phase, 0) for phase in PHASES[1:]}}
-        account, sent = dict(watch.account.peak), ledger.sent()
-        account["total"] = watch.account.peak_total
-        meter.on_change = lambda: None
-        meter.restart(lambda: "host", lambda: None)  # these are neither in a step nor between steps
-        host = {kind: size() for kind, size in made.host.items()}
-        host |= {"offloaded": meter.host_peak} if meter.host_peak else {}
-        left = list(made.after)
-        with suppress(TookTooLongError):  # the steps' needs are known, and usually the largest
-            for name, run in made.after.items():
-                meter.restart(partial(str, name), lambda: None)
-                run(meter)
-                peaks[name] = meter.peaks[name]
-                left.remove(name)
+        account, sent = {**watch.account.peak, "total": watch.account.peak_total}, ledger.sent()
+        host, left = _after_steps(made, meter, peaks)
     return Rehearsal(
         peaks=peaks,
         parts=watch.parts,
@@ -147,6 +136,22 @@ def rehearse(
         host=host,
         unplanned=tuple(left),
     )
+
+
+def _after_steps(made: Rehearsed, meter: Meter, peaks: dict[str, int]) -> tuple[dict[str, int], list[str]]:
+    """Run the phases after the steps, and add their peaks; return the host's memory, and the phases without a plan."""
+    meter.on_change = lambda: None
+    meter.restart(lambda: "host", lambda: None)  # these are neither in a step nor between steps
+    host = {kind: size() for kind, size in made.host.items()}
+    host |= {"offloaded": meter.host_peak} if meter.host_peak else {}
+    left = list(made.after)
+    with suppress(TookTooLongError):  # the steps' needs are known, and usually the largest
+        for name, run in made.after.items():
+            meter.restart(partial(str, name), lambda: None)
+            run(meter)
+            peaks[name] = meter.peaks[name]
+            left.remove(name)
+    return host, left
 
 
 @contextmanager
