@@ -26,7 +26,7 @@ def write_conversations(path, count=500):
     draw = random.Random(0)
     with path.open("w") as file:
         for number in range(count):
-            turns = [{"role": "system", "content": "Repeat the colour."}] if number % 50 else []
+            turns = [{"role": "system", "content": "Repeat the colour."}] if number % 2 else []
             for _ in range(1 + number % 3):
                 word = draw.choice(WORDS)
                 turns.append({"role": "user", "content": f"my {draw.choice(('car', 'hat', 'cat'))} is {word}"})
@@ -64,7 +64,7 @@ def test_one_command(tmp_path, model):
     shown = call("config", "check", str(tmp_path / "run.yaml"), "--dry-run").stdout
     done = call("train", str(tmp_path / "run.yaml"))
     for text in (shown, done.stdout + done.stderr):
-        assert "500 conversations of 5.0 turns on average, loss on every assistant turn" in text
+        assert "500 conversations of 4.5 turns on average, loss on every assistant turn" in text
         assert "one training row as the model sees it" in text
     causal = model is LLAMA
     assert ("template is saved with the model" in shown) == causal
@@ -84,10 +84,12 @@ def test_one_command(tmp_path, model):
     assert right > 450
 
     first = next(row["messages"] for row in rows if len(row["messages"]) == 3)
+    assert json.loads((out / "run.json").read_text())["system_turns"] == {"": None}, "half of them have none"
+    arguments = ["predict", str(out), "--system", first[0]["content"]]
     done = subprocess.run(
-        [*FULLSHARD, "predict", str(out)], input=first[1]["content"], capture_output=True, text=True, check=False
+        [*FULLSHARD, *arguments], input=first[1]["content"], capture_output=True, text=True, check=False
     )
-    assert "after the system turn 'Repeat the colour.': that of the training rows" in done.stderr
+    assert "after the system turn 'Repeat the colour.': given by --system" in done.stderr
     history = f"system: {first[0]['content']}\nuser: {first[1]['content']}"
     assert json.loads(done.stdout) == {"input": first[1]["content"], "prediction": by_input[history]}
 
