@@ -61,8 +61,8 @@ _IN_PLACE: dict[Any, Any] = {
 _GROUPED = torch.ops.aten._grouped_mm.default
 """The products of experts. Torch knows their shape for bf16 only, but computes every dtype."""
 
-_COMPOSED = {"bitsandbytes::gemm_4bit"}
-"""Operators of packages whose kernel for the CPU calls others: by name, since they may not be installed."""
+_COMPOSED = {"bitsandbytes::gemm_4bit", "aten::_safe_softmax"}
+"""Operators whose kernel for the CPU calls others, and holds their results: by name, since packages may be missing."""
 
 _SHAPE_ONLY = {"aten::set_", "aten::resize_", "aten::lift_fresh"}
 """Operators that change or return their argument without reading it, apart from views, which take no memory."""

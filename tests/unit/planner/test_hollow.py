@@ -79,7 +79,15 @@ def product_in_4_bits():
     return format.linear(torch.empty(8, ROWS[1]), *stored, ROWS, None)
 
 
+def attention_with_a_trained_bias():
+    """As T5's: torch's softmax of it keeps a mask of all scores until it returns."""
+    query, key, value = torch.empty(3, 2, 4, 64, 8).unbind()
+    bias = torch.empty(2, 1, 64, 64, requires_grad=True)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+
+
 PROGRAMS = [views, freed, resized, two_dtypes, used_twice, held_gradients, checkpointed, product_in_4_bits]
+PROGRAMS += [attention_with_a_trained_bias]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
