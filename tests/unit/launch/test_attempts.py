@@ -146,7 +146,7 @@ def test_a_stop_in_the_pause_ends_the_run(run, tmp_path, monkeypatch, capfd):
     with pytest.raises(KeyboardInterrupt):
         run("die() if rank == 0 else signal.pause()")
     assert started(tmp_path) == 1
-    assert "earlier ones are untouched" in capfd.readouterr().err
+    assert "saved no checkpoint and deleted none" in capfd.readouterr().err
 
 
 def test_the_pause_grows_while_nothing_is_gained(tmp_path, monkeypatch):
@@ -219,7 +219,7 @@ def test_a_stop_between_attempts_says_what_was_in_memory_only(run, monkeypatch, 
             die()
             """
         )
-    assert "earlier ones are untouched; step 7 was in memory only and is lost" in capfd.readouterr().err
+    assert "saved no checkpoint and deleted none; step 7 was in memory only and is lost" in capfd.readouterr().err
 
 
 def test_an_error_of_one_rank_is_the_cause_though_another_aborts_of_it(run, tmp_path):
