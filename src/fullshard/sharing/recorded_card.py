@@ -11,7 +11,7 @@ from fullshard.errors import CheckpointError
 from fullshard.storage import read_json
 from fullshard.train.reporting.card_curves import CURVES_NAME
 from fullshard.train.reporting.card_facts import Run
-from fullshard.train.reporting.reports import Prediction, RankMemory, RunStart, RunSummary
+from fullshard.train.reporting.reports import Prediction, RankMemory, RunStart, RunSummary, SetFacts
 from fullshard.train.reporting.sinks import PREDICTIONS_NAME, RUN_NAME, SUMMARY_NAME
 
 
@@ -30,7 +30,8 @@ def recorded_facts(directory: Path, repo: str, *, merged: bool, texts: bool) -> 
     try:
         start, end = (_object(directory / name) for name in (RUN_NAME, SUMMARY_NAME))
         # A card shows neither of them, and reading them needs their own classes.
-        start |= {"flops": None, "plan": None, "output_dir": str(directory)}
+        sets = tuple(SetFacts(**one) for one in start.get("sets", ()))
+        start |= {"flops": None, "plan": None, "sets": sets, "output_dir": str(directory)}
         predictions = tuple(recorded_predictions(directory))
         memory = tuple(RankMemory(**one) for one in end["memory"])
         end |= {"memory": memory, "predictions": predictions, "confusion": None, "output_dir": str(directory)}

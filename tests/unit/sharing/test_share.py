@@ -189,6 +189,18 @@ def test_an_adapter_is_published_as_it_is_or_merged(tmp_path, hub, capsys):
     assert not (config.output_dir / "merged.tmp").exists()
 
 
+def test_a_run_of_several_sets_is_published_with_their_card(tmp_path, capsys):
+    values = settings(tmp_path, training__max_steps=1)
+    data = values["data"]
+    one = {key: data.pop(key) for key in ("train_file", "validation_file", "source_column", "target_column")}
+    data["sets"] = {"cards": one, "others": dict(one)}
+    config = RunConfig.model_validate(values)
+    sinks = [CardSink(config.output_dir, print), FileSink(config.output_dir)]
+    train(config, run_ranks(1, lambda comm: comm)[0], sinks)
+    assert share(config.output_dir, "--dry-run") == 0
+    assert "would upload to ada/mine" in capsys.readouterr().out
+
+
 def test_merging_needs_an_adapter(run, hub, capsys):
     assert share(run, "--merge") == 2
     assert "--merge is for a model with an adapter" in capsys.readouterr().err
