@@ -14,7 +14,7 @@ from fullshard.engine.registry import runtime_of
 from fullshard.engine.step.recorder import SILENT
 from fullshard.engine.step.torch_private import in_backward
 from fullshard.engine.step.unit import Keep, Unit
-from fullshard.engine.tables.lane import bring_tables
+from fullshard.engine.tables.table_lane import bring_tables
 from fullshard.engine.timeline import Recorder
 from fullshard.errors import ShardingError
 

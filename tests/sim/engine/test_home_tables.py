@@ -18,7 +18,7 @@ from fullshard.comm import SoloComm
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.setup import wrap
 from fullshard.engine.tables import loss as home_loss
-from fullshard.engine.tables.lane import TableLane
+from fullshard.engine.tables.table_lane import TableLane
 from fullshard.errors import ConfigError, MismatchError
 from fullshard.models.loss import Objective, fuse_head, model_loss
 from fullshard.testing import RecordingComm, run_ranks

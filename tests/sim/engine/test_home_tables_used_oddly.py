@@ -11,7 +11,7 @@ from fullshard.engine import controls
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.setup import wrap
 from fullshard.engine.tables import loss as home_loss
-from fullshard.engine.tables.lane import TableLane
+from fullshard.engine.tables.table_lane import TableLane
 from fullshard.errors import ShardingError
 from fullshard.shards import rows_of
 from fullshard.testing import run_ranks

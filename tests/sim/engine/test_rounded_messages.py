@@ -12,7 +12,7 @@ from fullshard.engine import unshard
 from fullshard.engine.full.summon import summoned_parameters
 from fullshard.engine.registry import runtime_of
 from fullshard.engine.setup import wrap
-from fullshard.engine.tables.param import TableParam
+from fullshard.engine.tables.table_param import TableParam
 from fullshard.errors import ConfigError
 from fullshard.shards import rows_of
 from fullshard.testing import RecordingComm, run_ranks

@@ -15,8 +15,8 @@ from fullshard.engine.step.lane import Lane
 from fullshard.engine.step.param import ShardedParam
 from fullshard.engine.step.precision import Dtypes, cast_floats, dtypes_of, torch_dtype
 from fullshard.engine.step.unit import Unit
-from fullshard.engine.tables.lane import TableLane
-from fullshard.engine.tables.param import TableParam
+from fullshard.engine.tables.table_lane import TableLane
+from fullshard.engine.tables.table_param import TableParam
 from fullshard.errors import ConfigError
 from fullshard.layout import LaneLayout, plan_unit
 from fullshard.layout.sharded import ShardMeta

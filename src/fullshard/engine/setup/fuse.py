@@ -10,7 +10,7 @@ from torch import nn
 from fullshard.engine.step.fused import EmbeddingSite, LinearSite
 from fullshard.engine.step.hooks import UnitHooks
 from fullshard.engine.step.plain_modules import is_plain_embedding, plain_type
-from fullshard.engine.tables.param import TableEmbeddingSite, TableLinearSite, TableParam
+from fullshard.engine.tables.table_param import TableEmbeddingSite, TableLinearSite, TableParam
 
 _SITE = "_fullshard_site"  # in a module's __dict__
 
