@@ -35,7 +35,7 @@ TIMEOUT_S = 600.0
 """Default number of seconds after which a collective that other ranks never joined is an error."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.5
-"""Between two looks whether rank 0's store listens: thousands of ranks must not look all the time."""
+"""Shortest and longest pause between attempts to reach rank 0's store, in seconds: thousands of ranks try at once."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -347,7 +347,7 @@ def _join(timeout: datetime.timedelta) -> Comm:
 
 
 def _await_store(seconds: float) -> None:
-    """Return when rank 0's store listens, or after ``seconds``: torch's connection then says what is wrong.
+    """Wait until rank 0's store accepts connections, for ``seconds`` at most; torch then reports what is wrong.
 
     Ranks that are forks arrive within milliseconds of each other. torch tries a refused connection again only after 0.3
     to 0.6 s, which was a fifth of a recovery.

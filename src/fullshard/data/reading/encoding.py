@@ -1,4 +1,4 @@
-"""The encoding of a text file: UTF-8, or windows-1252 where all its lines say so."""
+"""The encoding of a text file: UTF-8, or windows-1252 if every line that is not ASCII is valid only in that."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class Encoding:
 
     name: str  # a value of ``data.encoding``
     example: str | None = None  # a line that needs it; None for UTF-8
-    problem: str | None = (
-        None  # that lines are neither UTF-8 nor windows-1252, and the first of them; None: all are one
-    )
+    # how many lines are in neither of the two encodings, and the first of them; None: there is none
+    problem: str | None = None
 
 
 def find_encoding(path: Path, remedy: str) -> Encoding:
@@ -29,7 +28,7 @@ def find_encoding(path: Path, remedy: str) -> Encoding:
 
     Args:
         path: The file; any process, alone.
-        remedy: What else a user can do with a file in UTF-16 than to convert it.
+        remedy: What a user can do with a file in UTF-16 instead of converting it.
 
     Raises:
         DataError: The file is UTF-16, whose zero bytes are valid in both.
