@@ -2,7 +2,15 @@
 
 import torch
 
+from fullshard.comm import settle
+
 PIECE = 1000  # elements that a test's host buffers hold
+
+
+def finish(work):
+    """Wait until the result is here, and what was sent may be dropped."""
+    work.wait()
+    settle(work)
 
 
 def run_collectives(comm, numel=2):
@@ -10,29 +18,29 @@ def run_collectives(comm, numel=2):
     device = comm.device
     shard = torch.full((numel,), float(comm.rank), device=device)
     full = torch.empty(numel * comm.size, device=device)
-    comm.all_gather(full, shard).wait()
+    finish(comm.all_gather(full, shard))
     in_place = torch.zeros(comm.size * numel, device=device)
     mine = in_place.view(comm.size, -1)[comm.rank]
     mine.fill_(comm.rank + 1)
-    comm.all_gather(in_place, mine).wait()
+    finish(comm.all_gather(in_place, mine))
     reduced = torch.empty(numel, device=device)
     terms = torch.arange(comm.size, device=device).repeat_interleave(numel) + float(comm.rank)
-    comm.reduce_scatter(reduced, terms).wait()
+    finish(comm.reduce_scatter(reduced, terms))
     wide = torch.empty(numel, device=device)
-    comm.reduce_scatter(wide, terms.bfloat16()).wait()
+    finish(comm.reduce_scatter(wide, terms.bfloat16()))
     total = torch.full((numel,), comm.rank, device=device)
     largest, told = total.clone(), total.clone()
-    comm.all_reduce(total).wait()
-    comm.all_reduce(largest, "max").wait()
-    comm.broadcast(told, source=comm.size - 1).wait()
+    finish(comm.all_reduce(total))
+    finish(comm.all_reduce(largest, "max"))
+    finish(comm.broadcast(told, source=comm.size - 1))
     gathered = torch.empty(numel * comm.size, device=device) if comm.rank == 0 else None
-    comm.gather(shard, gathered).wait()
+    finish(comm.gather(shard, gathered))
     # Rank r gives r times as much of its own number to each rank before it, once to itself, nothing to those after it.
     sent = [torch.full((comm.rank * numel if r < comm.rank else 0,), float(comm.rank)) for r in range(comm.size)]
     sent[comm.rank] = torch.full((numel,), float(comm.rank))
     received = [torch.empty(r * numel if comm.rank < r else 0, device=device) for r in range(comm.size)]
     received[comm.rank] = torch.empty(numel, device=device)
-    comm.exchange(received, [part.to(device) for part in sent]).wait()
+    finish(comm.exchange(received, [part.to(device) for part in sent]))
     comm.barrier()
     return {
         "full": full, "in_place": in_place, "reduced": reduced, "wide": wide, "total": total, "largest": largest,

@@ -70,18 +70,18 @@ class LateWork:
     """A collective whose result is in a place of its own until it is waited for.
 
     Attributes:
-        given: What other ranks may read until this is settled.
+        given: What other ranks may read until this is settled: tensors.
     """
 
-    def __init__(self, name, targets, results, given=None):
+    def __init__(self, name, targets, results, *given):
         self.name = name
         self.waited = False
         self.arriving = list(zip(targets, results, strict=True))
         for target in targets:
             poison(target)
         self.given = given
-        self.before = None if given is None else given.clone()
-        if given is not None:
+        self.before = [part.clone() for part in given]
+        if given:
             _here.__dict__.setdefault("unsettled", weakref.WeakSet()).add(self)
 
     def wait(self):
@@ -91,16 +91,17 @@ class LateWork:
         self.waited = True
 
     def __del__(self):
-        if self.waited and self.given is not None:
+        if self.waited and self.given:
             dropped.append(self.name)
 
     def settle(self):
-        if self.given is not None and not torch.equal(self.given.view(torch.uint8), self.before.view(torch.uint8)):
-            raise MisuseError(f"{self.name}: what was given to it was changed before it was settled")
-        self.given = None
+        for part, before in zip(self.given, self.before, strict=True):
+            if not torch.equal(part.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8)):
+                raise MisuseError(f"{self.name}: what was given to it was changed before it was settled")
+        self.given = self.before = ()
 
     def check_release(self, storage):
-        if self.given is not None and self.given.untyped_storage()._cdata == storage._cdata:
+        if any(part.untyped_storage()._cdata == storage._cdata for part in self.given):
             raise MisuseError(f"{self.name}: what was given to it is released before it was settled")
 
 
@@ -136,7 +137,8 @@ class LateComm(ThreadComm):
     def exchange(self, received, sent):
         results = [torch.empty_like(part) for part in received]
         super().exchange(results, [part.clone() for part in sent])
-        return LateWork(self.announced, received, results)
+        others = [part for rank, part in enumerate(sent) if rank != self.rank and part.numel()]
+        return LateWork(self.announced, received, results, *others)
 
     def gather(self, shard, full, target=0):
         result = None if full is None else torch.empty_like(full)

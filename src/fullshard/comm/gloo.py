@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fullshard.comm.board import Board
 from fullshard.comm.flight_recorder import Collective, FlightRecorder
 from fullshard.comm.peer_memory import OTHER_MACHINE, PeerMemory
+from fullshard.comm.peer_works import Joined, PeerMemoryAllReduce, PeerMemoryWork, Poll
 from fullshard.comm.protocol import DONE, ReduceOp, Work
 from fullshard.comm.pulse import Pulse
 from fullshard.comm.watchdog import WATCHDOG, GroupWatch
@@ -35,8 +36,11 @@ _SPARE_TAG = _CODES << _SEQ_BITS  # codes are smaller: no collective has this ta
 _ONE_STEP_BYTES = 32 << 10
 """All-reduces up to this size send the full tensor to every rank: more bytes, but one step instead of two."""
 
-_DIRECT_BYTES = 64 << 10
-"""From this size on, ranks on one host read each other's memory."""
+_FIRST = "the first collective of the group"
+"""Kind of the messages by which ranks find out whether they can read each other's memory."""
+
+_BACK = " and back"
+"""The second step of an all-reduce, in which ranks send what they have reduced."""
 
 _SPINS = 20
 """Number of polls of another rank's table before a rank sleeps between polls."""
@@ -102,54 +106,6 @@ class GlooWork:
             finish()
 
 
-class PeerMemoryWork:
-    """A collective in which each rank reads the other ranks' data from their memory."""
-
-    def __init__(
-        self,
-        comm: GlooComm,
-        memory: PeerMemory,
-        call: Collective,
-        offered: torch.Tensor,
-        read: Callable[[int, int], None],
-        *,
-        in_order: bool = False,
-    ) -> None:
-        """Offer ``offered``; ``read(rank, address)`` reads another rank's data, in rank order if ``in_order``."""
-        self._comm = comm
-        self._memory = memory
-        self._call = call
-        self._offered: torch.Tensor | None = offered  # kept alive until the others have read it
-        self._read: Callable[[int, int], None] | None = read
-        self._peers = sorted(comm.peers) if in_order else comm.peers
-        self._code = code_of(call)
-        memory.offer(call.seq, self._code, offered.data_ptr())
-
-    def wait(self) -> None:
-        """See :meth:`fullshard.comm.protocol.Work.wait`.
-
-        Raises:
-            MismatchError: Ranks are in different collectives.
-            ProcessGroupError: Another rank ended, or did not join within the group's timeout.
-        """
-        read, self._read = self._read, None
-        if read is not None:
-            with self._comm.waiting_in(self._call) as poll:
-                for peer in self._peers:
-                    read(peer, poll(peer, partial(self._memory.find, peer, self._call.seq, self._code)))
-            self._memory.has_read(self._call.seq)
-
-    def settle(self) -> None:
-        """See :func:`fullshard.comm.protocol.settle`."""
-        if self._offered is not None:
-            with self._comm.waiting_in(self._call) as poll:
-                for peer in self._comm.peers:
-                    # A rank that has ended reads nothing any more.
-                    with contextlib.suppress(ProcessLookupError):
-                        poll(peer, partial(self._memory.was_read, peer, self._call.seq))
-            self._offered = None
-
-
 class GlooComm:
     """A gloo group whose collectives are direct messages from and to the caller's buffers.
 
@@ -192,14 +148,15 @@ class GlooComm:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :meth:`Comm.all_gather`: each rank sends its shard to every other, (size - 1) * S elements."""
-        memory = self._peer_memory_for(full)
+        memory = self._peer_memory()
         call = self._issue("all-gather", full, bound=True)
         slices = full.view(self.size, -1)
         mine = slices[self.rank]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
         if memory is not None:
-            return PeerMemoryWork(self, memory, call, mine, lambda peer, at: memory.read(peer, at, slices[peer]))
+            fill = lambda peer, at: memory.read(peer, at, slices[peer])  # noqa: E731
+            return PeerMemoryWork(self._joined(memory, call), code_of(call), [mine], self.peers, self.peers, fill)
         return self._exchange(call, [(r, slices[r]) for r in self.peers], [(r, mine) for r in self.peers])
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:
@@ -207,11 +164,12 @@ class GlooComm:
         if not self.peers:
             shard.copy_(full)
             return DONE
-        memory = self._peer_memory_for(full)
+        memory = self._peer_memory()
         call = self._issue("reduce-scatter", full, bound=True)
         slices = full.view(self.size, -1)
         if memory is not None:
-            return PeerMemoryWork(self, memory, call, full, self._adder(memory, shard, full), in_order=True)
+            peers, add = sorted(self.peers), self._adder(memory, shard, full)
+            return PeerMemoryWork(self._joined(memory, call), code_of(call), [full], peers, peers, add)
         # Terms are added in rank order, not starting with this rank's own: otherwise the last bit of a sum would
         # depend on which rank owns the element, and 8-bit optimizer states would differ between layouts.
         first, *rest = sorted(self.peers)
@@ -233,10 +191,14 @@ class GlooComm:
 
         A large tensor is reduce-scattered when this is called, and all-gathered when the work is waited for.
         """
+        memory = self._peer_memory()
         call = self._issue(f"all-reduce ({op})", tensor)
         flat = tensor.detach().view(-1)
         one_step = flat.nbytes <= _ONE_STEP_BYTES or flat.numel() < self.size
         slices = [flat] * self.size if one_step else list(flat.tensor_split(self.size))
+        if memory is not None:
+            codes, joined = (code_of(call), code_of(call, _BACK)), self._joined(memory, call)
+            return PeerMemoryAllReduce(joined, codes, flat, slices, self.rank, _REDUCE[op])
         mine = slices[self.rank]
         terms = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.size)]
 
@@ -249,7 +211,7 @@ class GlooComm:
             terms.clear()
             if not one_step:
                 back = [(r, mine) for r in self.peers]
-                self._exchange(call, _to(self.peers, slices), back, step=" and back").wait()
+                self._exchange(call, _to(self.peers, slices), back, step=_BACK).wait()
 
         return self._exchange(call, _to(self.peers, terms), _to(self.peers, slices), reduce)
 
@@ -272,30 +234,36 @@ class GlooComm:
 
     def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Work:
         """See :meth:`Comm.exchange`: a message for each tensor that is not empty."""
+        memory = self._peer_memory()
         call = self._issue("exchange", bound=True)
         if received[self.rank].numel():
             received[self.rank].copy_(sent[self.rank])
+        if memory is not None:
+            return self._exchange_in_memory(memory, call, received, sent)
         receive = [(r, received[r]) for r in self.peers if received[r].numel()]
         return self._exchange(call, receive, [(r, sent[r]) for r in self.peers if sent[r].numel()])
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`Comm.all_gather_object`: lengths first, then the bytes."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = mine.numel()
-        own = [(r, lengths[self.rank : self.rank + 1]) for r in self.peers]
-        call = self._issue("all-gather of objects")
-        self._exchange(call, _to(self.peers, lengths.view(-1, 1)), own).wait()
-        call = self._issue("all-gather of objects, their bytes")
-        parts = [mine if r == self.rank else mine.new_empty(length) for r, length in enumerate(lengths.tolist())]
-        self._exchange(call, _to(self.peers, parts), [(r, mine) for r in self.peers]).wait()
-        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+        return self._gather_objects(value, "all-gather of objects")
 
     def barrier(self) -> None:
         """See :meth:`Comm.barrier`."""
         call = self._issue("barrier")
         ticks = torch.zeros(self.size, 1, dtype=torch.uint8)
         self._exchange(call, _to(self.peers, ticks), [(r, ticks[self.rank]) for r in self.peers]).wait()
+
+    def _gather_objects(self, value: Any, kind: str) -> list[Any]:
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = mine.numel()
+        own = [(r, lengths[self.rank : self.rank + 1]) for r in self.peers]
+        call = self._issue(kind)
+        self._exchange(call, _to(self.peers, lengths.view(-1, 1)), own).wait()
+        call = self._issue(f"{kind}, their bytes")
+        parts = [mine if r == self.rank else mine.new_empty(length) for r, length in enumerate(lengths.tolist())]
+        self._exchange(call, _to(self.peers, parts), [(r, mine) for r in self.peers]).wait()
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def _adder(self, memory: PeerMemory, shard: torch.Tensor, full: torch.Tensor) -> Callable[[int, int], None]:
         """Return the function that adds a peer's data to ``shard``, called in rank order; it also adds this rank's."""
@@ -315,23 +283,38 @@ class GlooComm:
 
         return add
 
-    def _peer_memory_for(self, full: torch.Tensor) -> PeerMemory | None:
-        """Return the access to other ranks' memory if every rank has it and ``full`` is large enough to benefit."""
-        return None if full.nbytes < _DIRECT_BYTES or self.size == 1 else self._peer_memory()
+    def _exchange_in_memory(
+        self, memory: PeerMemory, call: Collective, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
+    ) -> Work:
+        """Offer the addresses of the tensors for each rank; only ranks with something to read look at them."""
+        addresses = torch.tensor([part.data_ptr() for part in sent])
+        address = torch.empty(1, dtype=torch.int64)
+        offset = self.rank * address.nbytes
+
+        def read(peer: int, at: int) -> None:
+            memory.read(peer, at + offset, address)
+            memory.read(peer, int(address), received[peer])
+
+        sources = [peer for peer in self.peers if received[peer].numel()]
+        readers = [peer for peer in self.peers if sent[peer].numel()]
+        return PeerMemoryWork(self._joined(memory, call), code_of(call), [addresses, *sent], sources, readers, read)
+
+    def _joined(self, memory: PeerMemory, call: Collective) -> Joined:
+        return Joined(memory, 2 * call.seq, partial(self._waiting_in, call))
 
     def _peer_memory(self) -> PeerMemory | None:
         """Return the access to other ranks' memory if every rank has it.
 
         The first call asks all ranks, each of which makes it: it is part of a collective.
         """
-        if not self._direct:
+        if not self._direct or self.size == 1:
             return None
         group = _GROUPS.setdefault(self.group, _Group())
         if not group.asked:
             group.asked = True
             memory = PeerMemory()
-            cards = self.all_gather_object(memory.card())
-            obstacle = next(filter(None, self.all_gather_object(memory.obstacle(cards))), None)
+            cards = self._gather_objects(memory.card(), _FIRST)
+            obstacle = next(filter(None, self._gather_objects(memory.obstacle(cards), _FIRST)), None)
             if obstacle is None:
                 group.memory = memory
             elif obstacle != OTHER_MACHINE and self.rank == 0:
@@ -342,7 +325,7 @@ class GlooComm:
         return group.memory
 
     @contextlib.contextmanager
-    def waiting_in(self, call: Collective) -> Iterator[Callable[[int, Callable[[], int | None]], int]]:
+    def _waiting_in(self, call: Collective) -> Iterator[Poll]:
         """Yield a function that polls until another rank has an answer; the watchdog watches the wait."""
         recorder, started = self._watch.recorder, time.monotonic()
         peer_now: int | None = None

@@ -26,11 +26,15 @@ from fullshard.comm.whereabouts import named_machine
 _CHUNK_BYTES = 1 << 20
 """Bytes of a sum's terms read at a time; they stay in the processor's cache until they are added."""
 
-_RING = 4096
+_RING = 8192
 """Entries of a table: many more collectives than one rank can be ahead of another."""
 
-_FIELDS = 4
-"""Fields of an entry: number, code, address; number of the collective that the table's owner has finished reading."""
+_FIELDS = 3
+"""Fields of an entry: mark and address of an offer; number of the collective that the table's owner has finished
+reading."""
+
+_CODE_BITS = 20
+"""Bits of a collective's code, at most."""
 
 OTHER_MACHINE = "ranks are on several machines"
 """The obstacle that needs no log message, because it is expected."""
@@ -71,6 +75,11 @@ def _read_bytes(pid: int, address: int, into: int, nbytes: int) -> None:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))  # a ProcessLookupError if the process has ended
         done += count
+
+
+def _mark(seq: int, code: int, address: int) -> int:
+    """Return a number that no other collective has for this address: an entry read half written does not fit."""
+    return (seq << _CODE_BITS | code) ^ address
 
 
 _TABLES: list[Any] = []
@@ -117,14 +126,13 @@ class PeerMemory:
     def offer(self, seq: int, code: int, address: int) -> None:
         """Publish that collective ``seq`` has the code ``code`` and that this rank's data is at ``address``."""
         place = seq % _RING * _FIELDS
-        self._entries[place + 1] = code
-        self._entries[place + 2] = address
-        self._entries[place] = seq  # last: a reader that finds the number also finds the other fields
+        self._entries[place + 1] = address
+        self._entries[place] = _mark(seq, code, address)  # last: it says that the address is this collective's
 
     def find(self, rank: int, seq: int, code: int) -> int | None:
         """Return the address of the data of ``rank``; None if it has not reached that collective."""
-        there_seq, there_code, address, _ = self._look(rank, seq)
-        return address if (there_seq, there_code) == (seq, code) else None
+        mark, address, _ = self._look(rank, seq)
+        return address if mark == _mark(seq, code, address) else None
 
     def read(self, rank: int, address: int, target: torch.Tensor) -> None:
         """Fill ``target``, contiguous, with the data of ``rank`` at ``address``."""
@@ -142,14 +150,14 @@ class PeerMemory:
 
     def has_read(self, seq: int) -> None:
         """Publish that this rank has finished reading for collective ``seq``."""
-        self._entries[seq % _RING * _FIELDS + 3] = seq
+        self._entries[seq % _RING * _FIELDS + 2] = seq
 
     def was_read(self, rank: int, seq: int) -> int | None:
         """Return a number once ``rank`` has finished reading for collective ``seq``, None before."""
-        number = self._look(rank, seq)[3]
+        number = self._look(rank, seq)[2]
         return number if number >= seq else None
 
-    def _look(self, rank: int, seq: int) -> tuple[int, int, int, int]:
+    def _look(self, rank: int, seq: int) -> tuple[int, int, int]:
         pid, table = self._tables[rank]
         nbytes = 8 * _FIELDS
         _read_bytes(pid, table + seq % _RING * nbytes, ctypes.addressof(self._entry), nbytes)

@@ -240,6 +240,7 @@ class _Sum:
         if self._work is None:
             return
         self._work.wait()
+        settle(self._work)
         self._work = None
         for rank, term in enumerate(self._terms):
             self._format.read(term, self._total, add=rank > 0)

@@ -153,24 +153,31 @@ class GroupWatch:
             number, (_, origin, why) = failed
             self._report(call.seq - 1, self._ranks[number] if origin == self._me else origin, why)
             return ProcessGroupError(f"{what} and {self._reported_text(*failed)}")
+        reason = re.sub(r"^\[.*?\] ", "", error).split(". ")[0]
+        gone = [self._ranks[number] for number in range(self._board.size) if self._board.is_gone(number)]
+        if len(gone) > 1:  # the store may have ended with one of them: nobody can say which was first
+            return ProcessGroupError(
+                f"{what} and lost its connection to {named(gone)}: they have ended. Look for their own errors. "
+                f"(gloo: {reason})"
+            )
         where = "another rank" if peer is None else f"rank {self._ranks[peer]}"
         post = self._board.posts().get(-1 if peer is None else peer)
         if post is not None and post.place == ENDED:
             how = "the program of that rank has ended, so it ran fewer collectives than this rank."
         else:
             how = _LOST
-        reason = re.sub(r"^\[.*?\] ", "", error).split(". ")[0]
         return ProcessGroupError(f"{what} and lost its connection to {where}: {how} (gloo: {reason})")
 
     def _wait_for_report(self, call: Collective, peer: int | None) -> tuple[int, RankFailure] | None:
         """Return the rank whose failure explains the end of the connection to ``peer``, and that failure."""
-        deadline = time.monotonic() + LOST_S
-        while (failed := self._failed_rank(peer)) is None and peer is not None:
+        deadline, last = time.monotonic() + LOST_S, False
+        while (failed := self._failed_rank(peer)) is None and not last and peer is not None:
             # This rank reports first: if only the network is cut, the other rank looks for this report meanwhile.
             self._report(call.seq - 1, self._ranks[peer], "")
-            if self._board.is_gone(peer) or time.monotonic() > deadline:
-                break
-            time.sleep(LOST_S / 10)
+            # A rank that has ended may have reported just before: that is looked for once more.
+            last = self._board.is_gone(peer) or time.monotonic() > deadline
+            if not last:
+                time.sleep(LOST_S / 10)
             self._board.look()
         return failed
 

@@ -30,8 +30,8 @@ def measure_rates(
 ) -> Rates:
     """Return the rates of operators and collectives; every rank calls it and needs the memory of its own step.
 
-    Each takes steps as one of ``world_size`` ranks, side by side with the others but without their values. Then the
-    ranks of ``comm`` measure the step's collectives.
+    Each takes steps as one of ``world_size`` ranks, side by side with the others; it has their values if all of them
+    are there. Then the ranks of ``comm`` measure the step's collectives.
 
     Args:
         build: Makes the model, shards it over the given communicator and makes the optimizer; its ``step`` may be
@@ -60,7 +60,7 @@ def measure_rates(
         done += rounds > 0
         comm.barrier()
 
-    trials = comm.all_gather_object(try_steps(build, comm.rank, world_size, comm.device, agreed, ready))
+    trials = comm.all_gather_object(try_steps(build, comm.rank, world_size, comm.device, agreed, ready, comm))
     collectives = measure_collectives(comm, trials[0].issued) if comm.size > 1 else {}
     found = rates_of(trials, collectives, queues=device_of(comm.device).queues)
     return replace(found, travels=hides_messages(comm))

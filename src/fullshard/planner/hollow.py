@@ -31,6 +31,7 @@ from fullshard.engine.step.torch_private import in_backward
 from fullshard.errors import ModelError
 from fullshard.planner.limit import check_time
 from fullshard.planner.meter import Meter
+from fullshard.planner.work import IN_PLACE
 
 KNOWN_NUMEL = 1 << 18
 """Elements up to which whole numbers (token ids, masks, checksums) keep their values: programs branch on them."""
@@ -49,14 +50,6 @@ _CONSTANTS_LIKE = {"aten::ones_like", "aten::zeros_like", "aten::full_like"}
 _CONSTANTS_LIKE |= {"aten::new_ones", "aten::new_zeros", "aten::new_full"}
 _CONSTANT_NUMEL = 1 << 16
 """Elements up to which floats from these operators keep their values: masks of ones are made of them."""
-
-_IN_PLACE: dict[Any, Any] = {
-    torch.ops.aten.index_put.default: torch.ops.aten._index_put_impl_.default,
-    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
-    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-}
-"""In-place operations of autograd's indexing formulas on fresh zeros, except while a dispatch mode is on, as here."""
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 """The products of experts. Torch knows their shape for bf16 only, but computes every dtype."""
@@ -229,7 +222,7 @@ class HollowMode(TorchDispatchMode):
                 if taken is not None:
                     self.on_operator(func, args, kwargs or {}, taken)
                     return taken
-                func = _IN_PLACE.get(func, func)
+                func = IN_PLACE.get(func, func)
             result = self._run(func, args, kwargs or {})
             if self.on_host is not None:
                 self._place(func, _tensors((*args, *(kwargs or {}).values())), result)

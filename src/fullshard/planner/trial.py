@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fullshard.comm import Comm, Work as CommWork
+from fullshard.comm import Comm, Work as CommWork, settle
+from fullshard.comm.protocol import ReduceOp
 from fullshard.comm.stopwatch import Stopwatch, stopwatch_of
 from fullshard.planner.ranks import Ledger, PlannedComm
 from fullshard.planner.rehearsal import Rehearsed
@@ -51,8 +52,9 @@ def try_steps(
     device: torch.device,
     rounds: Callable[[float], int],
     ready: Callable[[], None],
+    ranks: Comm | None = None,
 ) -> Trial:
-    """Take steps as ``rank`` of ``size`` ranks without any other rank: gathers repeat this rank's own part.
+    """Take steps as ``rank`` of ``size`` ranks; what it takes to get the other ranks' values does not count.
 
     Steps that are watched, operator by operator, alternate with unwatched ones, which give the time between
     operators.
@@ -64,9 +66,11 @@ def try_steps(
         device: The device to run on.
         rounds: Returns the number of pairs of steps, from the seconds of one.
         ready: Called before each step, to start the steps of several processes at the same time.
+        ranks: Ranks that take their steps at the same time. If they are all of ``size``, they exchange their values;
+            else the other ranks' values are this rank's own, and a router may send tokens to other experts.
     """
     clock = stopwatch_of(device)
-    echo = _Echo(clock)
+    echo = _Echo(clock, ranks if ranks is not None and ranks.size == size > 1 else None)
     ledger = Ledger(rank, size, device, echo.comm)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a run that does not take place
@@ -147,14 +151,17 @@ class _Watching(TorchDispatchMode):
 
 
 class _Echo:
-    """Makes communicators whose other ranks have this one's values, and takes the time that this needs."""
+    """Makes communicators with the values of the other ranks, or this one's for them, and takes the time of it."""
 
-    def __init__(self, clock: Stopwatch) -> None:
+    def __init__(self, clock: Stopwatch, ranks: Comm | None) -> None:
         self.clock = clock
+        self.ranks = ranks
         self.marks: list[tuple[Any, Any]] = []
 
     def comm(self, rank: int, size: int, device: torch.device, issue: Callable[[], CommWork]) -> PlannedComm:
         """Return a communicator."""
+        if self.ranks is not None and size == self.ranks.size:
+            return _MeetingComm(self, self.ranks, issue)
         return _EchoComm(self, rank, size, device, issue)
 
     def seconds(self) -> float:
@@ -194,3 +201,40 @@ class _EchoComm(PlannedComm):
             for part in received:
                 part.zero_()
         return super().exchange(received, sent)
+
+
+class _MeetingComm(PlannedComm):
+    """Takes the other ranks' values while the clock stands still."""
+
+    def __init__(self, echo: _Echo, ranks: Comm, issue: Callable[[], CommWork]) -> None:
+        super().__init__(ranks.rank, ranks.size, ranks.device, issue)
+        self._echo, self._ranks = echo, ranks
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> CommWork:
+        return self._now(lambda: self._ranks.all_gather(full, shard))
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> CommWork:
+        return self._now(lambda: self._ranks.reduce_scatter(shard, full))
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> CommWork:
+        return self._now(lambda: self._ranks.all_reduce(tensor, op))
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> CommWork:
+        return self._now(lambda: self._ranks.broadcast(tensor, source))
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None, target: int = 0) -> CommWork:
+        return self._now(lambda: self._ranks.gather(shard, full, target))
+
+    def exchange(self, received: Any, sent: Any) -> CommWork:
+        return self._now(lambda: self._ranks.exchange(received, sent))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        with self._echo.aside():
+            return self._ranks.all_gather_object(value)
+
+    def _now(self, collective: Callable[[], CommWork]) -> CommWork:
+        with self._echo.aside():
+            work = collective()
+            work.wait()
+            settle(work)
+        return self._issue()

@@ -17,6 +17,14 @@ _MOVES_NOTHING = {
     "aten::_unsafe_view",  # a view, although not declared as one
 }
 
+IN_PLACE: dict[Any, Any] = {
+    torch.ops.aten.index_put.default: torch.ops.aten._index_put_impl_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+}
+"""In-place operations of autograd's indexing formulas on fresh zeros, except while a dispatch mode is on, as here."""
+
 _QUANTISED_PRODUCT = "bitsandbytes::gemm_4bit"
 """Operator of bitsandbytes: input, codes, the weight's shape (outputs, inputs). By name: it may not be installed."""
 
@@ -78,7 +86,7 @@ class Work:
 
     def compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> str:
         """Record an operator that was called, and return its key; views count too, as calls that move nothing."""
-        key = _key(func, args, kwargs)
+        key = _key(IN_PLACE.get(func, func), args, kwargs)
         if key not in self.operators:
             flops, nbytes = _flops(func, args, kwargs, result), _bytes(func, args, kwargs, result)
             self.operators[key] = Operator(key, flops, nbytes, _dtype(args, kwargs))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from fullshard import planner
-from fullshard.comm import Comm
+from fullshard.comm import Comm, SoloComm
 from fullshard.config import RunConfig
 from fullshard.data import Batch
 from fullshard.optim import ShardedGradScaler
 from fullshard.planner import Rates, Rehearsed
+from fullshard.saving.adapted import AdaptedWeights
 from fullshard.train.plan import middle_step, refuse_unplanned, step_spec
 from fullshard.train.run.step import issue_step
 from fullshard.train.setup.data_plan import make_plan
@@ -40,6 +43,8 @@ def measure_rates(
 
 def _build(config: RunConfig, data: Prepared, batches: list[Batch], comm: Comm) -> Rehearsed:
     ready = prepare_model(for_device(config, gpu=comm.device.type != "cpu"), data.tokenizer)
+    if isinstance(ready.weights, AdaptedWeights):  # all by this rank: the others may not be there
+        ready.weights.compute_magnitudes(ready.model, SoloComm(torch.device("cpu")))
     shard_model(ready.model, config, comm, weights=ready.weights)
     model = ready.model.train()
     optimizer = make_optimizer(model, config)

@@ -41,7 +41,7 @@ def main(rank):
     patient = GlooComm(dist.group.WORLD)
     impatient = GlooComm(dist.new_group(timeout=datetime.timedelta(seconds=IMPATIENT_S)))
     for comm in (patient, impatient):
-        comm.barrier()
+        comm.hides_messages()  # a collective
     add(patient)
     try:
         add(impatient)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from fullshard import MinNumel, fully_shard
 from fullshard.comm import GlooComm, settle, watchdog
 from fullshard.errors import UserError
+from support.collectives import finish
 from support.rank_script import parse, print_result
 
 LARGE = 50_000  # elements, enough for ranks of one host to read each other's memory
@@ -170,6 +171,25 @@ def collectives(comm):
     return "as expected"
 
 
+def collectives_reading(comm):
+    """The same between ranks that read each other's memory, small ones too: without a message."""
+    comm.hides_messages()  # a collective, by messages
+
+    def refused(*arguments, **options):
+        raise AssertionError("a message")
+
+    comm._exchange = refused
+    run = [GlooComm.all_gather, GlooComm.reduce_scatter, GlooComm.all_reduce, GlooComm.exchange]
+    for numel in (1, 8193):
+        shard, full = torch.ones(numel), torch.ones(comm.size * numel)
+        parts = [torch.ones(numel) for _ in range(comm.size)]
+        given = [(full.clone(), shard), (shard.clone(), full), (shard.clone(),), (parts, [shard] * comm.size)]
+        for collective, tensors in zip(run, given, strict=True):
+            finish(collective(comm, *tensors))
+    del comm._exchange
+    return collectives(comm)
+
+
 def two_comms(comm):
     """All comms of a group number its collectives together, so that ranks may use any: no desync."""
     gather(comm)
@@ -239,6 +259,13 @@ def leaves_reading(comm):
     return leaves(comm, LARGE)
 
 
+READING = {
+    *("collectives_reading", "reading", "large_sums", "large_kinds", "large_honest", "skipped_pass", "two_comms"),
+    "leaves_reading",
+}
+"""Cases in which ranks read each other's memory; in the others, all that they say goes by messages."""
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -257,6 +284,7 @@ CASES = {
         prefetched,
         skipped_pass,
         collectives,
+        collectives_reading,
         two_comms,
         honest,
         honest_behind,
@@ -308,7 +336,7 @@ def main():
     logging.getLogger("fullshard").addHandler(log)
     dist.init_process_group("gloo")
     limits = {case: datetime.timedelta(seconds=4 if case == "timeout" else 60) for case in options.only}
-    comms = {case: GlooComm(dist.new_group(timeout=limit)) for case, limit in limits.items()}
+    comms = {case: GlooComm(dist.new_group(timeout=limit), direct=case in READING) for case, limit in limits.items()}
     outcomes = {}
     threads = [threading.Thread(target=run, args=(case, comm, outcomes)) for case, comm in comms.items()]
     for thread in threads:

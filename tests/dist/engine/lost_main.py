@@ -111,6 +111,7 @@ def barrier_of_torchs(rank):
 def stopped(rank, who):
     """A rank is stopped and goes on; later ranks part."""
     board = rank.comm._watch._board
+    rank.comm.hides_messages()  # what a group's first collective finds out
     while not all(rank.comm.all_gather_object(len(board._pids) == rank.size)):
         pass  # the first second of a run
     if rank.rank == who:

@@ -42,6 +42,19 @@ def test_what_is_no_table_is_not_read(x86):
     assert obstacle(1) == "their process ids are not those that this rank sees"
 
 
+def test_only_what_was_offered_for_a_collective_is_found(x86):
+    """An entry that is half written, or of a collective 8,192 before, is none."""
+    memory = PeerMemory()
+    assert memory.obstacle([memory.card()]) is None
+    memory.offer(8195, 7, 0x7F00_0000_1000)
+    assert memory.find(0, 8195, 7) == 0x7F00_0000_1000
+    assert [memory.find(0, *other) for other in ((8195, 8), (8194, 7), (3, 7), (2 * 8192 + 3, 7))] == [None] * 4
+    before = list(memory._entries)
+    memory.offer(2 * 8192 + 3, 7, 0x7F00_0000_2000)
+    memory._entries[3 * 3] = before[3 * 3]  # the mark of the first, with the address of the second
+    assert memory.find(0, 8195, 7) is None
+
+
 def machines(monkeypatch, *environments):
     """The names that ranks give their machine in these environments."""
     names = []

@@ -5,13 +5,14 @@ from collections import Counter
 import pytest
 import torch
 
+from fullshard import fully_shard
 from fullshard.errors import ConfigError
-from fullshard.planner import measure_rates, rehearse, time_step
+from fullshard.planner import Rehearsed, measure_rates, rehearse, time_step
 from fullshard.planner.bench import rates_of
 from fullshard.planner.trial import Trial, try_steps
 from fullshard.planner.work import Computed, Issued, Operator
 from fullshard.testing import run_ranks
-from support.planned import build
+from support.planned import batch, build, make_model
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,37 @@ def test_a_trial_computes_with_the_ranks_own_values_in_the_place_of_others():
     try_steps(watched, 1, 3, CPU, lambda seconds: 1, lambda: None)
     assert len(seen) == 5
     assert all(0 < loss < 100 for loss in seen)
+
+
+def test_ranks_that_are_all_there_compute_with_each_others_values():
+    """Else a router may send tokens to other experts than in training, and products take another time."""
+
+    def trial(comm):
+        def watched(ranks):
+            model = make_model().eval()  # no dropout
+            for number, weight in enumerate(model.parameters()):  # the threads share torch's random numbers
+                draw = torch.Generator().manual_seed(number)
+                weight.data = torch.randn(weight.shape, generator=draw) / 20
+            model.register_forward_hook(lambda model, args, output: seen.append(float(output.loss)))
+            optimizer = torch.optim.SGD(fully_shard(model, ranks).parameters(), lr=0.1)
+
+            def step():
+                optimizer.zero_grad()
+                model(**batch()).loss.backward()
+                optimizer.step()
+
+            return Rehearsed(model, optimizer, step)
+
+        seen = []
+        real = watched(comm)
+        for _ in range(5):
+            real.step()
+        try_steps(watched, comm.rank, comm.size, CPU, lambda seconds: 1, lambda: None, comm)
+        return seen
+
+    for losses in run_ranks(2, trial):
+        assert losses[5:] == losses[:5]
+        assert losses[4] < losses[0]
 
 
 def test_ranks_at_hand_agree_on_rates_that_give_a_time():

@@ -9,6 +9,8 @@ import pytest
 from fullshard.config import load_run
 from fullshard.data import steps
 from fullshard.errors import ModelError
+from fullshard.testing import run_ranks
+from fullshard.train.bench import measure_rates
 from fullshard.train.plan import largest_steps, longest_batch, longest_rows, plan_run
 from fullshard.train.setup.data_plan import make_plan
 from fullshard.train.setup.given_length import prepare_length
@@ -124,6 +126,15 @@ def test_every_adapter_is_planned(tmp_path, kind):
     path = write_directory_run(tmp_path)
     adapted, full = planned(path, f"model.adapter={{type: {kind}}}"), planned(path)
     assert 0 < adapted.parts["optimizer_state"] < full.parts["optimizer_state"] / 2
+
+
+def test_rates_are_measured_with_magnitudes_that_each_rank_computes(tmp_path):
+    """Those of the layers of ranks that are not there, too."""
+    config = load_run(write_directory_run(tmp_path), ["model.adapter={type: dora}"])
+    data = prepare(config)
+    first, second = run_ranks(2, lambda comm: measure_rates(config, data, comm, 4))
+    assert first == second
+    assert first.operators
 
 
 def test_frozen_weights_are_planned_where_the_run_keeps_them(tmp_path):
