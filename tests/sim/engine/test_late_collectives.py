@@ -166,7 +166,7 @@ def keep_unwritten(lane):
 
 def drop_early(pending, divide):
     pending.lane.drop_gradient()
-    pending.sent.given.zero_()
+    pending.sent.given[0].zero_()
     return finish_reduce(pending, divide)
 
 
