@@ -155,8 +155,10 @@ class GlooComm:
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
         if memory is not None:
-            fill = lambda peer, at: memory.read(peer, at, slices[peer])  # noqa: E731
-            return PeerMemoryWork(self._joined(memory, call), code_of(call), [mine], self.peers, self.peers, fill)
+            joined, peers = self._joined(memory, call), self.peers
+            return PeerMemoryWork(
+                joined, code_of(call), [mine], peers, peers, lambda peer, at: memory.read(peer, at, slices[peer])
+            )
         return self._exchange(call, [(r, slices[r]) for r in self.peers], [(r, mine) for r in self.peers])
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work:

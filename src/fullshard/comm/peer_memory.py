@@ -97,7 +97,6 @@ class PeerMemory:
         """Make this rank's table; its address must still be sent to the other ranks."""
         self._entries = (ctypes.c_int64 * (_RING * _FIELDS))()
         _TABLES.append(self._entries)
-        self._entry = (ctypes.c_int64 * _FIELDS)()
         self._tables: list[tuple[int, int]] = []
 
     def card(self) -> tuple[str, int, int]:
@@ -114,12 +113,13 @@ class PeerMemory:
             return f"that is only safe on x86-64 processors, and this one is {platform.machine() or 'unknown'}"
         if _READ is None:
             return "this system has no process_vm_readv"
+        first = ctypes.c_int64()
         for _, pid, address in cards:
             try:
-                _read_bytes(pid, address, ctypes.addressof(self._entry), 8)
+                _read_bytes(pid, address, ctypes.addressof(first), 8)
             except OSError as error:
                 return f"the system does not allow it (process_vm_readv: {error.strerror})"
-            if self._entry[0] != _MAGIC ^ pid:
+            if first.value != _MAGIC ^ pid:
                 return "their process ids are not those that this rank sees"
         return None
 
@@ -160,5 +160,6 @@ class PeerMemory:
     def _look(self, rank: int, seq: int) -> tuple[int, int, int]:
         pid, table = self._tables[rank]
         nbytes = 8 * _FIELDS
-        _read_bytes(pid, table + seq % _RING * nbytes, ctypes.addressof(self._entry), nbytes)
-        return tuple(self._entry)  # type: ignore[return-value]
+        entry = (ctypes.c_int64 * _FIELDS)()  # not shared: several threads may wait in one group
+        _read_bytes(pid, table + seq % _RING * nbytes, ctypes.addressof(entry), nbytes)
+        return tuple(entry)  # type: ignore[return-value]

@@ -154,8 +154,9 @@ class GroupWatch:
             self._report(call.seq - 1, self._ranks[number] if origin == self._me else origin, why)
             return ProcessGroupError(f"{what} and {self._reported_text(*failed)}")
         reason = re.sub(r"^\[.*?\] ", "", error).split(". ")[0]
-        gone = [self._ranks[number] for number in range(self._board.size) if self._board.is_gone(number)]
-        if len(gone) > 1:  # the store may have ended with one of them: nobody can say which was first
+        unheard = set(range(self._board.size)) - set(self._others())  # their reports may have ended with the store
+        gone = [self._ranks[number] for number in sorted(unheard) if self._board.is_gone(number)]
+        if len(gone) > 1:  # nobody can say which was first
             return ProcessGroupError(
                 f"{what} and lost its connection to {named(gone)}: they have ended. Look for their own errors. "
                 f"(gloo: {reason})"

@@ -24,7 +24,7 @@ from fullshard.errors import UserError
 from support.collectives import finish
 from support.rank_script import parse, print_result
 
-LARGE = 50_000  # elements, enough for ranks of one host to read each other's memory
+LARGE = 50_000  # elements
 ELSEWHERE_S = 6.0  # many polls longer than what is a long wait
 WARN_S = 3.0
 

@@ -1,6 +1,6 @@
 """One gloo process of a test: three steps as ranks of one machine, or, with ``apart``, of a machine each.
 
-A second argument rounds messages to that; the model is then large enough for ranks of one machine to read memory.
+A second argument rounds messages to that, of a larger model.
 """
 
 import hashlib
